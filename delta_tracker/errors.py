@@ -236,11 +236,15 @@ class ReservedConsumerError(DeltaTrackerError, RuntimeError):
     If other code committed a read of a publisher's consumer, the publisher would not publish those rows.
     """
 
-    def __init__(self, consumer: str, owner: str) -> None:
-        super().__init__(
-            f"consumer {consumer!r} is reserved by {owner}",
-            "Read as a consumer of your own: pass it in consumers=[...], or add it with tracker.add_consumer(name)",
-        )
+    def __init__(
+        self,
+        consumer: str,
+        owner: str,
+        remedy: str = (
+            "Read as a consumer of your own: pass it in consumers=[...], or add it with tracker.add_consumer(name)"
+        ),
+    ) -> None:
+        super().__init__(f"consumer {consumer!r} is reserved by {owner}", remedy)
         self.consumer = consumer
         self.owner = owner
 
@@ -554,11 +558,14 @@ class RestoreMismatchError(StreamError, ValueError):
     ``what`` differs: the version has ``saved``, and this job has ``found``.
     """
 
-    def __init__(self, what: str, saved: object, found: object) -> None:
-        super().__init__(
-            f"{what} is {saved} in the version but {found} in this job; nothing was restored",
-            "Build the job like the one that published the version",
-        )
+    def __init__(
+        self,
+        what: str,
+        saved: object,
+        found: object,
+        remedy: str = "Build the job like the one that published the version",
+    ) -> None:
+        super().__init__(f"{what} is {saved} in the version but {found} in this job; nothing was restored", remedy)
         self.what = what
         self.saved = str(saved)
         self.found = str(found)
@@ -567,15 +574,18 @@ class RestoreMismatchError(StreamError, ValueError):
 class NotRecoverableError(StreamError, LookupError):
     """Version ``version`` of the stream at ``url`` has no complete training state, so nothing was restored.
 
-    ``reason`` describes what is missing. ``version`` is None if the stream has no version to restore.
+    ``reason`` describes what is missing. ``version`` is None on every rank if no version was published to the stream
+    yet: the job can start without a restore.
     """
 
     def __init__(self, url: str, version: int | None, reason: str) -> None:
-        which = "the newest version" if version is None else f"version {version}"
-        super().__init__(
-            f"{which} of {url} cannot be restored: {reason}",
-            'Choose another version; publish with Publisher(..., states="optimizer") to write such versions',
-        )
+        if version is None:
+            problem = f"{url} has nothing to restore: {reason}"
+            remedy = "Check the URL, or start without restore: no version was published yet"
+        else:
+            problem = f"version {version} of {url} cannot be restored: {reason}"
+            remedy = 'Choose another version; publish with Publisher(..., states="optimizer") to write such versions'
+        super().__init__(problem, remedy)
         self.url = url
         self.version = version
         self.reason = reason
@@ -593,6 +603,21 @@ class RestoreFailedError(StreamError, RuntimeError):
             "Fix the problem on that rank and restore again on all ranks",
         )
         self.rank = rank
+        self.reason = reason
+
+
+class StateRejectedError(StreamError, RuntimeError):
+    """The object ``what`` raised an error, ``reason``, when a restore loaded its state. The model is incomplete.
+
+    Until a restore completes, the model raises :class:`InterruptedRestoreError` when it is called.
+    """
+
+    def __init__(self, what: str, reason: str) -> None:
+        super().__init__(
+            f"{what} rejected its state: {reason.removesuffix('.')}",
+            "Fix the problem and restore again on all ranks",
+        )
+        self.what = what
         self.reason = reason
 
 

@@ -37,8 +37,9 @@ _LAYERS = [
     ["integrations", "cli"],
 ]
 
-# These test TorchRec's modules, or compare with FBGEMM's bytes.
+# These test TorchRec's modules or optimizers, or compare with FBGEMM's bytes.
 _TESTS_OF_TORCHREC = {
+    "recovery.test_state_fit",
     "sharding.test_collision_states",
     "sharding.test_inference_tables",
     "sharding.test_prefetch_order",

@@ -7,6 +7,7 @@ Before anything is written, ``path.py`` finds the entries to apply, a snapshot a
   itself saved.
 - ``job.py`` describes the job on this rank, and ``fit.py`` compares it with the version. ``warm_up.py`` checks that the
   order of the dense gradients is final.
+- ``state_fit.py`` compares the states of optimizers and schedulers with those of the job.
 - ``targets.py`` maps rows and their optimizer states to the memory of the model.
 - ``pending.py`` finds the rows that are pending for the consumers of the tracker afterwards.
 

@@ -78,21 +78,24 @@ def check_fit(saved: Saved, job: Job, ignore: Collection[str] = ()) -> None:
         if name not in known:
             raise InvalidArgumentError("ignore", name, f"Pass some of {sorted(known)}")
     tables = {fqn: shard.table for fqn, shard in job.shards.items()}
+    _check_tables(saved.tables, tables, ignore)
     for fqn in _names(saved.tables, tables, ignore):
         _same(f"table {fqn!r}", saved.tables.get(fqn), tables.get(fqn))
         _check_optimizer(fqn, saved, job)
     for name in _names(saved.dense, job.dense, ignore):
         _same(f"the dense tensor {name!r}", saved.dense.get(name), job.dense.get(name))
     for name in _names(saved.training, job.training, ignore):
-        _same(f"training_state[{name!r}]", _presence(name, saved.training), _presence(name, job.training))
+        _check_presence(f"training_state[{name!r}]", name, saved.training, job.training)
     for name in _names(saved.rank, job.rank, ignore):
         what = "data" if name == DATA else f"rank_state[{name!r}]"
-        _same(what, _presence(name, saved.rank), _presence(name, job.rank))
+        _check_presence(what, name, saved.rank, job.rank)
         if saved.world_size != job.world_size and not job.rank[name]:
             raise RestoreMismatchError(
                 f"{what}, which cannot load the states of another number of ranks (no load_rank_states),",
-                f"saved by {saved.world_size} ranks",
-                f"on {job.world_size} ranks",
+                f"that of a job with world size {saved.world_size}",
+                f"needed for world size {job.world_size}",
+                f"Name it in ignore={{{name!r}}}, and set it up anew, for example by a new seed or from "
+                "Restored.rank_states, or give it a method load_rank_states(states)",
             )
 
 
@@ -147,8 +150,20 @@ def _same(what: str, saved: object, found: object) -> None:
         raise RestoreMismatchError(what, missing if saved is None else saved, missing if found is None else found)
 
 
-def _presence(name: str, names: Iterable[str]) -> str | None:
-    return "there" if name in names else None
+def _check_tables(saved: Iterable[str], found: Iterable[str], ignore: Collection[str]) -> None:
+    """Check that the version and the job have the same tables. A renamed table is in both lists of the message."""
+    only_saved, only_found = (sorted({*one} - {*other, *ignore}) for one, other in ((saved, found), (found, saved)))
+    if only_saved or only_found:
+        remedy = "Build the job like the one that published the version, or name these tables in ignore={...}"
+        raise RestoreMismatchError("the list of tables that differ", only_saved, only_found, remedy)
+
+
+def _check_presence(what: str, name: str, saved: Iterable[str], found: Iterable[str]) -> None:
+    if (name in saved) != (name in found):
+        is_saved = name in saved
+        remedy = f"Pass it, or name it in ignore={{{name!r}}}" if is_saved else f"Name it in ignore={{{name!r}}}"
+        words = ("there", "missing") if is_saved else ("missing", "there")
+        raise RestoreMismatchError(what, *words, remedy)
 
 
 def _copies(shard: ShardSpec) -> str:

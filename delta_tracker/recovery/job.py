@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from delta_tracker.errors import InvalidArgumentError, UpdateInProgressError
-from delta_tracker.recovery.fit import Job
+from delta_tracker.errors import InvalidArgumentError, ReservedConsumerError, UpdateInProgressError
+from delta_tracker.recovery.fit import DATA, Job
 from delta_tracker.recovery.objects import Objects
 from delta_tracker.sharding.dense import dense_tensors
 from delta_tracker.sharding.discover import LocalShard
@@ -52,6 +52,23 @@ class LocalJob:
         self.objects.check()
         if self.tracker is not None and self.tracker.model is not self.model:
             raise InvalidArgumentError("tracker", self.tracker, "Pass the tracker of this model")
+        self._check_data()
+
+    def _check_data(self) -> None:
+        """Check that the position in the data can be attached to the tracker.
+
+        Raises:
+            InvalidArgumentError: if the tracker has another position. Also if the position is ignored, is not attached,
+                and batches were fetched: a position that is loaded has none.
+        """
+        data = self.objects.data
+        if data is None or self.tracker is None or self.tracker.data_position is data:
+            return
+        if self.tracker.data_position is not None:
+            raise InvalidArgumentError("data", data, "Pass the DataPosition of tracker.attach_data()")
+        if DATA in self.ignore and data.num_ahead:
+            remedy = "Call tracker.attach_data(data) before the first batch is fetched"
+            raise InvalidArgumentError("batches ahead", data.num_ahead, remedy)
 
     def check_tracker(self, shards: Mapping[str, LocalShard]) -> None:
         """Check that the tracker has the shards of the model, no owner, and no update in progress.
@@ -70,7 +87,12 @@ class LocalJob:
             if fqn not in shards or shards[fqn].spec != spec:
                 raise InvalidArgumentError("tracker", fqn, "Call tracker.reattach(): the table has another shard")
         for name in self.tracker.consumers:
-            with self.tracker.reserve(name, holder="restore(...)") as handle:
+            try:
+                handle = self.tracker.reserve(name, holder="restore(...)")
+            except ReservedConsumerError as error:
+                remedy = "Close the publisher, or restore before you build it"
+                raise ReservedConsumerError(error.consumer, error.owner, remedy) from error
+            with handle:
                 try:
                     handle.wait_for_updates(_UPDATE_SECONDS)
                 except UpdateInProgressError as error:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.errors import InvalidArgumentError, StateRejectedError
 from delta_tracker.publisher.training import Stateful
 from delta_tracker.recovery.fit import DATA
+from delta_tracker.recovery.state_fit import check_objects
 from delta_tracker.recovery.training_states import TrainingStates
 from delta_tracker.tracker.data_position import DataPosition
 
@@ -62,6 +63,17 @@ class Objects:
         found = {name: callable(getattr(each, "load_rank_states", None)) for name, each in self.rank.items()}
         return found if self.data is None else {**found, DATA: self.data.has_rank_states}
 
+    def check_states(self, states: TrainingStates, rank: int, world_size: int, ignore: Collection[str]) -> None:
+        """Check that optimizers and schedulers can take their states. The arguments are those of :meth:`load`.
+
+        Raises:
+            RestoreMismatchError, InvalidArgumentError, CorruptPartError, StorageError: as :func:`check_objects` raises
+                them.
+        """
+        check_objects("training_state", self.training, states, 0, ignore)
+        if world_size == states.world_size:
+            check_objects("rank_state", self.rank, states, rank, ignore)
+
     def load(self, states: TrainingStates, rank: int, world_size: int, ignore: Collection[str]) -> None:
         """Load the states of all objects.
 
@@ -70,14 +82,25 @@ class Objects:
             rank: this rank.
             world_size: number of ranks.
             ignore: names of objects that are not loaded.
+
+        Raises:
+            StateRejectedError: if an object raises an error.
         """
         for name, each in self.training.items():
             if name not in ignore:
-                each.load_state_dict(states.load(0, "training", name))
+                _load(f"training_state[{name!r}]", each.load_state_dict, states.load(0, "training", name))
         for name, each in self.of_rank.items():
             if name in ignore:
                 continue
+            what = DATA if each is self.data else f"rank_state[{name!r}]"
             if world_size == states.world_size:
-                each.load_state_dict(states.of_rank(rank, name))
+                _load(what, each.load_state_dict, states.of_rank(rank, name))
             else:
-                each.load_rank_states(states.of_all_ranks(name))
+                _load(what, each.load_rank_states, states.of_all_ranks(name))
+
+
+def _load(what: str, load: Callable[[Any], object], state: object) -> None:
+    try:
+        load(state)
+    except Exception as error:
+        raise StateRejectedError(what, f"{type(error).__name__}: {error}") from error

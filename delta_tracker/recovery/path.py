@@ -94,6 +94,8 @@ class _Search:
             if link is None and not self._log.is_committed(entry):
                 raise self._error(f"version {version} is a claim that is not part of the log")
             if entry.parent is None:
+                if self._asked == self._head.version:
+                    raise NotRecoverableError(self._log.storage.url, None, "the stream has only a claim")
                 raise self._error("the stream has no version up to this one, only a claim")
             link, version = entry.parent, entry.parent.version
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -49,7 +49,7 @@ class Restored:
     num_batches: int
     event_time: float | None
     world_size: int
-    rank_states: Mapping[str, Sequence[object]]
+    rank_states: Mapping[str, Sequence[object]] = field(repr=False)
 
 
 def restore(  # noqa: PLR0913  all but two have a default
@@ -103,7 +103,7 @@ def restore(  # noqa: PLR0913  all but two have a default
         tracker: tracker of the model; None if there is none.
         training_state: objects whose states are the same on all ranks, by the names that the publisher had.
         rank_state: objects whose states differ by rank, by the names that the publisher had.
-        data: position in the training data.
+        data: position in the training data. The call also attaches it to the tracker.
         ignore: names of tables, dense tensors, training states and states of ranks (``"data"`` for ``data``) that are
             in the version or in this job, and are not restored; the same on all ranks.
         timeout: maximum wait for the slowest rank, in each of four steps. One step reads and writes all rows.
@@ -112,7 +112,8 @@ def restore(  # noqa: PLR0913  all but two have a default
         Description of the restored version.
 
     Raises:
-        NotRecoverableError: if the stream has no such version with states, or a needed object is missing.
+        NotRecoverableError: if the stream has no such version with states, or a needed object is missing. If no version
+            was published yet, it is raised on all ranks, and its ``version`` is None.
         RestoreMismatchError: if the version does not fit the job.
         InvalidArgumentError: if an argument is invalid, if the model has not been trained as described above, or if an
             update is in progress.
@@ -123,6 +124,7 @@ def restore(  # noqa: PLR0913  all but two have a default
         MalformedError: if an entry does not follow the format.
         CorruptPartError: if an object does not match its entry, or has invalid values.
         StorageError: if the store cannot be read.
+        StateRejectedError: if an object raises an error while it loads its state.
         RestoreFailedError: if another rank raised one of these errors.
         RankLostError: if a rank dies, or does not make the call in time.
     """
@@ -164,6 +166,8 @@ class _Restoration:
         exchange, model = self._exchange, self._job.model
         messages = exchange.exchange(Phase.RESOLVING, Message.of(self._resolve))
         check_alike(messages, "version", "ignore", failed=RestoreFailedError)
+        if messages[0]["nothing"] is not None:
+            raise NotRecoverableError(open_storage(self._url).url, None, messages[0]["nothing"])
         version, xxh3 = messages[0]["chosen"]
         exchange.exchange(Phase.FITTING, Message.of(lambda: self._prepare(version, xxh3)))
         last = self._made.plan.last
@@ -186,12 +190,22 @@ class _Restoration:
     def _resolve(self) -> dict[str, Any]:
         """Validate the arguments and open the store. On rank 0, choose the version."""
         self._job.check()
-        storage, chosen = open_storage(self._url), None
+        storage, chosen, nothing = open_storage(self._url), None, None
         if self._job.rank == 0:
-            self._path = recovery_path(StreamLog(storage), self._version)
-            chosen = self._path[-1].version, self._path[-1].link.xxh3
+            try:
+                self._path = recovery_path(StreamLog(storage), self._version)
+                chosen = self._path[-1].version, self._path[-1].link.xxh3
+            except NotRecoverableError as error:
+                if error.version is not None:
+                    raise
+                nothing = error.reason  # raised on all ranks, which may start without a restore
         names = sorted(map(str, self._job.ignore))
-        return {"chosen": chosen, "version": f"version={self._version!r}", "ignore": f"ignore={names}"}
+        return {
+            "chosen": chosen,
+            "nothing": nothing,
+            "version": f"version={self._version!r}",
+            "ignore": f"ignore={names}",
+        }
 
     def _prepare(self, version: int, xxh3: str) -> dict[str, Any]:
         """Compare the version with the job on this rank, and prepare all writes. Writes nothing."""
@@ -221,6 +235,8 @@ class _Restoration:
             note = Place(last.stream, last.link).to_dict()
             notes = {made.publisher: note} if made.publisher in job.tracker.consumers else {}
             job.tracker.restore_from_stream(last.batches[1], made.pending, notes)
+            if job.objects.data is not None:
+                job.tracker.attach_data(job.objects.data)
         return {}
 
     @property

@@ -58,6 +58,10 @@ class TrainingStates:
         """Return the keys of a dict, without reading its values. The arguments are those of :meth:`load`."""
         return self._found(rank, "dict", path, StateReader.keys)
 
+    def fields(self, rank: int, *path: str) -> list[str] | None:
+        """Return the keys of a dict as :meth:`keys`; None if the value is no dict with only string keys."""
+        return self._found(rank, "value", path, _fields)
+
     def names_of(self, rank: int) -> list[str]:
         """Return the names of the states that differ by rank, with :data:`DATA` if the rank had a position."""
         return [*self.keys(rank, "rank"), *([] if self.load(rank, DATA) is None else [DATA])]
@@ -80,3 +84,12 @@ class TrainingStates:
             raise
         except (KeyError, ValueError) as error:
             raise CorruptPartError(self.name(rank), f"it has no {what} {'.'.join(path)}: {error}") from error
+
+
+def _fields(reader: StateReader, *path: str) -> list[str] | None:
+    try:
+        return reader.keys(*path)
+    except CorruptPartError:
+        raise
+    except ValueError:
+        return None

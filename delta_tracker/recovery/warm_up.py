@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from delta_tracker.errors import InvalidArgumentError
 
+_WRAPPER = "_dmp_wrapped_module"  # name of the module in a DistributedModelParallel
 _REMEDY = (
     "Train two batches before restore(), which overwrites their effect. If training does not call this "
     "DistributedDataParallel, but modules inside it, build it with find_unused_parameters=True, or pass "
@@ -31,7 +32,9 @@ def check_warm(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel) and _may_reorder(module):
-            raise InvalidArgumentError("model", f"{name or type(module).__name__} without two trained batches", _REMEDY)
+            inner = ".".join(part for part in name.split(".") if part != _WRAPPER)
+            what = f"{inner or type(module).__name__} without two trained batches"
+            raise InvalidArgumentError("model", what, _REMEDY)
 
 
 def _may_reorder(module: DistributedDataParallel) -> bool:

@@ -83,6 +83,7 @@ class DataPosition(Generic[T]):
         self._drawn: deque[tuple[bytes, float | None]] = deque()  # state and time of each batch that is not trained
         self._num_missing = 0
         self._num_batches = 0
+        self._is_attached = False
         self._event_time: float | None = None
         self._state = self._packed()
 
@@ -120,6 +121,11 @@ class DataPosition(Generic[T]):
                     "Train all fetched batches before the first batch of a new iterator, with one tracker.step() for "
                     "each. To drop them, call load_state_dict(state_dict())"
                 )
+                if not self._is_attached:
+                    remedy = (
+                        "Call tracker.attach_data(data) before the first batch: no tracker moves this position. If you "
+                        "fetched batches only to look at them, then call data.load_state_dict(data.state_dict())"
+                    )
                 raise InvalidArgumentError("batches ahead", len(self._drawn), remedy)
             self._generation += 1
             mine = self._generation
@@ -135,6 +141,10 @@ class DataPosition(Generic[T]):
                 self._check_current(mine)
                 self._drawn.append((state, time))
             yield batch
+
+    def attached(self) -> None:
+        """Note that a tracker moves the position. Called by :meth:`ModelDeltaTracker.attach_data`."""
+        self._is_attached = True
 
     def advance(self) -> None:
         """Move the position to the next fetched batch. Called by :meth:`ModelDeltaTracker.step`. Raises no errors.

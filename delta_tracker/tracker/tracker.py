@@ -318,20 +318,23 @@ class ModelDeltaTracker:
         """Let :meth:`step` move a position in the training data. Publishers save the position with each version.
 
         Args:
-            position: the position. It must belong to no other tracker.
+            position: the position. It must belong to no other tracker. A second call with it does nothing.
 
         Raises:
             InvalidArgumentError: if ``position`` is not a DataPosition, if the tracker has another one, or if batches
-                were fetched and not trained, because their steps may have been missed.
+                were fetched and not trained before the first call, because their steps may have been missed.
         """
         if not isinstance(position, DataPosition):
             raise InvalidArgumentError("position", type(position), "Pass a DataPosition of the loader")
-        if self._data_position not in (None, position):
+        if self._data_position is position:
+            return
+        if self._data_position is not None:
             raise InvalidArgumentError("position", position, "Keep the tracker's DataPosition: it already has one")
         if position.num_ahead:
             remedy = "Attach the position before the first batch is fetched, or after it is restored"
             raise InvalidArgumentError("batches ahead", position.num_ahead, remedy)
         self._data_position = position
+        position.attached()
 
     def mark_changed(self, fqn: str, ids: Tensor | None = None) -> None:
         """Mark rows as changed, with unknown old states.

@@ -333,7 +333,7 @@ def interrupted(rank: int, world_size: int, path: str, spec: dict[str, Any], whe
     kind, name = {
         "fit": (preparation, "check_scalars"),
         "write": (plan, "write_scalars"),
-        "load": (trainer.scheduler, "load_state_dict"),
+        "load": (type(trainer.scheduler), "load_state_dict"),
     }[where]
     with mock.patch.object(kind, name, side_effect=fault) if rank == 0 else mock.MagicMock():
         messages = [attempt(call)]
@@ -407,6 +407,39 @@ def refused(rank: int, world_size: int, path: str, specs: dict[str, dict[str, An
     messages["cold"] = attempt(partial(trainer.restore, path))
     replicas = replicate(Spec([Table("row", 17, "row")], bag=True), world_size)
     messages["replicas"] = attempt(lambda: restore(replicas, f"file://{path}/stream"))
+    return messages
+
+
+def misuse(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> dict[str, str]:
+    """Restores with wrong objects change nothing. A position that was not attached is attached."""
+    trainer = warm(spec_of(**spec), rank)
+    trainer.tracker.detach()
+    trainer.tracker = ModelDeltaTracker(trainer.model, ["main", "other"])
+    trainer.data = DataPosition(trainer.loader)
+    optimizer, scheduler = trainer.optimizer, trainer.scheduler
+    other = torch.optim.SGD(optimizer.param_groups[0]["params"], lr=0.1)
+    before = trainer.held()
+    swapped = {"optimizer": scheduler, "scheduler": optimizer}
+    messages = {
+        "optimizer": attempt(
+            lambda: trainer.restore(path, training_state={"optimizer": other, "scheduler": scheduler})
+        ),
+        "swapped": attempt(lambda: trainer.restore(path, training_state=swapped)),
+        "empty": attempt(lambda: restore(trainer.model, f"file://{path}/empty", tracker=trainer.tracker)),
+    }
+    publisher = Publisher(trainer.tracker, f"file://{path}/other", "main")
+    messages["publisher"] = attempt(lambda: trainer.restore(path))
+    publisher.close()
+    check_complete(trainer.model)
+    assert same(trainer.held(), before)
+    found = trainer.restore(path)
+    assert "rank_states" not in repr(found)
+    assert trainer.tracker.data_position is trainer.data
+    trainer.tracker.attach_data(trainer.data)
+    another = DataPosition(Loader(trainer.spec, rank))
+    messages["data"] = attempt(lambda: trainer.restore(path, data=another))
+    trainer.train(1)
+    assert trainer.data.num_batches == found.num_batches + 1
     return messages
 
 

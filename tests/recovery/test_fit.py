@@ -62,9 +62,14 @@ _OTHER_OPTIMIZER = {"states": {"fused": replace(_STATES, optimizer="EXACT_ADAGRA
 @pytest.mark.parametrize(
     ("saved", "job", "words"),
     [
-        ({"tables": {"fused": _FUSED}}, {}, "table 'plain' is missing in the version but 6 x 4 float32"),
+        ({"tables": {"fused": _FUSED}}, {}, "tables that differ is [] in the version but ['plain'] in this"),
         ({}, shard("plain", table=replace(_PLAIN, num_rows=7)), "table 'plain' is 6 x 4 float32"),
-        ({}, {"shards": {"fused": _JOB.shards["fused"]}}, "'plain' is 6 x 4 float32 in the version but missing"),
+        ({}, {"shards": {"fused": _JOB.shards["fused"]}}, "tables that differ is ['plain'] in the version but []"),
+        (
+            {},
+            {"shards": {"fused": _JOB.shards["fused"], "new": ShardSpec(_PLAIN)}},
+            "is ['plain'] in the version but ['new']",
+        ),
         ({"states": {}}, {}, "the optimizer of 'fused' is not fused in the version but fused"),
         ({}, {"fused": []}, "the optimizer of 'fused' is fused in the version but not fused"),
         ({}, {"fused": ["fused", "plain"]}, "the optimizer of 'plain' is not fused in the version but fused"),
@@ -81,12 +86,21 @@ _OTHER_OPTIMIZER = {"states": {"fused": replace(_STATES, optimizer="EXACT_ADAGRA
         ({"dense": {}}, {}, "the dense tensor 'w' is missing in the version"),
         ({}, {"dense": {}}, "the dense tensor 'w' is float32 [3, 1] in the version but missing"),
         ({}, {"dense": {"w": DenseSpec(torch.float32, (3,))}}, "but float32 [3] in this job"),
-        ({"training": []}, {}, "training_state['optimizer'] is missing in the version but there"),
-        ({}, {"training": []}, "training_state['optimizer'] is there in the version but missing"),
+        (
+            {"training": []},
+            {},
+            "is missing in the version but there in this job; nothing was restored. Name it in ignore={'optimizer'}.",
+        ),
+        ({}, {"training": []}, "nothing was restored. Pass it, or name it in ignore={'optimizer'}."),
         ({"rank": [DATA]}, {}, "rank_state['random'] is missing in the version"),
         ({}, {"rank": {"random": False}}, "data is there in the version but missing"),
         ({"rank": ["random"]}, {}, "data is missing in the version but there"),
-        ({"world_size": 3}, {}, "rank_state['random'], which cannot load the states of another number of ranks"),
+        (
+            {"world_size": 1},
+            {},
+            "that of a job with world size 1 in the version but needed for world size 2 in this job",
+        ),
+        ({"world_size": 3}, {}, "Name it in ignore={'random'}, and set it up anew, for example by a new seed"),
     ],
     ids=str,
 )

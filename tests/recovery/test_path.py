@@ -151,11 +151,15 @@ def test_an_invalid_version_is_refused(version: object) -> None:
 
 def test_a_stream_without_versions_is_refused() -> None:
     storage = Storage("memory://")
-    with pytest.raises(NotRecoverableError, match="the stream is empty"):
+    with pytest.raises(
+        NotRecoverableError, match=r"nothing to restore: the stream is empty\. Check the URL, or start without restore"
+    ) as caught:
         recovery_path(StreamLog(storage))
+    assert caught.value.version is None
     Writer(storage)
-    with pytest.raises(NotRecoverableError, match="only a claim"):
+    with pytest.raises(NotRecoverableError, match="start without restore: no version") as caught:
         recovery_path(StreamLog(storage))
+    assert caught.value.version is None
 
 
 def test_a_version_without_states_is_refused() -> None:

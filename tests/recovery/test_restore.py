@@ -162,8 +162,9 @@ def test_an_older_version_is_restored(two_ranks: RankPool, stream: Path) -> None
 @pytest.mark.parametrize("where", ["fit", "write", "load"])
 def test_an_interrupted_restore_leaves_a_model_that_says_so(two_ranks: RankPool, stream: Path, where: str) -> None:
     first, second = two_ranks.run(f"{_CASES}:interrupted", path=str(stream), spec=spec(2, _COPIED), where=where)
-    assert first[0].startswith("StorageError: ")
-    assert second[0].startswith("RestoreFailedError: the restore failed: rank 0 failed with StorageError: ")
+    kind = "StateRejectedError: training_state['scheduler'] rejected its state: " if where == "load" else ""
+    assert first[0].startswith(f"{kind}StorageError: ")
+    assert second[0].startswith(f"RestoreFailedError: the restore failed: rank 0 failed with {kind}StorageError: ")
     for messages in (first, second):
         expected = "nothing was raised" if where == "fit" else "InterruptedRestoreError: the model is incomplete"
         assert all(message.startswith(expected) for message in messages[1:]), messages
@@ -202,9 +203,24 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(two_ranks: RankPool, s
         "reserved": "ReservedConsumerError",
         "update": "InvalidArgumentError: model='the step before the backward pass of ",
         "library": "its library.consumers is invalid: Object missing required field `version`",
-        "cold": "Train two batches before restore()",
+        "cold": "model='DistributedDataParallel without two trained batches' cannot be used. Train two batches before",
         "replicas": "UnsupportedModuleError: ",
     }
     for messages in two_ranks.run(f"{_CASES}:refused", path=str(stream), specs=specs):
         for what, words in expected.items():
             assert words in messages[what], (what, messages[what])
+
+
+@pytest.mark.promise("refused")
+def test_wrong_objects_are_refused_and_the_position_is_attached(two_ranks: RankPool, stream: Path) -> None:
+    expected = {
+        "optimizer": "keys that differ in param_groups[0] of training_state['optimizer'] is ['amsgrad', 'betas',",
+        "swapped": "the state of training_state['optimizer'], a StepLR, is ['param_groups', 'state'] in the version",
+        "empty": "NotRecoverableError: file://",
+        "publisher": "is reserved by Publisher. Close the publisher, or restore before you build it.",
+        "data": "Pass the DataPosition of tracker.attach_data().",
+    }
+    for messages in two_ranks.run(f"{_CASES}:misuse", path=str(stream), spec=spec(2, _COPIED)):
+        for what, words in expected.items():
+            assert words in messages[what], (what, messages[what])
+        assert "has nothing to restore: the stream is empty. Check the URL, or start without" in messages["empty"]

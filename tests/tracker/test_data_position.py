@@ -99,6 +99,9 @@ def test_iterators_of_the_old_position_are_refused_and_take_nothing() -> None:
 def test_a_new_iterator_drops_no_batch_silently() -> None:
     data = DataPosition(_Loader())
     batches, _ = _trained(data, 2, ahead=2)
+    with pytest.raises(InvalidArgumentError, match=r"batches ahead=2 .*Call tracker.attach_data\(data\) before"):
+        next(iter(data))
+    data.attached()
     with pytest.raises(InvalidArgumentError, match=r"batches ahead=2 .*To drop them, call load_state_dict"):
         next(iter(data))
     assert next(batches) == 4  # the old iterator is still valid
@@ -325,8 +328,10 @@ def test_a_tracker_moves_its_position() -> None:
         attach(data)
     data.advance()
     attach(data)
-    attach(data)
     next(batches)
+    attach(data)
+    with pytest.raises(InvalidArgumentError, match="it already has one"):
+        attach(DataPosition(_Loader()))
     step()
     assert (len(counts), data.num_batches) == (2, 2)
     step()  # without a batch: the training step does not fail
