@@ -253,6 +253,10 @@ class RawIdIndex:
         """Return the row of each raw id, ``[N]`` int64; -1 or a default row if it is unknown."""
         return self._owners.slots_of(raw_ids)
 
+    def conflict(self, slots: Tensor, owners: Tensor) -> str:  # noqa: ARG002
+        """Return the empty string: each raw id may own each row."""
+        return ""
+
     def unmap(self, slots: Tensor) -> None:
         """Remove the raw ids of some rows, so that they read the default rows of their buckets."""
         if self._identity is not None:  # otherwise the index is empty

@@ -161,6 +161,15 @@ class RawIdMap(Protocol):
         """
         ...
 
+    def conflict(self, slots: Tensor, owners: Tensor) -> str:
+        """Return the reason why lookups would not find the owners of some rows; the empty string if they would.
+
+        Args:
+            slots: ``[N]`` int64 global row ids, inside :attr:`rows`.
+            owners: ``[N]`` int64 raw ids of these rows.
+        """
+        ...
+
     def unmap(self, slots: Tensor) -> None:
         """Remove the raw ids of some rows, so that they read default rows. Call it while holding the lock.
 

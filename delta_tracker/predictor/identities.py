@@ -21,7 +21,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from delta_tracker.errors import InvalidArgumentError, MalformedError
+from delta_tracker.errors import InvalidArgumentError, MalformedError, TableMismatchError
 from delta_tracker.raw_ids import NO_OWNER, RawIdMap, check_owners
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.log import entry_name
@@ -108,6 +108,9 @@ def owner_changes(
         version: result of :func:`version_owners`.
         identities: table FQN to the buckets in the version.
         maps: table FQN to the live mappings.
+
+    Raises:
+        TableMismatchError: if lookups would not find a raw id in the row of its owner.
     """
     return [
         _change(fqn, raw_ids, identity, *version[fqn]) for fqn, identity in identities.items() for raw_ids in maps[fqn]
@@ -130,7 +133,12 @@ def _change(fqn: str, raw_ids: RawIdMap, identity: Identity, slots: Tensor, owne
     former, admitted = former[is_here] - first, admitted[is_here]
     left = former[(live[former] == admitted) & (final[former] == admitted)]
     final[left] = NO_OWNER
-    return OwnerChange(fqn, raw_ids, identity, (final != live).nonzero().flatten() + first, final)
+    changed = (final != live).nonzero().flatten()
+    admitted = changed[final[changed] != NO_OWNER]
+    conflict = raw_ids.conflict(admitted + first, final[admitted])
+    if conflict:
+        raise TableMismatchError(fqn, "a table with raw ids", conflict)
+    return OwnerChange(fqn, raw_ids, identity, changed + first, final)
 
 
 def to_text(identities: Mapping[str, Identity]) -> str:

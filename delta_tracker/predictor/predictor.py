@@ -422,6 +422,8 @@ class Predictor(Forkable):
                 :meth:`reading`.
         """
         self._refuse_inside_reading("load_state_dict()")
+        if not isinstance(state, Mapping):
+            raise InvalidArgumentError("state", state, "Pass what state_dict() returned")
         fields = dict(state)
         identities = from_text(fields.pop("identities", "{}"))
         place = Place.from_dict(fields) if state else None

@@ -14,6 +14,7 @@ CPU. Nothing here was run on a GPU.
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, cast
@@ -27,7 +28,7 @@ from delta_tracker.raw_id_index import SortedOwners
 from delta_tracker.raw_ids import NO_OWNER, RawIdMap, defaults_of
 from delta_tracker.rows import copy_from_host, to_device
 from delta_tracker.sharding.inference_tables import named_modules
-from delta_tracker.sharding.torchrec_api import load_torchrec
+from delta_tracker.sharding.torchrec_api import load_quantized, load_torchrec
 from delta_tracker.types import Bucket, Identity
 
 _EMPTY = -1  # raw id of a row without one in a hash module
@@ -42,20 +43,24 @@ def raw_id_maps(model: nn.Module) -> dict[str, tuple[RawIdMap, ...]]:
     Returns:
         Table FQN to its mappings; the FQNs are those of the tables of :func:`~.inference_tables.model_tables`.
     """
-    hashed = load_torchrec().hashed_collisions
+    torchrec, quantized = load_torchrec(), load_quantized()
+    holders = {**quantized.sharded, **quantized.collections}
     found: defaultdict[str, list[RawIdMap]] = defaultdict(list)
     for fqn, module in named_modules(model):
         collection = getattr(module, "_managed_collision_collection", None)
         if collection is None:
             continue
-        embedding = getattr(module, "_embedding_module", None)
-        path = [fqn] if embedding is None else [fqn, "_embedding_module"]  # quantized collections have no inner one
-        holder = next((each for each in _HOLDERS if hasattr(module if embedding is None else embedding, each)), None)
+        path = [fqn]
+        holder = next((each for kind, each in holders.items() if isinstance(module, kind)), None)
+        if holder is None:
+            embedding = cast(nn.Module, module._embedding_module)  # noqa: SLF001  only quantized collections have none
+            path.append("_embedding_module")
+            holder = torchrec.holder(embedding) or next(each for each in _HOLDERS if hasattr(embedding, each))
         for table, collision, num_shards in _collision_modules(collection):
             name = ".".join(each for each in (*path, holder, table) if each)
             if isinstance(collision, MCHManagedCollisionModule):
                 found[name].append(MchMap(collision, num_shards))
-            elif isinstance(collision, hashed):
+            elif isinstance(collision, torchrec.hashed_collisions):
                 found[name].append(HashMap(collision, num_shards))
     return {fqn: tuple(maps) for fqn, maps in found.items()}
 
@@ -182,6 +187,10 @@ class MchMap:
         """Return the row of each raw id, ``[N]`` int64 on the CPU; -1 or a default row if it is unknown."""
         return _sorted_owners(self._module).slots_of(to_device(raw_ids, self.memory.device)).cpu()
 
+    def conflict(self, slots: Tensor, owners: Tensor) -> str:  # noqa: ARG002
+        """Return the empty string: each raw id may own each row."""
+        return ""
+
     def unmap(self, slots: Tensor) -> None:
         """Remove the raw ids of some rows, so that they read default rows."""
         routed, end = self._routed(), self.rows[1]
@@ -218,8 +227,6 @@ class MchMap:
 
 class HashMap:
     """Mapping in a ``HashZchManagedCollisionModule``. See :class:`~delta_tracker.raw_ids.RawIdMap` for the methods.
-
-    The module must have at least the trainer's ``max_probe``.
 
     Args:
         module: the module, unsharded.
@@ -279,6 +286,20 @@ class HashMap:
         """Return the row of each raw id, ``[N]`` int64 on the CPU; -1 if it is unknown."""
         owners, order = self.owners().sort()
         return SortedOwners(owners, order + self.rows[0], self.rows).slots_of(raw_ids)
+
+    def conflict(self, slots: Tensor, owners: Tensor) -> str:
+        """Return the reason why the module would not find the owners of some rows; the empty string if it would."""
+        module, device = copy.copy(self._module), self.memory.device
+        raw_ids = torch.full_like(self.memory, _EMPTY)  # the module's probe passes empty rows
+        raw_ids[to_device(slots - self.rows[0], device), 0] = to_device(owners, device)
+        module._evicted_indices, name = [], module.IDENTITY_BUFFER  # noqa: SLF001
+        module._parameters = {**module._parameters, name: nn.Parameter(raw_ids, requires_grad=False)}  # noqa: SLF001
+        lengths = torch.ones(len(owners), dtype=torch.int64, device=device)
+        found = module.remap({"ids": JaggedTensor(to_device(owners, device), lengths=lengths)})["ids"]
+        if bool((found.lengths() == 0).any()) or not torch.equal(found.values().cpu(), slots):
+            kind = type(module).__name__
+            return f"mapped by a {kind} that probes other rows, with max_probe={module.max_probe}: use the trainer's"
+        return ""
 
     def unmap(self, slots: Tensor) -> None:
         """Remove the raw ids of some rows, so that they have no row."""

@@ -62,14 +62,30 @@ class State:
 
 
 class History:
-    """Trainer with one table, and its stream. ``states`` maps each version to the state of a reader after it."""
+    """Trainer with one table, and its stream. ``states`` maps each version to the state of a reader after it.
 
-    def __init__(self, seed: int) -> None:
+    Args:
+        seed: seed of all choices.
+        num_buckets: number of ranks of the first training; None for a random one. The other arguments are alike.
+        num_rows: number of rows.
+        hash_size: size of the range of raw ids.
+        has_defaults: True for default rows.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        num_buckets: int | None = None,
+        *,
+        num_rows: int | None = None,
+        hash_size: int | None = None,
+        has_defaults: bool | None = None,
+    ) -> None:
         self.storage = Storage("memory://")
         self.random = random.Random(seed)
-        self.num_rows = self.random.choice([4, 6, 8, 12])
-        self.hash_size = self.random.choice([0, 100, 1000, 2**63 - 1])
-        self.has_defaults = self.random.random() < 0.8
+        self.num_rows = self.random.choice([4, 6, 8, 12]) if num_rows is None else num_rows
+        self.hash_size = self.random.choice([0, 100, 1000, 2**63 - 1]) if hash_size is None else hash_size
+        self.has_defaults = self.random.random() < 0.8 if has_defaults is None else has_defaults
         small = range(max(1, min(self.hash_size, 200)))
         kinds = [lambda: self.random.choice(small), lambda: self.random.randrange(-(2**63), 2**63 - 1)]
         found = {self.random.choice(kinds)() for _ in range(10 * self.num_rows)}
@@ -79,15 +95,15 @@ class History:
         self.snapshots: list[int] = []
         self.time = 0
         self.claim: Claim = StreamLog(self.storage).claim()
-        self.restart()
+        self.restart(num_buckets)
 
     @property
     def version(self) -> int:
         return self.claim.head.version
 
-    def restart(self) -> None:
-        """Start a new training with another number of ranks, and publish a snapshot."""
-        num_buckets = self.random.choice([each for each in (1, 2, 4) if 2 * each <= self.num_rows])
+    def restart(self, num_buckets: int | None = None) -> None:
+        """Start a new training, by default with a random number of ranks, and publish a snapshot."""
+        num_buckets = num_buckets or self.random.choice([each for each in (1, 2, 4) if 2 * each <= self.num_rows])
         self.identity = split(self.num_rows, num_buckets, self.hash_size, has_defaults=self.has_defaults)
         self.buckets = bucket_of(self.identity, self.raw_ids).tolist()
         self.owners = [NO_OWNER] * self.num_rows

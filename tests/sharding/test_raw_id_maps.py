@@ -12,6 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.ao.quantization import PlaceholderObserver, QConfig
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.distributed.fused_params import (
+    FUSED_PARAM_QUANT_STATE_DICT_SPLIT_SCALE_BIAS,
+    FUSED_PARAM_REGISTER_TBE_BOOL,
+)
+from torchrec.distributed.global_settings import set_propogate_device
+from torchrec.distributed.mc_modules import InferManagedCollisionCollectionSharder
+from torchrec.distributed.quant_embedding import (
+    QuantEmbeddingCollectionSharder,
+    QuantManagedCollisionEmbeddingCollectionSharder,
+)
+from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding, ShardingEnv, ShardMetadata
 from torchrec.modules.mc_embedding_modules import (
     ManagedCollisionEmbeddingBagCollection,
     ManagedCollisionEmbeddingCollection,
@@ -21,7 +32,10 @@ from torchrec.modules.mc_modules import (
     ManagedCollisionCollection,
     MCHManagedCollisionModule,
 )
-from torchrec.quant.embedding_modules import QuantManagedCollisionEmbeddingCollection
+from torchrec.quant.embedding_modules import (
+    QuantManagedCollisionEmbeddingCollection,
+    quant_prep_enable_quant_state_dict_split_scale_bias_for_types,
+)
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from delta_tracker import Predictor
@@ -78,9 +92,7 @@ def _collision(model: _Model) -> Any:
 
 
 def _history(num_buckets: int) -> History:
-    return next(
-        each for each in map(History, range(200)) if len(each.identity.buckets) == num_buckets and each.has_defaults
-    )
+    return History(num_buckets, num_buckets, num_rows=8, has_defaults=True)
 
 
 def _predictor(model: nn.Module, history: History, path: str = "mc._embedding_module.embeddings.t") -> Predictor:
@@ -134,16 +146,11 @@ def test_kept_tables() -> None:
 
 
 def test_tables_that_are_kept_while_the_buckets_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    history = next(
-        each
-        for each in map(History, range(200))
-        if len(each.identity.buckets) == 2 and each.has_defaults and each.num_rows == 8
-    )
+    history = _history(2)
     model, restarted = (_Model(_mch(history.num_rows, history.hash_size)) for _ in range(2))
     predictor = _predictor(model, history)
     predictor.sync()
-    while len(history.identity.buckets) == 2:
-        history.restart()
+    history.restart(1)
     with monkeypatch.context() as patch:
         patch.setattr(predictor, "_map", _fail)
         with pytest.raises(MemoryError):
@@ -171,14 +178,36 @@ def test_a_position_of_another_model_is_refused() -> None:
         _predictor(model, history).load_state_dict(predictor.state_dict())
 
 
-def test_quantized_tables() -> None:
-    history = _history(2)
+def _quantized(history: History, num_shards: int = 0) -> _Model:
+    """Return a quantized model; with ``num_shards``, its table is sharded by rows in this process."""
     model = _Model(_mch(history.num_rows, history.hash_size))
+    quant_prep_enable_quant_state_dict_split_scale_bias_for_types(model, [EmbeddingCollection])
     model.mc.qconfig = QConfig(
         activation=PlaceholderObserver.with_args(dtype=torch.float),
         weight=PlaceholderObserver.with_args(dtype=torch.qint8),
     )
     model.mc = QuantManagedCollisionEmbeddingCollection.from_float(model.mc)
+    if num_shards:
+        set_propogate_device(True)
+        fused_params = {FUSED_PARAM_QUANT_STATE_DICT_SPLIT_SCALE_BIAS: True, FUSED_PARAM_REGISTER_TBE_BOOL: True}
+        sharder = QuantManagedCollisionEmbeddingCollectionSharder(
+            QuantEmbeddingCollectionSharder(fused_params=fused_params), InferManagedCollisionCollectionSharder()
+        )
+        size = history.num_rows // num_shards
+        shards = [
+            ShardMetadata(shard_offsets=[rank * size, 0], shard_sizes=[size, DIM], placement=f"rank:{rank}/cpu")
+            for rank in range(num_shards)
+        ]
+        spec = EnumerableShardingSpec(shards)
+        plan = {"t": ParameterSharding("row_wise", "quant", list(range(num_shards)), sharding_spec=spec)}
+        model.mc = sharder.shard(model.mc, plan, ShardingEnv.from_local(num_shards, 0), device=_CPU)
+    return model.eval()
+
+
+@pytest.mark.parametrize("num_shards", [0, 1])
+def test_quantized_tables(num_shards: int) -> None:
+    history = _history(2)
+    model = _quantized(history, num_shards)
     assert list(raw_id_maps(model)) == ["mc.embeddings.t"]
     predictor = _predictor(model, history, "mc.embeddings.t")
     for _ in range(3):
@@ -187,6 +216,13 @@ def test_quantized_tables() -> None:
         expected = state.rows[state.slots_of(history.raw_ids)]
         assert float((model(history.raw_ids) - expected).abs().max()) < 0.5  # ids and times are integers
         history.delta()
+
+
+def test_quantized_tables_of_several_shards_are_refused() -> None:
+    history = _history(2)
+    predictor = _predictor(_quantized(history, 2), history, "mc.embeddings.t")
+    with pytest.raises(TableMismatchError, match="quantized in 2 shards"):
+        predictor.sync()
 
 
 @pytest.mark.parametrize("hash_size", [0, 100, 2**63 - 1])
@@ -311,8 +347,16 @@ def test_a_hash_module_finds_its_raw_ids() -> None:
     for raw_id, slot in zip(ids.tolist(), home.tolist(), strict=True):
         if owners[slot] == NO_OWNER:
             owners[slot] = raw_id
+    owned = (owners != NO_OWNER).nonzero().flatten()
+    assert mapping.conflict(owned, owners[owned]) == ""
+    assert bool((mapping.owners() == NO_OWNER).all())
     mapping.map(mapping.prepare(owners))
     assert torch.equal(mapping.owners(), owners)
+    other = HashMap(_hash(max_probe=1), 1)
+    assert other.conflict(owned, owners[owned]) == ""  # each id is in its first row
+    moved = (owned + 1) % 4 + owned // 4 * 4
+    assert mapping.conflict(moved[:1], owners[owned[:1]]) == ""
+    assert "max_probe=1" in other.conflict(moved[:1], owners[owned[:1]])
     known = owners[owners != NO_OWNER]
     assert torch.equal(owners[mapping.slots_of(known)], known)
     assert mapping.slots_of(torch.tensor([99 if 99 not in known else 98, NO_OWNER])).tolist()[1] == -1
@@ -328,3 +372,39 @@ def test_a_hash_module_finds_its_raw_ids() -> None:
     assert rows_of(owners[slots]).tolist() == [-1, -1]
     assert mapping.routes_by(_HASHED)
     assert torch.equal(bucket_of(_HASHED, known), home[known] // 4)
+
+
+def test_a_predictor_of_a_hash_module() -> None:
+    history = History(0, 2, num_rows=8, hash_size=100, has_defaults=False)
+    model = _Model(_hash())
+    home = _hash(disable_fallback=False)
+    ids = torch.arange(100)
+    lengths = torch.ones(100, dtype=torch.int64)
+    slots = home.remap({"f": JaggedTensor(ids, lengths=lengths)})["f"].values().tolist()
+    predictor = _predictor(model, history)
+    for first in (70, 20, 0):
+        owners = {}
+        for raw_id in range(first, 100):
+            owners.setdefault(slots[raw_id], raw_id)
+        for slot in range(8):
+            history.owners[slot] = owners.get(slot, NO_OWNER)
+            history._write(slot)
+        blocks = [
+            history._block(each.rows, None, history.owners[slice(*each.rows)], history.rows[slice(*each.rows)])
+            for each in history.identity.buckets
+        ]
+        history._commit("snapshot", blocks, list(range(8)))
+        predictor.sync()
+        found = _collision(model)({"f": JaggedTensor(ids, lengths=lengths)})["f"]
+        assert found.values().tolist() == [slots[raw_id] for raw_id in ids.tolist() if raw_id in owners.values()]
+        assert torch.equal(found.lengths() > 0, torch.isin(ids, torch.tensor(list(owners.values()))))
+        (mapping,) = raw_id_maps(model)["mc._embedding_module.embeddings.t"]
+        assert mapping.owners().tolist() == history.owners
+    history.owners[0], history.owners[1] = history.owners[1], history.owners[0]
+    history.changed |= {0, 1}
+    history._commit("delta", [], [0, 1])
+    other = _predictor(_Model(_hash(max_probe=1)), history)
+    with pytest.raises(TableMismatchError, match="max_probe=1"):
+        other.sync()
+    assert other.version == history.version - 1
+    assert predictor.sync() == history.version
