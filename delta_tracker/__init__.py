@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from delta_tracker.publisher.cadence import Cadence
     from delta_tracker.publisher.publisher import Publisher
     from delta_tracker.raw_id_index import RawIdIndex
+    from delta_tracker.recovery.random_states import RandomStates
     from delta_tracker.recovery.restore import restore
     from delta_tracker.row_target import RowTarget
     from delta_tracker.stream.format.encoding import Encoding
@@ -48,6 +49,7 @@ __all__ = [
     "ModelDeltaTracker",
     "Predictor",
     "Publisher",
+    "RandomStates",
     "RawIdIndex",
     "Retention",
     "RowTarget",
@@ -73,6 +75,7 @@ _HOMES = {
     "ModelDeltaTracker": "delta_tracker.tracker.tracker",
     "Predictor": "delta_tracker.predictor.predictor",
     "Publisher": "delta_tracker.publisher.publisher",
+    "RandomStates": "delta_tracker.recovery.random_states",
     "RawIdIndex": "delta_tracker.raw_id_index",
     "Retention": "delta_tracker.stream.maintenance.retention",
     "RowTarget": "delta_tracker.row_target",

@@ -263,6 +263,7 @@ def test_the_public_names() -> None:
         "ModelDeltaTracker",
         "Predictor",
         "Publisher",
+        "RandomStates",
         "RawIdIndex",
         "Retention",
         "RowTarget",
