@@ -525,6 +525,12 @@ class NewerFormatError(MalformedError):
         self.known = known
 
 
+class DraftFormatError(NewerFormatError):
+    """The object ``path`` of a stream has a draft of a format that is final now. No release reads drafts any more."""
+
+    _remedy = "Start a new stream at another url"
+
+
 class UpdateInProgressError(StreamError, RuntimeError):
     """A version was not cut, because the update ``what`` was still in progress after ``seconds``; rows stay pending."""
 

@@ -14,6 +14,7 @@ import pytest
 from delta_tracker.errors import (
     CorruptPartError,
     DeltaTrackerError,
+    DraftFormatError,
     FencedError,
     FollowEndedError,
     HeldVersionError,
@@ -54,6 +55,7 @@ def test_every_error_of_a_stream_is_a_stream_error() -> None:
         MissingStepError(6),
         NameConflictError("memory://", "log/1", 5),
         NewerFormatError("log/3", "3", "formats 1 and 2"),
+        DraftFormatError("log/3", "2, draft 1", "formats 1 and 2"),
         NotRecoverableError("memory://", 3, "its format is 1"),
         PanicError(FollowEndedError(KeyError("inner"))),
         RestoreFailedError(1, "no space"),

@@ -86,10 +86,9 @@ class Publisher:
         states: ``"optimizer"`` publishes the training state with each version, so that
             :func:`~delta_tracker.recovery.restore.restore` can continue training from it: the states of the fused
             optimizers for each published row, the dense tensors, the objects in ``training_state`` and ``rank_state``,
-            and the position in the data. The entries have format 2, which is a draft: a later release may change it,
-            and read only the values of earlier versions. With ``cadence.snapshot_every``, a publisher that resumed
-            starts with a delta. After a load of a checkpoint, it starts with a snapshot, because the checkpoint may
-            lack the states of the optimizers. None publishes values only.
+            and the position in the data. The entries have format 2. With ``cadence.snapshot_every``, a publisher that
+            resumed starts with a delta. After a load of a checkpoint, it starts with a snapshot, because the checkpoint
+            may lack the states of the optimizers. None publishes values only.
         training_state: name to object with ``state_dict`` and ``load_state_dict``, such as the dense optimizer and the
             learning rate scheduler. Rank 0's state is published. Needs ``states``.
         rank_state: the same for objects whose state differs between the ranks. Each rank's state is published.

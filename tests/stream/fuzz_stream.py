@@ -35,6 +35,7 @@ import xxhash
 
 from delta_tracker import Predictor
 from delta_tracker.errors import CorruptPartError, MalformedError, StreamError
+from delta_tracker.raw_id_index import RawIdIndex
 from delta_tracker.recovery.path import recovery_path
 from delta_tracker.stream.format import digests as digests_module
 from delta_tracker.stream.format import part_reader as part_module
@@ -233,11 +234,13 @@ class Fuzzer:
             storage.create(entry_name(before), self._entries[entry_name(before)])
         specs = next(each.tables for each in self._manifests.values() if each.tables)
         tables = {fqn: torch.full((each.num_rows, each.dim), -1.0, dtype=each.dtype) for fqn, each in specs.items()}
-        predictor = Predictor(tables, storage, dense=False)
+        identities = next(each.identities for each in self._manifests.values() if each.tables)
+        indexes = {fqn: RawIdIndex(identity.num_rows) for fqn, identity in identities.items()}
+        predictor = Predictor(tables, storage, dense=False, raw_ids=indexes)
         if version > 1 and draw.chance(0.8):
             # Earlier parts are not mutated: each version has its own.
             predictor.sync()
-        held = {fqn: table.clone() for fqn, table in tables.items()}
+        held = _held(tables, indexes)
         at, start = predictor.version, predictor.manifest
         storage.create(entry_name(version), data)
         with mock.patch.object(part_module, "MEMORY_BYTES", draw.choice([0, 1 << 20])):
@@ -246,7 +249,8 @@ class Fuzzer:
             except StreamError:
                 if predictor.version == at:  # otherwise the snapshot before it was correctly applied first
                     assert predictor.manifest is start
-                    assert all(torch.equal(tables[fqn], held[fqn]) for fqn in tables), "half applied"
+                    now = _held(tables, indexes)
+                    assert all(torch.equal(now[key], each) for key, each in held.items()), "half applied"
                 self.outcomes["sync refused"] += 1
                 return
         assert manifest is not None, "what does not parse was applied"
@@ -257,8 +261,8 @@ class Fuzzer:
         for each in range(first, version + 1):
             entry = data if each == version else self._entries[entry_name(each)]
             page.apply(self._root, json.loads(entry), state)
-        for fqn, table in tables.items():
-            assert np.array_equal(table.numpy(), state[fqn], equal_nan=True), "applied wrongly"
+        for key, found in _held(tables, indexes).items():
+            assert np.array_equal(found.numpy(), state[key], equal_nan=True), f"applied wrongly: {key}"
         self.outcomes["sync right"] += 1
 
     def _recover(self, name: str, data: bytes) -> None:
@@ -289,8 +293,7 @@ class Fuzzer:
             entry = json.loads(entries[manifest.version])
             page.apply(self._root, entry, expected)
             page.apply_states(self._root, entry, expected)
-        for key in found.keys() & expected.keys():
-            each = found[key]
+        for key, each in found.items():
             values = expected[key].astype(each.numpy().dtype)
             assert np.array_equal(each.numpy(), values, equal_nan=not key.endswith("/owners")), f"recovered: {key}"
         self.outcomes["recovery right"] += 1
@@ -303,6 +306,12 @@ class Fuzzer:
         taken = tracemalloc.get_traced_memory()[1] - before
         assert taken <= TIMES_FILE * num_bytes + AND_BYTES, f"{taken} bytes for a file of {num_bytes}"
         self.largest = max(self.largest, taken / max(num_bytes, 1024))
+
+
+def _held(tables: Mapping[str, torch.Tensor], indexes: Mapping[str, RawIdIndex]) -> dict[str, torch.Tensor]:
+    """Return copies of the tables by name, and of the raw ids of their rows by ``table/owners``."""
+    owners = {f"{fqn}/owners": index.owners() for fqn, index in indexes.items()}
+    return {fqn: table.clone() for fqn, table in tables.items()} | owners
 
 
 def _opened(storage: Storage, manifest: Manifest, part: Part, mode: str) -> tuple[PartReader, list[BlockRows]]:

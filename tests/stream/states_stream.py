@@ -1,21 +1,27 @@
-"""A stream of format 2 with every kind of its objects. It is made anew, because the format is a draft."""
+"""A stream of format 2 with every kind of its objects: ``python -m tests.stream.states_stream DIRECTORY``.
+
+The frozen stream in ``golden/format-2`` was written by it. Contents are drawn with a seed, and the clock and the random
+names are replaced: the same code writes the same bytes.
+"""
 
 from __future__ import annotations
 
 import random
 import struct
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import safetensors.torch
 import torch
 from torch import Tensor
 
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.state_tree import pack
 from delta_tracker.stream.format.block_rows import BlockRows
-from delta_tracker.stream.format.encoding import Encoding, encode_rows
+from delta_tracker.stream.format.encoding import Encoding, decode_rows, encode_rows
 from delta_tracker.stream.format.manifest import STATES_FORMAT, Block, DenseSpec, Kind, Manifest, Part
 from delta_tracker.stream.format.overlay import Overlay
 from delta_tracker.stream.format.part_reader import PartReader, Ranged
@@ -38,6 +44,7 @@ IDENTITIES = {
     RAW: Identity(1000, (Bucket((0, 12), 11), Bucket((12, 20), 19))),
     HASHED: Identity(0, (Bucket((0, 2), None), Bucket((2, 5), None))),
 }
+_OTHER_IDENTITIES = IDENTITIES | {RAW: Identity(600, (Bucket((0, 20), 19),))}  # of a later trainer on one rank
 STATES = {
     USER: TableStates(
         "EXACT_ROWWISE_ADAGRAD",
@@ -56,14 +63,30 @@ TREE = {
 
 
 class _Maker:
-    """Tables with states, and the rows that are written."""
+    """A trainer's tables with their states and raw ids, and the rows that it writes.
 
-    def __init__(self, storage: Storage) -> None:
+    Attributes:
+        state: tables by name, states by ``table/state``, raw ids by ``table/owners``, and dense tensors, as a reader
+            has them after the next commit.
+    """
+
+    def __init__(self, storage: Storage, expected: Path | None) -> None:
         self._storage = storage
-        self._claim = StreamLog(storage).claim()
+        self._expected = expected
         self._draw = random.Random(0)
+        self.state = {fqn: torch.zeros(each.num_rows, each.dim, dtype=each.dtype) for fqn, each in TABLES.items()}
+        for fqn, states in STATES.items():
+            for each in states.states:
+                width = TABLES[fqn].dim if each.width == "columns" else len(states.columns)
+                self.state[f"{fqn}/{each.name}"] = torch.zeros(TABLES[fqn].num_rows, width, dtype=each.dtype)
+        self.claim(STATES, IDENTITIES)
         self.owners = {fqn: torch.full((TABLES[fqn].num_rows,), NO_OWNER) for fqn in IDENTITIES}
         self._before = {fqn: owners.clone() for fqn, owners in self.owners.items()}
+
+    def claim(self, states: Mapping[str, TableStates], identities: Mapping[str, Identity]) -> None:
+        """Begin with another publisher, whose tables have these states and buckets."""
+        self._claim = StreamLog(self._storage).claim()
+        self._states, self._identities = states, identities
 
     def owned(self, fqn: str, rows: tuple[int, int], ids: Sequence[int] | None = None) -> BlockRows:
         """Return rows of a table with raw ids, with the owners of now."""
@@ -72,12 +95,13 @@ class _Maker:
     def admit(self, fqn: str, rows: Sequence[int]) -> None:
         """Assign other raw ids, or none, to rows. No raw id is ever given to two rows."""
         for row in rows:
-            bucket = next(number for number, each in enumerate(IDENTITIES[fqn].buckets) if row < each.rows[1])
+            buckets = self._identities[fqn].buckets
+            bucket = next(number for number, each in enumerate(buckets) if row < each.rows[1])
             unique = 100 * row + 2 * self._draw.randrange(50) + bucket  # less than 2,000, and even in the first bucket
             choices = [NO_OWNER, unique + 10**12, unique - 4000]
             if fqn == RAW:
                 choices.append(500 * bucket + unique % 100)
-            is_default = row == IDENTITIES[fqn].buckets[bucket].default
+            is_default = row == buckets[bucket].default
             owner = NO_OWNER if is_default else self._draw.choice(choices)
             self.owners[fqn][row] = NO_OWNER if owner in self.owners[fqn] else owner
 
@@ -88,14 +112,19 @@ class _Maker:
         block = Block(fqn, rows, columns, count, form, encoding)
         listed = None if ids is None else torch.tensor(ids, dtype=torch.int64)
         width = block.num_columns
-        specs = STATES[fqn].states if fqn in STATES else ()
+        specs = self._states[fqn].states if fqn in self._states else ()
         held = [self._values(count, 1 if each.width == "range" else width).to(each.dtype) for each in specs]
         states = tuple(BlockRows.of(block, listed, each).read for each in held)
         owners = None
+        at: slice | list[int] = slice(*rows) if ids is None else list(ids)
         if fqn in IDENTITIES:
-            raw_ids = self.owners[fqn][slice(*rows) if ids is None else list(ids)]
-            owners = BlockRows.of(block, listed, raw_ids[:, None].clone()).read
+            owners = BlockRows.of(block, listed, self.owners[fqn][at, None].clone()).read
         stored = encode_rows(self._values(count, width), encoding)
+        self.state[fqn][at, slice(*columns)] = decode_rows(stored, encoding, width, TABLES[fqn].dtype)
+        for each, values in zip(specs, held, strict=True):
+            number = self._states[fqn].columns.index(columns)
+            of_state = slice(*columns) if each.width == "columns" else slice(number, number + 1)
+            self.state[f"{fqn}/{each.name}"][at, of_state] = values
         return replace(BlockRows.of(block, listed, stored), states=states, owners=owners)
 
     def _values(self, count: int, width: int) -> Tensor:
@@ -108,16 +137,21 @@ class _Maker:
     def commit(self, kind: Kind, parts: Sequence[Part], dense: dict[str, Tensor]) -> Manifest:
         data = pack(TREE, "state")
         training = tuple(
-            put_training(self._storage, self._name(f"r{rank}t"), [memoryview(data)], len(data)) for rank in range(2)
+            put_training(self._storage, self._name(f"r{rank}t"), [memoryview(data)], len(data))
+            for rank in range(2 if self._states else 0)
         )
-        return self._claim.commit(
+        entry = self._claim.commit(
             Manifest(
                 stream="", generation=0, writer="", version=0, kind=kind, created=0.0, format=STATES_FORMAT,
-                tables=TABLES, states=STATES, identities=IDENTITIES, owner_changes=self._owner_changes(),
-                parts=tuple(parts), training=training, event_time=12.5,
+                tables=TABLES, states=self._states, identities=self._identities, owner_changes=self._owner_changes(),
+                parts=tuple(parts), training=training, event_time=12.5 if self._states else None,
                 dense={name: DenseSpec(each.dtype, tuple(each.shape)) for name, each in dense.items()},
             )
         )  # fmt: skip
+        self.state |= dense | {f"{fqn}/owners": owners.clone() for fqn, owners in self.owners.items()}
+        if self._expected is not None:
+            safetensors.torch.save_file(self.state, self._expected / f"{entry.version}.safetensors")
+        return entry
 
     def _owner_changes(self) -> dict[str, tuple[int, int]]:
         """Return the numbers of rows that got and lost raw ids since the last call."""
@@ -133,11 +167,18 @@ class _Maker:
         return part_name(self._claim.head.version + 1, self._claim.head.generation, author)
 
 
-def make(root: Path) -> None:
-    """Write the stream below ``root``: a claim, a snapshot with newer rows, two deltas, and two merged entries."""
+def make(root: Path, expected: Path | None = None) -> None:
+    """Write the stream: a snapshot with newer rows, two deltas, two merged entries, and versions without states.
+
+    Args:
+        root: directory of the stream.
+        expected: directory for the tensors after each version; None to write none.
+    """
+    if expected is not None:
+        expected.mkdir(parents=True, exist_ok=True)
     with without_chance():
-        storage = Storage(f"file://{root}", create=True)
-        maker = _Maker(storage)
+        storage = Storage(root.absolute().as_uri(), create=True)
+        maker = _Maker(storage, expected)
         dense = {"w": torch.arange(6.0).view(2, 3), "mask": torch.tensor([True, False])}
         for fqn, spec in TABLES.items():
             if fqn in IDENTITIES:
@@ -170,6 +211,12 @@ def make(root: Path) -> None:
         maker.commit("delta", [maker.part(0, rows[:2]), maker.part(1, rows[2:])], {})
         for fold in (100.0, 0.001):
             assert compact(storage, fold=fold, now=lambda: 100.0) is not None
+        maker.claim({}, _OTHER_IDENTITIES)
+        maker.owners[RAW][11], maker.owners[RAW][19] = 7, NO_OWNER
+        spans = {fqn: ((0, spec.dim), (0, spec.num_rows)) for fqn, spec in TABLES.items()}
+        maker.commit("snapshot", [maker.part(0, [maker.rows(fqn, *span, None) for fqn, span in spans.items()])], {})
+        maker.owners[RAW][[4, 18]] = torch.tensor([599, -(1 << 63)])
+        maker.commit("delta", [maker.part(0, [maker.owned(RAW, (0, 20), [4, 18])])], {})
 
 
 def apply(storage: Storage, manifest: Manifest, state: dict[str, Tensor]) -> None:
@@ -235,3 +282,7 @@ def _bits(value: object) -> object:
     if isinstance(value, np.ndarray):
         return value.shape, value.dtype.str, value.tobytes()
     return struct.pack("d", value) if isinstance(value, float) else value
+
+
+if __name__ == "__main__":
+    make(Path(sys.argv[1]) / "stream", Path(sys.argv[1]) / "expected")

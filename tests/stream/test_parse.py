@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from delta_tracker.errors import (
+    DraftFormatError,
     MalformedError,
     NewerFormatError,
 )
@@ -235,18 +236,21 @@ def test_a_claim_has_format_1_in_every_stream() -> None:
     [
         ("format", 3, "3"),
         ("format", 10**400, "10000"),
-        ("draft", 1, "2, draft 1"),
-        ("draft", None, "2, draft null"),
-        ("draft", "1", '2, draft "1"'),
-        ("draft", _MISSING, "2, draft none"),
     ],
 )
 def test_an_entry_of_a_newer_format_needs_a_newer_release(path: str, value: object, found: str) -> None:
     with pytest.raises(NewerFormatError, match="Upgrade delta_tracker on this host") as caught:
         parsed(_changed(path, value))
-    assert (caught.value.path, caught.value.known) == ("log/3", "formats 1 and 2 (draft 2)")
+    assert (caught.value.path, caught.value.known) == ("log/3", "formats 1 and 2")
     assert caught.value.found.startswith(found)
     assert len(str(caught.value)) < 1300
+
+
+@pytest.mark.parametrize(("value", "found"), [(1, "2, draft 1"), (None, "2, draft null"), ("1", '2, draft "1"')])
+def test_a_draft_of_format_2_needs_a_new_stream(value: object, found: str) -> None:
+    with pytest.raises(DraftFormatError, match="Start a new stream") as caught:
+        parsed(_changed("draft", value))
+    assert caught.value.found == found
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.0, 2.0, True, "2", None, [], {}])

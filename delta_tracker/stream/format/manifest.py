@@ -18,7 +18,6 @@ from delta_tracker.types import Identity, TableSpec, TableStates
 
 FORMAT = 1  # values only
 STATES_FORMAT = 2  # values, the optimizer's states and the raw ids of the same rows, and the training state
-DRAFT = 2  # revision of format 2, which is not final
 Kind = Literal["claim", "snapshot", "delta"]
 # Storage of a block's row ids: all rows of its range, a list of ids, or compressed gaps between ids.
 IdForm = Literal["all", "list", "gaps"]
@@ -246,7 +245,6 @@ class Manifest:
         has_states = self.format == STATES_FORMAT
         entry = {
             "format": self.format,
-            **({"draft": DRAFT} if has_states else {}),
             **{name: getattr(self, name) for name in _PLAIN_FIELDS},
             **({"event_time": self.event_time} if has_states else {}),
             "parent": to_builtins(self.parent),

@@ -32,14 +32,13 @@ import xxhash
 from msgspec import Meta, Raw, Struct, ValidationError, convert, structs
 from msgspec.json import Decoder
 
-from delta_tracker.errors import MalformedError, NewerFormatError
+from delta_tracker.errors import DraftFormatError, MalformedError, NewerFormatError
 from delta_tracker.stream.format.digests import total_bytes
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.field_types import MAX_COUNT, Count, Hex, Range, Time
 from delta_tracker.stream.format.json_elements import elements
 from delta_tracker.stream.format.manifest import (
     DENSE_DTYPES,
-    DRAFT,
     FORMAT,
     MAX_DIMS,
     STATES_FORMAT,
@@ -61,7 +60,7 @@ _MAX_REASON = 1000
 _MAX_RANGES = 65_536  # column ranges of a table
 _MAX_STATES = 16  # states of a table
 _MAX_BUCKETS = 65_536  # buckets of a table
-_KNOWN = f"formats {FORMAT} and {STATES_FORMAT} (draft {DRAFT})"
+_KNOWN = f"formats {FORMAT} and {STATES_FORMAT}"
 _POSITIVE = re.compile(rb"[1-9][0-9]*+")
 
 _T = TypeVar("_T")
@@ -329,7 +328,8 @@ def _format_of(name: str, data: bytes) -> int:
     """Return the format of an entry, 1 or 2.
 
     Raises:
-        NewerFormatError: if the entry has a newer format, or another draft of format 2.
+        NewerFormatError: if the entry has a newer format.
+        DraftFormatError: if the entry has a draft of format 2.
         ValueError: if the format is not a positive integer.
     """
     fields = _FORMATS.decode(data)
@@ -340,8 +340,8 @@ def _format_of(name: str, data: bytes) -> int:
         return FORMAT
     if found != str(STATES_FORMAT).encode():
         raise NewerFormatError(name, _quoted(found), _KNOWN)
-    if draft != str(DRAFT).encode():
-        raise NewerFormatError(name, f"{STATES_FORMAT}, draft {_quoted(draft) or 'none'}", _KNOWN)
+    if draft:
+        raise DraftFormatError(name, f"{STATES_FORMAT}, draft {_quoted(draft)}", _KNOWN)
     return STATES_FORMAT
 
 
