@@ -90,7 +90,8 @@ class Publisher:
             resumed starts with a delta. After a load of a checkpoint, it starts with a snapshot, because the checkpoint
             may lack the states of the optimizers. None publishes values only.
         training_state: name to object with ``state_dict`` and ``load_state_dict``, such as the dense optimizer and the
-            learning rate scheduler. Rank 0's state is published. Needs ``states``.
+            learning rate scheduler. Rank 0's state is published. Needs ``states``. Trainable dense parameters that no
+            passed optimizer has are logged.
         rank_state: the same for objects whose state differs between the ranks. Each rank's state is published.
         name: label ``publisher`` of the metrics; None for ``"publisher"``. If another publisher of this process has the
             same name, a suffix ``-2``, ``-3``, ... is added.

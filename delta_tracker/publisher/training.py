@@ -20,7 +20,8 @@ The state is a dict with these keys:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -34,6 +35,8 @@ from delta_tracker.sharding.collision_states import collision_state
 from delta_tracker.sharding.torchrec_api import load_torchrec
 from delta_tracker.state_tree import StateTree, flatten
 from delta_tracker.tracker.tracker import ModelDeltaTracker
+
+_logger = logging.getLogger(__name__)
 
 _OWN_NAME = "data"  # name of the DataPosition among the states of the ranks
 
@@ -125,6 +128,8 @@ class TrainingSource:
         self._collisions = collisions
         self._is_first = is_first
         self._publisher = publisher
+        if is_first:
+            _warn_of_unoptimized(tracker.model, dense(), [training_state, rank_state])
         self.take({})
 
     def take(self, consumers: Mapping[str, ConsumerState], published: Collection[str] = ()) -> TakenState:
@@ -236,6 +241,28 @@ def _check_unfused(
             raise UnsupportedTableError(
                 fqn, reason, "Pass the optimizer that has its parameter", problem="cannot be published with states"
             )
+
+
+def _warn_of_unoptimized(
+    model: nn.Module, dense: Mapping[str, Tensor], objects: Iterable[Mapping[str, Stateful]]
+) -> None:
+    """Log the dense parameters that are trained, but not by an optimizer whose state is saved.
+
+    They may be trained elsewhere, or by an optimizer inside an object without ``param_groups``.
+    """
+    optimized = {address for each in objects for address in _storages(each)}
+    trained = {
+        parameter.untyped_storage().data_ptr()
+        for parameter in model.parameters()
+        if type(parameter) is nn.Parameter and parameter.requires_grad and parameter.numel()
+    }
+    addresses = {name: tensor.untyped_storage().data_ptr() for name, tensor in dense.items()}
+    if names := sorted(name for name, each in addresses.items() if each in trained - optimized):
+        _logger.warning(
+            "no optimizer in training_state or rank_state has these dense parameters; if they are trained, the state "
+            "of their optimizer is not saved: %s",
+            ", ".join(names),
+        )
 
 
 def _storages(objects: Mapping[str, Stateful]) -> Iterator[int]:

@@ -187,3 +187,16 @@ def test_a_data_position_that_cannot_be_encoded() -> None:
 @pytest.mark.parametrize("case", ["unfused", "keyed_optimizers", "change_of_rate", "buffers"])
 def test_torchrec(two_ranks: RankPool, case: str) -> None:
     two_ranks.run(f"{_CASES}:{case}")
+
+
+def test_dense_parameters_without_an_optimizer_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    tracker = _tracker()
+    linear, norm = tracker.model
+    norm.bias.requires_grad_(False)
+    source = _source(tracker, training={"adam": torch.optim.Adam(linear.parameters())})
+    source.take({})
+    _source(tracker, is_first=False)
+    (message,) = caplog.messages
+    assert message.endswith("the state of their optimizer is not saved: 1.weight")
+    _source(tracker, rank={"all": torch.optim.Adam(tracker.model.parameters())})
+    assert len(caplog.messages) == 1
