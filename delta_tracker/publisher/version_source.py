@@ -157,8 +157,8 @@ class VersionSource:
 
     @property
     def needs_snapshot(self) -> bool:
-        """True if the next version must be a snapshot."""
-        return not self._has_snapshot or self.handle.needs_snapshot or self.schema != self._published
+        """True if the next version must be a snapshot. Call :meth:`place` first, which finds new shards."""
+        return not self._has_snapshot or self.handle.needs_snapshot or self._schema != self._published
 
     @property
     def format(self) -> int:
@@ -258,19 +258,20 @@ class VersionSource:
                 # Not committed, because an interrupted cut is repeated and must find the same rows.
                 changed = self._meanwhile.read(commit=False, with_states=False)
                 read = self.handle.read(commit=False, with_states=False)
-                counts = _owner_changes(read, schema[1])
+                counts = _owner_changes(read, schema[1]) if schema[1] else {}
                 compared = frozenset(tracker.tables) - tracker.fused_tables
                 extra.extend(map(Source, counts.values()))
-                owners = self._owners()
+                owners = self._owners() if schema[1] else {}
                 gathered = self._gatherer.gather(changed, whole=compared, dense=dense, extra=extra, owners=owners)
             else:
                 top_k = None if self._is_repairing else self._top_k
                 with self._read_timer():
                     read = self.handle.read(commit=False, with_states=False, top_k=top_k, ranks=self._ranks)
                 with self._encode_timer():
-                    counts = _owner_changes(read, schema[1])
+                    counts = _owner_changes(read, schema[1]) if schema[1] else {}
                     extra.extend(map(Source, counts.values()))
-                    gathered = self._gatherer.gather(read, dense=dense, extra=extra, owners=self._owners())
+                    owners = self._owners() if schema[1] else {}
+                    gathered = self._gatherer.gather(read, dense=dense, extra=extra, owners=owners)
         draft = Draft(
             kind=kind,
             batches=read.batches,
@@ -377,7 +378,7 @@ class VersionSource:
 
     def _owners(self) -> Mapping[str, Tensor]:
         """Return the raw ids that own the rows of each table with managed collisions at the last cut, by FQN."""
-        return self._tracker.owner_views() if self._schema[1] else {}
+        return self._tracker.owner_views()
 
     def _attach(self) -> None:
         """Find what depends on the tracker's shards."""

@@ -184,7 +184,8 @@ class ModelDeltaTracker:
         self._keys = itertools.count()
         self._num_past_errors = self._num_past_updates = self._num_stepped = 0
         self._data_position: DataPosition[Any] | None = None
-        self._num_attached = 0
+        self.num_attached = 0
+        """Number of times that the tracker was attached. The shards change only at a call of :meth:`reattach`."""
         self._hooks = self._attach()
         self._log_tables()
         self._metrics.watch(ModelDeltaTracker._show_gauges)
@@ -690,11 +691,6 @@ class ModelDeltaTracker:
         """
         return state_views(self._model.shard(fqn))
 
-    @property
-    def num_attached(self) -> int:
-        """Number of times that the tracker was attached. The shards change only at a call of :meth:`reattach`."""
-        return self._num_attached
-
     def watch_states(self) -> StateWatch:
         """Return a detector of in-place writes to the optimizer's states from now on."""
         return StateWatch(lambda: self._model.shards)
@@ -929,7 +925,7 @@ class ModelDeltaTracker:
 
     def _attach(self) -> list[Watcher]:
         self._model.is_attached = True
-        self._num_attached += 1
+        self.num_attached += 1
         MEMORY.join(self)
         forget_compiled_code()
         model, found, lookups = self._model.module, self._model.found, self._records_lookups

@@ -63,7 +63,10 @@ REVERTS = [
                     "else self._top_k\n",
                     "else self._top_k; former = {fqn: each.clone() for fqn, each in self._owners().items()}\n",
                 ),
-                ("dense=dense, extra=extra, owners=self._owners())", "dense=dense, extra=extra, owners=former)"),
+                (
+                    "gather(read, dense=dense, extra=extra, owners=owners)",
+                    "gather(read, dense=dense, extra=extra, owners=former)",
+                ),
             ],
         },
     ),
