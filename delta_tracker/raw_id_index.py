@@ -64,21 +64,30 @@ class SortedOwners:
         is_known = (self.raw_ids[places] == raw_ids) & (raw_ids != NO_OWNER)
         return torch.where(is_known, self.slots[places], _NO_ROW)
 
-    def unmap(self, slots: Tensor, identity: Identity) -> None:
-        """Map the owners of some rows to the default rows of their buckets.
-
-        Takes time in proportion to ``R``, because several unmapped ids may be mapped to one row.
+    def unmap(self, raw_ids: Tensor, identity: Identity) -> None:
+        """Map some raw ids to the default rows of their buckets.
 
         Args:
-            slots: ``[N]`` int64 global row ids, inside :attr:`rows`.
+            raw_ids: ``[N]`` int64 raw ids that are in the mapping, on its device.
             identity: buckets of the table.
         """
-        first, num_rows = self.rows[0], len(self.slots)
-        is_freed = torch.zeros(num_rows + 1, dtype=torch.bool, device=self.slots.device)
-        is_freed[to_device(slots, is_freed.device) - first] = True
-        is_freed[-1] = True  # ids without a row: the new buckets may have default rows
-        at = torch.where(self.slots < first, num_rows, self.slots - first)
-        places = (is_freed[at] & (self.raw_ids != NO_OWNER)).nonzero().flatten()
+        places = torch.searchsorted(self.raw_ids[:-1], raw_ids)
+        self.slots[places] = self._local_defaults(identity, raw_ids)
+
+    def reroute(self, slots: Iterable[int], identity: Identity) -> None:
+        """Map the raw ids of former default rows, and those without a row, to the default rows of other buckets.
+
+        Takes time in proportion to ``R``.
+
+        Args:
+            slots: global ids of the former default rows.
+            identity: the other buckets.
+        """
+        first, end = self.rows
+        is_former = torch.zeros(end - first + 1, dtype=torch.bool)  # the last one is for ids without a row
+        is_former[[-1, *(slot - first for slot in slots if first <= slot < end)]] = True
+        at = torch.where(self.slots < first, end - first, self.slots - first)
+        places = (to_device(is_former, at.device)[at] & (self.raw_ids != NO_OWNER)).nonzero().flatten()
         self.slots[places] = self._local_defaults(identity, self.raw_ids[places])
 
     def prepare(self, owners: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,7 +180,8 @@ class RawIdIndex:
 
         Returns:
             int64 rows in the shape of ``raw_ids``. The row of an unknown id is the default row of its bucket; -1 if the
-            trainer's module has no default rows, or before the first version.
+            trainer's module has no default rows, or before the first version. Leave these ids out: as an index of a
+            tensor, -1 is its last row.
 
         Raises:
             InvalidArgumentError: if ``raw_ids`` is not an int64 tensor on the CPU.
@@ -242,7 +252,7 @@ class RawIdIndex:
     def adopt(self, identity: Identity) -> None:
         """Route unknown and unmapped raw ids by the buckets of a stream."""
         if identity != self._identity:
-            self._owners.unmap(torch.tensor(self._defaults(), dtype=torch.int64), identity)
+            self._owners.reroute(self._defaults(), identity)
             self._identity = identity
 
     def owners(self) -> Tensor:
@@ -257,10 +267,10 @@ class RawIdIndex:
         """Return the empty string: each raw id may own each row."""
         return ""
 
-    def unmap(self, slots: Tensor) -> None:
+    def unmap(self, slots: Tensor, owners: Tensor) -> None:  # noqa: ARG002
         """Remove the raw ids of some rows, so that they read the default rows of their buckets."""
         if self._identity is not None:  # otherwise the index is empty
-            self._owners.unmap(slots, self._identity)
+            self._owners.unmap(owners, self._identity)
 
     def prepare(self, owners: Tensor) -> object:
         """Return the new content of the index for :meth:`map`."""

@@ -170,11 +170,12 @@ class RawIdMap(Protocol):
         """
         ...
 
-    def unmap(self, slots: Tensor) -> None:
+    def unmap(self, slots: Tensor, owners: Tensor) -> None:
         """Remove the raw ids of some rows, so that they read default rows. Call it while holding the lock.
 
         Args:
             slots: ``[N]`` int64 global row ids, inside :attr:`rows`.
+            owners: ``[N]`` int64 raw ids of these rows in the live mapping; none is :data:`NO_OWNER`.
         """
         ...
 

@@ -34,10 +34,10 @@ def test_a_mapping_equals_a_dict(data: Any, first: int, num_rows: int) -> None:
         final = dict(zip(ids, slots, strict=False))
         for raw_id, slot in final.items():
             owners[slot - first] = raw_id
-        changed = [slot for raw_id, slot in owned.items() if final.get(raw_id) != slot]
+        changed = [raw_id for raw_id, slot in owned.items() if final.get(raw_id) != slot]
         mapping.unmap(torch.tensor(changed, dtype=torch.int64), identity)
         for raw_id, slot in owned.items():
-            assert mapping.slots_of(torch.tensor(raw_id)) == (default if slot in changed else slot)
+            assert mapping.slots_of(torch.tensor(raw_id)) == (default if raw_id in changed else slot)
         mapping.replace(*mapping.prepare(owners))
         assert torch.equal(mapping.owners([default]), owners)
         assert sorted(mapping.slots.tolist()) == list(range(first, default + 1))
@@ -58,7 +58,7 @@ def test_buckets_that_change(has_defaults: bool) -> None:
     owners = torch.full((8,), NO_OWNER)
     owners[[0, 1, 5]] = torch.tensor([10, 20, 60])
     index.map(index.prepare(owners))
-    index.unmap(torch.tensor([0, 1, 5]))
+    index.unmap(torch.tensor([0, 1, 5]), torch.tensor([10, 20, 60]))
     ids = torch.tensor([10, 20, 60, 70])
     none = torch.full((4,), -1)
     assert torch.equal(index.rows_of(ids), torch.tensor([3, 3, 7, 7]) if has_defaults else none)

@@ -64,6 +64,7 @@ class OwnerChange:
         raw_ids: the live mapping.
         identity: buckets of the table in the version.
         slots: ``[M]`` int64 global ids of the rows whose owner changes.
+        former: ``[M]`` int64 owners of these rows in the live mapping.
         final: ``[R]`` int64 owners of the mapping's rows after the version.
     """
 
@@ -71,6 +72,7 @@ class OwnerChange:
     raw_ids: RawIdMap
     identity: Identity
     slots: Tensor
+    former: Tensor
     final: Tensor
 
     @property
@@ -82,8 +84,9 @@ class OwnerChange:
 
     def unmap(self) -> None:
         """Remove the raw ids of the rows whose owner changes. The caller must hold the lock for writing."""
-        if len(self.slots):
-            self.raw_ids.unmap(self.slots)
+        is_owned = self.former != NO_OWNER
+        if bool(is_owned.any()):
+            self.raw_ids.unmap(self.slots[is_owned], self.former[is_owned])
 
     def adopt(self) -> None:
         """Route unknown raw ids by the buckets of the version. The caller must hold the lock for writing."""
@@ -138,7 +141,7 @@ def _change(fqn: str, raw_ids: RawIdMap, identity: Identity, slots: Tensor, owne
     conflict = raw_ids.conflict(admitted + first, final[admitted])
     if conflict:
         raise TableMismatchError(fqn, "a table with raw ids", conflict)
-    return OwnerChange(fqn, raw_ids, identity, changed + first, final)
+    return OwnerChange(fqn, raw_ids, identity, changed + first, live[changed], final)
 
 
 def to_text(identities: Mapping[str, Identity]) -> str:

@@ -174,7 +174,7 @@ class MchMap:
         """Route unknown and unmapped raw ids by the buckets of a stream."""
         if self.routes_by(identity):
             return
-        _sorted_owners(self._module).unmap(torch.tensor(self._defaults()), identity)
+        _sorted_owners(self._module).reroute(self._defaults(), identity)
         self._module.__dict__.pop("remap", None)
         if not self._is_own_default(identity):
             self._module.remap = _Routed(self._module, identity)
@@ -191,11 +191,11 @@ class MchMap:
         """Return the empty string: each raw id may own each row."""
         return ""
 
-    def unmap(self, slots: Tensor) -> None:
+    def unmap(self, slots: Tensor, owners: Tensor) -> None:  # noqa: ARG002
         """Remove the raw ids of some rows, so that they read default rows."""
         routed, end = self._routed(), self.rows[1]
         identity = Identity(0, (Bucket((0, end), end - 1),)) if routed is None else routed.identity
-        _sorted_owners(self._module).unmap(slots, identity)
+        _sorted_owners(self._module).unmap(to_device(owners, self.memory.device), identity)
 
     def prepare(self, owners: Tensor) -> object:
         """Return the new content of the module's buffers for :meth:`map`."""
@@ -301,7 +301,7 @@ class HashMap:
             return f"mapped by a {kind} that probes other rows, with max_probe={module.max_probe}: use the trainer's"
         return ""
 
-    def unmap(self, slots: Tensor) -> None:
+    def unmap(self, slots: Tensor, owners: Tensor) -> None:  # noqa: ARG002
         """Remove the raw ids of some rows, so that they have no row."""
         self.memory[to_device(slots - self.rows[0], self.memory.device)] = _EMPTY
 

@@ -29,7 +29,7 @@ REVERTS = [
         edits={
             _IDENTITIES: [
                 (
-                    "        if len(self.slots):\n            self.raw_ids.unmap",
+                    "        if bool(is_owned.any()):\n            self.raw_ids.unmap",
                     "        if False:\n            self.raw_ids.unmap",
                 )
             ]
@@ -72,11 +72,7 @@ REVERTS = [
     Revert(
         defect="unmapped raw ids keep the default row of former buckets",
         generator=_RANDOM,
-        edits={
-            _INDEX: [
-                ("            self._owners.unmap(torch.tensor(self._defaults(), dtype=torch.int64), identity)\n", "")
-            ]
-        },
+        edits={_INDEX: [("            self._owners.reroute(self._defaults(), identity)\n", "")]},
     ),
     Revert(
         defect="unknown raw ids read rows of former owners after the buckets have changed",
