@@ -93,7 +93,9 @@ REVERTS = [
     Revert(
         defect="a table with raw ids has blocks of several encodings or of some columns, which no overlay joins",
         generator="tests/stream/test_parse.py::test_a_bad_field_of_format_2_is_refused[parts.1.blocks.0.encoding]",
-        edits={"delta_tracker/stream/format/parse.py": [("    _check_identities(manifest)\n", "")]},
+        edits={
+            "delta_tracker/stream/format/parse.py": [("    if identities:\n        _check_identities(manifest)\n", "")]
+        },
     ),
     Revert(
         defect="a compaction merges versions of a table with raw ids that have other encodings",
@@ -129,5 +131,15 @@ REVERTS = [
                 ("            rows += [each for part in parts for each in rows_of_whole_blocks(part)]\n", "")
             ]
         },
+    ),
+    Revert(
+        defect="verify does not check that a raw id owns one row after each version",
+        generator="tests/cli/test_verify.py::test_verify_finds_a_raw_id_with_two_rows_after_a_version",
+        edits={"delta_tracker/cli/verify.py": [("                self._owners.add(rows)\n", "                pass\n")]},
+    ),
+    Revert(
+        defect="an entry of a draft of format 2 is read as if the format were final",
+        generator="tests/stream/test_parse.py::test_a_draft_of_format_2_needs_a_new_stream",
+        edits={"delta_tracker/stream/format/parse.py": [("    if draft:\n", "    if False:\n")]},
     ),
 ]
