@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from examples.movielens.report import draw, load_predictions, summary  # noqa: PLC0415
 
         predictions = load_predictions(settings)
-        draw(predictions, settings.warmup_batches * settings.batch, settings.out / PICTURE)
+        draw(predictions, settings, settings.out / PICTURE, applied)
         console.print(summary(applied, predictions))
         console.print(f"picture: {settings.out / PICTURE}")
         verified = verify_run(settings.work)
@@ -52,6 +52,7 @@ def parse(arguments: Sequence[str] | None) -> Settings:
     parser.add_argument("--ratings", type=int, help="number of ratings to use, oldest first")
     parser.add_argument("--batch", type=int, help="ratings per training batch, all ranks together")
     parser.add_argument("--every", type=int, help="batches per delta")
+    parser.add_argument("--zch", type=float, help="rows of users and movies as a share of their ids, for example 0.33")
     given = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
     return Settings(**given)
 

@@ -67,6 +67,8 @@ def summary(applied: list[dict[str, Any]], predictions: Predictions) -> Table:
     table.add_row("full snapshot", f"{snapshot['num_rows']:,} rows", f"{snapshot['num_bytes'] / 1000:,.1f} kB")
     table.add_row("a delta (median)", f"{rows:,.0f} rows", f"{size / 1000:,.1f} kB")
     table.add_row("a delta / the snapshot", f"{rows / snapshot['num_rows']:.1%}", f"{size / snapshot['num_bytes']:.1%}")
+    if evicted := sum(delta["evicted"] for delta in deltas):
+        table.add_row("evicted ids", f"{evicted:,}", f"{evicted / len(deltas):.1f} per delta")
     table.add_row("commit to applied", f"p50 {p50:.1f} ms", f"p99 {p99:.1f} ms", end_section=True)
     for reader, (label, _) in READERS.items():
         loss, auc = predictions.losses(reader).mean(), predictions.auc(reader)
@@ -75,21 +77,30 @@ def summary(applied: list[dict[str, Any]], predictions: Predictions) -> Table:
     return table
 
 
-def draw(predictions: Predictions, first_rating: int, path: Path) -> None:
-    """Draw the rolling log loss; the first prediction is for rating number ``first_rating``."""
+def draw(predictions: Predictions, settings: Settings, path: Path, applied: list[dict[str, Any]]) -> None:
+    """Draw the rolling log loss, and with managed collisions the evictions of each version in ``applied``."""
+    first_rating = settings.warmup_batches * settings.batch
     window = max(1, min(4000, len(predictions.labels) // 8))
     rolling = {
         reader: np.convolve(predictions.losses(reader), np.full(window, 1 / window), mode="valid") for reader in READERS
     }
     x = first_rating + window + np.arange(len(rolling["fresh"]))
     figure = Figure(figsize=(10, 5), dpi=150, layout="constrained")  # needs no display, unlike pyplot
-    axes = figure.subplots()
+    if settings.zch:
+        axes, bars = figure.subplots(2, sharex=True, height_ratios=[3, 1])
+        deltas = [each for each in applied if each["kind"] == "delta"]
+        ratings = [each["batches"] * settings.batch for each in deltas]
+        bars.bar(ratings, [each["evicted"] for each in deltas], width=settings.every * settings.batch, color="#4c6fae")
+        bars.set_ylabel("evicted ids\nper version")
+        bars.spines[["top", "right"]].set_visible(False)
+    else:
+        axes = figure.subplots()
     axes.fill_between(x, rolling["fresh"], rolling["frozen"], color=READERS["fresh"][1], alpha=0.10, linewidth=0)
     for reader, (label, color) in READERS.items():
         width, style = (1.2, "--") if reader == "trainer" else (2.0, "-")
         axes.plot(x, rolling[reader], label=label, color=color, linewidth=width, linestyle=style)
     axes.set_title("What fresh tables are worth: MovieLens-100K in time order", loc="left", fontweight="bold")
-    axes.set_xlabel("ratings seen so far")
+    (bars if settings.zch else axes).set_xlabel("ratings seen so far")
     axes.set_ylabel(f"log loss, mean of the last {window:,} ratings")
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.margins(x=0.01, y=0.12)

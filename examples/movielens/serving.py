@@ -16,6 +16,7 @@ import torch
 
 from delta_tracker import Predictor
 from delta_tracker.errors import NoSnapshotError
+from delta_tracker.sharding.raw_id_maps import raw_id_maps
 from delta_tracker.stream.format.manifest import Manifest
 from examples.movielens.data import load_ratings
 from examples.movielens.metrics import serve
@@ -29,7 +30,7 @@ def main(settings: Settings) -> None:
     """Apply the versions in turn, and score with each the ratings between its cut and the next cut."""
     torch.set_num_threads(1)
     ratings = load_ratings(settings.ratings)
-    fresh = FactorizationMachine(ratings.table_rows, settings.dim, torch.device("cpu"))
+    fresh = FactorizationMachine(ratings.table_rows, settings.dim, torch.device("cpu"), settings.zch).eval()
     predictor = Predictor(fresh, settings.stream.as_uri(), name="demo")
     serve("predictor")
     emit("ready")
@@ -52,8 +53,10 @@ def main(settings: Settings) -> None:
     after_warmup = slice(settings.warmup_batches * settings.batch, settings.num_batches * settings.batch)
     for name, values in logits.items():
         np.save(settings.work / f"{name}-logits.npy", values[after_warmup].numpy())
-    for name, table in fresh.state_dict().items():
-        np.save(settings.work / f"predictor@{name.removesuffix('.weight')}.npy", table.numpy())
+    for name, table in fresh.named_parameters():
+        np.save(settings.work / f"predictor@{name.removesuffix('.weight')}.npy", table.detach().numpy())
+    for name, (mapping,) in raw_id_maps(fresh).items():
+        np.save(settings.work / f"predictor@{name}.raw_ids.npy", mapping.owners()[:, None].numpy())
 
 
 def apply_next(predictor: Predictor, patience_seconds: float) -> Manifest:
@@ -76,6 +79,7 @@ def apply_next(predictor: Predictor, patience_seconds: float) -> Manifest:
         batches=manifest.batches[1],
         num_rows=manifest.num_rows,
         num_bytes=manifest.num_bytes,
+        evicted=sum(evicted for _, evicted in manifest.owner_changes.values()),
         seconds=time.time() - manifest.created,
     )
     return manifest

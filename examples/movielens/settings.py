@@ -12,6 +12,8 @@ WORLD_SIZE: Final = 2
 """Trainer ranks."""
 NUM_RATINGS: Final = 100_000
 """Ratings in the data set."""
+MAX_ZCH: Final = 2.0
+"""Largest share of rows; above 1, no id is ever evicted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +34,8 @@ class Settings:
     """Columns per table."""
     learning_rate: float = 0.05
     """Learning rate of the row-wise Adagrad."""
+    zch: float = 0.0
+    """Rows of the tables of users and movies as a share of their ids, with managed collisions; 0 without them."""
     patience_seconds: float = 60.0
     """Seconds that a process waits for another one before it raises."""
 
@@ -40,6 +44,8 @@ class Settings:
             raise ValueError(f"batch={self.batch} cannot be split: pass a multiple of {WORLD_SIZE}")
         if self.every < 1:
             raise ValueError(f"every={self.every} would never publish: pass 1 or more")
+        if not 0 <= self.zch <= MAX_ZCH:
+            raise ValueError(f"zch={self.zch} is no share of the ids: pass 0 to {MAX_ZCH}")
         if self.ratings > NUM_RATINGS:
             raise ValueError(f"ratings={self.ratings} is more than the data set has: pass {NUM_RATINGS} or fewer")
         if not 0 < self.warmup_batches < self.num_batches:

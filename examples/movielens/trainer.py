@@ -16,16 +16,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
-from torchrec.optim import RowWiseAdagrad
+from torchrec.optim import Adagrad, RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from delta_tracker import ModelDeltaTracker, Publisher
 from examples.movielens.data import Ratings, load_ratings
 from examples.movielens.metrics import serve
-from examples.movielens.model import FactorizationMachine
+from examples.movielens.model import MANAGED, FactorizationMachine
 from examples.movielens.settings import WORLD_SIZE, Settings, emit
 
 ROW_WISE = ("user", "movie")
@@ -51,6 +52,7 @@ def main(settings: Settings, rank: int) -> None:
         publisher = Publisher(tracker, settings.stream.as_uri(), consumer="stream")
         logits = train(model, tracker, publisher, ratings, settings)
         publisher.close()
+        save_raw_ids(tracker, settings.work, rank)
     np.save(settings.work / f"trainer-logits.{rank}.npy", logits.numpy())
     save_shards(model, settings.work, rank)
     dist.destroy_process_group()
@@ -58,19 +60,35 @@ def main(settings: Settings, rank: int) -> None:
 
 def sharded_model(ratings: Ratings, settings: Settings) -> DistributedModelParallel:
     """Shard the model over the ranks, with a fused optimizer, which writes only the rows of a batch."""
-    model = FactorizationMachine(ratings.table_rows, settings.dim, torch.device("meta"))
-    apply_optimizer_in_backward(RowWiseAdagrad, model.ec.parameters(), {"lr": settings.learning_rate})
+    model = FactorizationMachine(ratings.table_rows, settings.dim, torch.device("meta"), settings.zch)
+    # On a CPU, FBGEMM cannot reset the rows of evicted ids in a table with row-wise Adagrad.
+    optimizer = Adagrad if settings.zch else RowWiseAdagrad
+    apply_optimizer_in_backward(optimizer, model.parameters(), {"lr": settings.learning_rate})
+    sharders: dict[str, Any] = {"ec": EmbeddingCollectionSharder()}
+    if model.mc is not None:
+        inner = EmbeddingCollectionSharder(use_index_dedup=False)
+        sharders["mc"] = ManagedCollisionEmbeddingCollectionSharder(ec_sharder=inner)
     world_size = dist.get_world_size()
-    sharder: Any = EmbeddingCollectionSharder()
     placement = {
         name: row_wise() if name in ROW_WISE else table_wise(rank=position % world_size)
         for position, name in enumerate(ratings.table_rows)
     }
-    plan = construct_module_sharding_plan(
-        model.ec, placement, sharder=sharder, local_size=world_size, world_size=world_size, device_type="cpu"
-    )
+    managed = MANAGED if settings.zch else ()
+    plan = {
+        module: construct_module_sharding_plan(
+            getattr(model, module),
+            {name: each for name, each in placement.items() if (name in managed) == (module == "mc")},
+            sharder=sharder,
+            local_size=world_size,
+            world_size=world_size,
+            device_type="cpu",
+        )
+        for module, sharder in sharders.items()
+    }
     env = ShardingEnv.from_process_group(dist.group.WORLD)
-    return DistributedModelParallel(model, env=env, device=CPU, plan=ShardingPlan({"ec": plan}), sharders=[sharder])
+    return DistributedModelParallel(
+        model, env=env, device=CPU, plan=ShardingPlan({**plan}), sharders=[*sharders.values()]
+    )
 
 
 def train(
@@ -106,9 +124,17 @@ def train(
 def save_shards(model: DistributedModelParallel, folder: Path, rank: int) -> None:
     """Write each table's shards with TorchRec's metadata, so that the comparison does not depend on the tracker."""
     for name, sharded in model.state_dict().items():
-        for shard in sharded.local_shards():
+        for shard in sharded.local_shards() if name.endswith(".weight") else ():
             row, column = shard.metadata.shard_offsets
             np.save(folder / f"shard@{name.removesuffix('.weight')}@{row}@{column}@{rank}.npy", shard.tensor.numpy())
+
+
+def save_raw_ids(tracker: ModelDeltaTracker, folder: Path, rank: int) -> None:
+    """Write the raw ids of this rank's rows, for the tables that have them."""
+    for name, raw_ids in tracker.owner_views().items():
+        np.save(
+            folder / f"shard@{name}.raw_ids@{tracker.shards[name].row_offset}@0@{rank}.npy", raw_ids[:, None].numpy()
+        )
 
 
 if __name__ == "__main__":

@@ -6,7 +6,9 @@ The expected answer to a raw id is always that of the trainer's own evaluation.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage
+from tests.publisher.publishing_cases import attempt
 from tests.recovery.collision_cases import IDS, Answers, answers
 from tests.tracker.collision_cases import CollisionModel, collision_batch, shard_collision
 
@@ -154,3 +157,15 @@ def resumed(rank: int, world_size: int, root: str) -> list[Any]:
         tracker.step()
     publisher.close()
     return found
+
+
+def differing(rank: int, world_size: int, root: str) -> str:
+    """Ranks whose raw ids are divided in different ways publish nothing."""
+    tracker = ModelDeltaTracker(shard_collision(world_size))
+    others = {fqn: replace(each, hash_size=each.hash_size + rank) for fqn, each in tracker.identities.items()}
+    with mock.patch.object(ModelDeltaTracker, "identities", others):
+        publisher = Publisher(tracker, f"file://{root}")
+        message = attempt(publisher.publish)
+        publisher.close()
+    tracker.detach()
+    return message

@@ -35,3 +35,10 @@ def test_a_snapshot_is_copied_while_ids_are_evicted(two_ranks: RankPool, tmp_pat
 def test_a_resumed_trainer_takes_later_raw_ids_back(two_ranks: RankPool, tmp_path: Path) -> None:
     versions, _ = two_ranks.run(f"{_CASES}:resumed", root=str(tmp_path))
     assert [kind for kind, _ in versions] == ["delta"] * 3
+
+
+def test_ranks_that_divide_raw_ids_in_different_ways_publish_nothing(two_ranks: RankPool, tmp_path: Path) -> None:
+    for message in two_ranks.run(f"{_CASES}:differing", root=str(tmp_path)):
+        assert "PublishError: the version was not published: rank 1 failed with the tables" in message
+        assert "2 buckets of 61 ids" in message
+        assert "2 buckets of 60 ids" in message

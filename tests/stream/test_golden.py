@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -13,17 +14,18 @@ from torch import Tensor
 
 from delta_tracker import Predictor
 from delta_tracker.raw_id_index import RawIdIndex
-from delta_tracker.raw_ids import NO_OWNER
+from delta_tracker.raw_ids import NO_OWNER, check_owners
 from delta_tracker.state_tree import pack
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.part_reader import dense_of, read_parts, read_training
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.types import Bucket, Identity
 from tests.stream import states_stream
 from tests.stream.golden.make import ITEM, USER, make
 from tests.stream.golden.reader import apply as apply_by_the_page
 from tests.stream.golden.reader import apply_states as apply_states_by_the_page
-from tests.stream.golden.reader import is_right, row_of, training_of
+from tests.stream.golden.reader import faults_of, is_right, row_of, training_of
 from tests.stream.states_stream import TREE, same_tree
 from tests.stream.streams import chunks_of
 
@@ -250,3 +252,25 @@ def test_a_reader_written_from_the_specification_reads_the_same_of_format_2() ->
         assert state.keys() == expected.keys()
         for name, tensor in expected.items():
             assert np.array_equal(state[name].astype(tensor.numpy().dtype), tensor.numpy()), name
+
+
+@pytest.mark.parametrize(
+    ("rows", "owners", "is_whole", "faults"),
+    [
+        ([0, 4], [3, 60], True, []),
+        ([0, 4], [NO_OWNER, NO_OWNER], False, []),
+        ([0, 1], [3, 3], True, []),
+        ([0, 1], [3, 3], False, ["3 owns two rows"]),
+        ([4], [3], False, ["3 owns row 4, which is not in its bucket"]),
+        ([0], [60], True, ["60 owns row 0, which is not in its bucket"]),
+        ([3], [3], False, ["3 owns the default row 3"]),
+    ],
+)
+def test_both_readers_find_raw_ids_that_break_a_rule(
+    rows: list[int], owners: list[int], is_whole: bool, faults: list[str]
+) -> None:
+    buckets = [{"rows": [0, 4], "default": 3}, {"rows": [4, 8], "default": 7}]
+    assert faults_of({"hash_size": 100, "buckets": buckets}, rows, owners, is_whole=is_whole) == faults
+    identity = Identity(100, (Bucket((0, 4), 3), Bucket((4, 8), 7)))
+    with pytest.raises(ValueError, match="raw id") if faults else contextlib.nullcontext():
+        check_owners(identity, torch.tensor(rows), torch.tensor(owners), is_unique=not is_whole)

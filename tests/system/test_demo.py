@@ -22,6 +22,7 @@ from examples.movielens.report import Predictions
 from examples.movielens.settings import Settings
 from examples.movielens.verify import TablesDifferError, compare, verify_run
 from tests import forked
+from tests.sweeps import SWEEPS_ARE_WHOLE
 
 REPOSITORY = Path(__file__).parents[2]
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -102,6 +103,21 @@ def test_verify_fails_on_one_flipped_bit(demo: tuple[subprocess.CompletedProcess
     assert python_m("examples.movielens.verify", str(out)).returncode == 0
 
 
+@pytest.mark.skipif(not SWEEPS_ARE_WHOLE, reason="part of the whole sweeps")
+def test_a_demo_with_managed_collisions_runs_tiny(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    finished = python_m("examples.movielens", "--out", str(out), "--ratings", "2500", "--batch", "32", "--zch", "0.33")
+    assert finished.returncode == 0, finished.stderr
+    for shown in ("all 10 predictor tables", "evicted ids", "16 deltas"):
+        assert shown in finished.stdout
+    path = out / "work" / "predictor@mc._embedding_module.embeddings.movie.raw_ids.npy"
+    raw_ids = np.load(path)
+    raw_ids[3] += 1
+    np.save(path, raw_ids)
+    with pytest.raises(TablesDifferError, match=r"embeddings.movie.raw_ids differs in 1 of"):
+        verify_run(Settings.load(out).work)
+
+
 def table(*rows: Sequence[float]) -> np.ndarray:
     return np.array(rows, dtype=np.float32)
 
@@ -146,6 +162,7 @@ def test_demo_does_not_touch_an_unknown_folder(tmp_path: Path) -> None:
         ({"batch": 0}, "batch=0 cannot be split"),
         ({"every": 0}, "every=0 would never publish"),
         ({"ratings": 99}, "ratings=99 is too few"),
+        ({"zch": 3}, "zch=3 is no share of the ids"),
         ({"ratings": 100_001}, "ratings=100001 is more than the data set has"),
     ],
 )
