@@ -106,7 +106,7 @@ def copied_while_training(rank: int, world_size: int, root: str) -> list[str]:
     readers = Served(tracker, url) if rank == 0 else None
     expected: dict[int, Answers] = {}
     kinds = []
-    for number in range(1, 61):
+    for number in range(1, 41):
         model(collision_batch(generator)).backward()
         tracker.step()
         expected[number] = answers(model)

@@ -28,8 +28,8 @@ def test_each_raw_id_gets_the_trainers_answer(request: pytest.FixtureRequest, tm
 def test_a_snapshot_is_copied_while_ids_are_evicted(two_ranks: RankPool, tmp_path: Path) -> None:
     kinds = two_ranks.run(f"{_CASES}:copied_while_training", root=str(tmp_path))
     assert kinds[0] == kinds[1]
-    assert kinds[0].count("snapshot") > 2
-    assert kinds[0].count("delta") > 4
+    assert kinds[0].count("snapshot") > 1
+    assert kinds[0].count("delta") > 2
 
 
 def test_a_resumed_trainer_takes_later_raw_ids_back(two_ranks: RankPool, tmp_path: Path) -> None:
