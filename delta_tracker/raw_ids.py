@@ -37,6 +37,7 @@ def bucket_of(identity: Identity, raw_ids: Tensor) -> Tensor:
         int64 indices in ``identity.buckets``, in the shape and on the device of ``raw_ids``.
 
     Example:
+        >>> from delta_tracker.types import Bucket
         >>> identity = Identity(100, (Bucket((0, 8), 7), Bucket((8, 16), 15)))
         >>> bucket_of(identity, torch.tensor([3, 50, 101, 102, -1]))
         tensor([0, 1, 1, 0, 1])

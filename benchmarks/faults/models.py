@@ -185,8 +185,11 @@ def build(*tables: Table, bag: bool = False, fused: Any = RowWiseAdagrad, dense:
 
 
 def build_managed(slots: Sequence[int]) -> Training:
-    """Build a model with one managed-collision collection; its table ``t`` has a row per id in ``slots``, ascending."""
-    table = Table("t", len(slots), "rows")
+    """Build a model with one managed-collision collection.
+
+    Its table ``t`` has a row for each id in ``slots``, ascending, and the row of unknown ids.
+    """
+    table = Table("t", len(slots) + 1, "rows")
     embedding: Any = collection([table])
     policy = MCHManagedCollisionModule(
         zch_size=table.rows,
@@ -204,7 +207,7 @@ def build_managed(slots: Sequence[int]) -> Training:
     training = Training(shard(Model(has_dense=True, ec=managed), {"ec": plan}, sharder))
     for name, buffer in training.model.named_buffers():
         if name.endswith("_mch_sorted_raw_ids"):
-            buffer.copy_(torch.tensor(slots))
+            buffer[:-1] = torch.tensor(slots)
     return training
 
 

@@ -174,7 +174,10 @@ def test_a_publisher_with_a_wrong_clock_is_shown(cli: Cli, tmp_path: Path, ahead
         assert skews(cli(name, url, *options).replace("\n", " ")) == expected
 
 
-def test_inspect_and_top_show_admissions_and_evictions(cli: Cli, tmp_path: Path) -> None:
+def test_inspect_and_top_show_admissions_and_evictions(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")  # a narrower terminal breaks the last heading
     writer = make_owned(tmp_path / "s")
     for command in ("inspect", "top --once"):
         name, *options = command.split()

@@ -31,5 +31,5 @@ def test_every_operation(tmp_path: Path, mode: str) -> None:
     if mode == "kills":
         expected |= {"compaction": 31, "fold": 38, "retention": 44}
     if mode == "failures":
-        expected["restore"] = 68
+        expected["restore"] = 56
     assert counts == expected
