@@ -24,6 +24,7 @@ from torch import Tensor
 from delta_tracker.errors import InvalidArgumentError, MalformedError, TableMismatchError
 from delta_tracker.raw_ids import NO_OWNER, RawIdMap, check_owners
 from delta_tracker.stream.format.contents import Contents
+from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import entry_name
 from delta_tracker.types import Identity
 
@@ -53,6 +54,27 @@ def version_owners(contents: Contents) -> VersionOwners:
             raise MalformedError(entry_name(manifest.version), f"in table {fqn!r}, {error}") from error
         found[fqn] = slots, owners
     return found
+
+
+def identities_after(manifest: Manifest, held: Mapping[str, Identity]) -> Mapping[str, Identity]:
+    """Return the buckets of all tables after a version.
+
+    Args:
+        manifest: manifest of the version.
+        held: table FQN to the buckets before the version.
+
+    Raises:
+        MalformedError: if a delta has other buckets than the version before.
+    """
+    if manifest.kind == "snapshot":
+        return manifest.identities
+    for fqn, identity in manifest.identities.items():
+        if held.get(fqn) != identity:
+            raise MalformedError(
+                entry_name(manifest.version),
+                f"its buckets of raw ids of table {fqn!r} are not those of its predecessor, but it is no snapshot",
+            )
+    return {**held, **manifest.identities}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

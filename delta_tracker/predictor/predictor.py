@@ -32,7 +32,14 @@ from delta_tracker.predictor.apply import Applier, Model, Receiver
 from delta_tracker.predictor.follower import Follower
 from delta_tracker.predictor.gate import Gate, GateKeeper
 from delta_tracker.predictor.gauges import PredictorGauges
-from delta_tracker.predictor.identities import OwnerChange, from_text, owner_changes, to_text, version_owners
+from delta_tracker.predictor.identities import (
+    OwnerChange,
+    from_text,
+    identities_after,
+    owner_changes,
+    to_text,
+    version_owners,
+)
 from delta_tracker.predictor.lock import TableLock
 from delta_tracker.predictor.placement import Chunk
 from delta_tracker.predictor.status import Served, Status
@@ -558,7 +565,9 @@ class Predictor(Forkable):
     def _return_to(self, version: int) -> None:
         """Roll back to ``version``, or complete an interrupted rollback."""
         path = [(manifest, self._applier.resolve(manifest)) for manifest in self._cursor.path_to(version)]
+        identities: Mapping[str, Identity] = self._identities
         for manifest, receiver in path:
+            identities = identities_after(manifest, identities)
             contents = Contents(self._storage, manifest, buffer=self._buffer)
             receiver.place(contents)
             version_owners(contents)
@@ -583,6 +592,7 @@ class Predictor(Forkable):
                 only the same version or a snapshot can be applied next.
         """
         manifest = contents.manifest
+        identities = identities_after(manifest, self._identities)
         placements = receiver.place(contents)
         changes: list[OwnerChange] = []
         default_rows: list[Chunk] = []
@@ -604,7 +614,7 @@ class Predictor(Forkable):
             self._cursor.moved(manifest)
             self._finish(manifest)
             if manifest.kind != "claim":
-                self._manifest, self._identities = manifest, manifest.identities
+                self._manifest, self._identities = manifest, identities
         self._is_mixed = False
         self._num_bytes += manifest.num_bytes
         self._gauges.applied(manifest)

@@ -28,8 +28,9 @@ def find_maps(model: object, names: Mapping[str, str]) -> dict[str, tuple[RawIdM
         return {}
     from delta_tracker.sharding.raw_id_maps import raw_id_maps  # noqa: PLC0415  it needs torchrec
 
-    streams = {own: name for name, own in names.items()}
-    return {streams.get(fqn, fqn): maps for fqn, maps in raw_id_maps(model).items()}
+    found = raw_id_maps(model)
+    kept = {fqn: maps for fqn, maps in found.items() if fqn not in names and fqn not in names.values()}
+    return kept | {name: found[own] for name, own in names.items() if own in found}
 
 
 def check_indexes(indexes: object, tables: Mapping[str, RowTarget]) -> dict[str, RawIdIndex]:

@@ -12,12 +12,13 @@ import torch
 from delta_tracker import Predictor, RawIdIndex
 from delta_tracker.errors import InvalidArgumentError, MalformedError, TableMismatchError
 from delta_tracker.predictor.apply import Receiver
+from delta_tracker.predictor.identities import identities_after
 from delta_tracker.raw_ids import NO_OWNER, defaults_of
 from delta_tracker.stream.format.manifest import Kind
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.storage.storage import Storage
-from tests.predictor.identity_histories import DIM, FQN, Follower, History
+from tests.predictor.identity_histories import DIM, FQN, Follower, History, split
 from tests.stream.streams import Writer
 
 
@@ -163,6 +164,38 @@ def test_a_rollback_to_such_a_version_writes_nothing() -> None:
     assert torch.equal(follower.table, table)
     assert follower.predictor.status().pinned is None
     follower.assert_holds()
+
+
+def test_a_delta_with_other_buckets_is_refused_before_any_write() -> None:
+    history = _history_of(2)
+    follower = Follower(history)
+    follower.sync()
+    table, owners = follower.table.clone(), follower.index.owners()
+    history.identity = split(history.num_rows, 1, history.hash_size)
+    history.buckets = [0] * len(history.raw_ids)
+    history.owners = [NO_OWNER] * history.num_rows
+    history.changed = set(range(history.num_rows))
+    history._commit("delta", [], sorted(history.changed))
+    broken = history.version
+    with pytest.raises(MalformedError, match="are not those of its predecessor"):
+        follower.predictor.sync()
+    assert torch.equal(follower.table, table)
+    assert torch.equal(follower.index.owners(), owners)
+    history.snapshot()
+    assert follower.sync()
+    table = follower.table.clone()
+    with pytest.raises(MalformedError, match="are not those of its predecessor"):
+        follower.predictor.rollback(broken)
+    assert torch.equal(follower.table, table)
+    assert follower.predictor.status().pinned is None
+
+
+def test_a_delta_without_a_table_keeps_its_buckets() -> None:
+    history = _history_of(2)
+    snapshot = _predictor(history)._cursor.heads()[0]
+    both = {FQN: history.identity, "b": history.identity}
+    assert identities_after(replace(snapshot, kind="delta"), both) == both
+    assert identities_after(snapshot, both) == {FQN: history.identity}
 
 
 def test_a_mapping_that_is_half_written_is_repaired_by_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,4 +111,31 @@ REVERTS = [
             ]
         },
     ),
+    Revert(
+        defect="a table that is renamed to another one of the model is written there but mapped under its own name",
+        generator="tests/sharding/test_raw_id_maps.py::test_a_renamed_table_has_the_mapping_of_the_models_table",
+        edits={
+            "delta_tracker/predictor/raw_id_maps.py": [
+                (
+                    "for name, own in names.items() if own in found",
+                    "for name, own in names.items() if name not in found",
+                )
+            ],
+        },
+    ),
+    Revert(
+        defect="a delta with other buckets than its predecessor is applied",
+        generator="tests/predictor/test_identities.py::test_a_delta_with_other_buckets_is_refused_before_any_write",
+        edits={_IDENTITIES: [("        if held.get(fqn) != identity:\n", "        if False:\n")]},
+    ),
+    Revert(
+        defect="a rollback writes rows before it finds a delta with other buckets",
+        generator="tests/predictor/test_identities.py::test_a_delta_with_other_buckets_is_refused_before_any_write",
+        edits={_PREDICTOR: [("            identities = identities_after(manifest, identities)\n", "")]},
+    ),
+    Revert(
+        defect="the buckets of tables that a delta does not have are lost",
+        generator="tests/predictor/test_identities.py::test_a_delta_without_a_table_keeps_its_buckets",
+        edits={_IDENTITIES: [("return {**held, **manifest.identities}", "return manifest.identities")]},
+    ),
 ]

@@ -40,6 +40,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from delta_tracker import Predictor
 from delta_tracker.errors import InvalidArgumentError, TableMismatchError
+from delta_tracker.predictor.raw_id_maps import find_maps
 from delta_tracker.raw_ids import NO_OWNER, bucket_of
 from delta_tracker.sharding.raw_id_maps import HashMap, MchMap, raw_id_maps
 from delta_tracker.types import Bucket, Identity
@@ -119,6 +120,16 @@ def test_every_raw_id_reads_what_it_reads_in_the_trainers_module(num_buckets: in
     predictor.rollback(2)
     history.states[history.version] = history.states[2]
     _assert_answers(model, history)
+
+
+def test_a_renamed_table_has_the_mapping_of_the_models_table() -> None:
+    """Also if the model has a table of the stream's name."""
+    model = nn.ModuleDict({each: _Model(_mch(8, 100)) for each in ("user", "user_v2")})
+    user, other = (f"{each}.mc._embedding_module.embeddings.t" for each in model)
+    found = find_maps(model, {user: other})
+    assert {name: each.memory.data_ptr() for name, (each,) in found.items()} == {
+        user: _collision(model["user_v2"])._mch_remapped_ids_mapping.data_ptr()  # type: ignore[arg-type]
+    }
 
 
 def test_copies_of_a_model_route_unknown_raw_ids_themselves() -> None:
