@@ -17,6 +17,7 @@ from delta_tracker.rows import copy_from_host, to_device
 from delta_tracker.types import Bucket, Identity
 
 _NO_ROW = -1
+_NUM_DIMS = {"owners": 1, "hash_size": 1, "buckets": 2}  # number of dimensions of the tensors of a saved index
 
 
 class SortedOwners:
@@ -223,8 +224,14 @@ class RawIdIndex:
                 unchanged.
         """
         remedy = f"Pass what state_dict() of an index with {self.rows[1]} rows returned"
-        if set(state) != {"owners", "hash_size", "buckets"}:
-            raise InvalidArgumentError("state", sorted(state), remedy)
+        if not isinstance(state, Mapping):
+            raise InvalidArgumentError("state", type(state).__name__, remedy)
+        if set(state) != _NUM_DIMS.keys():
+            raise InvalidArgumentError("state", list(state), remedy)
+        for name, num_dims in _NUM_DIMS.items():
+            tensor: object = state[name]
+            if not isinstance(tensor, Tensor) or tensor.dtype != torch.int64 or tensor.dim() != num_dims:
+                raise InvalidArgumentError("state", f"{name!r} is not an int64 tensor of {num_dims} dimensions", remedy)
         try:
             identity, owners = _loaded(state, self.rows[1])
         except (ValueError, RuntimeError) as error:
@@ -288,7 +295,7 @@ class RawIdIndex:
 def _loaded(state: Mapping[str, Tensor], num_rows: int) -> tuple[Identity | None, Tensor]:
     """Return the buckets and the owners of a saved index. Raise ValueError or RuntimeError for any other state."""
     owners, hash_size, records = (state[name].to("cpu", copy=True) for name in ("owners", "hash_size", "buckets"))
-    if owners.dtype != torch.int64 or owners.shape != (num_rows,):
+    if owners.shape != (num_rows,):
         raise ValueError(f"owners of shape {tuple(owners.shape)}")
     if not len(hash_size):
         if bool((owners != NO_OWNER).any()) or records.numel():

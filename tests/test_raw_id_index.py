@@ -101,13 +101,25 @@ def test_a_saved_index_answers_alike() -> None:
         {"buckets": torch.tensor([[0, 4, 3]])},
         {"buckets": torch.tensor([[0, 4], [4, 8]])},
         {"more": torch.zeros(1)},
+        {"owners": [NO_OWNER] * 8},
+        {"hash_size": torch.tensor(100)},
+        {"hash_size": torch.tensor([100.0])},
+        {"hash_size": torch.tensor([100, 100])},
+        {"buckets": torch.tensor([0, 4, 3])},
+        {"buckets": torch.tensor([[0.0, 4.0, 3.0], [4.0, 8.0, 7.0]])},
     ],
 )
-def test_another_state_is_refused(change: dict[str, torch.Tensor]) -> None:
+def test_another_state_is_refused(change: dict[str, Any]) -> None:
     index = _filled()
     with pytest.raises(InvalidArgumentError, match="with 8 rows"):
         index.load_state_dict({**index.state_dict(), **change})
     assert index.rows_of(torch.tensor([10, 60])).tolist() == [0, 5]
+
+
+@pytest.mark.parametrize("state", [None, [], {1: 2, "a": 3}])
+def test_other_arguments_are_refused(state: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="with 8 rows"):
+        _filled().load_state_dict(state)
 
 
 @pytest.mark.parametrize("num_rows", [0, -1, 1.0, True, None])

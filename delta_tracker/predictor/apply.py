@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -18,13 +19,15 @@ from delta_tracker.predictor.raw_id_maps import check_indexes, check_maps, find_
 from delta_tracker.predictor.table_fence import TableFence
 from delta_tracker.predictor.targets import check_targets, find_targets, renamed
 from delta_tracker.raw_id_index import RawIdIndex
-from delta_tracker.raw_ids import RawIdMap
+from delta_tracker.raw_ids import NO_OWNER, RawIdMap, check_owners
 from delta_tracker.row_target import RowTarget, obstacle_of
 from delta_tracker.rows import copy_from_host
 from delta_tracker.sharding.presence import has_collisions, has_sharded
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.manifest import DenseSpec, Manifest
 from delta_tracker.types import Identity
+
+_logger = logging.getLogger(__name__)
 
 _NO_MAPS: Mapping[str, tuple[RawIdMap, ...]] = {}
 
@@ -117,7 +120,8 @@ class Applier:
             identities: table FQN in the stream to buckets.
 
         Raises:
-            InvalidArgumentError: if a mapping cannot serve the buckets, or its own state was not loaded.
+            InvalidArgumentError: if a mapping cannot serve the buckets, has raw ids in rows of other buckets, or was
+                not loaded with them.
         """
         found = [
             (fqn, raw_ids, identity) for fqn, identity in identities.items() for raw_ids in self.raw_ids().get(fqn, ())
@@ -126,8 +130,20 @@ class Applier:
             refusal = raw_ids.refusal(identity)
             if refusal:
                 raise InvalidArgumentError("state", fqn, f"Load it with the model that it was saved with: {refusal}")
-            if isinstance(raw_ids, RawIdIndex) and raw_ids.identity is None:
-                raise InvalidArgumentError("state", fqn, "Load the saved state of its RawIdIndex first")
+            if isinstance(raw_ids, RawIdIndex) and raw_ids.identity != identity:
+                raise InvalidArgumentError(
+                    "state", fqn, "Load the state of its RawIdIndex first that was saved with the position"
+                )
+            first, end = raw_ids.rows
+            owners = raw_ids.owners()
+            try:
+                check_owners(identity, torch.arange(first, end), owners)
+            except ValueError as error:
+                raise InvalidArgumentError(
+                    "state", fqn, f"Load the mapping of raw ids that was saved with the position: {error}"
+                ) from error
+            if bool((owners == NO_OWNER).all()):
+                _logger.warning("no row of %s has a raw id: load the mapping before the position", fqn)
         for _, raw_ids, identity in found:
             raw_ids.adopt(identity)
 

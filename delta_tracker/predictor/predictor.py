@@ -435,7 +435,8 @@ class Predictor(Forkable):
         identities = from_text(fields.pop("identities", "{}"))
         place = Place.from_dict(fields) if state else None
         with self._syncing, self._lock.writing():
-            self._applier.adopt(identities)
+            with self._fence.writing():
+                self._applier.adopt(identities)
             self._identities = identities
             self._cursor.place, self._is_mixed = place, False
             self._manifest = self._begun = None
@@ -597,6 +598,7 @@ class Predictor(Forkable):
         changes: list[OwnerChange] = []
         default_rows: list[Chunk] = []
         if manifest.identities:
+            self._fence.enter_reading()  # the owners are read on the current stream
             changes = owner_changes(version_owners(contents), manifest.identities, receiver.raw_ids)
             default_rows = receiver.default_rows(contents, changes)
         self._is_mixed = self._is_mixed or is_elsewhere
@@ -637,6 +639,7 @@ class Predictor(Forkable):
         """Map the raw ids to their new rows, in one hold of the lock."""
         if not len(change.slots):
             return
+        self._fence.enter_reading()
         ready = change.ready()
         with self._lock.writing(), self._fence.writing():
             # Only a snapshot has all raw ids of a mapping that is half written.

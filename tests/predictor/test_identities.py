@@ -13,7 +13,7 @@ from delta_tracker import Predictor, RawIdIndex
 from delta_tracker.errors import InvalidArgumentError, MalformedError, TableMismatchError
 from delta_tracker.predictor.apply import Receiver
 from delta_tracker.predictor.identities import identities_after
-from delta_tracker.raw_ids import NO_OWNER, defaults_of
+from delta_tracker.raw_ids import NO_OWNER, bucket_of, defaults_of
 from delta_tracker.stream.format.manifest import Kind
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
@@ -229,12 +229,42 @@ def test_kept_tables_route_unknown_raw_ids_before_the_next_version() -> None:
     assert kept.predictor.state_dict() == follower.predictor.state_dict()
     index = RawIdIndex(history.num_rows)
     predictor = _predictor(history, raw_ids={FQN: index})
-    with pytest.raises(InvalidArgumentError, match="Load the saved state of its RawIdIndex first"):
+    with pytest.raises(InvalidArgumentError, match="Load the state of its RawIdIndex first"):
         predictor.load_state_dict(follower.predictor.state_dict())
     assert predictor.version is None
     for identities in ("[]", 3, follower.predictor.state_dict()["identities"][:-1]):  # type: ignore[index]
         with pytest.raises(InvalidArgumentError, match="Pass what state_dict"):
             predictor.load_state_dict({**follower.predictor.state_dict(), "identities": identities})
+
+
+def test_a_position_with_other_buckets_than_the_index_is_refused() -> None:
+    history = _history_of(2)
+    follower = Follower(history)
+    follower.sync()
+    other = RawIdIndex(history.num_rows)
+    other.adopt(split(history.num_rows, 1, history.hash_size))
+    predictor = _predictor(history, raw_ids={FQN: other})
+    with pytest.raises(InvalidArgumentError, match="saved with the position"):
+        predictor.load_state_dict(follower.predictor.state_dict())
+    other.adopt(history.identity)
+    owners = torch.full((history.num_rows,), NO_OWNER)
+    bucket = int(bucket_of(history.identity, torch.tensor(10**6)))
+    owners[history.identity.buckets[1 - bucket].rows[0]] = 10**6
+    other.map(other.prepare(owners))
+    with pytest.raises(InvalidArgumentError, match="belongs to another bucket"):
+        predictor.load_state_dict(follower.predictor.state_dict())
+    assert predictor.version is None
+
+
+def test_a_position_without_raw_ids_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    history = _history_of(2)
+    follower = Follower(history)
+    follower.sync()
+    empty = RawIdIndex(history.num_rows)
+    empty.adopt(history.identity)
+    predictor = _predictor(history, raw_ids={FQN: empty})
+    predictor.load_state_dict(follower.predictor.state_dict())
+    assert f"no row of {FQN} has a raw id" in caplog.text
 
 
 def test_tables_that_are_saved_while_a_version_is_applied_keep_changed_owners_unmapped() -> None:

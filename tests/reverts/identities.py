@@ -97,7 +97,7 @@ REVERTS = [
     Revert(
         defect="a restarted predictor does not route unknown raw ids",
         generator="tests/sharding/test_raw_id_maps.py::test_kept_tables",
-        edits={_PREDICTOR: [("            self._applier.adopt(identities)\n", "")]},
+        edits={_PREDICTOR: [("                self._applier.adopt(identities)\n", "                pass\n")]},
     ),
     Revert(
         defect="a restarted predictor routes unknown raw ids by the buckets of the version before the interrupted one",
@@ -137,5 +137,15 @@ REVERTS = [
         defect="the buckets of tables that a delta does not have are lost",
         generator="tests/predictor/test_identities.py::test_a_delta_without_a_table_keeps_its_buckets",
         edits={_IDENTITIES: [("return {**held, **manifest.identities}", "return manifest.identities")]},
+    ),
+    Revert(
+        defect="an index with other buckets is combined with a saved position",
+        generator="tests/predictor/test_identities.py::test_a_position_with_other_buckets_than_the_index_is_refused",
+        edits={
+            "delta_tracker/predictor/apply.py": [
+                ("raw_ids.identity != identity:", "raw_ids.identity is None:"),
+                ("check_owners(identity, torch.arange(first, end), owners)", "pass"),
+            ]
+        },
     ),
 ]
