@@ -160,7 +160,7 @@ def _change(fqn: str, raw_ids: RawIdMap, identity: Identity, slots: Tensor, owne
     final[left] = NO_OWNER
     changed = (final != live).nonzero().flatten()
     admitted = changed[final[changed] != NO_OWNER]
-    conflict = raw_ids.conflict(admitted + first, final[admitted])
+    conflict = raw_ids.conflict(admitted + first, final[admitted]) if len(admitted) else ""
     if conflict:
         raise TableMismatchError(fqn, "a table with raw ids", conflict)
     return OwnerChange(fqn, raw_ids, identity, changed + first, live[changed], final)

@@ -109,7 +109,7 @@ class Predictor(Forkable):
             are not mapped by a collision module of the model. The predictor changes the indexes.
         gate: bounds on the values of a version; a version that violates a bound is held. None disables the check.
         chunk_rows: maximum number of rows in a chunk. A lookup waits for at most one chunk, or for the change of a
-            mapping of raw ids, which copies 16 bytes per row of the table.
+            mapping of raw ids, which writes 24 bytes per row of the table.
         notifier: delivers hints of new versions to :meth:`follow`. Without a notifier, or when it fails, versions are
             found by polling.
         name: name of the heartbeat that is written to the stream every few seconds, see
@@ -366,7 +366,8 @@ class Predictor(Forkable):
     def rollback(self, version: int) -> None:
         """Return to an earlier version, and apply no newer version until :meth:`release`. Bypasses the gate.
 
-        All data is read and validated before the first row is written.
+        All data is read and validated before the first row is written, except that a hash module's probes are checked
+        version by version.
 
         Args:
             version: number of the version. If the version is a snapshot, the stream must still contain it. Otherwise

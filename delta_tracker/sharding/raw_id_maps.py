@@ -8,6 +8,8 @@ that rows and mapping cannot be changed one after the other.
 A trainer on several ranks has a default row on each rank. A module that holds the rows of several ranks is given a
 ``remap`` that finds the default row by the trainer's buckets.
 
+An unsharded hash module must be looked up with exactly one id per sample: TorchRec masks the lengths by id.
+
 Hash modules train on CUDA only. Their mapping was tested with identities that a test wrote, in evaluation mode on the
 CPU. Nothing here was run on a GPU.
 """
@@ -289,6 +291,8 @@ class HashMap:
 
     def conflict(self, slots: Tensor, owners: Tensor) -> str:
         """Return the reason why the module would not find the owners of some rows; the empty string if it would."""
+        if bool((owners == _EMPTY).any()):
+            return f"mapped by a {type(self._module).__name__}, which reserves the raw id {_EMPTY} of a row"
         module, device = copy.copy(self._module), self.memory.device
         raw_ids = torch.full_like(self.memory, _EMPTY)  # the module's probe passes empty rows
         raw_ids[to_device(slots - self.rows[0], device), 0] = to_device(owners, device)

@@ -102,7 +102,7 @@ REVERTS = [
         generator=f"{_IDENTITIES}::test_versions_with_other_identities_or_encodings_are_not_merged[encoding]",
         edits={
             "delta_tracker/stream/maintenance/compaction.py": [
-                ("        if not _is_alike(piece, run):\n            break\n", "")
+                ("        if not _is_alike(owned, encodings):\n            break\n", "")
             ]
         },
     ),

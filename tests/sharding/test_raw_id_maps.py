@@ -369,6 +369,7 @@ def test_a_hash_module_finds_its_raw_ids() -> None:
     assert bool((mapping.owners() == NO_OWNER).all())
     mapping.map(mapping.prepare(owners))
     assert torch.equal(mapping.owners(), owners)
+    assert "reserves the raw id -1" in mapping.conflict(torch.tensor([0]), torch.tensor([-1]))
     other = HashMap(_hash(max_probe=1), 1)
     assert other.conflict(owned, owners[owned]) == ""  # each id is in its first row
     moved = (owned + 1) % 4 + owned // 4 * 4

@@ -9,7 +9,7 @@ compaction that is killed leaves parts that no entry names.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -85,7 +85,10 @@ def compact(
         versions = _run(pieces, max_bytes - compaction.base_bytes)
         is_due = _num_new(versions) >= min_versions
         num_bytes = sum(_size(piece) for piece in pieces if is_due or piece.merges is not None)
-        is_alike = _schema(versions) == base.schema and _is_alike(base, versions)
+        held = _owned_encodings(base)
+        is_alike = _schema(versions) == base.schema and all(
+            _is_alike(_owned_encodings(each), held) for each in versions
+        )
         if versions and num_bytes >= fold * _size(base) and is_alike:
             behind = sum(_size(piece) for piece in pieces[len(versions) :])
             return compaction.fold(versions, fold * _size(base) - behind, is_due=is_due)
@@ -309,14 +312,17 @@ def _run(pieces: Sequence[Manifest], max_bytes: int) -> list[Manifest]:
     Returns an empty list if the prefix contains only claims.
     """
     run: list[Manifest] = []
+    encodings: dict[str, Encoding] = {}  # of the tables with raw ids in ``run``
     num_bytes = 0
     for piece in pieces:
         # Ids stored as gaps take 8 bytes each in memory.
         num_bytes += _size(piece) + _ID_BYTES * piece.num_rows
         if num_bytes > max_bytes or (piece.kind != "claim" and piece.schema != _schema([*run, piece])):
             break
-        if not _is_alike(piece, run):
+        owned = _owned_encodings(piece)
+        if not _is_alike(owned, encodings):
             break
+        encodings |= owned
         run.append(piece)
     return run if any(piece.kind != "claim" for piece in run) else []
 
@@ -326,13 +332,16 @@ def _schema(versions: Sequence[Manifest]) -> Schema:
     return next((version.schema for version in versions if version.kind != "claim"), (FORMAT, {}, {}, {}))
 
 
-def _is_alike(version: Manifest, run: Sequence[Manifest]) -> bool:
-    """Return True if the tables with raw ids have the same encodings in ``version`` and in each version of ``run``.
+def _is_alike(new: Mapping[str, Encoding], held: Mapping[str, Encoding]) -> bool:
+    """Return True if the tables with raw ids that are in both mappings have the same encoding in both.
 
     Their rows are merged as they are stored: the blocks of an entry have one encoding for each of these tables.
+
+    Args:
+        new: table FQN to the encoding in a version.
+        held: table FQN to the encoding in the versions before.
     """
-    new = _owned_encodings(version)
-    return all(new.get(fqn, held) is held for other in run for fqn, held in _owned_encodings(other).items())
+    return all(held.get(fqn, encoding) is encoding for fqn, encoding in new.items())
 
 
 def _owned_encodings(version: Manifest) -> dict[str, Encoding]:
