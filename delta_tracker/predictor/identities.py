@@ -148,6 +148,9 @@ def _change(fqn: str, raw_ids: RawIdMap, identity: Identity, slots: Tensor, owne
         is_here = (slots >= first) & (slots < end)
         slots, owners = slots[is_here], owners[is_here]
     live = raw_ids.owners()
+    if not len(slots) or torch.equal(live[slots - first], owners):
+        none = torch.empty(0, dtype=torch.int64)
+        return OwnerChange(fqn, raw_ids, identity, none, none, live)
     final = live.clone()
     final[slots - first] = owners
     # An interrupted newer version, which is applied again later, may have mapped these ids to rows that this version
