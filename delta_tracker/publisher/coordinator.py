@@ -54,7 +54,8 @@ class Draft:
         training: training state of this rank; None for a version without states.
         training_tensors: copies of the tensors of ``training``, in their order.
         identities: FQN to the rule of each table with managed collisions, the same on every rank.
-        owner_changes: FQN to a copy of the numbers of raw ids that got and lost rows of this rank, ``[2]`` int64.
+        owner_changes: FQN to a copy of the numbers of raw ids that got and lost rows of this rank since the version
+            before, ``[2]`` int64; None if the raw ids of that version are unknown.
         format: format of the version: 2 with a training state or identities.
     """
 
@@ -71,7 +72,7 @@ class Draft:
     training: TakenState | None = None
     training_tensors: Sequence[Tensor] = ()
     identities: Identities = field(default_factory=dict)
-    owner_changes: Mapping[str, Tensor] = field(default_factory=dict)
+    owner_changes: Mapping[str, Tensor] | None = None
     format: int = FORMAT
 
 
@@ -221,7 +222,7 @@ class Coordinator:
                 "pending_rows": draft.pending_rows,
                 **self._place(draft.batches[1], draft.tables, draft.identities),
             }
-            if draft.owner_changes:
+            if draft.owner_changes is not None:
                 content["owner_changes"] = {fqn: counts.tolist() for fqn, counts in draft.owner_changes.items()}
             if draft.training is not None:
                 training = self._write_training(draft.training, draft.training_tensors)
@@ -406,10 +407,12 @@ def _shown(named: tuple[str, Identity]) -> str:
 
 
 def _owner_changes(messages: Sequence[Mapping[str, Any]], identities: Identities) -> dict[str, tuple[int, int]]:
-    """Return the numbers of raw ids that got and lost rows of each table on all ranks."""
+    """Return the numbers of raw ids that got and lost rows of each table on all ranks; empty if they are unknown."""
+    if not all("owner_changes" in message for message in messages):
+        return {}
     found = dict.fromkeys(identities, (0, 0))
     for message in messages:
-        for fqn, (admitted, evicted) in message.get("owner_changes", {}).items():
+        for fqn, (admitted, evicted) in message["owner_changes"].items():
             found[fqn] = found[fqn][0] + admitted, found[fqn][1] + evicted
     return found
 

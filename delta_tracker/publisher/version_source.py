@@ -245,6 +245,8 @@ class VersionSource:
             raise InvalidArgumentError("tracker", "resharded", "Publish again: the next version is a snapshot")
         if self._training is not None:
             self._prepare()
+        # Otherwise the stream has other raw ids than those of the consumer's last read.
+        counted = schema[1] if self._has_snapshot and not self._is_repairing and schema == self._published else ()
         with one_cut():
             dense = self._dense()
             # First, because it calls the user's code, which may raise.
@@ -258,7 +260,7 @@ class VersionSource:
                 # Not committed, because an interrupted cut is repeated and must find the same rows.
                 changed = self._meanwhile.read(commit=False, with_states=False)
                 read = self.handle.read(commit=False, with_states=False)
-                counts = _owner_changes(read, schema[1]) if schema[1] else {}
+                counts = _count_owner_changes(read, counted) if counted else {}
                 compared = frozenset(tracker.tables) - tracker.fused_tables
                 extra.extend(map(Source, counts.values()))
                 owners = self._owners() if schema[1] else {}
@@ -268,7 +270,7 @@ class VersionSource:
                 with self._read_timer():
                     read = self.handle.read(commit=False, with_states=False, top_k=top_k, ranks=self._ranks)
                 with self._encode_timer():
-                    counts = _owner_changes(read, schema[1]) if schema[1] else {}
+                    counts = _count_owner_changes(read, counted) if counted else {}
                     extra.extend(map(Source, counts.values()))
                     owners = self._owners() if schema[1] else {}
                     gathered = self._gatherer.gather(read, dense=dense, extra=extra, owners=owners)
@@ -286,7 +288,7 @@ class VersionSource:
             training=taken,
             training_tensors=gathered.extra[:num_taken],
             identities=schema[1],
-            owner_changes=dict(zip(counts, gathered.extra[num_taken:], strict=True)),
+            owner_changes=dict(zip(counts, gathered.extra[num_taken:], strict=True)) if counted else None,
             format=FORMAT if taken is None and not schema[1] else STATES_FORMAT,
         )
         return draft, read
@@ -433,7 +435,7 @@ class VersionSource:
         return found
 
 
-def _owner_changes(read: Delta, identities: Iterable[str]) -> dict[str, Tensor]:
+def _count_owner_changes(read: Delta, identities: Iterable[str]) -> dict[str, Tensor]:
     """Return the numbers of raw ids that got and lost rows, ``[2]`` int64, by FQN. Does not wait for a device."""
     found = {}
     for fqn in identities:

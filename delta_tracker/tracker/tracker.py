@@ -99,7 +99,7 @@ class ModelDeltaTracker:
 
     Managed-collision modules map raw ids to rows and give rows to other raw ids during training. A row whose raw id
     changed counts as changed, and deltas have the raw ids of the rows, see :attr:`~delta_tracker.types.DeltaRows`.
-    They are compared with a copy at each read, which takes 8 bytes per row, and work only if the module changed them.
+    Each read compares them with a copy, which takes 8 bytes per row, if an MCH module has written them since.
     TorchRec changes two tensors of such a module one after the other: read the tables in the training thread, between
     two operations. Raw ids of ``HashZchManagedCollisionModule`` were not tested in training, which needs a GPU.
 
@@ -229,8 +229,9 @@ class ModelDeltaTracker:
         """Return the raw ids that own this rank's rows, for each table with managed collisions, by FQN.
 
         Each tensor is ``[R]`` int64 for the ``R`` rows of the shard, and has 2**63 - 1 for a row that no raw id owns.
-        It belongs to the tracker: do not write to it. Each read, :meth:`add_consumer` and :meth:`state_dict` write the
-        raw ids of their time to it; :meth:`reattach` and loads of a tracker's state replace it.
+        It belongs to the tracker: do not write to it. Each cut writes the raw ids of its time to it: reads,
+        :meth:`add_consumer`, :meth:`clear`, :meth:`state_dict`, and :meth:`step` if ``max_bytes`` is exceeded.
+        :meth:`reattach` and loads of a tracker's state replace it.
         """
         return {fqn: store.owners for fqn, store in self._log.owners.items()}
 
@@ -721,7 +722,8 @@ class ModelDeltaTracker:
         """Check that a stream can have the states of all fused optimizers.
 
         Raises:
-            UnsupportedModuleError: if the model has untracked tables, managed collisions, or a ``DMPCollection``.
+            UnsupportedModuleError: if the model has untracked tables, a ``DMPCollection``, or managed collisions of
+                another class than MCH, or with an eviction policy of the user's.
             UnsupportedOptimizerError: if a fused optimizer has counters per row or a global weight decay.
             UnsupportedTableError: if a state has another dtype than float32, float16 or bfloat16.
         """

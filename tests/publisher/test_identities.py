@@ -34,7 +34,8 @@ def test_a_snapshot_is_copied_while_ids_are_evicted(two_ranks: RankPool, tmp_pat
 
 def test_a_resumed_trainer_takes_later_raw_ids_back(two_ranks: RankPool, tmp_path: Path) -> None:
     versions, _ = two_ranks.run(f"{_CASES}:resumed", root=str(tmp_path))
-    assert [kind for kind, _ in versions] == ["delta"] * 3
+    # The raw ids that the first version takes back are not those of the tracker's last read, so none are counted.
+    assert versions == [["delta", False], ["delta", True], ["delta", True]]
 
 
 def test_ranks_that_divide_raw_ids_in_different_ways_publish_nothing(two_ranks: RankPool, tmp_path: Path) -> None:

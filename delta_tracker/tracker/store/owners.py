@@ -19,10 +19,10 @@ class OwnerStore(SegmentStore):
     """Store that finds slots with a new owner by comparing the owners with a copy, and keeps the former owners.
 
     The old state of a slot is its owner before the first change in a segment, so that each consumer gets the owner of
-    its own last read. The copy takes 8 bytes per slot. The owners are compared only if the module has changed them, as
-    far as this is known.
+    its own last read. The copy takes 8 bytes per slot. The owners of an MCH module are
+    compared only if the module has written them; those of a hash-ZCH module are compared at each call.
 
-    An owner that a stream cannot have does not stop training: :meth:`catch_up` marks its slot like any other, and
+    An owner that a stream cannot have does not stop training: :meth:`update` marks its slot like any other, and
     :attr:`refusal` is set until the owners are valid again.
 
     Args:
@@ -30,7 +30,7 @@ class OwnerStore(SegmentStore):
         engine: implementation of the row sets, see :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`.
 
     Attributes:
-        refusal: reason why a stream cannot have the owners of the last :meth:`catch_up`; an empty string if it can.
+        refusal: reason why a stream cannot have the owners of the last :meth:`update`; an empty string if it can.
     """
 
     def __init__(self, source: LocalOwners, *, engine: str | None) -> None:
