@@ -867,7 +867,7 @@ class ModelDeltaTracker:
         There is one exception. If lookups are not recorded, a table without a fused optimizer keeps its recorded
         changes whenever its block is unchanged, because the next read compares the table with its copy.
 
-        If one of the following errors is raised, the tracker is unchanged.
+        If one of the following errors is raised, or memory for a table that moved is missing, the tracker is unchanged.
 
         Raises:
             NoShardedModuleError: if the model has nothing to track.
@@ -890,10 +890,16 @@ class ModelDeltaTracker:
             and (shard.is_fused or self._records_lookups)
             and not (self._model.is_attached and _modules(shard) == _modules(held[fqn]))
         ]
-        self._remove_hooks()
-        self._model.take(found)
         owned = {fqn: source for fqn, source in owners.items() if fqn in moved}
-        self._log.replace(self._make_stores(moved), self._make_owners(owned))
+        known = self._model.found
+        self._model.take(found)
+        try:  # before the hooks are removed: it takes memory
+            stores, copies = self._make_stores(moved), self._make_owners(owned)
+        except BaseException:
+            self._model.found, self._model.shards = known, held
+            raise
+        self._remove_hooks()
+        self._log.replace(stores, copies)
         for fqn in owners.keys() - owned.keys():
             compared[fqn].attach(owners[fqn])
         for fqn in unseen:

@@ -8,6 +8,18 @@ _OLD_STATES = "delta_tracker/tracker/store/old_states.py"
 
 REVERTS = [
     Revert(
+        defect="a tracker that cannot be attached again, because memory is missing, has lost its hooks",
+        generator="tests/tracker/test_flows.py::test_a_table_that_torchrec_moved",
+        edits={
+            "delta_tracker/tracker/tracker.py": [
+                (
+                    "        known = self._model.found\n",
+                    "        known = self._model.found\n        self._remove_hooks()\n",
+                ),
+            ],
+        },
+    ),
+    Revert(
         defect="Triton compiles its kernels in a backward pass",
         generator="tests/contract/test_row_sets.py::test_the_engine_is_warm_before_the_first_set",
         edits={

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -324,6 +326,11 @@ def resharded(rank: int, world_size: int, trains_between: bool) -> dict[str, Any
         if trains_between:
             tracker.get_delta()
             model(batch(spec, generator)).backward()  # on lookups without hooks
+        held, hooks = tracker.shards, tracker._hooks
+        with mock.patch.object(ModelDeltaTracker, "_make_store", side_effect=MemoryError), pytest.raises(MemoryError):
+            tracker.reattach()
+        assert tracker.shards == held, "the tracker changed although it could not be attached"
+        assert tracker._hooks == hooks
         tracker.reattach()
         shards = {fqn.rpartition(".")[2]: spec.num_rows for fqn, spec in tracker.shards.items()}
         copy.rows = {fqn: torch.full_like(rows, torch.nan) for fqn, rows in rows_of(tracker).items()}
