@@ -52,18 +52,18 @@ def collision_state(module: Any) -> dict[str, Any]:  # noqa: ANN401  a class of 
         module: a module without a :func:`collision_obstacle`.
 
     Returns:
-        A dict with the keys ``class`` and ``policy`` (names of classes), ``offset`` (first slot), ``zch_size`` (``Z``),
-        ``hash_size``, ``eviction_interval``, ``sorted`` and ``mapping`` (``[Z]`` raw ids in ascending order, and their
-        slots), ``metadata`` (name to ``[Z]`` counters), ``iter`` (``[1]``), ``current_iter``, ``last_eviction_iter``,
-        ``evicted`` (slots that are not reset yet; None if there are none), ``buffer_size``, ``history`` (``[H]`` raw
-        ids) and ``history_metadata`` (name to ``[H]`` counters).
+        A dict with the keys ``class`` (its name), ``policy`` (class and settings), ``offset`` (first slot),
+        ``zch_size`` (``Z``), ``hash_size``, ``eviction_interval``, ``sorted`` and ``mapping`` (``[Z]`` raw ids in
+        ascending order, and their slots), ``metadata`` (name to ``[Z]`` counters), ``iter`` (``[1]``),
+        ``current_iter``, ``last_eviction_iter``, ``evicted`` (slots that are not reset yet; None if there are none),
+        ``buffer_size``, ``history`` (``[H]`` raw ids) and ``history_metadata`` (name to ``[H]`` counters).
     """
     length = module._current_history_buffer_offset  # noqa: SLF001
     is_new = module._input_history_buffer_size == -1  # noqa: SLF001
     sorted_ids = module._mch_sorted_raw_ids  # noqa: SLF001
     return {
         "class": type(module).__name__,
-        "policy": type(module._eviction_policy).__name__,  # noqa: SLF001
+        "policy": _policy_text(module._eviction_policy),  # noqa: SLF001
         "offset": module._output_global_offset,  # noqa: SLF001
         "zch_size": module._zch_size,  # noqa: SLF001
         "hash_size": module._input_hash_size,  # noqa: SLF001
@@ -128,6 +128,16 @@ def check_collision_states(
     if len(numbers) > 1:
         raise RestoreMismatchError(f"the iteration of {what}", f"{sorted(numbers)} on its ranks", "one number")
     _check_routes(what, parts, identity)
+
+
+def _policy_text(policy: Any) -> str:  # noqa: ANN401  a class of torchrec's
+    """Return the class and the settings of an eviction policy of torchrec."""
+    settings = []
+    if hasattr(policy, "_decay_exponent"):
+        settings.append(f"decay_exponent={policy._decay_exponent}")  # noqa: SLF001
+    if (function := policy._threshold_filtering_func) is not None:  # noqa: SLF001
+        settings.append(f"threshold_filtering_func={getattr(function, '__qualname__', type(function).__name__)}")
+    return f"{type(policy).__name__}({', '.join(settings)})"
 
 
 def load_collision_states(module: Any, states: Sequence[Mapping[str, Any]]) -> int:  # noqa: ANN401

@@ -14,6 +14,7 @@ from torchrec.modules.mc_modules import (
     LFU_EvictionPolicy,
     LRU_EvictionPolicy,
     MCHManagedCollisionModule,
+    average_threshold_filter,
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
@@ -46,6 +47,12 @@ def module(
         **arguments,
     )
     return made.train()
+
+
+def _with_policy(policy: Any) -> MCHManagedCollisionModule:
+    made = module()
+    made._eviction_policy = policy
+    return made
 
 
 def identity_of(*edges: int, hash_size: int = _HASH_SIZE) -> Identity:
@@ -184,6 +191,18 @@ _REFUSED: dict[str, tuple[Callable[[], Any], Callable[[], Any], Identity, str]] 
         "hash_size of the collision module of 't' is 70 in the version but 60",
     ),
     "interval": (lambda: [saved(module(eviction_interval=2))], module, identity_of(12), "eviction_interval of"),
+    "decay": (
+        lambda: [saved(_with_policy(DistanceLFU_EvictionPolicy(decay_exponent=2.0)))],
+        module,
+        identity_of(12),
+        r"policy of .*decay_exponent=2\.0.* but .*decay_exponent=1\.0",
+    ),
+    "filter": (
+        lambda: [saved(_with_policy(DistanceLFU_EvictionPolicy(threshold_filtering_func=average_threshold_filter)))],
+        module,
+        identity_of(12),
+        "threshold_filtering_func=average_threshold_filter",
+    ),
     "policy": (lambda: [saved(module("LRU_EvictionPolicy"))], module, identity_of(12), "policy of"),
     "counters": (
         lambda: _changed(saved(module()), metadata={}),
