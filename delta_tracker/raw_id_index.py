@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from delta_tracker.errors import InvalidArgumentError
-from delta_tracker.raw_ids import NO_OWNER, check_owners, defaults_of
+from delta_tracker.raw_ids import NO_OWNER, check_owners, default_rows, defaults_of
 from delta_tracker.rows import copy_from_host, to_device
 from delta_tracker.types import Bucket, Identity
 
@@ -165,7 +165,8 @@ class RawIdIndex:
         self.rows = (0, num_rows)
         self.devices = (torch.device("cpu"),)
         self._owners = SortedOwners(torch.full((num_rows,), NO_OWNER), torch.arange(num_rows), self.rows)
-        self._identity: Identity | None = None
+        self._identity: Identity | None
+        self._route_by(None)
 
     @property
     def identity(self) -> Identity | None:
@@ -192,7 +193,7 @@ class RawIdIndex:
         found = self._owners.slots_of(raw_ids)
         if self._identity is None:
             return found
-        return torch.where(found == _NO_ROW, defaults_of(self._identity, raw_ids), found)
+        return torch.where(found == _NO_ROW, defaults_of(self._identity, raw_ids, self._default_rows), found)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the index as tensors.
@@ -236,8 +237,12 @@ class RawIdIndex:
             identity, owners = _loaded(state, self.rows[1])
         except (ValueError, RuntimeError) as error:
             raise InvalidArgumentError("state", str(error), remedy) from error
-        self._identity = identity
+        self._route_by(identity)
         self._owners.replace(*self._owners.prepare(owners))
+
+    def _route_by(self, identity: Identity | None) -> None:
+        self._identity = identity
+        self._default_rows = torch.empty(0, dtype=torch.int64) if identity is None else default_rows(identity)
 
     # See RawIdMap
 
@@ -260,7 +265,7 @@ class RawIdIndex:
         """Route unknown and unmapped raw ids by the buckets of a stream."""
         if identity != self._identity:
             self._owners.reroute(self._defaults(), identity)
-            self._identity = identity
+            self._route_by(identity)
 
     def owners(self) -> Tensor:
         """Return the raw ids by row, ``[R]`` int64."""

@@ -58,18 +58,25 @@ def bucket_of(identity: Identity, raw_ids: Tensor) -> Tensor:
     return found
 
 
-def defaults_of(identity: Identity, raw_ids: Tensor) -> Tensor:
+def default_rows(identity: Identity) -> Tensor:
+    """Return the global id of the default row of each bucket, ``[B]`` int64 on the CPU; -1 without default rows."""
+    return torch.tensor([-1 if bucket.default is None else bucket.default for bucket in identity.buckets])
+
+
+def defaults_of(identity: Identity, raw_ids: Tensor, rows: Tensor | None = None) -> Tensor:
     """Return the row that each raw id reads while no row is mapped to it.
 
     Args:
         identity: rule of the table.
         raw_ids: int64 ids of any shape.
+        rows: :func:`default_rows` of ``identity``, on the device of ``raw_ids``; None to build it in the call.
 
     Returns:
-        int64 global row ids, -1 where there is none, in the shape and on the device of ``raw_ids``.
+        int64 global row ids in the shape and on the device of ``raw_ids``; -1 if the table has no default rows.
     """
-    rows = [-1 if bucket.default is None else bucket.default for bucket in identity.buckets]
-    return torch.tensor(rows, device=raw_ids.device)[bucket_of(identity, raw_ids)]
+    if rows is None:
+        rows = default_rows(identity).to(raw_ids.device)
+    return rows[bucket_of(identity, raw_ids)]
 
 
 def check_owners(identity: Identity, slots: Tensor, owners: Tensor, *, is_unique: bool = True) -> None:

@@ -21,9 +21,7 @@ from delta_tracker.publisher.repair import rows_to_repair
 from delta_tracker.publisher.row_gatherer import EncodingChoice, Gatherer, choose_encodings
 from delta_tracker.publisher.training import ConsumerState, Stateful, TrainingSource
 from delta_tracker.raw_ids import NO_OWNER
-from delta_tracker.sharding.collisions import local_owners
 from delta_tracker.sharding.dense import dense_tensors
-from delta_tracker.sharding.discover import discover
 from delta_tracker.sharding.kernel_memory import one_cut
 from delta_tracker.stream.cursor import Place
 from delta_tracker.stream.format.block_rows import BlockRows
@@ -388,8 +386,7 @@ class VersionSource:
         states: Mapping[str, TableStates] = {}
         if self._has_states:
             states = dict(tracker.table_states)
-            owners = local_owners(tracker.model, discover(tracker.model))
-            self._collisions = {fqn: each.module for fqn, each in owners.items()}
+            self._collisions = tracker.collision_modules
         self._schema = states, dict(tracker.identities)
         self._num_attached = tracker.num_attached
 

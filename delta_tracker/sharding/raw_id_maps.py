@@ -27,7 +27,7 @@ from torchrec.modules.mc_modules import MCHManagedCollisionModule
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from delta_tracker.raw_id_index import SortedOwners
-from delta_tracker.raw_ids import NO_OWNER, RawIdMap, defaults_of
+from delta_tracker.raw_ids import NO_OWNER, RawIdMap, default_rows, defaults_of
 from delta_tracker.rows import copy_from_host, to_device
 from delta_tracker.sharding.inference_tables import named_modules
 from delta_tracker.sharding.torchrec_api import load_quantized, load_torchrec
@@ -86,6 +86,7 @@ class _Routed:
     def __init__(self, module: MCHManagedCollisionModule, identity: Identity) -> None:
         self.module = module
         self.identity = identity
+        self._default_rows = default_rows(identity).to(module._mch_sorted_raw_ids.device)  # noqa: SLF001
 
     def __call__(
         self,
@@ -99,7 +100,9 @@ class _Routed:
         for name, feature in features.items():
             raw_ids = feature.values()
             slots = owners.slots_of(raw_ids)
-            slots = torch.where(slots < 0, defaults_of(self.identity, raw_ids), slots)
+            if self._default_rows.device != raw_ids.device:  # the module was moved
+                self._default_rows = self._default_rows.to(raw_ids.device)
+            slots = torch.where(slots < 0, defaults_of(self.identity, raw_ids, self._default_rows), slots)
             remapped[name] = JaggedTensor(
                 values=slots,
                 lengths=feature.lengths(),

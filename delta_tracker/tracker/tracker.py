@@ -225,6 +225,11 @@ class ModelDeltaTracker:
         """
         return {fqn: store.source.identity for fqn, store in self._log.owners.items()}
 
+    @property
+    def collision_modules(self) -> Mapping[str, nn.Module]:
+        """Mapping from the FQN of each table with managed collisions to this rank's module of the table."""
+        return {fqn: store.source.module for fqn, store in self._log.owners.items()}
+
     def owner_views(self) -> dict[str, Tensor]:
         """Return the raw ids that own this rank's rows, for each table with managed collisions, by FQN.
 

@@ -66,7 +66,12 @@ REVERTS = [
         defect="unknown raw ids read the last row of the table",
         generator=_RANDOM,
         edits={
-            _INDEX: [("_NO_ROW, defaults_of(self._identity, raw_ids), found)", "_NO_ROW, self.rows[1] - 1, found)")]
+            _INDEX: [
+                (
+                    "_NO_ROW, defaults_of(self._identity, raw_ids, self._default_rows), found)",
+                    "_NO_ROW, self.rows[1] - 1, found)",
+                )
+            ]
         },
     ),
     Revert(

@@ -117,7 +117,7 @@ REVERTS = [
         edits={
             "delta_tracker/raw_ids.py": [
                 (
-                    "    return torch.tensor(rows, device=raw_ids.device)[bucket_of(identity, raw_ids)]\n",
+                    "    return rows[bucket_of(identity, raw_ids)]\n",
                     "    return torch.full_like(raw_ids, rows[-1])\n",
                 )
             ]
