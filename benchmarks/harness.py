@@ -193,11 +193,18 @@ def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def _directory(text: str) -> Path:
+    """Return the path of an existing directory, for an option: a benchmark finds out before it has run."""
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"no such directory: {text}. Create it first")
+    return Path(text)
+
+
 def parser(name: str, description: str) -> argparse.ArgumentParser:
     """Return a parser of the common options ``--tiny``, ``--repeats``, ``--out`` and ``--work``."""
     made = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
     made.add_argument("--tiny", action="store_true", help="run once with few rows, to test the benchmark itself")
     made.add_argument("--repeats", type=int, help="number of timed runs of each case")
     made.add_argument("--out", type=Path, default=RESULTS, help="directory for the results")
-    made.add_argument("--work", type=Path, help="directory for streams, on the disk to measure; default: temporary")
+    made.add_argument("--work", type=_directory, help="directory for streams, on the disk to measure; default: temporary")
     return made
