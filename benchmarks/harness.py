@@ -206,5 +206,7 @@ def parser(name: str, description: str) -> argparse.ArgumentParser:
     made.add_argument("--tiny", action="store_true", help="run once with few rows, to test the benchmark itself")
     made.add_argument("--repeats", type=int, help="number of timed runs of each case")
     made.add_argument("--out", type=Path, default=RESULTS, help="directory for the results")
-    made.add_argument("--work", type=_directory, help="directory for streams, on the disk to measure; default: temporary")
+    made.add_argument(
+        "--work", type=_directory, help="directory for streams, on the disk to measure; default: temporary"
+    )
     return made
