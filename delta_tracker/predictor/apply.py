@@ -15,14 +15,14 @@ from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.predictor.identities import OwnerChange
 from delta_tracker.predictor.lock import TableLock
 from delta_tracker.predictor.placement import Chunk, Placement, place
-from delta_tracker.predictor.raw_id_maps import check_indexes, check_maps, find_maps
+from delta_tracker.predictor.raw_id_maps import check_hidden, check_indexes, check_maps, find_maps
 from delta_tracker.predictor.table_fence import TableFence
 from delta_tracker.predictor.targets import check_targets, find_targets, renamed
 from delta_tracker.raw_id_index import RawIdIndex
 from delta_tracker.raw_ids import NO_OWNER, RawIdMap, check_owners
 from delta_tracker.row_target import RowTarget, obstacle_of
 from delta_tracker.rows import copy_from_host
-from delta_tracker.sharding.presence import has_collisions, has_sharded
+from delta_tracker.sharding.presence import has_collisions, has_sharded, traced_collisions
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.manifest import DenseSpec, Manifest
 from delta_tracker.types import Identity
@@ -81,6 +81,7 @@ class Applier:
             if own not in known:
                 raise InvalidArgumentError("names", own, f"Pass names of the model: {sorted(known)}")
         self._indexes = check_indexes({} if raw_ids is None else raw_ids, self._renamed(tables))
+        self._hidden = traced_collisions(model) if isinstance(model, nn.Module) else []
         self._has_raw_ids = bool(self._indexes) or (isinstance(model, nn.Module) and has_collisions(model))
         with lock.writing():
             fence.cover(Receiver(tables, dense, self.raw_ids()).devices)
@@ -103,6 +104,7 @@ class Applier:
         maps: Mapping[str, tuple[RawIdMap, ...]] = _NO_MAPS
         if manifest.identities or self._has_raw_ids:
             maps = self.raw_ids()
+            check_hidden(manifest, self._hidden, self._names)
             check_maps(manifest, maps)
         return Receiver(targets, self._dense(manifest.dense), maps)
 

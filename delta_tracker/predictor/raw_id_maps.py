@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from torch import nn
 
@@ -31,6 +31,24 @@ def find_maps(model: object, names: Mapping[str, str]) -> dict[str, tuple[RawIdM
     found = raw_id_maps(model)
     kept = {fqn: maps for fqn, maps in found.items() if fqn not in names and fqn not in names.values()}
     return kept | {name: found[own] for name, own in names.items() if own in found}
+
+
+def check_hidden(manifest: Manifest, hidden: Collection[str], names: Mapping[str, str]) -> None:
+    """Reject a version with raw ids if a model has mappings of its own that would not be changed.
+
+    Args:
+        manifest: manifest of the version.
+        hidden: names of mappings in modules that were scripted or traced.
+        names: name in the stream to name in the model, where they differ.
+
+    Raises:
+        TableMismatchError: if there is such a mapping that is not one of the version's dense tensors.
+    """
+    left = sorted(set(hidden) - {names.get(name, name) for name in manifest.dense})
+    if left and manifest.identities:
+        fqn = next(iter(manifest.identities))
+        found = f"with the mapping {left[0]!r} in a module that was scripted or traced: pass the model before that"
+        raise TableMismatchError(fqn, f"{manifest.tables[fqn]} with raw ids", found)
 
 
 def check_indexes(indexes: object, tables: Mapping[str, RowTarget]) -> dict[str, RawIdIndex]:

@@ -182,7 +182,8 @@ def local_owners(model: nn.Module, found: Discovery) -> dict[str, LocalOwners]:
         found: its tracked tables.
 
     Raises:
-        UnsupportedModuleError: if a managed-collision module is of another class than those of this file.
+        UnsupportedModuleError: if a managed-collision module is of another class than those of this file, or has an
+            ``input_hash_func`` that is not called, unlike in an unsharded module.
         UnsupportedTableError: if the ranges of slots do not fit the table's sharding plan.
         MissingExtraError: if torchrec is not installed.
     """
@@ -190,9 +191,11 @@ def local_owners(model: nn.Module, found: Discovery) -> dict[str, LocalOwners]:
     fqns = {id(module): fqn for fqn, module in found.modules.items()}
     sources: dict[str, LocalOwners] = {}
     unknown: dict[str, str] = {}
+    unhashed: dict[str, str] = {}
     for part in model.modules():
         held = getattr(part, "_embedding_module", None)
-        mapped = getattr(getattr(part, "_managed_collision_collection", None), "_managed_collision_modules", {})
+        collection = getattr(part, "_managed_collision_collection", None)
+        mapped = getattr(collection, "_managed_collision_modules", {})
         if id(held) not in fqns:
             continue
         prefix = f"{fqns[id(held)]}." if fqns[id(held)] else ""
@@ -202,6 +205,8 @@ def local_owners(model: nn.Module, found: Discovery) -> dict[str, LocalOwners]:
                 continue
             if not isinstance(mapped[name], (*torchrec.sorted_collisions, *torchrec.hashed_collisions)):
                 unknown[fqn] = type(mapped[name]).__name__
+            elif getattr(mapped[name], "_input_hash_func", None) and not getattr(collection, "need_preprocess", True):
+                unhashed[fqn] = type(mapped[name]).__name__
             else:
                 sources[fqn] = _local_owners(held, mapped[name], shard, torchrec)
     if unknown:
@@ -209,6 +214,12 @@ def local_owners(model: nn.Module, found: Discovery) -> dict[str, LocalOwners]:
             unknown,
             "Use an MCHManagedCollisionModule, or name the tables in fqns_to_skip to train them untracked",
             problem="whose managed collisions cannot be read",
+        )
+    if unhashed:
+        raise UnsupportedModuleError(
+            unhashed,
+            "An unsharded module calls it: remove need_preprocess=False, or pass no function",
+            problem="whose input_hash_func is not called",
         )
     return sources
 

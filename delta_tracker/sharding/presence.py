@@ -9,6 +9,8 @@ _SHARDED = "torchrec.distributed."
 _QUANTISED = "torchrec.quant."
 _COLLISIONS = ("torchrec.modules.mc_modules", "torchrec.modules.hash_mc_modules", "torchrec.distributed.mc_modules")
 
+_MAPPINGS = ("_mch_remapped_ids_mapping", "_hash_zch_identities")  # tensors of the classes in these modules
+
 
 def has_sharded(model: nn.Module) -> bool:
     """Return True if a module of the model is sharded by TorchRec."""
@@ -23,6 +25,20 @@ def has_fbgemm_tables(model: nn.Module) -> bool:
 def has_collisions(model: nn.Module) -> bool:
     """Return True if a module of the model maps raw ids to the rows of a table."""
     return _has(model, _COLLISIONS)
+
+
+def traced_collisions(model: nn.Module) -> list[str]:
+    """Return the names of the mappings of raw ids in modules that were scripted, or traced by ``torch.fx``.
+
+    Such modules have the tensors of TorchRec's classes, but are not instances of them.
+    """
+    found = []
+    for fqn, module in model.named_modules():
+        tensors = (*module.named_buffers(recurse=False), *module.named_parameters(recurse=False))
+        own = [name for name, _ in tensors if name in _MAPPINGS]
+        if own and not any(kind.__module__.startswith(_COLLISIONS) for kind in type(module).__mro__):
+            found += [f"{fqn}.{name}" if fqn else name for name in own]
+    return sorted(found)
 
 
 def _has(model: nn.Module, prefixes: tuple[str, ...]) -> bool:

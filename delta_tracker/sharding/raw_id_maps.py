@@ -296,6 +296,10 @@ class HashMap:
         """Return the reason why the module would not find the owners of some rows; the empty string if it would."""
         if bool((owners == _EMPTY).any()):
             return f"mapped by a {type(self._module).__name__}, which reserves the raw id {_EMPTY} of a row"
+        hash_size, num_buckets = self._module._input_hash_size, len(self._module._output_segments) - 1  # noqa: SLF001
+        end = -(-hash_size // num_buckets) * num_buckets  # TorchRec's division of the ids among the buckets
+        if hash_size and bool(((owners < 0) | (owners >= end)).any()):
+            return f"mapped by a {type(self._module).__name__}, which does not look up raw ids outside 0 to {end}"
         module, device = copy.copy(self._module), self.memory.device
         raw_ids = torch.full_like(self.memory, _EMPTY)  # the module's probe passes empty rows
         raw_ids[to_device(slots - self.rows[0], device), 0] = to_device(owners, device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +31,10 @@ from tests.predictor.serving import Breakable, beside
 
 FQN = "ec.embeddings.t"
 DIM = 4
+_STEPS = (
+    *["delta"] * 6, "snapshot", "restart", "fold", "lose", "fail", "fail", "unreadable", "sync", *["one"] * 5,
+    "rollback", "release", "kept", "kept", "newcomer",
+)  # fmt: skip
 _NONE = -1  # number of a row without a raw id
 
 
@@ -70,6 +74,7 @@ class History:
         num_rows: number of rows.
         hash_size: size of the range of raw ids.
         has_defaults: True for default rows.
+        is_small: True for raw ids inside the hash size only.
     """
 
     def __init__(
@@ -80,6 +85,7 @@ class History:
         num_rows: int | None = None,
         hash_size: int | None = None,
         has_defaults: bool | None = None,
+        is_small: bool = False,
     ) -> None:
         self.storage = Storage("memory://")
         self.random = random.Random(seed)
@@ -88,6 +94,7 @@ class History:
         self.has_defaults = self.random.random() < 0.8 if has_defaults is None else has_defaults
         small = range(max(1, min(self.hash_size, 200)))
         kinds = [lambda: self.random.choice(small), lambda: self.random.randrange(-(2**63), 2**63 - 1)]
+        kinds = kinds[:1] if is_small else kinds
         found = {self.random.choice(kinds)() for _ in range(10 * self.num_rows)}
         self.raw_ids = torch.tensor(self.random.sample(sorted(found), min(len(found), 5 * self.num_rows)))
         self.numbers = {raw_id: number for number, raw_id in enumerate(self.raw_ids.tolist())}
@@ -215,7 +222,10 @@ class Follower:
         self.table = torch.full((history.num_rows, DIM), float(_NONE)) if table is None else table
         self.index = RawIdIndex(history.num_rows) if index is None else index
         self.target = Breakable.of(self.table)
-        self.predictor = Predictor({FQN: self.target}, self.storage, raw_ids={FQN: self.index}, chunk_rows=1)
+        self._follow(Predictor({FQN: self.target}, self.storage, raw_ids={FQN: self.index}, chunk_rows=1))
+
+    def _follow(self, predictor: Predictor) -> None:
+        self.predictor = predictor
         self.served: set[int] = set()  # versions whose rows may be in the table
         # Versions that an earlier predictor of the table has partly written, and the version that it had reached.
         self.kept: set[int] = set()
@@ -239,6 +249,15 @@ class Follower:
 
         lock.writing = checked  # type: ignore[method-assign]
 
+    def lookups(self) -> tuple[Tensor, Tensor]:
+        """Return the row that each raw id reads, and its content. Call it inside ``reading()``."""
+        slots = self.index.rows_of(self.history.raw_ids)
+        return slots, self.table[slots]
+
+    def equal(self, rows: Tensor, expected: Tensor) -> Tensor:
+        """Return a mask of the ``[N, DIM]`` rows that are equal."""
+        return (rows == expected).all(1)
+
     def check(self) -> None:
         """Check that each raw id reads its own row or its default row, as of a version that is served."""
         self.num_checks += 1
@@ -249,19 +268,18 @@ class Follower:
                 self.kept.clear()
             if applying is None:
                 self.served = self.kept | ({version} - {None})  # type: ignore[assignment]
-            slots = self.index.rows_of(raw_ids)
-            rows = self.table[slots]
+            slots, rows = self.lookups()
         if version is None and applying is None:
             return
         states = [history.states[each] for each in self.served if each in history.states]
         is_right = torch.zeros(len(raw_ids), dtype=torch.bool)
         for state in states:
             own = state.slots_of(raw_ids)
-            is_right |= (rows == state.rows[own]).all(1) & (slots == own)  # its answer in that version
+            is_right |= self.equal(rows, state.rows[own]) & (slots == own)  # its answer in that version
             default = defaults_of(state.identity, raw_ids)
-            is_default = (slots == default) & (rows[:, 0] == _NONE)
             for other in states:  # the default row, which may be written already or not yet
-                is_right |= is_default & (rows == other.rows[default]).all(1)
+                held = other.rows[default]
+                is_right |= (slots == default) & (held[:, 0] == _NONE) & self.equal(rows, held)
             is_right |= (slots == _NONE) & ((default == _NONE) | (version is None))
         wrong = (~is_right).nonzero().flatten().tolist()
         assert not wrong, f"ids {wrong} read {slots[wrong].tolist()} {rows[wrong].tolist()}: {version=} {applying=}"
@@ -271,10 +289,13 @@ class Follower:
         with self.predictor.reading() as (version, applying):
             if version is None or applying is not None or self.kept:
                 return
-            state = self.history.states[version]
-            assert torch.equal(self.table, state.rows)
-            assert torch.equal(self.index.rows_of(self.history.raw_ids), state.slots_of(self.history.raw_ids))
-            assert torch.equal(self.index.owners(), state.owners)
+            self.assert_is(self.history.states[version])
+
+    def assert_is(self, state: State) -> None:
+        """Check the whole table and the index."""
+        assert torch.equal(self.table, state.rows)
+        assert torch.equal(self.index.rows_of(self.history.raw_ids), state.slots_of(self.history.raw_ids))
+        assert torch.equal(self.index.owners(), state.owners)
 
     def sync(self, limit: int | None = None) -> bool:
         """Return True if the call succeeds."""
@@ -320,3 +341,82 @@ class Follower:
         found.kept_at = self.predictor.version
         found.predictor.load_state_dict(state)
         return found
+
+
+class Schedule:
+    """A stream and one predictor of it; each method is a step that may happen to them.
+
+    Args:
+        history: the trainer.
+        follower: return a new predictor.
+    """
+
+    def __init__(self, history: History, follower: Callable[[History], Follower]) -> None:
+        self.history = history
+        self.draw = self.history.random
+        self._newcomer = follower
+        self.follower = follower(history)
+
+    def run(self, num_steps: int) -> None:
+        """Take random steps, then check that the predictor reaches the newest version."""
+        for _ in range(num_steps):
+            getattr(self, self.draw.choice(_STEPS))()
+        self.history.snapshot()
+        self.history.delta()
+        self.release()
+        assert self.follower.sync()
+        assert self.follower.predictor.version == self.history.version
+
+    def delta(self) -> None:
+        self.history.delta()
+
+    def snapshot(self) -> None:
+        self.history.snapshot()
+
+    def restart(self) -> None:
+        self.history.restart()
+
+    def fold(self) -> None:
+        self.history.fold()
+
+    def lose(self) -> None:
+        """Delete the parts of a version, so that predictors resync."""
+        lost = self.draw.randrange(self.history.version + 1)
+        for name in self.history.storage.names("parts"):
+            if f"{lost:020}" in name:
+                self.history.storage.delete(name)
+
+    def fail(self) -> None:
+        self.follower.break_at(self._some_write())
+        self.follower.sync(1)
+        self.follower.break_at(0)
+
+    def _some_write(self) -> int:
+        return self.draw.randrange(1, 2 * self.history.num_rows)
+
+    def unreadable(self) -> None:
+        begin = self.follower.storage.num_reads + self.draw.randrange(6)
+        self.follower.storage.is_down = lambda number: begin <= number < begin + 3
+        self.follower.sync(1)
+        self.follower.storage.is_down = lambda _: False
+
+    def sync(self) -> None:
+        self.follower.sync()
+
+    def one(self) -> None:
+        self.follower.sync(1)
+
+    def rollback(self) -> None:
+        if self.draw.random() < 0.3:
+            self.follower.break_at(self._some_write())
+        self.follower.rollback(self.draw.randrange(self.history.version + 1))
+        self.follower.break_at(0)
+
+    def release(self) -> None:
+        self.follower.predictor.release()
+
+    def kept(self) -> None:
+        self.follower = self.follower.restarted()
+
+    def newcomer(self) -> None:
+        self.follower = self._newcomer(self.history)

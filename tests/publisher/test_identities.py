@@ -10,6 +10,7 @@ from tests.ranks import RankPool
 from tests.sweeps import SWEEPS_ARE_WHOLE
 
 _CASES = "tests.publisher.identities_cases"
+_PATHS = "tests.publisher.identity_paths_cases"
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4] if SWEEPS_ARE_WHOLE else [2])
@@ -43,3 +44,41 @@ def test_ranks_that_divide_raw_ids_in_different_ways_publish_nothing(two_ranks: 
         assert "PublishError: the version was not published: rank 1 failed with the tables" in message
         assert "2 buckets of 61 ids" in message
         assert "2 buckets of 60 ids" in message
+
+
+@pytest.mark.parametrize(
+    ("encoding", "is_bag", "is_hashed"),
+    [("INT8", False, False), ("F16", True, True), ("BF16", False, True), ("INT8", True, False), ("INT4", True, True)]
+    if SWEEPS_ARE_WHOLE
+    else [("INT8", False, True), ("F16", True, True), ("BF16", True, False)],
+)
+def test_each_raw_id_gets_the_trainers_answer_within_the_error_of_the_encoding(
+    two_ranks: RankPool, tmp_path: Path, encoding: str, is_bag: bool, is_hashed: bool
+) -> None:
+    arguments = {"encoding": encoding, "is_bag": is_bag, "is_hashed": is_hashed}
+    for found in two_ranks.run(f"{_PATHS}:served", root=str(tmp_path), **arguments):
+        assert found["evicted"] > 10
+        assert len(found["known"]) > 10
+
+
+def test_a_hash_function_that_only_an_unsharded_module_calls_is_refused(one_rank: RankPool) -> None:
+    (message,) = one_rank.run(f"{_PATHS}:unapplied_hash")
+    assert "need_preprocess=False" in message
+    assert "mc._embedding_module.embeddings.a" in message
+
+
+def test_a_trainer_with_other_buckets_publishes_a_snapshot(two_ranks: RankPool, tmp_path: Path) -> None:
+    for found in two_ranks.run(f"{_PATHS}:reattached", root=str(tmp_path)):
+        assert [kind for kind, _ in found] == [
+            "snapshot",
+            *["delta"] * 2,
+            "snapshot",
+            *["delta"] * 2,
+            "snapshot",
+            "delta",
+        ]
+        assert [rows for _, rows in found[2:4]] == [[[0, 8], [8, 16]], [[0, 12], [12, 16]]]
+
+
+def test_a_model_that_is_sharded_as_in_the_trainer_answers_like_it(four_ranks: RankPool, tmp_path: Path) -> None:
+    assert sum(four_ranks.run(f"{_PATHS}:sharded_served", root=str(tmp_path))) > 8

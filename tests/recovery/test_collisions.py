@@ -11,6 +11,7 @@ from tests.ranks import RankPool
 from tests.sweeps import SWEEPS_ARE_WHOLE
 
 _CASES = "tests.recovery.collision_cases"
+_PATHS = "tests.recovery.collision_paths_cases"
 _CUTS = [*range(1, 29, 2)] if SWEEPS_ARE_WHOLE else [4, 11]
 _END = 34 if SWEEPS_ARE_WHOLE else 17
 
@@ -55,3 +56,16 @@ def test_more_ranks_are_refused_before_any_write(four_ranks: RankPool, stream: P
 def test_a_table_that_is_ignored_keeps_its_raw_ids(two_ranks: RankPool, stream: Path, tmp_path: Path) -> None:
     shutil.copytree(stream, tmp_path / "stream")
     two_ranks.run(f"{_CASES}:ignored", path=str(tmp_path / "stream"))
+
+
+@pytest.mark.parametrize("policy", ["LFU", "LRU", "DistanceLFU"] if SWEEPS_ARE_WHOLE else ["LFU", "LRU"])
+def test_each_policy_and_consumer_continues(two_ranks: RankPool, tmp_path: Path, policy: str) -> None:
+    ranks = two_ranks.run(f"{_PATHS}:continued", path=str(tmp_path), policy=policy)
+    assert all(found["evicted"] > 0 for found in ranks)
+
+
+def test_a_restore_that_ends_before_the_raw_ids_leaves_a_model_that_raises(two_ranks: RankPool, tmp_path: Path) -> None:
+    for restored, trained, published in two_ranks.run(f"{_PATHS}:interrupted", path=str(tmp_path)):
+        assert restored.startswith(("RestoreFailedError", "StorageError"))
+        assert trained.startswith("InterruptedRestoreError")
+        assert published.startswith("InterruptedRestoreError")

@@ -60,15 +60,15 @@ def _sharded(history: History, world_size: int) -> tuple[DistributedModelParalle
     return sharded, sharded.module.mc
 
 
-def _history(num_buckets: int, hash_size: int) -> History:
+def _history(num_buckets: int, hash_size: int, num_rows: int = 8) -> History:
     """Return the same history on each rank."""
-    return History(0, num_buckets, num_rows=8, hash_size=hash_size, has_defaults=True)
+    return History(0, num_buckets, num_rows=num_rows, hash_size=hash_size, has_defaults=True)
 
 
 @torch.no_grad()
-def answers(rank: int, world_size: int, num_buckets: int, hash_size: int) -> int:
+def answers(rank: int, world_size: int, num_buckets: int, hash_size: int, num_rows: int = 8) -> int:
     """Look all raw ids up after each version of a stream. Return the number of ids that were known at some time."""
-    history = _history(num_buckets, hash_size)
+    history = _history(num_buckets, hash_size, num_rows)
     model, collection = _sharded(history, world_size)
     predictor = Predictor(model, history.storage, names={FQN: "mc._embedding_module.embeddings.t"}, dense=False)
     features = KeyedJaggedTensor(["f"], history.raw_ids, lengths=torch.ones(len(history.raw_ids), dtype=torch.int64))

@@ -23,6 +23,7 @@ from torchrec.distributed.quant_embedding import (
     QuantManagedCollisionEmbeddingCollectionSharder,
 )
 from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding, ShardingEnv, ShardMetadata
+from torchrec.fx import Tracer
 from torchrec.modules.mc_embedding_modules import (
     ManagedCollisionEmbeddingBagCollection,
     ManagedCollisionEmbeddingCollection,
@@ -41,11 +42,14 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from delta_tracker import Predictor
 from delta_tracker.errors import InvalidArgumentError, TableMismatchError
 from delta_tracker.predictor.raw_id_maps import find_maps
+from delta_tracker.raw_id_index import RawIdIndex
 from delta_tracker.raw_ids import NO_OWNER, bucket_of
 from delta_tracker.sharding.raw_id_maps import HashMap, MchMap, raw_id_maps
 from delta_tracker.types import Bucket, Identity
-from tests.predictor.identity_histories import DIM, FQN, History
+from tests.predictor.identity_histories import DIM, FQN, History, Schedule
 from tests.ranks import RankPool
+from tests.sharding.raw_id_followers import ModelFollower
+from tests.sweeps import SWEEPS_ARE_WHOLE
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it calls a deprecated function of torch
@@ -247,6 +251,10 @@ def test_a_table_that_is_sharded_as_in_the_trainer(two_ranks: RankPool, hash_siz
     assert min(two_ranks.run(f"{_CASES}:answers", num_buckets=2, hash_size=hash_size)) > 0
 
 
+def test_a_table_that_is_sharded_over_four_ranks(four_ranks: RankPool) -> None:
+    assert min(four_ranks.run(f"{_CASES}:answers", num_buckets=4, hash_size=100, num_rows=16)) > 0
+
+
 def test_a_table_that_is_sharded_to_one_rank(one_rank: RankPool) -> None:
     assert min(one_rank.run(f"{_CASES}:answers", num_buckets=2, hash_size=100)) > 0
 
@@ -370,6 +378,8 @@ def test_a_hash_module_finds_its_raw_ids() -> None:
     mapping.map(mapping.prepare(owners))
     assert torch.equal(mapping.owners(), owners)
     assert "reserves the raw id -1" in mapping.conflict(torch.tensor([0]), torch.tensor([-1]))
+    for raw_id in (-2, 100, 2**62):  # which TorchRec's module cannot look up, but may get on a sharded trainer
+        assert "outside 0 to 100" in mapping.conflict(torch.tensor([0]), torch.tensor([raw_id]))
     other = HashMap(_hash(max_probe=1), 1)
     assert other.conflict(owned, owners[owned]) == ""  # each id is in its first row
     moved = (owned + 1) % 4 + owned // 4 * 4
@@ -426,3 +436,101 @@ def test_a_predictor_of_a_hash_module() -> None:
         other.sync()
     assert other.version == history.version - 1
     assert predictor.sync() == history.version
+
+
+def _slots(model: Any, raw_ids: Tensor) -> Tensor:
+    """Return the row that each raw id reads in a model, -1 for none."""
+    features = {"f": JaggedTensor(raw_ids, lengths=torch.ones(len(raw_ids), dtype=torch.int64))}
+    found = _collision(model)(features)["f"]
+    return torch.full(raw_ids.shape, -1).masked_scatter(found.lengths() > 0, found.values())
+
+
+_NUM_HISTORIES = 20 if SWEEPS_ARE_WHOLE else 1
+
+
+@pytest.mark.parametrize("seed", range(_NUM_HISTORIES))
+@pytest.mark.parametrize(
+    "kind", ["sorted", "bag", "quantized", "hash"] if SWEEPS_ARE_WHOLE else ["sorted", "quantized", "hash"]
+)
+def test_lookups_at_each_release_of_the_lock(kind: str, seed: int) -> None:
+    """Also after failed attempts, resyncs, rollbacks and restarts, and of merged versions."""
+    is_hash = kind == "hash"
+    hash_size = 100 if is_hash else None
+    history = History(
+        seed,
+        2 if is_hash else None,
+        num_rows=8,
+        hash_size=hash_size,
+        has_defaults=not is_hash,
+        is_small=is_hash,  # an unsharded hash module does not accept others
+    )
+    size = history.hash_size
+
+    def model() -> nn.Module:
+        if kind == "quantized":
+            return _quantized(history)
+        return _Model(_hash() if is_hash else _mch(8, size), is_bag=kind != "sorted")
+
+    table = {"sorted": "mc._embedding_module.embeddings.t", "quantized": "mc.embeddings.t"}
+    name = table.get(kind, "mc._embedding_module.embedding_bags.t")
+
+    def new(of: History) -> ModelFollower:
+        return ModelFollower(
+            of,
+            model=model,
+            table=name,
+            raw_id_map=lambda found: raw_id_maps(found)[name][0],
+            slots=_slots,
+            is_quantized=kind == "quantized",
+        )
+
+    schedule = Schedule(history, new)
+    if is_hash:  # its buckets are those of the module
+        schedule.restart = lambda: history.restart(2)  # type: ignore[method-assign]
+    schedule.run(20)
+    assert schedule.follower.num_checks > 0
+
+
+class _Lookups(nn.Module):
+    """Model whose input TorchRec's tracer can pass on."""
+
+    def __init__(self, model: _Model) -> None:
+        super().__init__()
+        self.mc = model.mc
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        found, _ = self.mc(features)
+        return found["f"].values()
+
+
+_Lookups.forward.__annotations__.update({"features": KeyedJaggedTensor, "return": Tensor})  # TorchScript needs types
+
+
+@pytest.mark.parametrize("is_hash", [False, True])
+@pytest.mark.parametrize("is_scripted", [False, True])
+@pytest.mark.parametrize("has_index", [False, True])
+def test_traced_and_scripted_models_are_refused(is_hash: bool, is_scripted: bool, has_index: bool) -> None:
+    """Also with an index, which would not change what the model itself reads."""
+    history = History(0, 2, num_rows=8, hash_size=100, has_defaults=not is_hash)
+    model: nn.Module = _Lookups(_Model(_hash() if is_hash else _mch(8, 100)))
+    model = torch.fx.GraphModule(model, Tracer().trace(model))
+    if is_scripted:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it is deprecated
+            model = torch.jit.script(model)
+    name = "mc._embedding_module.embeddings.t"
+    raw_ids = {FQN: RawIdIndex(8)} if has_index else None
+    predictor = Predictor(model, history.storage, names={FQN: name}, dense=False, raw_ids=raw_ids)
+    with pytest.raises(TableMismatchError, match=r"modules\.t\..* scripted or traced"):
+        predictor.sync()
+    assert predictor.version is None
+
+
+def test_a_traced_model_with_a_collection_as_a_leaf() -> None:
+    history = _history(2)
+    model = _Model(_mch(history.num_rows, history.hash_size))
+    lookups = _Lookups(model)
+    tracer = Tracer(leaf_modules=["ManagedCollisionEmbeddingCollection"])
+    traced = torch.fx.GraphModule(lookups, tracer.trace(lookups))
+    _predictor(traced, history).sync()
+    _assert_answers(model, history)
