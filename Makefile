@@ -53,7 +53,8 @@ test-sweeps: $(VENV)/.installed  ## run the long sweeps completely; `make test` 
 	    tests/sharding/test_replicas.py tests/publisher/test_states.py \
 	    tests/sharding/test_kernel_hooks.py tests/recovery/test_restore.py \
 	    tests/tracker/test_owners.py tests/predictor/test_identities_random.py \
-	    tests/recovery/test_collisions.py tests/publisher/test_identities.py tests/system/test_demo.py
+	    tests/recovery/test_collisions.py tests/publisher/test_identities.py tests/system/test_demo.py \
+	    tests/system/test_raw_ids.py
 
 test-matrix: $(VENV)/.installed  ## run the tests against every supported torchrec; ARGS goes to .ci/matrix
 	@$(BIN)/python .ci/matrix $(ARGS)
