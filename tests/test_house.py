@@ -77,6 +77,7 @@ _TESTED_THROUGH = {
     "recovery.objects": "recovery.test_restore",
     "recovery.pending": "recovery.test_path",
     "recovery.plan": "recovery.test_restore",
+    "recovery.row_writer": "recovery.test_restore",
     "recovery.training_states": "recovery.test_restore",
     "sharding.dense": "publisher.test_publisher",
     "sharding.torchrec_api": "tracker.test_tracker",

@@ -10,22 +10,17 @@ import torch
 from torch import Tensor
 
 from delta_tracker.errors import CorruptPartError, NotRecoverableError
-from delta_tracker.predictor.placement import place
 from delta_tracker.recovery.fit import wanted
-from delta_tracker.recovery.targets import as_tables
+from delta_tracker.recovery.row_writer import RowWriter
 from delta_tracker.row_target import RowTarget
 from delta_tracker.rows import copy_from_host
 from delta_tracker.sharding.collision_states import load_collision_states
 from delta_tracker.sharding.discover import LocalShard
 from delta_tracker.sharding.optimizer_rows import Scalars, write_scalars
-from delta_tracker.stream.format.block_rows import CHUNK_BYTES, BlockRows
 from delta_tracker.stream.format.manifest import Manifest, Part, Stored
-from delta_tracker.stream.format.overlay import newest
 from delta_tracker.stream.format.part_reader import PartReader, Ranged
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import ShardSpec
-
-_VALUE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -88,9 +83,9 @@ class Plan:
             CorruptPartError: if an object does not match its record.
             StorageError: if the store cannot be read.
         """
-        specs = self.specs
+        writer = RowWriter(storage=self.storage, shards=self.specs, targets=self.targets)
         for entry in self.path:
-            self._write_rows(entry, specs)
+            writer.write(entry)
         write_scalars(self.shards, self.scalars)
         for module, states in self.collisions.values():
             load_collision_states(module, states)
@@ -110,20 +105,6 @@ class Plan:
                     yield part
                 if has_rows and part.states is not None:
                     yield part.states
-
-    def _write_rows(self, entry: Manifest, specs: Mapping[str, ShardSpec]) -> None:
-        """Write the rows of an entry that are in this rank's shards, with their states."""
-        rows: list[BlockRows] = []
-        for part in entry.parts:
-            if blocks := wanted(part, specs):
-                reader = PartReader(self.storage, part, entry, source=Ranged(self.storage, part), blocks=blocks)
-                rows += reader.with_states(None if part.states is None else Ranged(self.storage, part.states))
-        for group in newest(rows):
-            tables = [table for each in group for table in as_tables(each, entry.states.get(each.block.table))]
-            for placement in place(tables, self.targets):
-                num_rows = max(1, CHUNK_BYTES // (placement.target.dim * _VALUE_BYTES))
-                for chunk in placement.chunks(num_rows):
-                    chunk.write()
 
     def _copy(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
