@@ -7,6 +7,7 @@ from tests.reverts.revert import Revert
 _RANDOM = "tests/predictor/test_identities_random.py::test_random_owners_never_read_the_row_of_another"
 _FAILED = "tests/predictor/test_identities.py::test_a_rollback_after_a_failed_attempt_maps_the_raw_ids_again"
 _MERGED = "tests/predictor/test_identities.py::test_a_raw_id_that_an_interrupted_merged_version_has_moved_has_one_row"
+_SYSTEM = "tests/system/test_raw_ids.py::test_no_raw_id_reads_the_row_of_another_id"
 _PREDICTOR = "delta_tracker/predictor/predictor.py"
 _IDENTITIES = "delta_tracker/predictor/identities.py"
 _INDEX = "delta_tracker/raw_id_index.py"
@@ -154,52 +155,82 @@ REVERTS = [
         },
     ),
     Revert(
-        defect="rows are published without their raw ids",
-        generator="tests/publisher/test_identities.py::test_each_raw_id_gets_the_trainers_answer",
+        defect="rows that a failed attempt unmapped stay unmapped: the last applied owners are compared",
+        generator=_SYSTEM,
         edits={
-            "delta_tracker/tracker/tracker.py": [
+            _IDENTITIES: [
+                ("    live = raw_ids.owners()\n", "    live = _APPLIED.get(id(raw_ids), raw_ids.owners())\n"),
                 (
-                    "        return {fqn: store.source.identity for fqn, store in self._log.owners.items()}\n",
-                    "        return {}\n",
+                    "        self.raw_ids.map(ready)\n",
+                    "        self.raw_ids.map(ready)\n        _APPLIED[id(self.raw_ids)] = self.final\n",
                 ),
-                (
-                    "        return {fqn: store.owners for fqn, store in self._log.owners.items()}\n",
-                    "        return {}\n",
-                ),
+                ("VersionOwners = ", "_APPLIED = {}\nVersionOwners = "),
             ]
         },
     ),
     Revert(
-        defect="a predictor writes rows, but not their raw ids",
-        generator="tests/sharding/test_raw_id_maps.py::test_lookups_at_each_release_of_the_lock",
-        edits={_IDENTITIES: [("        self.raw_ids.map(ready)\n", "")]},
-    ),
-    Revert(
-        defect="a model is served whose mappings are hidden in traced modules",
-        generator="tests/sharding/test_raw_id_maps.py::test_traced_and_scripted_models_are_refused",
+        defect="an admission shows to lookups before its row is written: map, then write",
+        generator=_SYSTEM,
         edits={
-            "delta_tracker/predictor/apply.py": [
-                ("            check_hidden(manifest, self._hidden, self._names)\n", ""),
-            ]
-        },
-    ),
-    Revert(
-        defect="raw ids are published before a hash function that predictors call",
-        generator="tests/publisher/test_identities.py::test_a_hash_function_that_only_an_unsharded_module_calls_is_refused",
-        edits={
-            "delta_tracker/sharding/collisions.py": [
+            _IDENTITIES: [
                 (
-                    'if getattr(mapped[name], "_input_hash_func", None) and not',
-                    "if False and not",
+                    "        if bool(is_owned.any()):\n            self.raw_ids.unmap",
+                    "        if False:\n            self.raw_ids.unmap",
                 )
             ]
         },
     ),
     Revert(
-        defect="a raw id outside the range of a hash module ends an apply with an untyped error",
-        generator="tests/sharding/test_raw_id_maps.py::test_a_hash_module_finds_its_raw_ids",
+        defect="evicted raw ids are those of another consumer's last read",
+        generator=_SYSTEM,
         edits={
-            "delta_tracker/sharding/raw_id_maps.py": [("        if hash_size and bool(", "        if False and bool(")]
+            "delta_tracker/tracker/store/owners.py": [
+                ("self.changed(start, self._seg", "self.changed(self._segments[-1].start - 1, self._seg"),
+            ],
+        },
+    ),
+    Revert(
+        defect="unknown raw ids read the last row of the table in a model of one rank",
+        generator=_SYSTEM,
+        edits={
+            "delta_tracker/sharding/raw_id_maps.py": [
+                (
+                    "        if not self._is_own_default(identity):\n            self._module.remap",
+                    "        if False:\n            self._module.remap",
+                ),
+            ],
+        },
+    ),
+    Revert(
+        defect="the rows of a delta are written without their raw ids",
+        generator=_SYSTEM,
+        edits={
+            _PREDICTOR: [
+                (
+                    "        if manifest.identities:\n",
+                    '        if manifest.identities and manifest.kind == "snapshot":\n',
+                ),
+            ],
+        },
+    ),
+    Revert(
+        defect="a row of a whole block is written before the listed one, which has another raw id meanwhile",
+        generator=_SYSTEM,
+        edits={
+            "delta_tracker/stream/format/overlay.py": [
+                (
+                    "        listed = [left for each in listed for left in blocks.outside(each)]\n",
+                    (
+                        "        assert blocks\n"
+                        "        reads = {id(each.block): each.read for each in every if each.ids is None}\n"
+                        "        whole = [\n"
+                        "            BlockRows(each.block, None, reads[id(each.block)], each.states, each.owners)\n"
+                        "            for each in whole\n"
+                        "        ]\n"
+                        "        listed = [BlockRows(one.block, one.ids, one.read, one.states) for one in listed]\n"
+                    ),
+                ),
+            ],
         },
     ),
 ]
