@@ -258,6 +258,11 @@ class Follower:
         """Return a mask of the ``[N, DIM]`` rows that are equal."""
         return (rows == expected).all(1)
 
+    def is_initial(self, slots: Tensor, rows: Tensor) -> Tensor:
+        """Return a mask of the answers that are of before the first version: none, as an index has no row."""
+        assert len(slots) == len(rows)
+        return torch.zeros_like(slots, dtype=torch.bool)
+
     def check(self) -> None:
         """Check that each raw id reads its own row or its default row, as of a version that is served."""
         self.num_checks += 1
@@ -281,6 +286,8 @@ class Follower:
                 held = other.rows[default]
                 is_right |= (slots == default) & (held[:, 0] == _NONE) & self.equal(rows, held)
             is_right |= (slots == _NONE) & ((default == _NONE) | (version is None))
+        if version is None:
+            is_right |= self.is_initial(slots, rows)
         wrong = (~is_right).nonzero().flatten().tolist()
         assert not wrong, f"ids {wrong} read {slots[wrong].tolist()} {rows[wrong].tolist()}: {version=} {applying=}"
 

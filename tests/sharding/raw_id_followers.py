@@ -45,6 +45,7 @@ class ModelFollower(Follower):
         self._table, self._map, self._slots, self._is_quantized = table, raw_id_map, slots, is_quantized
         self._left = 0
         self.model = model()
+        self._initial = self.lookups()
         names = {FQN: table}
         self._follow(Predictor(self.model, self.storage, names=names, dense=False, chunk_rows=1))
 
@@ -52,6 +53,10 @@ class ModelFollower(Follower):
         """Return the row that each raw id reads, and its content."""
         raw_ids = self.history.raw_ids
         return self._slots(self.model, raw_ids), self.model(raw_ids)
+
+    def is_initial(self, slots: Tensor, rows: Tensor) -> Tensor:
+        """Return a mask of the answers that are those of before the first version."""
+        return (slots == self._initial[0]) & (rows == self._initial[1]).all(1)
 
     def equal(self, rows: Tensor, expected: Tensor) -> Tensor:
         """Return a mask of the rows that are equal, up to the error of eight bits."""
@@ -109,6 +114,7 @@ class ModelFollower(Follower):
             is_quantized=self._is_quantized,
         )
         found.model.load_state_dict(tables)
+        found._initial = self._initial
         found.kept = set(self.kept if applying is None else self.served)
         found.kept_at = self.predictor.version
         found.predictor.load_state_dict(state)
