@@ -39,6 +39,7 @@ _LAYERS = [
 
 # These test TorchRec's modules or optimizers, or compare with FBGEMM's bytes.
 _TESTS_OF_TORCHREC = {
+    "recovery.test_preparation",
     "recovery.test_state_fit",
     "sharding.test_collision_states",
     "sharding.test_inference_tables",
@@ -76,7 +77,6 @@ _TESTED_THROUGH = {
     "recovery.job": "recovery.test_restore",
     "recovery.objects": "recovery.test_restore",
     "recovery.pending": "recovery.test_path",
-    "recovery.plan": "recovery.test_restore",
     "recovery.row_writer": "recovery.test_restore",
     "recovery.training_states": "recovery.test_restore",
     "sharding.dense": "publisher.test_publisher",
@@ -88,6 +88,7 @@ _TESTED_THROUGH = {
     "stream.format.contents": "predictor.test_gate",
     "stream.format.field_types": "stream.test_parse",
     "stream.format.part_writer": "stream.test_part_reader",
+    "stream.format.shard_rows": "recovery.test_fit",
     "stream.maintenance.merging": "stream.test_compaction",
     "tracker.consumer_handle": "publisher.test_publisher",
     "tracker.delta_reader": "tracker.test_tracker",

@@ -109,12 +109,26 @@ class Library:
                     raise self._error(rank, "consumers", reason)
         return found
 
-    def collisions(self, rank: int) -> dict[str, dict[str, Any]]:
-        """Return the states of the managed-collision modules that a rank had, by table FQN."""
-        found = self._load(rank, "collisions", dict[str, dict[str, Any]])
-        for fqn, state in found.items():
-            if fault := collision_fault(state):
-                raise self._error(rank, "collisions", f"{fault} of {fqn!r}")
+    def collision_slots(self, rank: int) -> dict[str, tuple[int, int]]:
+        """Return the half-open range of the slots of each managed-collision module that a rank had, by table FQN.
+
+        Reads no tensors.
+        """
+        found = {}
+        for fqn in self._states.keys(rank, "library", "collisions"):
+            first, size = (
+                self._converted(rank, "collisions", self._states.load(rank, "library", "collisions", fqn, name), Count)
+                for name in ("offset", "zch_size")
+            )
+            found[fqn] = first, first + size
+        return found
+
+    def collision(self, rank: int, fqn: str) -> dict[str, Any]:
+        """Return the state of the managed-collision module that a rank had for a table."""
+        value = self._states.load(rank, "library", "collisions", fqn)
+        found = self._converted(rank, "collisions", value, dict[str, Any])
+        if fault := collision_fault(found):
+            raise self._error(rank, "collisions", f"{fault} of {fqn!r}")
         return found
 
     def _load(self, rank: int, key: str, kind: type[_T]) -> _T:

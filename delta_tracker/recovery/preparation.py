@@ -19,7 +19,7 @@ from delta_tracker.recovery.targets import row_targets, state_targets
 from delta_tracker.recovery.training_states import TrainingStates
 from delta_tracker.recovery.warm_up import check_warm
 from delta_tracker.row_target import RowTarget, TensorTarget
-from delta_tracker.sharding.collision_states import check_collision_states
+from delta_tracker.sharding.collision_states import check_collision_slots, check_collision_states
 from delta_tracker.sharding.collisions import LocalOwners, local_owners
 from delta_tracker.sharding.discover import LocalShard, discover
 from delta_tracker.sharding.optimizer_rows import Scalars, check_scalars, refuse_unrecoverable, state_views
@@ -65,7 +65,8 @@ def prepare(log: StreamLog, path: Sequence[Manifest], job: LocalJob) -> Prepared
     """
     last = path[-1]
     found = discover(job.model)
-    refuse_unrecoverable(job.model, found)
+    every_owner = local_owners(job.model, found)
+    refuse_unrecoverable(found, {fqn: each.module for fqn, each in every_owner.items()})
     check_warm(job.model)
     job.check_tracker(found.shards)
     states = TrainingStates(log.storage, last)
@@ -95,8 +96,9 @@ def prepare(log: StreamLog, path: Sequence[Manifest], job: LocalJob) -> Prepared
     shards = {fqn: found.shards[fqn] for fqn in last.tables if fqn not in job.ignore}
     scalars = _kernels(library, shards, job, states.world_size)
     check_scalars(shards, scalars)
-    owners = {fqn: each for fqn, each in local_owners(job.model, found).items() if fqn in shards}
-    collisions = _collisions(library, owners, last, [own] if is_same else range(states.world_size), job.ignore)
+    owners = {fqn: each for fqn, each in every_owner.items() if fqn in shards}
+    check_collisions(last, owners, job.ignore)
+    collisions = load_collisions(library, owners, [own] if is_same else range(states.world_size))
     plan = Plan(
         storage=log.storage,
         path=path,
@@ -161,33 +163,48 @@ def _kernels(library: Library, shards: Mapping[str, LocalShard], job: LocalJob, 
     return found
 
 
-def _collisions(
-    library: Library, owners: Mapping[str, LocalOwners], last: Manifest, ranks: Iterable[int], ignore: Collection[str]
+def load_collisions(
+    library: Library, owners: Mapping[str, LocalOwners], ranks: Iterable[int]
 ) -> dict[str, tuple[object, list[dict[str, Any]]]]:
-    """Return the managed-collision module of each table, and its states on the given ranks of the version, by FQN.
+    """Return the managed-collision module of each table, and the states of its slots in the version, by FQN.
+
+    The states are only read from the ranks that had the slots, so that their size is in proportion to the slots of this
+    rank.
 
     Args:
         library: values that the library saved in the version.
         owners: FQN to the raw ids of this rank's rows, for each restored table with managed collisions.
-        last: entry of the version.
-        ranks: ranks of the version whose states are read.
-        ignore: names of tables that are not restored.
+        ranks: ranks of the version whose states may be read.
 
     Raises:
-        RestoreMismatchError: if the version or the job has no managed collisions for a table, or if a module cannot
-            have the states.
+        RestoreMismatchError: if a module cannot have the states.
         CorruptPartError, StorageError: if the states cannot be read.
     """
-    if differing := sorted((last.identities.keys() ^ owners.keys()) - set(ignore)):
-        words = ["with" if differing[0] in each else "without" for each in (last.identities, owners)]
-        raise RestoreMismatchError(f"table {differing[0]!r}", *(f"{word} managed collisions" for word in words))
-    saved = [library.collisions(rank) for rank in ranks] if owners else []
+    saved = {rank: library.collision_slots(rank) for rank in ranks} if owners else {}
     found = {}
     for fqn, each in owners.items():
-        states = [state[fqn] for state in saved if fqn in state]
+        slots = {rank: held[fqn] for rank, held in saved.items() if fqn in held}
+        joined = set(check_collision_slots(fqn, each.module, slots.values()))
+        states = [library.collision(rank, fqn) for rank, range_ in slots.items() if range_ in joined]
         check_collision_states(fqn, each.module, states, each.identity)
         found[fqn] = each.module, states
     return found
+
+
+def check_collisions(last: Manifest, owners: Collection[str], ignore: Collection[str]) -> None:
+    """Check that the same tables have managed collisions in the version and in the job.
+
+    Args:
+        last: entry of the version.
+        owners: FQNs of the restored tables with managed collisions in the job.
+        ignore: names of tables that are not restored.
+
+    Raises:
+        RestoreMismatchError: if they differ.
+    """
+    if differing := sorted((last.identities.keys() ^ set(owners)) - set(ignore)):
+        words = ["with" if differing[0] in each else "without" for each in (last.identities, owners)]
+        raise RestoreMismatchError(f"table {differing[0]!r}", *(f"{word} managed collisions" for word in words))
 
 
 def _targets(job: LocalJob, last: Manifest, shards: Mapping[str, LocalShard]) -> dict[str, RowTarget]:

@@ -9,7 +9,7 @@ Notation: ``Z`` is the number of slots of a module, ``H`` the number of ids that
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -90,6 +90,30 @@ def collision_fault(state: Mapping[str, Any]) -> str:
     return next(_faults(state), "")
 
 
+def check_collision_slots(fqn: str, module: Any, ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:  # noqa: ANN401
+    """Check that a module's slots are those of one or several states.
+
+    Args:
+        fqn: name of the table.
+        module: the module of this rank.
+        ranges: half-open range of the slots of each state, in any order.
+
+    Returns:
+        The ranges of the states that the module has, in ascending order. Together, they have as many slots as it.
+
+    Raises:
+        RestoreMismatchError: if the module's slots are others.
+    """
+    first, end = _rows(module)
+    saved = sorted(ranges)
+    found = [(begin, stop) for begin, stop in saved if first < stop and begin < end]
+    edges = [edge for each in found for edge in each]
+    if edges[:1] + edges[-1:] != [first, end] or edges[1:-1:2] != edges[2::2]:
+        own = f"in the slots {first} to {end}, which are not those of one or several ranks"
+        raise RestoreMismatchError(f"the collision module of {fqn!r}", f"in the slots {_shown(saved)}", own)
+    return found
+
+
 def check_collision_states(
     fqn: str,
     module: Any,  # noqa: ANN401  a class of torchrec's
@@ -111,14 +135,8 @@ def check_collision_states(
     """
     own = collision_state(module)
     what = f"the collision module of {fqn!r}"
+    check_collision_slots(fqn, module, map(_slots, states))
     parts = _parts(module, states)
-    first, end = _slots(own)
-    ranges = sorted(_slots(state) for state in states)
-    covered = [_slots(state) for state in parts]
-    edges = [edge for part in covered for edge in part]
-    if edges[:1] + edges[-1:] != [first, end] or edges[1:-1:2] != edges[2::2]:
-        found = f"in the slots {first} to {end}, which are not those of one or several ranks"
-        raise RestoreMismatchError(what, f"in the slots {_shown(ranges)}", found)
     for state in parts:
         for key in ("class", "policy", "hash_size", "eviction_interval"):
             _same(f"{key} of {what}", state[key], own[key])
@@ -189,8 +207,12 @@ def _load_history(module: Any, parts: Sequence[Mapping[str, Any]], device: torch
 
 def _parts(module: Any, states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:  # noqa: ANN401
     """Return the states of the slots of a module, in the order of their slots."""
-    first, end = module._output_global_offset, module._output_global_offset + module._zch_size  # noqa: SLF001
+    first, end = _rows(module)
     return sorted((each for each in states if first < _slots(each)[1] and _slots(each)[0] < end), key=_slots)
+
+
+def _rows(module: Any) -> tuple[int, int]:  # noqa: ANN401  a class of torchrec's
+    return module._output_global_offset, module._output_global_offset + module._zch_size  # noqa: SLF001
 
 
 def _slots(state: Mapping[str, Any]) -> tuple[int, int]:

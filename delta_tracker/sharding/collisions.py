@@ -13,7 +13,6 @@ Notation: ``R`` is the number of rows of the shard.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 
 from delta_tracker.errors import UnsupportedModuleError, UnsupportedTableError
 from delta_tracker.raw_ids import NO_OWNER
-from delta_tracker.sharding.discover import Discovery, LocalShard, walk
+from delta_tracker.sharding.discover import Discovery, LocalShard
 from delta_tracker.sharding.torchrec_api import Torchrec, load_torchrec, planned_blocks
 from delta_tracker.types import Bucket, Identity
 
@@ -157,21 +156,6 @@ def _repeated(ascending: Tensor, empty: int) -> str:
     """Return a reason if a value other than ``empty`` occurs twice in ``[R]`` sorted values."""
     twice = ascending[1:][(ascending[1:] == ascending[:-1]) & (ascending[1:] != empty)]
     return f"the raw id {int(twice[0])} owns two slots" if len(twice) else ""
-
-
-def collision_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield ``(FQN, module)`` for each managed-collision module in ``model`` whose mapping can be read.
-
-    FQNs are those of ``state_dict``. A module in several places is yielded once.
-
-    Raises:
-        MissingExtraError: if torchrec is not installed.
-    """
-    torchrec = load_torchrec()
-    kinds = (*torchrec.sorted_collisions, *torchrec.hashed_collisions)
-    for fqn, module in walk(model, "", torchrec, set()):
-        if isinstance(module, kinds):
-            yield fqn, module
 
 
 def local_owners(model: nn.Module, found: Discovery) -> dict[str, LocalOwners]:

@@ -26,7 +26,6 @@ from delta_tracker.errors import (
     UnsupportedTableError,
 )
 from delta_tracker.sharding.collision_states import collision_obstacle
-from delta_tracker.sharding.collisions import local_owners
 from delta_tracker.sharding.discover import Discovery, Kernel, LocalShard
 from delta_tracker.sharding.torchrec_api import kernel_arguments, tbe_of
 from delta_tracker.types import StateSpec, TableStates
@@ -177,12 +176,12 @@ def write_scalars(shards: Mapping[str, LocalShard], scalars: Mapping[str, Scalar
                 _write(kernel, scalars[fqn])
 
 
-def refuse_unrecoverable(model: nn.Module, found: Discovery) -> None:
+def refuse_unrecoverable(found: Discovery, collisions: Mapping[str, nn.Module]) -> None:
     """Raise an error if a table has an optimizer state that a version of a stream cannot describe.
 
     Args:
-        model: the model in which ``found`` was discovered.
-        found: its tracked tables.
+        found: tracked tables of a model.
+        collisions: FQN to this rank's managed-collision module, for each of these tables that has one.
 
     Raises:
         UnsupportedModuleError: if a table is skipped, has managed collisions of another class than torchrec's
@@ -190,8 +189,7 @@ def refuse_unrecoverable(model: nn.Module, found: Discovery) -> None:
             ``DMPCollection``.
         UnsupportedOptimizerError: if a fused optimizer has counters per row or a global weight decay.
     """
-    collisions = local_owners(model, found).items()
-    obstacles = {fqn: reason for fqn, each in collisions if (reason := collision_obstacle(each.module))}
+    obstacles = {fqn: reason for fqn, module in collisions.items() if (reason := collision_obstacle(module))}
     obstacles |= dict.fromkeys(found.skipped, "in fqns_to_skip, so that its rows are not in a stream")
     obstacles |= {fqn: "a table of a DMPCollection" for fqn, shard in found.shards.items() if shard.num_replicas > 1}
     if obstacles:

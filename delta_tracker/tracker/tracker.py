@@ -507,7 +507,8 @@ class ModelDeltaTracker:
         """Return the number of pending rows of a consumer on this rank, by table FQN. Waits for the device.
 
         Moves no cursor, and also accepts a reserved consumer. Changes of a table whose optimizer is not fused are
-        counted only after a read has compared the table with its copy.
+        counted only after a read has compared the table with its copy. Rows whose raw id changed, and nothing else, are
+        counted only after a read or a checkpoint has compared the raw ids.
 
         Args:
             consumer: name of the consumer; optional if there is only one consumer.
@@ -732,7 +733,7 @@ class ModelDeltaTracker:
             UnsupportedOptimizerError: if a fused optimizer has counters per row or a global weight decay.
             UnsupportedTableError: if a state has another dtype than float32, float16 or bfloat16.
         """
-        refuse_unrecoverable(self._model.module, self._model.found)
+        refuse_unrecoverable(self._model.found, self.collision_modules)
         for shard in self._model.shards.values():
             table_states(shard)
 

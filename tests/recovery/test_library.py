@@ -49,7 +49,7 @@ _LIBRARY: dict[str, Any] = {
 }
 
 _READS: dict[str, Callable[[Library], object]] = {
-    "collisions": lambda library: library.collisions(0),
+    "collisions": lambda library: (library.collision_slots(0), library.collision(0, "t")),
     "kernels": lambda library: library.kernels(0),
     "shards": lambda library: library.shards(0, {"plain": _TABLE}),
     "dense": lambda library: library.dense(),
@@ -69,7 +69,8 @@ def library_of(value: object) -> Library:
 def test_valid_values_are_read() -> None:
     library = library_of(_LIBRARY)
     assert library.kernels(0) == {"t": _NUMBERS}
-    assert library.collisions(0)["t"]["history"].tolist() == [8, 5]
+    assert library.collision_slots(0) == {"t": (2, 5)}
+    assert library.collision(0, "t")["history"].tolist() == [8, 5]
     assert library.shards(0, {"plain": _TABLE}) == {"plain": ShardSpec(_TABLE, 2, 3, ((0, 4),))}
     assert torch.equal(library.dense()["w"], torch.ones(2))
     assert (library.publisher(), library.buffers(0)) == ("main", {})
@@ -84,6 +85,10 @@ def test_valid_values_are_read() -> None:
         ("collisions.t", []),
         ("collisions.t.sorted", torch.tensor([7, 5, NO_OWNER])),
         ("collisions.t.mapping", ...),
+        ("collisions.t.offset", -1),
+        ("collisions.t.offset", ...),
+        ("collisions.t.zch_size", "3"),
+        ("collisions.t.zch_size", 2**70),
         ("kernels", 3),
         ("kernels.t", [1]),
         ("kernels.t.iter", -1),

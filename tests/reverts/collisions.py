@@ -50,7 +50,17 @@ REVERTS = [
         generator=_RESTORE + "test_more_ranks_are_refused_before_any_write",
         edits={
             "delta_tracker/recovery/preparation.py": [
+                ("set(check_collision_slots(fqn, each.module, slots.values()))", "set(slots.values())"),
                 ("        check_collision_states(fqn, each.module, states, each.identity)\n", ""),
+            ],
+        },
+    ),
+    Revert(
+        defect="a rank loads the collision states of all ranks",
+        generator="tests/recovery/test_preparation.py::test_a_rank_loads_only_the_collision_states_of_its_slots",
+        edits={
+            "delta_tracker/recovery/preparation.py": [
+                (" for rank, range_ in slots.items() if range_ in joined]", " for rank in slots]"),
             ],
         },
     ),

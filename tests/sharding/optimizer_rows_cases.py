@@ -132,19 +132,19 @@ def refused(rank: int, world_size: int) -> None:
     """Counters of a kernel are refused on the rank that has them."""
     _, model = _model(world_size)
     found = discover(model)
-    refuse_unrecoverable(model, found)
+    refuse_unrecoverable(found, {})
     tbe = tbe_of(next(each for each in found.kernels if each.is_fused).module)
     for name in ("use_rowwise_bias_correction", "_used_rowwise_adagrad_with_global_weight_decay"):
         before = getattr(tbe, name)
         setattr(tbe, name, True)
         with pytest.raises(UnsupportedOptimizerError, match="counters that cannot be published"):
-            refuse_unrecoverable(model, found)
+            refuse_unrecoverable(found, {})
         setattr(tbe, name, before)
     decay = type(tbe.weight_decay_mode)
     for mode in (decay.COUNTER, decay.COWCLIP):
         before, tbe.weight_decay_mode = tbe.weight_decay_mode, mode
         with pytest.raises(UnsupportedOptimizerError, match=mode.name):
-            refuse_unrecoverable(model, found)
+            refuse_unrecoverable(found, {})
         tbe.weight_decay_mode = before
 
 

@@ -28,7 +28,6 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from delta_tracker import ModelDeltaTracker, TopK, TrackingMode
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.rows import ChangedRows
-from delta_tracker.sharding.collisions import collision_modules
 from delta_tracker.tracker.checkpoint.pack import pack
 from delta_tracker.tracker.log_state import LogState, PendingState
 from delta_tracker.types import Identity
@@ -290,7 +289,6 @@ def hash_zch(rank: int, world_size: int) -> dict[str, Any]:
             owners[4] = -1 if name == "bucket" else owners[4]
             refused[name] = attempt(tracker.get_delta)
         return {
-            "names": [name for name, _ in collision_modules(model)],
             "identity": _described(tracker.identities[fqn]),
             "refused": refused,
         }
