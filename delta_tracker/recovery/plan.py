@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from delta_tracker.errors import CorruptPartError, NotRecoverableError
-from delta_tracker.recovery.fit import wanted
 from delta_tracker.recovery.row_writer import RowWriter
 from delta_tracker.row_target import RowTarget
 from delta_tracker.rows import copy_from_host
@@ -19,6 +18,7 @@ from delta_tracker.sharding.discover import LocalShard
 from delta_tracker.sharding.optimizer_rows import Scalars, write_scalars
 from delta_tracker.stream.format.manifest import Manifest, Part, Stored
 from delta_tracker.stream.format.part_reader import PartReader, Ranged
+from delta_tracker.stream.format.shard_rows import wanted
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import ShardSpec
 
@@ -63,13 +63,20 @@ class Plan:
     def check_objects(self, others: Iterable[Stored]) -> None:
         """Check that the objects that :meth:`write` reads, and ``others``, exist and have their sizes.
 
+        Lists the store once. Only an object that is missing in the listing is asked for on its own.
+
         Raises:
             NotRecoverableError: if an object is missing.
             CorruptPartError: if an object has another size.
             StorageError: if the store cannot be read.
         """
-        for each in (*self._objects(), *others):
-            size = self.storage.size(each.name)
+        objects = [*self._objects(), *others]
+        if not objects:
+            return
+        first = min(each.name for each in objects)[:-1]  # sorts before all of them
+        sizes = {each.name: each.num_bytes for each in self.storage.objects("parts", after=first)}
+        for each in objects:
+            size = sizes[each.name] if each.name in sizes else self.storage.size(each.name)
             if size is None:
                 raise NotRecoverableError(self.storage.url, self.last.version, f"{each.name} is missing")
             if size != each.num_bytes:

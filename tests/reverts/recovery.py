@@ -9,6 +9,18 @@ _PATH = "tests/recovery/test_path.py::"
 
 REVERTS = [
     Revert(
+        defect="a restore asks the store for the size of each object",
+        generator="tests/recovery/test_plan.py::test_objects_are_checked_with_one_listing",
+        edits={
+            "delta_tracker/recovery/plan.py": [
+                (
+                    "sizes[each.name] if each.name in sizes else self.storage.size(each.name)",
+                    "self.storage.size(each.name)",
+                ),
+            ],
+        },
+    ),
+    Revert(
         defect="retention deletes the states and training states of kept versions",
         generator="tests/stream/test_retention.py::test_the_states_and_training_states_of_kept_versions_stay",
         edits={

@@ -31,5 +31,5 @@ def test_every_operation(tmp_path: Path, mode: str) -> None:
     if mode == "kills":
         expected |= {"compaction": 31, "fold": 38, "retention": 44}
     if mode == "failures":
-        expected["restore"] = 56
+        expected["restore"] = 50
     assert counts == expected
