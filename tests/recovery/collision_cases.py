@@ -96,34 +96,40 @@ def continued(rank: int, world_size: int, path: str, cuts: list[int], end: int) 
     """Restore versions in other trainers; each trains on like the job that was never interrupted."""
     trainer = Trainer(rank, world_size)
     publisher = trainer.publisher(path)
-    losses, versions, seen = [], {}, {}
+    losses, versions, seen, owners = [], {}, {}, {}
     for number in range(end):
         if number in cuts:
             versions[number] = publisher.publish().version
             seen[number] = answers(trainer.model)
+            owners[number] = owned(trainer, world_size)
         losses += trainer.train(number, number + 1)
     publisher.close()
     expected = trainer.held()
-    history = []
+    history, wrong = [], []
     for cut in cuts:
         resumed = Trainer(rank, world_size)
         resumed.train(0, 3, seed=5)
         restored = resumed.restore(path, versions[cut])
-        assert restored.num_batches == cut
         history.append(len(collision_state(module_of(resumed.model, "a"))["history"]))
-        assert same_answers(answers(resumed.model), seen[cut])
-        owners = {fqn: view.clone() for fqn, view in resumed.tracker.owner_views().items()}
+        views = {fqn: view.clone() for fqn, view in resumed.tracker.owner_views().items()}
         resumed.tracker.state_dict()  # compares the raw ids
-        assert all(torch.equal(view, owners[fqn]) for fqn, view in resumed.tracker.owner_views().items())
-        assert resumed.train(cut, end) == losses[cut:], cut
-        assert same(resumed.held(), expected), cut
+        checks = {
+            "batches": restored.num_batches == cut,
+            "answers": same_tensors(answers(resumed.model), seen[cut]),
+            "owners": same_tensors(owned(resumed, world_size), owners[cut]),
+            "tracked owners": same_tensors(resumed.tracker.owner_views(), views),
+            "losses": resumed.train(cut, end) == losses[cut:],
+            "state": same(resumed.held(), expected),
+        }
+        wrong += [f"{name} after {cut} batches" for name, is_right in checks.items() if not is_right]
         resumed.tracker.detach()
     if rank == 0:
-        torch.save({"answers": seen, "versions": versions}, Path(path) / f"seen-{world_size}.pt")
-    return {"history": history, "iteration": flat(collision_state(module_of(trainer.model, "a")))["current_iter"]}
+        torch.save({"answers": seen, "versions": versions, "owners": owners}, Path(path) / f"seen-{world_size}.pt")
+    iteration = collision_state(module_of(trainer.model, "a"))["current_iter"]
+    return {"wrong": wrong, "history": history, "iteration": iteration}
 
 
-def same_answers(one: Answers, other: Answers) -> bool:
+def same_tensors(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -140,12 +146,14 @@ def resharded(rank: int, world_size: int, path: str, before: int) -> dict[str, A
         assert warning.call_count == (rank == 0)
         rows = answers(trainer.model)
         expected = saved["answers"][cut]
+        owners = owned(trainer, world_size)
+        assert same_tensors(owners, saved["owners"][cut]), "the owners that the first job saved"
         known = {}
         for fqn, identity in trainer.tracker.identities.items():
             name = fqn.rpartition(".")[2]
             assert len(identity.buckets) == world_size
             is_known = torch.zeros(len(rows[name]), dtype=torch.bool)
-            is_known[4:64] = torch.isin(torch.arange(60), owned(trainer, world_size, fqn))
+            is_known[4:64] = torch.isin(torch.arange(60), saved["owners"][cut][fqn])
             assert torch.equal(rows[name][is_known], expected[name][is_known])
             known[name] = int(is_known.sum())
         found[str(cut)] = known
@@ -155,12 +163,14 @@ def resharded(rank: int, world_size: int, path: str, before: int) -> dict[str, A
     return found
 
 
-def owned(trainer: Trainer, world_size: int, fqn: str) -> Tensor:
-    """Return the raw ids of all ranks. A collective."""
-    own = trainer.tracker.owner_views()[fqn]
-    every = [torch.empty_like(own) for _ in range(world_size)]
-    torch.distributed.all_gather(every, own)
-    return torch.cat(every)
+def owned(trainer: Trainer, world_size: int) -> dict[str, Tensor]:
+    """Return the raw ids of all rows at the last cut, by table. A collective."""
+    found = {}
+    for fqn, own in trainer.tracker.owner_views().items():
+        every = [torch.empty_like(own) for _ in range(world_size)]
+        torch.distributed.all_gather(every, own)
+        found[fqn] = torch.cat(every)
+    return found
 
 
 def refused(rank: int, world_size: int, path: str) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,19 +18,27 @@ _END = 34 if SWEEPS_ARE_WHOLE else 17
 
 
 @pytest.fixture(scope="module")
-def stream(two_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Publish versions from two ranks, and check that training continues from each."""
+def continued(two_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """Publish versions from two ranks and train on from each; return the stream and the differences on each rank."""
     path = tmp_path_factory.mktemp("collisions")
-    found = two_ranks.run(f"{_CASES}:continued", path=str(path), cuts=_CUTS, end=_END)
+    return path, two_ranks.run(f"{_CASES}:continued", path=str(path), cuts=_CUTS, end=_END)
+
+
+@pytest.fixture(scope="module")
+def stream(continued: tuple[Path, list[Any]]) -> Path:
+    return continued[0]
+
+
+def check_continued(found: list[Any], end: int) -> None:
     for rank in found:
-        assert rank["iteration"] == _END
+        assert rank["wrong"] == []
+        assert rank["iteration"] == end
         assert max(rank["history"]) > 0, "at some cuts, ids wait for the next eviction"
-    return path
 
 
 @pytest.mark.promise("resumed")
-def test_training_with_evictions_continues_bit_for_bit(stream: Path) -> None:
-    assert (stream / "seen-2.pt").exists()
+def test_training_with_evictions_continues_bit_for_bit(continued: tuple[Path, list[Any]]) -> None:
+    check_continued(continued[1], _END)
 
 
 def test_one_rank_keeps_the_raw_ids_of_two(one_rank: RankPool, stream: Path) -> None:
@@ -41,7 +50,7 @@ def test_one_rank_keeps_the_raw_ids_of_two(one_rank: RankPool, stream: Path) -> 
 def test_two_ranks_keep_the_raw_ids_of_four_bit_for_bit(
     two_ranks: RankPool, four_ranks: RankPool, tmp_path: Path
 ) -> None:
-    four_ranks.run(f"{_CASES}:continued", path=str(tmp_path), cuts=[10, 15], end=18)
+    check_continued(four_ranks.run(f"{_CASES}:continued", path=str(tmp_path), cuts=[10, 15], end=18), 18)
     for found in two_ranks.run(f"{_CASES}:resharded", path=str(tmp_path), before=4):
         assert all(min(known.values()) > 4 for known in found.values())
 
