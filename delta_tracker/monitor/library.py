@@ -84,6 +84,8 @@ DEFINITIONS: dict[str, Definition] = {
     "published_versions": _counter("published_versions", "Committed versions.", "publisher", "kind", is_logical=True),
     "applied_rows": _counter("applied_rows", "Rows written to a predictor's model.", "predictor", "table"),
     "applied_versions": _counter("applied_versions", "Versions applied by a predictor.", "predictor", "kind"),
+    "admitted_ids": _counter("admitted_ids", "Raw ids that a predictor mapped to rows.", "predictor", "table"),
+    "evicted_ids": _counter("evicted_ids", "Raw ids that a predictor removed from rows.", "predictor", "table"),
     # Cost
     "record_seconds": _seconds("record_seconds", "Host time of a hook to record a batch's rows.", "tracker"),
     "read_seconds": _seconds("read_seconds", "Time to read a delta from the tracker.", "publisher", "consumer"),
@@ -173,6 +175,8 @@ class LibraryMetrics:
     published_versions: Counter
     applied_rows: Counter
     applied_versions: Counter
+    admitted_ids: Counter
+    evicted_ids: Counter
     record_seconds: Histogram
     read_seconds: Histogram
     encode_seconds: Histogram

@@ -47,6 +47,14 @@ class PredictorGauges:
             self._recorder.applied_rows.cell(table=fqn).add(num_rows)
         self._recorder.applied_version.set(manifest.version)
 
+    def admitted(self, fqn: str, num_ids: int) -> None:
+        """Count raw ids of a table that were mapped to rows."""
+        self._recorder.admitted_ids.cell(table=fqn).add(num_ids)
+
+    def evicted(self, fqn: str, num_ids: int) -> None:
+        """Count raw ids of a table that were removed from their rows."""
+        self._recorder.evicted_ids.cell(table=fqn).add(num_ids)
+
     def resynced(self, fault: Exception) -> None:
         """Count a resync and the fault that caused it."""
         self._recorder.resyncs.cell(reason=type(fault).__name__).add(1)

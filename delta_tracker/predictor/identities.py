@@ -104,11 +104,21 @@ class OwnerChange:
             return []
         return [bucket.default for bucket in self.identity.buckets if bucket.default is not None]
 
-    def unmap(self) -> None:
-        """Remove the raw ids of the rows whose owner changes. The caller must hold the lock for writing."""
+    def num_admitted(self) -> int:
+        """Return the number of rows that get a raw id, which :meth:`map` maps."""
+        first = self.raw_ids.rows[0]
+        return int((self.final[self.slots - first] != NO_OWNER).sum())
+
+    def unmap(self) -> int:
+        """Remove the raw ids of the rows whose owner changes. The caller must hold the lock for writing.
+
+        Returns:
+            The number of removed raw ids.
+        """
         is_owned = self.former != NO_OWNER
         if bool(is_owned.any()):
             self.raw_ids.unmap(self.slots[is_owned], self.former[is_owned])
+        return int(is_owned.sum())
 
     def adopt(self) -> None:
         """Route unknown raw ids by the buckets of the version. The caller must hold the lock for writing."""

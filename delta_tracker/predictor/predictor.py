@@ -169,6 +169,7 @@ class Predictor(Forkable):
         self._is_mixed = False  # True if the tables may mix rows of unrelated versions; only a snapshot repairs that
         self._pinned: int | None = None
         self._rows = self._num_bytes = self._resyncs = self._num_failures = 0
+        self._num_admitted = self._num_evicted = 0
         self._last_resync = ""
         # Kind and version of a fault, and the entry of a resync after it. Texts of errors differ at each attempt.
         self._ways: deque[tuple[object, int | None, Link]] = deque(maxlen=_NUM_WAYS)
@@ -245,6 +246,8 @@ class Predictor(Forkable):
             last_resync=self._last_resync,
             error=None if error is None else f"{type(error).__name__}: {error}",
             pinned=self._pinned,
+            admitted=self._num_admitted,
+            evicted=self._num_evicted,
         )
 
     def sync(self, limit: int | None = None) -> int:
@@ -629,7 +632,10 @@ class Predictor(Forkable):
         """
         with self._fence.writing():
             for change in changes:
-                change.unmap()
+                # Counted here: a second attempt does not find the raw ids that a failed one has removed.
+                if num_evicted := change.unmap():
+                    self._num_evicted += num_evicted
+                    self._gauges.evicted(change.fqn, num_evicted)
             for chunk in default_rows:
                 chunk.write()
             for change in changes:
@@ -647,6 +653,9 @@ class Predictor(Forkable):
             is_mixed, self._is_mixed = self._is_mixed, True
             change.map(ready)
             self._is_mixed = is_mixed
+        num_admitted = change.num_admitted()
+        self._num_admitted += num_admitted
+        self._gauges.admitted(change.fqn, num_admitted)
 
     def _begin(self, manifest: Manifest) -> None:
         """Record that rows of a version are about to be written."""

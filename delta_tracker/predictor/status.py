@@ -32,6 +32,9 @@ class Status:
         last_resync: description of the last resync; empty before the first.
         error: type and message of :attr:`Predictor.error`; None without an error.
         pinned: version to which the predictor was rolled back; None without a rollback.
+        admitted: number of raw ids mapped to rows since the start; a raw id that moves to another row is counted. A
+            table with several mappings is counted for each of them.
+        evicted: number of raw ids removed from their rows since the start, counted in the same way.
     """
 
     stream: str | None
@@ -44,3 +47,5 @@ class Status:
     last_resync: str
     error: str | None
     pinned: int | None
+    admitted: int = 0
+    evicted: int = 0

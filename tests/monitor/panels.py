@@ -115,6 +115,8 @@ PANELS = (
     Panel(row="Volume", title="Published versions", metric="published_versions", by=("publisher", "kind")),
     Panel(row="Volume", title="Applied rows", metric="applied_rows", by=("predictor", "table")),
     Panel(row="Volume", title="Applied versions", metric="applied_versions", by=("predictor", "kind")),
+    Panel(row="Volume", title="Admitted raw ids", metric="admitted_ids", by=("predictor", "table")),
+    Panel(row="Volume", title="Evicted raw ids", metric="evicted_ids", by=("predictor", "table")),
     Panel(row="Cost", title="Record a batch", metric="record_seconds", by=("tracker",)),
     Panel(row="Cost", title="Read a delta", metric="read_seconds", by=("publisher", "consumer")),
     Panel(row="Cost", title="Encode a part", metric="encode_seconds", by=("publisher",)),

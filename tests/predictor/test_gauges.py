@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from delta_tracker import Predictor, Storage
+from delta_tracker import Predictor, RawIdIndex, Storage
 from delta_tracker.errors import CorruptPartError, InvalidArgumentError, StorageError
 from delta_tracker.monitor import MONITOR, Monitor
+from delta_tracker.raw_ids import NO_OWNER
 from tests.monitor.figures import Figures
+from tests.predictor.identity_histories import DIM, History
+from tests.predictor.identity_histories import FQN as RAW_FQN
 from tests.stream.streams import FQN, Writer
 
 
@@ -33,6 +36,20 @@ def test_a_predictor_counts_applied_and_skipped_versions(tmp_path: Path) -> None
     assert figures.of("apply_seconds", predictor="predictor") == 2
     assert figures.of("resyncs", predictor="predictor", reason="CorruptPartError") == 1
     assert figures.of("refused_parts", predictor="predictor", reason="corrupt") == 1
+
+
+def test_a_predictor_counts_admitted_and_evicted_raw_ids() -> None:
+    history, monitor = History(3), Monitor()
+    table, index = torch.zeros(history.num_rows, DIM), RawIdIndex(history.num_rows)
+    predictor = Predictor({RAW_FQN: table}, history.storage, raw_ids={RAW_FQN: index}, monitor=monitor)
+    for _ in range(6):
+        history.delta()
+        predictor.sync()
+    status, figures = predictor.status(), Figures(monitor)
+    assert status.admitted > status.evicted > 0
+    assert figures.of("admitted_ids", predictor="predictor", table=RAW_FQN) == status.admitted
+    assert figures.of("evicted_ids", predictor="predictor", table=RAW_FQN) == status.evicted
+    assert status.admitted - status.evicted == int((index.owners() != NO_OWNER).sum())
 
 
 def test_two_predictors_have_separate_metrics() -> None:

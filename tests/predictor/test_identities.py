@@ -361,3 +361,24 @@ def test_lookups_in_other_threads_never_read_the_row_of_another_raw_id() -> None
     assert not wrong
     assert min(num_lookups) > 0
     assert torch.equal(table, history.states[history.version].rows)
+
+
+@pytest.mark.parametrize("breaks", [False, True], ids=["", "after failed attempts"])
+def test_admitted_and_evicted_raw_ids_are_counted(breaks: bool) -> None:
+    history = History(3)
+    follower = Follower(history)
+    held, expected = torch.full((history.num_rows,), NO_OWNER), [0, 0]
+    for count in range(12):
+        if count:
+            history.delta()
+        owners = history.states[history.version].owners
+        for number, each in enumerate((owners, held)):
+            expected[number] += int(((owners != held) & (each != NO_OWNER)).sum())
+        held = owners
+        if breaks:
+            follower.break_at(1 + count % 3)
+            follower.sync()
+        assert follower.sync()
+        status = follower.predictor.status()
+        assert [status.admitted, status.evicted] == expected
+    assert min(expected) > 0

@@ -25,6 +25,25 @@ def _blocks(contents):
 
 REVERTS = [
     Revert(
+        defect="raw ids that a failed attempt has removed are not counted as evicted",
+        generator="tests/predictor/test_identities.py::test_admitted_and_evicted_raw_ids_are_counted",
+        edits={
+            _PREDICTOR: [
+                (
+                    "                if num_evicted := change.unmap():\n",
+                    "                if (num_evicted := change.unmap()) < 0:\n",
+                ),
+                (
+                    "        num_admitted = change.num_admitted()\n",
+                    (
+                        "        num_admitted = change.num_admitted()\n"
+                        "        self._num_evicted += int((change.former != torch.iinfo(torch.int64).max).sum())\n"
+                    ),
+                ),
+            ],
+        },
+    ),
+    Revert(
         defect="rows are written while their former owners are still mapped to them",
         generator=_RANDOM,
         edits={
