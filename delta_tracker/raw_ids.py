@@ -108,10 +108,21 @@ def check_owners(identity: Identity, slots: Tensor, owners: Tensor, *, is_unique
     if wrong.any():
         row, owner = int(slots[wrong][0]), int(owners[wrong][0])
         raise ValueError(f"row {row} has the raw id {owner}, which belongs to another bucket")
-    if not is_unique:
-        return
+    if is_unique:
+        check_unique(owners)
+
+
+def check_unique(owners: Tensor) -> None:
+    """Check that no raw id owns two rows. Waits for the device of ``owners``.
+
+    Args:
+        owners: ``[N]`` int64 raw ids of rows, :data:`NO_OWNER` if none.
+
+    Raises:
+        ValueError: if a raw id owns two rows.
+    """
     ordered = _sorted(owners)
-    twice = ordered[1:][ordered[1:] == ordered[:-1]]
+    twice = ordered[1:][(ordered[1:] == ordered[:-1]) & (ordered[1:] != NO_OWNER)]
     if len(twice):
         raise ValueError(f"the raw id {int(twice[0])} has two rows")
 

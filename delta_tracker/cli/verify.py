@@ -16,7 +16,7 @@ from delta_tracker.cli.survey import contiguous
 from delta_tracker.cli.text import plain, several, size
 from delta_tracker.cli.times import Skews
 from delta_tracker.errors import CorruptPartError, MalformedError
-from delta_tracker.raw_ids import NO_OWNER, check_owners
+from delta_tracker.raw_ids import NO_OWNER, check_owners, check_unique
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.manifest import Link, Manifest, Part, Stored
 from delta_tracker.stream.format.part_reader import PartReader, Ranged, read_training
@@ -132,14 +132,16 @@ class _Owners:
             self.forget()
             yield "its buckets of raw ids are not those of its predecessor, but it is no snapshot"
             return
-        changed: dict[str, None] = {}
+        changed: dict[str, list[Tensor]] = {}
         for fqn, ids, owners in new:
             if fqn in self._held:
                 self._held[fqn][ids] = owners
-                changed[fqn] = None
-        for fqn in changed:
+                changed.setdefault(fqn, []).append(torch.arange(ids.start, ids.stop) if isinstance(ids, slice) else ids)
+        for fqn, pieces in changed.items():
             try:
-                check_owners(self._identities[fqn], torch.arange(len(self._held[fqn])), self._held[fqn])
+                rows = torch.cat(pieces)
+                check_owners(self._identities[fqn], rows, self._held[fqn][rows], is_unique=False)
+                check_unique(self._held[fqn])
             except ValueError as error:
                 yield f"after it, in table {fqn!r}: {error}"
 

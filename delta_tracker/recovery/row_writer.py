@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from delta_tracker.predictor.placement import place
-from delta_tracker.recovery.fit import wanted
 from delta_tracker.recovery.targets import as_tables
 from delta_tracker.row_target import RowTarget
 from delta_tracker.stream.format.block_rows import CHUNK_BYTES, BlockRows
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.overlay import newest
 from delta_tracker.stream.format.part_reader import PartReader, Ranged
+from delta_tracker.stream.format.shard_rows import wanted
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import ShardSpec
 

@@ -17,6 +17,7 @@ CPU. Nothing here was run on a GPU.
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, cast
@@ -121,8 +122,44 @@ def _sorted_owners(module: MCHManagedCollisionModule) -> SortedOwners:
     return SortedOwners(module._mch_sorted_raw_ids, module._mch_remapped_ids_mapping, _rows(module))  # noqa: SLF001
 
 
-class MchMap:
-    """Mapping in a ``MCHManagedCollisionModule``. See :class:`~delta_tracker.raw_ids.RawIdMap` for the methods.
+class _ModuleMap(ABC):
+    """Mapping in a managed-collision module. See :class:`~delta_tracker.raw_ids.RawIdMap` for the methods.
+
+    Args:
+        module: the module.
+        num_shards: number of shards of a quantized table in this process.
+        rows: half-open range of the global row ids of the module.
+    """
+
+    def __init__(self, module: Any, num_shards: int, rows: tuple[int, int]) -> None:  # noqa: ANN401  torchrec's
+        self._module = module
+        self._num_shards = num_shards
+        self.rows = rows
+
+    @property
+    @abstractmethod
+    def memory(self) -> Tensor:
+        """Tensor of the mapping."""
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """Device of the mapping."""
+        return (self.memory.device,)
+
+    def refusal(self, identity: Identity) -> str:
+        """Return the reason why the module cannot serve the buckets of a stream; the empty string if it can."""
+        kind = type(self._module).__name__
+        if self._module.training:
+            return f"mapped by a {kind} in training mode, which admits raw ids itself: call model.eval()"
+        return next(self._refusals(identity, kind), "")
+
+    @abstractmethod
+    def _refusals(self, identity: Identity, kind: str) -> Iterator[str]:
+        """Yield each reason of :meth:`refusal` for a module of the class ``kind`` in evaluation mode."""
+
+
+class MchMap(_ModuleMap):
+    """Mapping in a ``MCHManagedCollisionModule``.
 
     Args:
         module: the module, unsharded or one shard.
@@ -130,29 +167,15 @@ class MchMap:
     """
 
     def __init__(self, module: MCHManagedCollisionModule, num_shards: int) -> None:
-        self._module = module
-        self._num_shards = num_shards
-        self.rows = _rows(module)
+        super().__init__(module, num_shards, _rows(module))
 
     @property
     def memory(self) -> Tensor:
         """Rows of the sorted raw ids."""
         return cast(Tensor, self._module._mch_remapped_ids_mapping)  # noqa: SLF001
 
-    @property
-    def devices(self) -> tuple[torch.device, ...]:
-        """Device of the module's buffers."""
-        return (self.memory.device,)
-
-    def refusal(self, identity: Identity) -> str:
-        """Return the reason why the module cannot serve the buckets of a stream; the empty string if it can."""
-        return next(self._refusals(identity), "")
-
-    def _refusals(self, identity: Identity) -> Iterator[str]:
+    def _refusals(self, identity: Identity, kind: str) -> Iterator[str]:
         module = self._module
-        kind = type(module).__name__
-        if module.training:
-            yield f"mapped by a {kind} in training mode, which admits raw ids itself: call model.eval()"
         if type(module).remap is not MCHManagedCollisionModule.remap or not isinstance(
             module.__dict__.get("remap"), _Routed | None
         ):
@@ -230,8 +253,8 @@ class MchMap:
         return [each for each in found if each is not None and first <= each < end]
 
 
-class HashMap:
-    """Mapping in a ``HashZchManagedCollisionModule``. See :class:`~delta_tracker.raw_ids.RawIdMap` for the methods.
+class HashMap(_ModuleMap):
+    """Mapping in a ``HashZchManagedCollisionModule``.
 
     Args:
         module: the module, unsharded.
@@ -239,30 +262,16 @@ class HashMap:
     """
 
     def __init__(self, module: Any, num_shards: int) -> None:  # noqa: ANN401  imported only if the model has one
-        self._module = module
-        self._num_shards = num_shards
         segments = module._output_segments  # noqa: SLF001
-        self.rows = (segments[module._start_bucket], segments[module._end_bucket])  # noqa: SLF001
+        super().__init__(module, num_shards, (segments[module._start_bucket], segments[module._end_bucket]))  # noqa: SLF001
 
     @property
     def memory(self) -> Tensor:
         """Raw ids by row, -1 if there is none, ``[R, 1]``."""
         return cast(Tensor, self._module._hash_zch_identities.data)  # noqa: SLF001
 
-    @property
-    def devices(self) -> tuple[torch.device, ...]:
-        """Device of the raw ids."""
-        return (self.memory.device,)
-
-    def refusal(self, identity: Identity) -> str:
-        """Return the reason why the module cannot serve the buckets of a stream; the empty string if it can."""
-        return next(self._refusals(identity), "")
-
-    def _refusals(self, identity: Identity) -> Iterator[str]:
+    def _refusals(self, identity: Identity, kind: str) -> Iterator[str]:
         module = self._module
-        kind = type(module).__name__
-        if module.training:
-            yield f"mapped by a {kind} in training mode, which admits raw ids itself: call model.eval()"
         if identity.buckets[0].default is not None:
             yield f"mapped by a {kind}, which has no default rows, unlike the trainer's module"
         if not module.disable_fallback or module._no_bag or module._opt_in_prob != -1:  # noqa: SLF001
@@ -289,8 +298,18 @@ class HashMap:
 
     def slots_of(self, raw_ids: Tensor) -> Tensor:
         """Return the row of each raw id, ``[N]`` int64 on the CPU; -1 if it is unknown."""
-        owners, order = self.owners().sort()
-        return SortedOwners(owners, order + self.rows[0], self.rows).slots_of(raw_ids)
+        wanted, places = torch.unique(raw_ids, return_inverse=True)
+        slots = torch.full_like(wanted, _EMPTY)
+        if len(wanted):
+            # Sorting the owners takes much longer. Few of them have the low bits of an id.
+            owners, low = self.owners(), (1 << (8 * len(wanted)).bit_length()) - 1
+            may_be = torch.zeros(low + 1, dtype=torch.bool)
+            may_be[wanted & low] = True
+            rows = (may_be[owners & low] & (owners != NO_OWNER)).nonzero().flatten()
+            at = torch.searchsorted(wanted[:-1], owners[rows])
+            is_found = wanted[at] == owners[rows]
+            slots[at[is_found]] = rows[is_found] + self.rows[0]
+        return slots[places]
 
     def conflict(self, slots: Tensor, owners: Tensor) -> str:
         """Return the reason why the module would not find the owners of some rows; the empty string if it would."""

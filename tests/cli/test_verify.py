@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from delta_tracker.cli import verify as verify_command
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.state_tree import pack
 from delta_tracker.stream.format import digests
-from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.format.block_rows import BlockRows
+from delta_tracker.stream.format.encoding import Encoding
+from delta_tracker.stream.format.manifest import Block, Manifest
 from delta_tracker.stream.format.part_reader import PartReader
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.storage.storage import Storage
-from delta_tracker.types import StateSpec, TableStates
+from delta_tracker.types import Bucket, Identity, StateSpec, TableStates
 from tests.cli.commands import IDENTITY, Cli, entry, flip, make_owned, path_of, url_of
-from tests.stream.streams import Writer
+from tests.stream.streams import FQN, Writer
 
 
 def test_verify_accepts_an_intact_stream(cli: Cli, writer: Writer) -> None:
@@ -219,3 +223,30 @@ def test_verify_takes_listed_owners_over_those_of_whole_blocks(cli: Cli, tmp_pat
     writer.owners[5] = NO_OWNER
     writer.write("snapshot", [writer.rows([5]), whole])
     assert cli.json("verify", url_of(writer))["ok"]
+
+
+def _range(column: Tensor, begin: int, end: int) -> Tensor:
+    return column[begin:end]
+
+
+def test_raw_ids_with_two_rows_are_found_after_each_version() -> None:
+    random, num_rows = torch.Generator().manual_seed(4), 40
+    identity = Identity(1000, (Bucket((0, num_rows), None),))
+    entry = Writer(Storage("memory://"), num_rows, identity=identity).snapshot()
+    owners, held = verify_command._Owners(), torch.full((num_rows,), NO_OWNER)
+    assert list(owners.problems(entry, is_whole=True)) == []
+    num_found = 0
+    for _ in range(200):
+        ids = torch.randperm(num_rows, generator=random)[:4].sort().values
+        new = torch.randint(0, 400, (4, 1), generator=random)
+        new[0] = NO_OWNER
+        held[ids] = new[:, 0]
+        block = Block(FQN, (0, num_rows), (0, 4), 4, "list", Encoding.F32)
+        owners.add(BlockRows(block, ids, partial(_range, new), (), partial(_range, new)))
+        owned = held[held != NO_OWNER].tolist()
+        twice = len(owned) > len(set(owned))
+        problems = list(owners.problems(replace(entry, kind="delta"), is_whole=True))
+        assert bool(problems) == twice
+        assert all("has two rows" in each for each in problems)
+        num_found += twice
+    assert 5 < num_found < 195, num_found

@@ -306,19 +306,15 @@ class Follower:
 
     def sync(self, limit: int | None = None) -> bool:
         """Return True if the call succeeds."""
-        try:
-            self.predictor.sync(limit)
-        except (StreamError, MemoryError):
-            return False
-        finally:
-            self.check()
-        self.assert_holds()
-        return True
+        return self._succeeds(lambda: self.predictor.sync(limit))
 
     def rollback(self, version: int) -> bool:
         """Return True if the call succeeds."""
+        return self._succeeds(lambda: self.predictor.rollback(version))
+
+    def _succeeds(self, call: Callable[[], object]) -> bool:
         try:
-            self.predictor.rollback(version)
+            call()
         except (StreamError, MemoryError):
             return False
         finally:

@@ -534,3 +534,10 @@ def test_a_traced_model_with_a_collection_as_a_leaf() -> None:
     traced = torch.fx.GraphModule(lookups, tracer.trace(lookups))
     _predictor(traced, history).sync()
     _assert_answers(model, history)
+
+
+def test_a_hash_module_returns_the_rows_of_raw_ids() -> None:
+    mapping = HashMap(_hash(), 1)
+    mapping.memory[[1, 3], 0] = torch.tensor([9, 4])
+    assert mapping.slots_of(torch.tensor([4, 9, 4, 5, 2**62, -1, NO_OWNER])).tolist() == [3, 1, 3, -1, -1, -1, -1]
+    assert mapping.slots_of(torch.empty(0, dtype=torch.int64)).tolist() == []
