@@ -16,7 +16,7 @@ from torch import Tensor
 from delta_tracker.errors import CorruptPartError, InvalidArgumentError, MalformedError
 from delta_tracker.stream.cursor import Place
 from delta_tracker.stream.format.manifest import Manifest, Schema
-from delta_tracker.stream.format.part_reader import read_parts
+from delta_tracker.stream.format.shard_rows import rows_of
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.types import ShardSpec
 
@@ -66,7 +66,7 @@ def rows_to_repair(
             if entry.kind == "delta" and entry.schema != schema:
                 return None
             link = entry.link
-            for fqn, ids in _listed(log, entry, shards):
+            for fqn, ids in rows_of(log.storage, entry, shards):
                 found.setdefault(fqn, []).append(ids)
     except (CorruptPartError, MalformedError) as error:
         _logger.warning("a version after the checkpoint is unreadable; all rows are sent: %s", error)
@@ -89,17 +89,3 @@ def _continues(log: StreamLog, version: int, schema: Schema) -> bool:
             return entry.schema == schema
         version -= 1
     return True
-
-
-def _listed(log: StreamLog, entry: Manifest, shards: Mapping[str, ShardSpec]) -> list[tuple[str, Tensor]]:
-    """Return a pair (table FQN, local ids) for each block of ``entry`` that contains rows of this rank."""
-    found = []
-    for reader in read_parts(log.storage, entry):
-        for rows in reader.rows:
-            block, shard = rows.block, shards[rows.block.table]
-            ids = torch.arange(*block.rows) if rows.ids is None else rows.ids
-            first, end = shard.row_offset, shard.row_offset + shard.num_rows
-            ids = ids[(ids >= first) & (ids < end)]
-            if len(ids):
-                found.append((block.table, ids - first))
-    return found

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from delta_tracker.errors import InvalidArgumentError, RestoreMismatchError
-from delta_tracker.stream.format.manifest import DenseSpec, Part
+from delta_tracker.stream.format.manifest import DenseSpec
 from delta_tracker.types import ShardSpec, TableSpec, TableStates
 
 DATA = "data"  # name of the position in the data, among the states of the ranks
@@ -99,23 +99,6 @@ def check_fit(saved: Saved, job: Job, ignore: Collection[str] = ()) -> None:
             )
 
 
-def wanted(part: Part, shards: Mapping[str, ShardSpec]) -> set[int]:
-    """Return the numbers of the blocks of a part that have rows and columns of this rank's shards.
-
-    Args:
-        part: record of the part.
-        shards: FQN to shard. Blocks of other tables are omitted.
-    """
-    return {
-        number
-        for number, block in enumerate(part.blocks)
-        if block.num_rows
-        and (shard := shards.get(block.table)) is not None
-        and _overlap(block.rows, (shard.row_offset, shard.row_offset + shard.num_rows))
-        and any(_overlap(block.columns, columns) for columns in shard.columns)
-    }
-
-
 def _check_optimizer(fqn: str, saved: Saved, job: Job) -> None:
     """Check that the states of a table's optimizer can be restored to this rank's shard."""
     expected, shard = saved.states.get(fqn), job.shards[fqn]
@@ -177,7 +160,3 @@ def _place(shard: ShardSpec) -> str:
 
 def _listed(states: TableStates) -> str:
     return ", ".join(f"{each.name} ({each.dtype} per {each.width})" for each in states.states) or "none"
-
-
-def _overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
-    return one[0] < other[1] and other[0] < one[1]

@@ -77,8 +77,8 @@ class _Search:
             raise self._error(f"version {place.version} was replaced")
         for entry in path:
             if entry.schema != path[0].schema:
-                reason = f"version {entry.version} has other tables, states or another format than the snapshot"
-                raise self._error(f"{reason} of version {path[0].version}")
+                reason = f"version {entry.version} has other tables, states, buckets of raw ids or another format"
+                raise self._error(f"{reason} than the snapshot of version {path[0].version}")
         return path
 
     def _target(self) -> Manifest:

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from delta_tracker.errors import CorruptPartError, MalformedError
-from delta_tracker.recovery.fit import wanted
 from delta_tracker.recovery.library import Consumer, Library
 from delta_tracker.stream.format.manifest import Manifest
-from delta_tracker.stream.format.part_reader import PartReader, Ranged
+from delta_tracker.stream.format.shard_rows import local_rows, rows_of
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.types import ShardSpec
 
@@ -101,36 +100,10 @@ def rows_after(
             if entry is None or entry.link != link or entry.kind == "snapshot" or entry.parent is None:
                 return None
             if entry.kind == "delta":
-                for fqn, ids in _listed(log, entry, shards):
+                for fqn, ids in rows_of(log.storage, entry, shards):
                     found.setdefault(fqn, []).append(ids)
             link = entry.parent
     except (CorruptPartError, MalformedError) as error:
         _logger.warning("a version that a consumer had not read is unreadable; all rows are pending for it: %s", error)
         return None
     return {fqn: torch.unique(torch.cat(ids)) for fqn, ids in found.items()}
-
-
-def local_rows(ids: Tensor, shard: ShardSpec) -> Tensor:
-    """Return the local ids of those rows that are in a shard.
-
-    Args:
-        ids: ``[N]`` int64 global ids.
-        shard: the shard.
-    """
-    local = ids - shard.row_offset
-    return local[(local >= 0) & (local < shard.num_rows)]
-
-
-def _listed(log: StreamLog, entry: Manifest, shards: Mapping[str, ShardSpec]) -> list[tuple[str, Tensor]]:
-    """Return a pair (table FQN, local ids) for each block of ``entry`` with rows of this rank."""
-    found = []
-    for part in entry.parts:
-        blocks = wanted(part, shards)
-        if blocks:
-            reader = PartReader(log.storage, part, entry, source=Ranged(log.storage, part), blocks=blocks)
-            for rows in reader.rows:
-                ids = torch.arange(*rows.block.rows) if rows.ids is None else rows.ids
-                ids = local_rows(ids, shards[rows.block.table])
-                if len(ids):
-                    found.append((rows.block.table, ids))
-    return found

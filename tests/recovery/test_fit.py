@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from delta_tracker.errors import InvalidArgumentError, RestoreMismatchError
-from delta_tracker.recovery.fit import DATA, Job, Saved, check_fit, wanted
+from delta_tracker.recovery.fit import DATA, Job, Saved, check_fit
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block, DenseSpec, Part
+from delta_tracker.stream.format.shard_rows import wanted
 from delta_tracker.types import ShardSpec, StateSpec, TableSpec, TableStates
 
 _FUSED = TableSpec("fused", 10, 8, torch.float32)

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from delta_tracker.errors import InvalidArgumentError, MalformedError, NotRecoverableError
 from delta_tracker.recovery.path import recovery_path
-from delta_tracker.recovery.pending import local_rows, rows_after
+from delta_tracker.recovery.pending import rows_after
 from delta_tracker.state_tree import pack
 from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.format.shard_rows import local_rows
 from delta_tracker.stream.log import Merged, StreamLog, entry_name
 from delta_tracker.stream.storage.storage import Storage
-from delta_tracker.types import ShardSpec, StateSpec, TableStates
+from delta_tracker.types import Bucket, Identity, ShardSpec, StateSpec, TableStates
 from tests.stream.streams import FQN, Writer
 
 _STATES = TableStates("EXACT_TEST", ((0, 4),), (StateSpec("sum", torch.float32, "range"),))
@@ -35,8 +36,8 @@ class Stream:
             else:
                 self.writer.delta([version])
 
-    def claim(self, states: TableStates | None = _STATES) -> Writer:
-        writer = Writer(self.storage, states=states)
+    def claim(self, states: TableStates | None = _STATES, identity: Identity | None = None) -> Writer:
+        writer = Writer(self.storage, states=states, identity=identity)
         writer.training = [pack({}, "state")]
         return writer
 
@@ -179,6 +180,13 @@ def test_a_version_without_training_states_is_refused() -> None:
     assert found(stream, 12)
 
 
+def test_a_delta_with_other_buckets_of_raw_ids_is_refused() -> None:
+    stream = Stream()
+    stream.claim(identity=Identity(100, (Bucket((0, 20), 19),))).delta([1])
+    with pytest.raises(NotRecoverableError, match=r"version 14 has other .* buckets of raw ids .* than the snapshot"):
+        recovery_path(stream.log)
+
+
 @pytest.mark.parametrize(
     "states", [None, replace(_STATES, optimizer="EXACT_OTHER"), replace(_STATES, states=()), "columns"], ids=str
 )
@@ -189,7 +197,9 @@ def test_a_delta_after_other_tables_or_states_is_refused(states: TableStates | s
     assert not isinstance(states, str)
     stream.claim(states).delta([1])  # no publisher writes it without a snapshot
     stream.claim().delta([2])
-    with pytest.raises(NotRecoverableError, match="version 14 has other tables, states or another format"):
+    with pytest.raises(
+        NotRecoverableError, match="version 14 has other tables, states, buckets of raw ids or another format"
+    ):
         recovery_path(stream.log)
 
 

@@ -1,0 +1,71 @@
+"""Rows of a version that are in the shards of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from delta_tracker.stream.format.manifest import Manifest, Part
+from delta_tracker.stream.format.part_reader import PartReader, Ranged
+from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.types import ShardSpec
+
+
+def wanted(part: Part, shards: Mapping[str, ShardSpec]) -> set[int]:
+    """Return the numbers of the blocks of a part that have rows and columns of this rank's shards.
+
+    Args:
+        part: record of the part.
+        shards: FQN to shard. Blocks of other tables are omitted.
+    """
+    return {
+        number
+        for number, block in enumerate(part.blocks)
+        if block.num_rows
+        and (shard := shards.get(block.table)) is not None
+        and _overlap(block.rows, (shard.row_offset, shard.row_offset + shard.num_rows))
+        and any(_overlap(block.columns, columns) for columns in shard.columns)
+    }
+
+
+def local_rows(ids: Tensor, shard: ShardSpec) -> Tensor:
+    """Return the local ids of those rows that are in a shard.
+
+    Args:
+        ids: ``[N]`` int64 global ids.
+        shard: the shard.
+    """
+    local = ids - shard.row_offset
+    return local[(local >= 0) & (local < shard.num_rows)]
+
+
+def rows_of(storage: Storage, entry: Manifest, shards: Mapping[str, ShardSpec]) -> list[tuple[str, Tensor]]:
+    """Return a pair (table FQN, ``[N]`` int64 local ids) for each block of an entry with rows of this rank.
+
+    Reads only parts with such blocks, and of a part of format 2 only the ids.
+
+    Args:
+        storage: store of the stream.
+        entry: the entry.
+        shards: FQN to shard of this rank. Other tables are omitted.
+
+    Raises:
+        CorruptPartError: if a part does not match its record.
+        StorageError: if the store cannot be read.
+    """
+    found = []
+    for part in entry.parts:
+        if blocks := wanted(part, shards):
+            source = Ranged(storage, part) if part.body else None  # a part of format 1 can only be checked as a whole
+            for rows in PartReader(storage, part, entry, source=source, blocks=blocks).rows:
+                ids = torch.arange(*rows.block.rows) if rows.ids is None else rows.ids
+                ids = local_rows(ids, shards[rows.block.table])
+                if len(ids):
+                    found.append((rows.block.table, ids))
+    return found
+
+
+def _overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    return one[0] < other[1] and other[0] < one[1]
