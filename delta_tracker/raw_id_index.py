@@ -144,8 +144,8 @@ class RawIdIndex:
     """Index of the rows of raw ids in a table, on the CPU, for serving code without torchrec.
 
     Pass it to a :class:`~delta_tracker.predictor.predictor.Predictor` as ``raw_ids``, which keeps it up to date. Look
-    ids and rows up in one ``with predictor.reading()`` block. Takes 16 bytes per row, and about 80 more while a version
-    is applied.
+    ids and rows up in one ``with predictor.reading()`` block. Takes 16 bytes per row, and up to 95 more while a version
+    that changes the owners of all rows is applied.
 
     Args:
         num_rows: number of rows of the table.

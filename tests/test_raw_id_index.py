@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,10 +13,12 @@ from hypothesis import strategies as st
 
 from delta_tracker import RawIdIndex
 from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.predictor.identities import owner_changes
 from delta_tracker.raw_id_index import SortedOwners
 from delta_tracker.raw_ids import NO_OWNER, defaults_of
 from delta_tracker.types import Bucket, Identity
 
+_APPLIED_BYTES = 95  # per row, while a version is applied that changes the owners of all rows
 _IDS = st.one_of(st.integers(-3, 12), st.sampled_from([-(2**63), -(2**63) + 1, 2**63 - 2]))
 
 
@@ -140,3 +144,42 @@ def test_unknown_ids_read_the_default_rows_of_their_buckets() -> None:
     expected = defaults_of(index.identity, ids)
     expected[ids == 10], expected[ids == 60] = 0, 5
     assert torch.equal(index.rows_of(ids), expected)
+
+
+def _peak_bytes(call: Callable[[], object]) -> int:
+    """Return the most memory that the tensors and arrays of a call took at one time, in bytes."""
+    tracemalloc.start()  # numpy reports its arrays to it
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            call()
+        _, arrays = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    events = [each for each in profile.profiler.kineto_results.events() if each.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda each: each.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak + arrays
+
+
+def test_the_memory_per_row_is_as_documented() -> None:
+    num_rows = 100_000
+    identity = Identity(0, (Bucket((0, num_rows), num_rows - 1),))
+    index = RawIdIndex(num_rows)
+    assert (
+        sum(each.untyped_storage().nbytes() for each in (index._owners.raw_ids, index._owners.slots)) == 16 * num_rows
+    )
+    owners = torch.randperm(num_rows)
+    owners[-1] = NO_OWNER
+    for first in (0, num_rows):  # the second version changes the owners of all rows
+        version = {"t": (torch.arange(num_rows), torch.where(owners == NO_OWNER, NO_OWNER, owners + first))}
+
+        def apply(version: Any = version) -> None:
+            for change in owner_changes(version, {"t": identity}, {"t": (index,)}):
+                change.unmap()
+                change.adopt()
+                change.map(change.ready())
+
+        peak = _peak_bytes(apply) / num_rows  # the first call also loads what it needs
+    assert 0.9 * _APPLIED_BYTES < peak <= _APPLIED_BYTES
