@@ -115,9 +115,9 @@ def continued(rank: int, world_size: int, path: str, cuts: list[int], end: int) 
         resumed.tracker.state_dict()  # compares the raw ids
         checks = {
             "batches": restored.num_batches == cut,
-            "answers": same_tensors(answers(resumed.model), seen[cut]),
-            "owners": same_tensors(owned(resumed, world_size), owners[cut]),
-            "tracked owners": same_tensors(resumed.tracker.owner_views(), views),
+            "answers": same_answers(answers(resumed.model), seen[cut]),
+            "owners": same_answers(owned(resumed, world_size), owners[cut]),
+            "tracked owners": same_answers(resumed.tracker.owner_views(), views),
             "losses": resumed.train(cut, end) == losses[cut:],
             "state": same(resumed.held(), expected),
         }
@@ -129,7 +129,7 @@ def continued(rank: int, world_size: int, path: str, cuts: list[int], end: int) 
     return {"wrong": wrong, "history": history, "iteration": iteration}
 
 
-def same_tensors(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+def same_answers(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -147,7 +147,7 @@ def resharded(rank: int, world_size: int, path: str, before: int) -> dict[str, A
         rows = answers(trainer.model)
         expected = saved["answers"][cut]
         owners = owned(trainer, world_size)
-        assert same_tensors(owners, saved["owners"][cut]), "the owners that the first job saved"
+        assert same_answers(owners, saved["owners"][cut]), "the owners that the first job saved"
         known = {}
         for fqn, identity in trainer.tracker.identities.items():
             name = fqn.rpartition(".")[2]
