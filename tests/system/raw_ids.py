@@ -434,8 +434,10 @@ def bucket_of(raw_id: int, hash_size: int, count: int) -> int:
 def _is_close(found: Tensor, rows: Tensor, num_rounded: int) -> Tensor:
     if not num_rounded:
         return (found == rows).all(-1)
-    step = (rows.amax(-1, keepdim=True) - rows.amin(-1, keepdim=True)) / 255
-    return ((found - rows).abs() <= 0.51 * num_rounded * step + 1e-5).all(-1)
+    least = rows.amin(-1, keepdim=True)
+    spread = rows.amax(-1, keepdim=True) - least
+    half = (least.abs() + spread) * 2.0**-10  # quantized tables have the scale and the least value in float16
+    return ((found - rows).abs() <= 0.51 * num_rounded * spread / 255 + half + 1e-5).all(-1)
 
 
 class Reader:
