@@ -145,7 +145,8 @@ class RawIdIndex:
 
     Pass it to a :class:`~delta_tracker.predictor.predictor.Predictor` as ``raw_ids``, which keeps it up to date. Look
     ids and rows up in one ``with predictor.reading()`` block. Takes 16 bytes per row, and up to 95 more while a version
-    that changes the owners of all rows is applied.
+    that changes the owners of all rows is applied. Serving code calls :meth:`rows_of`, :meth:`state_dict` and
+    :meth:`load_state_dict`; the other methods are for the predictor, see :class:`~delta_tracker.raw_ids.RawIdMap`.
 
     Args:
         num_rows: number of rows of the table.

@@ -76,6 +76,7 @@ def ranks(folder: Path, num_ranks: int, module: str, *arguments: str) -> tuple[l
         ("top_k", "without training, bit for bit"),
         ("quantized", "bytes equal those of the trainer's table, newly quantized"),
         ("extensions", "the store equals the trainer bit for bit"),
+        ("raw_ids", "all 640 ids get the trainer's answer in both predictors"),
         ("publish_and_predict", "equal the trainer's bit for bit"),
     ],
 )
