@@ -166,8 +166,8 @@ def local_owners(model: nn.Module, found: Discovery) -> dict[str, LocalOwners]:
         found: its tracked tables.
 
     Raises:
-        UnsupportedModuleError: if a managed-collision module is of another class than those of this file, or has an
-            ``input_hash_func`` that is not called, unlike in an unsharded module.
+        UnsupportedModuleError: if a managed-collision module is of another class than those of this file, has an
+            ``input_hash_func`` that is not called, unlike in an unsharded module, or is apart from its table's module.
         UnsupportedTableError: if the ranges of slots do not fit the table's sharding plan.
         MissingExtraError: if torchrec is not installed.
     """
@@ -205,7 +205,24 @@ def local_owners(model: nn.Module, found: Discovery) -> dict[str, LocalOwners]:
             "An unsharded module calls it: remove need_preprocess=False, or pass no function",
             problem="whose input_hash_func is not called",
         )
+    _check_apart(model, found)
     return sources
+
+
+def _check_apart(model: nn.Module, found: Discovery) -> None:
+    """Reject collections of managed collisions that are not in the module of the tables that they map ids of."""
+    held = {id(getattr(part, "_managed_collision_collection", None)) for part in model.modules()}
+    apart: set[str] = set()
+    for part in model.modules():
+        if id(part) not in held:
+            apart.update(getattr(part, "_managed_collision_modules", ()))
+    if tables := {fqn: "table" for fqn in found.shards if fqn.rpartition(".")[2] in apart}:
+        raise UnsupportedModuleError(
+            tables,
+            "Use TorchRec's ManagedCollisionEmbeddingBagCollection or ManagedCollisionEmbeddingCollection, or name the "
+            "tables in fqns_to_skip to train them untracked",
+            problem="whose managed collisions are in a module of their own",
+        )
 
 
 def _local_owners(held: Any, module: Any, shard: LocalShard, torchrec: Torchrec) -> LocalOwners:  # noqa: ANN401

@@ -10,6 +10,11 @@ _FILE = "delta_tracker/sharding/collision_states.py"
 
 REVERTS = [
     Revert(
+        defect="raw ids that a module of its own maps are not in the stream",
+        generator="tests/sharding/test_collisions.py::test_other_collision_modules_are_refused_unless_skipped",
+        edits={"delta_tracker/sharding/collisions.py": [("        if id(part) not in held:\n", "        if False:\n")]},
+    ),
+    Revert(
         defect="the iteration of the last eviction is not restored",
         generator=_STATES + "test_training_continues_bit_for_bit",
         edits={

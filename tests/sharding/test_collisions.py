@@ -28,3 +28,5 @@ def test_other_collision_modules_are_refused_unless_skipped(one_rank: RankPool) 
     assert "'mc._embedding_module.embeddings.a' (_Constant)" in answer["refused"]
     assert answer["skipped"] == ["mc._embedding_module.embeddings.b"]
     assert "do not fit its shard (0, 16)" in answer["ranges"]
+    assert "in a module of their own: 'mc._embedding_module.embeddings.a' (table)" in answer["apart"]
+    assert answer["apart, skipped"] == ["mc._embedding_module.embeddings.b"]

@@ -324,4 +324,12 @@ def other_modules(rank: int, world_size: int) -> dict[str, Any]:
     with ModelDeltaTracker(model, fqns_to_skip=["a"]) as tracker:
         answer["skipped"] = list(tracker.identities)
     modules["a"] = held.rebuild_with_output_id_range((0, 8), [0, 8, 16])
-    return answer | {"ranges": attempt(lambda: ModelDeltaTracker(model))}
+    answer["ranges"] = attempt(lambda: ModelDeltaTracker(model))
+    modules["a"] = held
+    # A user's own module maps the ids before the table looks them up.
+    model.apart = CollisionModel(MCHManagedCollisionModule).mc._managed_collision_collection
+    del model.apart._managed_collision_modules["b"]
+    answer["apart"] = attempt(lambda: ModelDeltaTracker(model))
+    with ModelDeltaTracker(model, fqns_to_skip=["a"]) as tracker:
+        answer["apart, skipped"] = list(tracker.identities)
+    return answer
