@@ -638,6 +638,55 @@ class InterruptedRestoreError(StreamError, RuntimeError):
         self.version = version
 
 
+class FollowingError(InterruptedRestoreError):
+    """The model follows a stream at version ``version``, so it has the rows of that version, but no other state.
+
+    See :class:`~delta_tracker.recovery.standby.Standby`.
+    """
+
+    def __init__(self, version: int) -> None:
+        StreamError.__init__(
+            self, f"the model follows a stream at version {version}", "Call Standby.take_over() first, on all ranks"
+        )
+        self.version = version
+
+
+class LivePublisherError(StreamError, RuntimeError):
+    """The stream at ``url`` was not claimed, because its publisher of generation ``generation`` may be alive.
+
+    ``version`` is the newest version, and ``seconds`` the time since the publisher's last sign of life, by the store's
+    clock. It is None if the version was committed during the call.
+    """
+
+    def __init__(self, url: str, generation: int, version: int, seconds: float | None = None) -> None:
+        sign = "committed during the call" if seconds is None else f"last sign {seconds:.1f} s ago"
+        super().__init__(
+            f"{url} has a live publisher of generation {generation}: version {version}, {sign}",
+            "Stop that trainer, wait, or pass force=True to fence it",
+        )
+        self.url = url
+        self.generation = generation
+        self.version = version
+        self.seconds = seconds
+
+
+class TakeoverFailedError(StreamError, RuntimeError):
+    """The takeover of the stream at ``url`` failed with ``reason`` after it was claimed by the entry ``version``.
+
+    The claim is kept, and the next call completes the takeover. Until then, the model raises :class:`FollowingError`.
+    """
+
+    def __init__(self, url: str, version: int, reason: str) -> None:
+        super().__init__(
+            f"the takeover of {url} failed after the claim of version {version}: {reason.removesuffix('.')}",
+            "The former trainer is fenced and no job trains: fix the problem and call take_over() again; the claim is "
+            "kept",
+        )
+        self.url = url
+        self.version = version
+        self.reason = reason
+
+
 class CorruptPartError(StreamError, ValueError):
     """A part is missing or truncated, or does not match its manifest; see ``path`` and ``reason``.
 

@@ -136,6 +136,16 @@ DEFINITIONS: dict[str, Definition] = {
     "refused_parts": _counter("refused_parts", "Parts that a predictor rejected.", "predictor", "reason"),
     "publish_failures": _counter("publish_failures", "Versions that failed to publish.", "publisher", "reason"),
     "hook_errors": _counter("hook_errors", "Exceptions caught in the tracker's hooks.", "tracker", "table"),
+    # Standby
+    "standby_version": _gauge("standby_version", "Newest version applied by this standby.", "standby"),
+    "standby_lag_versions": _gauge(
+        "standby_lag_versions", "Versions of the stream that this standby has not applied.", "standby"
+    ),
+    "takeovers": _counter("takeovers", "Completed takeovers.", "standby"),
+    "takeover_failures": _counter(
+        "takeover_failures", "Takeovers that failed after the claim, so that no job trains.", "standby", "reason"
+    ),
+    "takeover_seconds": _seconds("takeover_seconds", "Time from the decision to take over to its end.", "standby"),
     # The monitor itself
     "dropped_events": _counter("dropped_events", "Events dropped before delivery.", "reason"),
     "outlet_errors": _counter("outlet_errors", "Exceptions and timeouts of sinks, handlers and callbacks.", "outlet"),
@@ -200,6 +210,11 @@ class LibraryMetrics:
     refused_parts: Counter
     publish_failures: Counter
     hook_errors: Counter
+    standby_version: Gauge
+    standby_lag_versions: Gauge
+    takeovers: Counter
+    takeover_failures: Counter
+    takeover_seconds: Histogram
     dropped_events: Counter
     outlet_errors: Counter
     muted_deliveries: Counter

@@ -17,6 +17,7 @@ from delta_tracker.publisher.declared_states import declared_states, states_mess
 from delta_tracker.publisher.exchange import Exchange, Message, Phase, Vote, check_alike
 from delta_tracker.publisher.host_copies import HostCopies
 from delta_tracker.publisher.training import TakenState
+from delta_tracker.stream.claimed import ClaimedStream
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.manifest import (
     FORMAT,
@@ -129,13 +130,14 @@ class Coordinator:
         """True if the next version must be a snapshot because an entry was altered. False on all ranks but rank 0."""
         return self._claim is not None and self._claim.needs_snapshot
 
-    def open(self, url: str | Storage) -> None:
+    def open(self, url: str | Storage | ClaimedStream) -> None:
         """Open the store on every rank, claim the stream on rank 0, and check that all ranks use the same store.
 
-        A collective.
+        A collective. A stream that is claimed already is not claimed again.
 
         Raises:
-            InvalidArgumentError: if ``url`` is invalid, or this rank's store is not the store of rank 0.
+            InvalidArgumentError: if ``url`` is invalid, if its claim was used, or if this rank's store is not the store
+                of rank 0.
             UnsafeStoreError: on rank 0, if the store has no atomic create.
             MalformedError: on rank 0, if the stream's head is malformed.
             StorageError: if this rank cannot use the store.
@@ -143,8 +145,9 @@ class Coordinator:
             RankLostError: if a rank dies or does not answer in time.
         """
         exchange = self._exchange.exchange
-        exchange(Phase.OPENING, Message.of(lambda: self._open(url)))
-        self._follow(exchange(Phase.CLAIMING, Message.of(lambda: self._take_stream() if self._rank == 0 else {})))
+        claim = url.claim if isinstance(url, ClaimedStream) else None
+        exchange(Phase.OPENING, Message.of(lambda: self._open(url.storage if isinstance(url, ClaimedStream) else url)))
+        self._follow(exchange(Phase.CLAIMING, Message.of(lambda: self._take_stream(claim) if self._rank == 0 else {})))
         exchange(Phase.CHECKING, Message.of(self._check_same_store))
 
     def declare(self, messages: Sequence[Mapping[str, Any]], tables: Mapping[str, TableSpec]) -> None:
@@ -354,9 +357,11 @@ class Coordinator:
         self._storage = open_storage(url, create=True)
         return {}
 
-    def _take_stream(self) -> dict[str, Any]:
+    def _take_stream(self, claim: Claim | None) -> dict[str, Any]:
         self._storage.probe()
-        self._claim = StreamLog(self._storage).claim()
+        claim = StreamLog(self._storage).claim() if claim is None else claim
+        claim.use()
+        self._claim = claim
         return self.answer()
 
     def _check_same_store(self) -> dict[str, Any]:

@@ -22,10 +22,12 @@ from delta_tracker.publisher.declared_states import states_message
 from delta_tracker.publisher.exchange import Count, Exchange, Message, Phase, Vote, check_alike
 from delta_tracker.publisher.flight import Committing, Copying, Flight, Writing
 from delta_tracker.publisher.gauges import PublisherGauges
+from delta_tracker.publisher.heartbeats import Heartbeats
 from delta_tracker.publisher.row_gatherer import EncodingChoice
 from delta_tracker.publisher.training import Stateful
 from delta_tracker.publisher.version_source import Training, VersionSource
 from delta_tracker.sharding.interrupted import check_complete
+from delta_tracker.stream.claimed import ClaimedStream
 from delta_tracker.stream.format.manifest import Kind, Manifest, Part
 from delta_tracker.stream.maintenance.retention import Retention
 from delta_tracker.stream.maintenance.upkeep import Upkeep
@@ -65,7 +67,8 @@ class Publisher:
     Args:
         tracker: tracker of the rows.
         url: url of the stream, such as ``file:///directory`` or ``s3://bucket/prefix``, or an opened
-            :class:`~delta_tracker.stream.storage.storage.Storage`; the same store on every rank.
+            :class:`~delta_tracker.stream.storage.storage.Storage`; the same store on every rank. Or the
+            :class:`~delta_tracker.stream.claimed.ClaimedStream` of a takeover, which is not claimed again.
         consumer: name of the tracker's consumer; None if the tracker has only one.
         top_k: bound on the rows of a delta: only the rows that changed most are published, and the others stay pending.
             None publishes all changed rows.
@@ -93,6 +96,9 @@ class Publisher:
             learning rate scheduler. Rank 0's state is published. Needs ``states``. Trainable dense parameters that no
             passed optimizer has are logged.
         rank_state: the same for objects whose state differs between the ranks. Each rank's state is published.
+        heartbeat_seconds: time between two heartbeats, which show a :class:`~delta_tracker.recovery.standby.Standby`
+            that training advances. Rank 0 writes them in a thread of its own while :meth:`step`, :meth:`publish` or
+            :meth:`snapshot` is called, with ``states`` only. None for no heartbeats.
         name: label ``publisher`` of the metrics; None for ``"publisher"``. If another publisher of this process has the
             same name, a suffix ``-2``, ``-3``, ... is added.
 
@@ -106,7 +112,8 @@ class Publisher:
             ``rank_state``.
         InvalidArgumentError: if an argument is invalid, if ``states`` is given together with ``top_k`` or with an
             encoding, if the dense names or the encoding do not fit the model, if
-            ``top_k`` has no ``score`` and the tracking mode computes none, or if rank 0 uses another store.
+            ``top_k`` has no ``score`` and the tracking mode computes none, if the claim in ``url`` was used, or if rank
+            0 uses another store.
         UnsafeStoreError: if the store has no atomic create.
         MalformedError: if the stream's newest entry is malformed.
         StorageError: if this rank cannot use the store. If the store failed during the claim, the stream may be
@@ -119,7 +126,7 @@ class Publisher:
     def __init__(  # noqa: PLR0913  all but two have a default that most users keep
         self,
         tracker: ModelDeltaTracker,
-        url: str | Storage,
+        url: str | Storage | ClaimedStream,
         consumer: str | None = None,
         *,
         top_k: TopK | None = None,
@@ -135,10 +142,12 @@ class Publisher:
         states: Literal["optimizer"] | None = None,
         training_state: Mapping[str, Stateful] | None = None,
         rank_state: Mapping[str, Stateful] | None = None,
+        heartbeat_seconds: float | None = 5.0,
     ) -> None:
         self._tracker = tracker
         self._thread, self._process = threading.get_ident(), os.getpid()
         self._upkeep: Upkeep | None = None
+        self._beats: Heartbeats | None = None
         self._source: VersionSource | None = None
         self._flight: Flight | None = None
         self._votes: Gathering | None = None  # started, not counted yet
@@ -151,9 +160,7 @@ class Publisher:
         self._is_open = False
 
         def prepare() -> dict[str, Any]:
-            for argument, value, kind in (("cadence", cadence, Cadence), ("retention", retention, Retention)):
-                if value is not None and not isinstance(value, kind):
-                    raise InvalidArgumentError(argument, value, f"Pass a {kind.__name__}")
+            _check(cadence, retention, heartbeat_seconds)
             if cadence is not None:
                 self._vote_every = cadence.calls_per_vote(self._exchange.group.world_size)
             check_complete(tracker.model)
@@ -190,6 +197,7 @@ class Publisher:
                 self._writer.declare(messages, tracker.tables)
             self._writer.open(url)
             self._checked_source().resume(self._exchange, self._writer)
+            self._start_heartbeats(None if states is None else heartbeat_seconds)
             if retention is not None or compact_every is not None:
                 self._upkeep = Upkeep(self._writer.storage, retention, compact_every=compact_every)
         except BaseException:
@@ -203,6 +211,10 @@ class Publisher:
         if cadence is not None:
             name = self._checked_source().handle.name
             self._pace = Pace(cadence, tracker, name, num_batches=self._vote_every)
+
+    def _start_heartbeats(self, seconds: float | None) -> None:
+        if seconds is not None and self._is_first:
+            self._beats = Heartbeats(self._writer.storage, seconds)
 
     @property
     def generation(self) -> int:
@@ -267,6 +279,7 @@ class Publisher:
             self._num_steps, self._num_owed = number, self._num_owed + (number % self._vote_every == 0)
             while self._num_owed:  # more than one if the other ranks are ahead
                 self._count_and_vote()
+            self._beat()
         except Exception as error:  # noqa: BLE001  it must not reach training
             self._fail(error)
 
@@ -335,6 +348,8 @@ class Publisher:
             self._source.close(forgets=self._is_open)
         self._source = None
         self._worker.shutdown()
+        if self._beats is not None:
+            self._beats.close()
         self._hints.close()
         if self._upkeep is not None:
             self._upkeep.close()
@@ -371,7 +386,13 @@ class Publisher:
         self._complete()
         if self._error is not None:
             raise unraised(self._error)
+        self._beat()
         return self._writer.head
+
+    def _beat(self) -> None:
+        """Write a heartbeat if one is due, unless this publisher is fenced or has lost a rank."""
+        if self._beats is not None and not isinstance(self._error, FencedError | RankLostError):
+            self._beats.beat(self._writer.head)
 
     def _land(self) -> None:
         """Finish the version that is being published, if there is one. If it fails, set :attr:`error`."""
@@ -385,6 +406,8 @@ class Publisher:
         """Vote and count votes until no version is being published."""
         while (flight := self._flight) is not None or self._votes is not None:
             if self._votes is None and flight is not None:
+                if self._beats is not None:
+                    self._beats.wait(flight.job, self._writer.head)
                 flight.job.exception()  # waits, and costs less than futures.wait()
                 self._votes = self._exchange.start_votes(flight.vote())
             if self._count_votes():
@@ -558,6 +581,19 @@ class Publisher:
                 self._checked_source().end(flight.read, None)
             except Exception:
                 _logger.exception("the read of a version that failed could not be aborted: the next one replaces it")
+
+
+def _check(cadence: object, retention: object, heartbeat_seconds: float | None) -> None:
+    """Check some arguments of a publisher.
+
+    Raises:
+        InvalidArgumentError: if one is invalid.
+    """
+    for argument, value, kind in (("cadence", cadence, Cadence), ("retention", retention, Retention)):
+        if value is not None and not isinstance(value, kind):
+            raise InvalidArgumentError(argument, value, f"Pass a {kind.__name__}")
+    if heartbeat_seconds is not None and not 0 < heartbeat_seconds < threading.TIMEOUT_MAX:
+        raise InvalidArgumentError("heartbeat_seconds", heartbeat_seconds, "Pass seconds above 0, or None")
 
 
 def _training(

@@ -18,8 +18,9 @@ from msgspec import Meta, convert
 
 from delta_tracker.errors import InvalidArgumentError, MalformedError, StorageError
 from delta_tracker.stream.format.field_types import Count, Hex, Time
+from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.parse import load_json
-from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.stream.storage.storage import Storage, Transfer
 from delta_tracker.stream.store_clock import StoreClock
 
 _logger = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ def leave_heartbeat(storage: Storage, beat: Heartbeat) -> None:
         StorageError: if the store cannot be written.
     """
     fields = asdict(beat) | {"error": None if beat.error is None else beat.error[:_MAX_TEXT]}
-    storage.replace(_path(beat.name), json.dumps(fields).encode())
+    storage.replace(heartbeat_path(beat.name), json.dumps(fields).encode())
 
 
 class Pulse:
@@ -187,10 +188,117 @@ def read_heartbeats(storage: Storage) -> list[Heartbeat]:
 
 def _parse(path: str, data: bytes) -> Heartbeat:
     beat = convert(load_json(data), Heartbeat)
-    if _path(beat.name) != path:
+    if heartbeat_path(beat.name) != path:
         raise MalformedError(path, f"it is the heartbeat of {beat.name}")
     return beat
 
 
-def _path(name: str) -> str:
+def heartbeat_path(name: str) -> str:
+    """Return the name of the object with a predictor's heartbeat."""
     return f"predictors/{name}.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublisherHeartbeat:
+    """State of a publisher of versions with states at a point in time.
+
+    ``publishers/{generation}.json`` is a JSON object with these fields. It is replaced every few seconds by rank 0 of
+    the job whose claim has this generation.
+
+    Args:
+        stream: id of the stream.
+        generation: generation of the claim.
+        writer: id of the claim.
+        version: newest entry of the publisher.
+        seconds: time between two heartbeats.
+        time: Unix time of the publisher's host, in seconds. The heartbeat's age is computed from its modification time
+            in the store instead.
+    """
+
+    stream: Hex
+    generation: Count
+    writer: Hex
+    version: Count
+    seconds: Time
+    time: Time
+
+
+def leave_publisher_heartbeat(storage: Storage, beat: PublisherHeartbeat) -> None:
+    """Write a publisher's heartbeat, replacing an earlier one of the same generation.
+
+    Raises:
+        StorageError: if the store cannot be written.
+    """
+    storage.replace(_publisher_path(beat.generation), json.dumps(asdict(beat)).encode())
+
+
+def publisher_beat_time(storage: Storage, head: Manifest) -> float | None:
+    """Return when the publisher of an entry left its last heartbeat, in Unix seconds by the store's clock.
+
+    Returns None if there is none of the same generation and claim, or if it is malformed, which is logged.
+
+    Raises:
+        StorageError: if the store cannot be read.
+    """
+    name, response = _publisher_path(head.generation), Transfer()
+    data = storage.read(name, max_bytes=_MAX_BYTES, transfer=response)
+    if data is None:
+        return None
+    try:
+        beat = convert(load_json(data.tobytes()), PublisherHeartbeat)
+    except (ValueError, RecursionError) as error:
+        _logger.warning("ignored malformed heartbeat: name=%s error=%s", name, str(error)[:_MAX_TEXT])
+        return None
+    is_its = (beat.stream, beat.generation, beat.writer) == (head.stream, head.generation, head.writer)
+    return response.modified if is_its else None
+
+
+class PublisherPulse:
+    """Writer of the heartbeats of one publisher. It does not raise errors of the store.
+
+    The first of consecutive failures and the recovery are logged.
+
+    Args:
+        storage: store of the stream.
+        seconds: time between two heartbeats.
+    """
+
+    def __init__(self, storage: Storage, seconds: float = 5.0) -> None:
+        self._storage = storage
+        self._seconds = seconds
+        self._next = time.monotonic() + seconds  # the claim is a sign of life
+        self._fails = False
+
+    def is_due(self) -> bool:
+        """Return True if it is time for the next heartbeat."""
+        return time.monotonic() >= self._next
+
+    def leave(self, head: Manifest) -> None:
+        """Write a heartbeat.
+
+        Args:
+            head: newest entry of the publisher.
+        """
+        self._next = time.monotonic() + self._seconds
+        beat = PublisherHeartbeat(
+            stream=head.stream,
+            generation=head.generation,
+            writer=head.writer,
+            version=head.version,
+            seconds=self._seconds,
+            time=time.time(),
+        )
+        try:
+            leave_publisher_heartbeat(self._storage, beat)
+        except StorageError as error:
+            if not self._fails:
+                _logger.warning("could not write the publisher's heartbeat: %s", error)
+            self._fails = True
+        else:
+            if self._fails:
+                _logger.warning("the publisher's heartbeat is written again: generation=%d", head.generation)
+            self._fails = False
+
+
+def _publisher_path(generation: int) -> str:
+    return f"publishers/{generation:020d}.json"

@@ -32,14 +32,17 @@ from delta_tracker.errors import (
     AlteredEntryError,
     DirectoryReplacedError,
     FencedError,
+    InvalidArgumentError,
+    LivePublisherError,
     MalformedError,
     NameConflictError,
     NewerFormatError,
     NotDurableError,
     StorageError,
+    StreamReplacedError,
     unraised,
 )
-from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.format.manifest import Link, Manifest
 from delta_tracker.stream.format.parse import parse_manifest
 from delta_tracker.stream.storage.storage import Storage, Transfer, back_off
 
@@ -243,14 +246,21 @@ class StreamLog:
         following = self.read(entry.version + 1)
         return following is not None and following.kind == "claim"
 
-    def claim(self) -> Claim:
+    def claim(self, *, after: Link | None = None, writer: str | None = None) -> Claim:
         """Claim the stream with the generation after the head's, and return the claim.
 
         If the store is empty, the claim starts a new stream. If the bytes of the claim are altered on the way to a
         remote store, another claim follows it, because no other publisher may be able to read the altered one. After
         three consecutive altered claims, which stay in the log, the store or the connection is considered faulty.
 
+        Args:
+            after: link of the entry that the claim must follow; None to follow any entry.
+            writer: id of the claim, 32 hex digits; None to draw one. If the newest entry is a claim with this id, it is
+                returned: an earlier call created it, but the store's answer was lost.
+
         Raises:
+            LivePublisherError: if another entry than ``after`` is the newest. Nothing was created.
+            StreamReplacedError: if ``after`` is given and the store is empty.
             AlteredEntryError: if three consecutive claims were altered on the way to a remote store.
             NameConflictError: if the store refuses to create the next entry, but lists no entry of that name.
             MalformedError: if an entry does not follow the format.
@@ -258,12 +268,20 @@ class StreamLog:
             StorageError: if the store fails, or every attempt was lost to another publisher. If the store failed, the
                 claim may have been created.
         """
-        writer = secrets.token_hex(16)
+        writer = secrets.token_hex(16) if writer is None else writer
         refused, name = 0, ""
         altered: Manifest | None = None  # own claim whose bytes were altered on the way
         num_altered = 0  # consecutive altered claims
         for _ in range(_CLAIM_ATTEMPTS):
             head = altered or self.head()
+            if altered is None and head is not None and (head.kind, head.writer) == ("claim", writer):
+                adopted = self._adopted(head)
+                if adopted is not None:
+                    return adopted
+            if altered is None and after is not None and (head is None or head.link != after):
+                if head is None:
+                    raise StreamReplacedError(self.storage.url, after.version)
+                raise LivePublisherError(self.storage.url, head.generation, head.version)
             next_name = entry_name(0 if head is None else head.version + 1)
             refused, name = (refused + 1 if name == next_name else 0), next_name
             if refused == _REFUSALS:
@@ -293,6 +311,26 @@ class StreamLog:
             altered, num_altered = None, 0
             back_off(refused + 1)
         raise StorageError(self.storage.url, f"lost {_CLAIM_ATTEMPTS} claims to other publishers, the last for {name}")
+
+    def _adopted(self, entry: Manifest) -> Claim | None:
+        """Return the claim that an earlier call created as ``entry``, which is the newest entry.
+
+        Returns None if the bytes of the entry may not be those that the call sent.
+        """
+        data = self._bytes(entry_name(entry.version))
+        expected: tuple[int, int | None] = 1, None
+        try:
+            if entry.parent is not None:
+                before = self.read(entry.parent.version)
+                if before is None or (before.stream, before.link) != (entry.stream, entry.parent):
+                    return None
+                expected = before.generation + 1, before.snapshot
+        except MalformedError:
+            return None
+        if data != entry.to_json() or (entry.generation, entry.snapshot) != expected:
+            return None
+        self.storage.sync("log")
+        return Claim(self, entry, data)
 
     def _append(self, draft: Manifest, sent: set[str]) -> tuple[Manifest, bytes] | None:
         """Append ``draft`` to the log, and return the entry and its bytes.
@@ -433,6 +471,17 @@ class Claim:
         self._needs_snapshot = needs_snapshot
         self._sent: set[str] = set()  # hashes of the entries that were sent for the next version
         self._fenced: FencedError | None = None
+        self._is_used = False
+
+    def use(self) -> None:
+        """Record that a publisher uses this claim, which no other one may use.
+
+        Raises:
+            InvalidArgumentError: if another one does.
+        """
+        if self._is_used:
+            raise InvalidArgumentError("url", "a used claim", "Build the publisher with the url")
+        self._is_used = True
 
     @property
     def head(self) -> Manifest:

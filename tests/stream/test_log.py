@@ -22,6 +22,7 @@ from delta_tracker import Predictor
 from delta_tracker.errors import (
     AlteredEntryError,
     FencedError,
+    LivePublisherError,
     MalformedError,
     NameConflictError,
     NewerFormatError,
@@ -243,6 +244,92 @@ def test_an_own_entry_that_is_found_is_synced(tmp_path: Path, monkeypatch: pytes
         with _failing_syncs(monkeypatch, tmp_path / "merged"), pytest.raises(StorageError, match="not on disk"):
             log.create_merged(merged)
     assert log.create_merged(merged)
+
+
+def test_a_claim_with_another_parent_creates_nothing() -> None:
+    storage = Storage("memory://")
+    log, writer = StreamLog(storage), Writer(storage)
+    expected = writer.snapshot()
+    head = writer.delta([1])
+    with pytest.raises(LivePublisherError, match=r"generation 1: version 2, committed during the call") as caught:
+        log.claim(after=expected.link)
+    assert (caught.value.generation, caught.value.version, caught.value.seconds) == (1, 2, None)
+    assert log.head() == head
+    assert log.claim(after=head.link).head.parent == head.link
+    with pytest.raises(StreamReplacedError):
+        StreamLog(Storage("memory://")).claim(after=head.link)
+
+
+def test_a_claim_that_loses_a_race_for_its_parent_creates_nothing() -> None:
+    class Raced(Storage):
+        writer: Writer | None = None
+
+        def create(self, name: str, data: bytes) -> bool:
+            writer, self.writer = self.writer, None
+            if writer is not None:
+                writer.delta([1])
+            return super().create(name, data)
+
+    storage = Raced("memory://")
+    writer = Writer(storage)
+    head = writer.snapshot()
+    storage.writer = writer
+    with pytest.raises(LivePublisherError):
+        StreamLog(storage).claim(after=head.link)
+    assert StreamLog(storage).versions() == [0, 1, 2]
+    writer.delta([2])
+
+
+class _IsLostAfterACreation(Storage):
+    """A store that cannot be reached any more after ``is_lost`` was set and an object was created."""
+
+    is_lost = False
+    is_reachable = True
+
+    def create(self, name: str, data: bytes) -> bool:
+        created = super().create(name, data)
+        if self.is_lost:
+            self.is_reachable = False
+            raise StorageError(self.url, "connection reset")
+        return created
+
+    def read(self, name: str, **kwargs: Any) -> Any:
+        if not self.is_reachable:
+            raise StorageError(self.url, "connection reset")
+        return super().read(name, **kwargs)
+
+
+@pytest.mark.parametrize("is_overtaken", [False, True])
+def test_a_claim_whose_answer_was_lost_is_adopted(is_overtaken: bool) -> None:
+    storage, own = _IsLostAfterACreation("memory://"), "a" * 32
+    log, head = StreamLog(storage), Writer(storage).snapshot()
+    storage.is_lost = True
+    with pytest.raises(StorageError):
+        log.claim(after=head.link, writer=own)
+    storage.is_lost, storage.is_reachable = False, True
+    if is_overtaken:
+        Writer(storage)
+        with pytest.raises(LivePublisherError):
+            log.claim(after=head.link, writer=own)
+        assert log.head().generation == 3
+        return
+    claim = log.claim(after=head.link, writer=own)
+    assert (claim.head, claim.head.version, claim.head.writer) == (log.head(), 2, own)
+    assert StreamLog(storage).claim(writer=own).data == claim.data
+    before = claim.head
+    assert claim.commit(replace(head, kind="delta", parts=())).parent == before.link
+    assert log.versions() == [0, 1, 2, 3]
+    assert log.claim(writer=own).head.version == 4, "a version is not adopted"
+
+
+def test_an_altered_claim_is_not_adopted() -> None:
+    storage, own = Storage("memory://"), "a" * 32
+    log = StreamLog(storage)
+    Writer(storage).snapshot()
+    claim = log.claim(writer=own)
+    storage.delete(entry_name(2))
+    storage.create(entry_name(2), claim.data + b" ")
+    assert log.claim(writer=own).head.version == 3
 
 
 class _LosesAnswersAndReads(_LosesAnswers):

@@ -1,0 +1,51 @@
+"""Heartbeats of a publisher, which show that its training thread advances: :class:`Heartbeats`."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any
+
+from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.heartbeat import PublisherPulse
+from delta_tracker.stream.storage.storage import Storage
+
+
+class Heartbeats:
+    """Writer of the heartbeats of a publisher, in a thread of its own.
+
+    The thread writes only when the training thread calls :meth:`beat` or :meth:`wait`, so that a job whose training
+    hangs looks dead.
+
+    Args:
+        storage: store of the stream.
+        seconds: time between two heartbeats. The first is written this long after the claim.
+    """
+
+    def __init__(self, storage: Storage, seconds: float) -> None:
+        self._seconds = seconds
+        self._pulse = PublisherPulse(storage, seconds)
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="publisher-heartbeat")
+        self._job: Future[None] | None = None
+
+    def beat(self, head: Manifest) -> None:
+        """Start to write a heartbeat if one is due and no other is being written. Makes no request in this thread.
+
+        Args:
+            head: newest entry of the publisher.
+        """
+        if self._pulse.is_due() and (self._job is None or self._job.done()):
+            self._job = self._worker.submit(self._pulse.leave, head)
+
+    def wait(self, job: Future[Any], head: Manifest) -> None:
+        """Wait until a job has ended, and write heartbeats meanwhile."""
+        while not job.done():
+            self.beat(head)
+            try:
+                job.exception(timeout=self._seconds)
+            except FutureTimeoutError:
+                continue
+
+    def close(self) -> None:
+        """End the thread after the heartbeat in progress."""
+        self._worker.shutdown()

@@ -1,0 +1,24 @@
+"""Stream that was claimed before a publisher is built: :class:`ClaimedStream`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.log import Claim
+from delta_tracker.stream.storage.storage import Storage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ClaimedStream:
+    """Claimed stream on one rank. One publisher can continue with the claim instead of claiming the stream again.
+
+    Args:
+        storage: store of the stream, of this rank.
+        claim: the claim on rank 0; None on the other ranks.
+        entry: entry of the claim, equal on all ranks.
+    """
+
+    storage: Storage
+    claim: Claim | None
+    entry: Manifest

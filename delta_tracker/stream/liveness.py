@@ -1,0 +1,101 @@
+"""Signs of life of a stream's publisher, as a standby sees them: :class:`Liveness`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from delta_tracker.errors import StorageError
+from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.heartbeat import Heartbeat, check_name, heartbeat_path, leave_heartbeat, publisher_beat_time
+from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.storage.storage import Storage, Transfer
+
+_MAX_BYTES = 16 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Signs:
+    """Signs of life of the publisher of a stream.
+
+    Args:
+        head: newest entry.
+        silent_seconds: time since the newest entry or, if it is later, its publisher's last heartbeat, by the store's
+            clock.
+    """
+
+    head: Manifest
+    silent_seconds: float
+
+
+class Liveness:
+    """Reader of the signs of life of a stream's publisher.
+
+    No clock of a host is used: the time of a look is the modification time of an object that the look writes. An
+    observer that is cut off from the store has no verdict.
+
+    Args:
+        storage: store of the stream.
+        name: name of the observer, and of its heartbeat among those of the predictors.
+
+    Raises:
+        InvalidArgumentError: if the name is invalid.
+    """
+
+    def __init__(self, storage: Storage, name: str) -> None:
+        check_name(name)
+        self._storage = storage
+        self._name = name
+        self._log = StreamLog(storage)
+        self._head: Manifest | None = None  # newest entry of the last look
+
+    def look(self) -> Signs | None:
+        """Return the signs of life; None if there is no stream.
+
+        Leaves a heartbeat first, so that a sign of life during the look makes the publisher look alive.
+
+        Raises:
+            MalformedError: if the newest entry does not follow the format.
+            StorageError: if the store cannot be read and written.
+        """
+        if not self._storage.has_directory("log"):
+            return None
+        now = self._store_time()
+        head = self._head = self._newest()
+        if head is None:
+            return None
+        beat = publisher_beat_time(self._storage, head)
+        seen = [time for time in (head.modified, beat) if time is not None]
+        return Signs(head, max(0.0, now - max(seen, default=now)))
+
+    def _store_time(self) -> float:
+        """Leave a heartbeat, and return its modification time."""
+        head = self._head
+        beat = Heartbeat(
+            name=self._name,
+            time=time.time(),
+            stream=None if head is None else head.stream,
+            version=None if head is None else head.version,
+            lag_versions=None,
+            lag_seconds=None,
+            resyncs=0,
+            error=None,
+        )
+        leave_heartbeat(self._storage, beat)
+        response = Transfer()
+        name = heartbeat_path(self._name)
+        if self._storage.read(name, max_bytes=_MAX_BYTES, transfer=response) is None or response.modified is None:
+            raise StorageError(self._storage.url, f"{name} is missing after it was written")
+        return response.modified
+
+    def _newest(self) -> Manifest | None:
+        """Return the newest entry. Lists the log only at the first look, and after the log was replaced."""
+        head = self._head
+        there = None if head is None else self._log.read(head.version)
+        if head is None or there is None or there.link != head.link:
+            return self._log.head()
+        while (entry := self._log.read(head.version + 1)) is not None:
+            if (entry.stream, entry.parent) != (head.stream, head.link):
+                return self._log.head()
+            head = entry
+        return head

@@ -1,0 +1,145 @@
+"""Signs of life of publishers."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from delta_tracker.errors import InvalidArgumentError, StorageError
+from delta_tracker.stream import heartbeat as heartbeat_module
+from delta_tracker.stream.heartbeat import PublisherPulse, read_heartbeats
+from delta_tracker.stream.liveness import Liveness, Signs
+from delta_tracker.stream.log import StreamLog, entry_name
+from delta_tracker.stream.storage.storage import Storage
+from tests.stream.streams import Writer
+
+_AN_HOUR = 3600.0
+
+
+def look(storage: Storage) -> Signs:
+    signs = Liveness(storage, "standby").look()
+    assert signs is not None
+    return signs
+
+
+def age(path: Path, seconds: float) -> None:
+    """Let an object be older."""
+    modified = path.stat().st_mtime - seconds
+    os.utime(path, (modified, modified))
+
+
+def age_log(tmp_path: Path, seconds: float) -> None:
+    for path in (tmp_path / "log").iterdir():
+        age(path, seconds)
+
+
+def test_the_newest_entry_is_a_sign_of_life(tmp_path: Path) -> None:
+    storage = Storage(tmp_path.as_uri())
+    liveness = Liveness(storage, "standby")
+    assert liveness.look() is None
+    assert not list(tmp_path.iterdir()), "nothing is written to a directory without a stream"
+    writer = Writer(storage)
+    age_log(tmp_path, 100)
+    found = [liveness.look()]
+    head = writer.snapshot()
+    found.append(liveness.look())
+    assert [signs.head.version for signs in found if signs] == [0, 1]
+    assert found[0].silent_seconds == pytest.approx(100, abs=5)
+    assert (found[1].head, found[1].silent_seconds) == (head, pytest.approx(0, abs=5))
+    assert [beat.name for beat in read_heartbeats(storage)] == ["standby"]
+
+
+@pytest.mark.parametrize("seconds", [_AN_HOUR, -_AN_HOUR])
+def test_no_clock_of_a_host_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    storage = Storage(tmp_path.as_uri())
+    Writer(storage).snapshot()
+    age_log(tmp_path, 50)
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + seconds)
+    assert look(storage).silent_seconds == pytest.approx(50, abs=5)
+
+
+def test_a_time_that_the_store_truncated_is_not_negative(tmp_path: Path) -> None:
+    storage = Storage(tmp_path.as_uri())
+    Writer(storage).snapshot()
+    age_log(tmp_path, -0.9)
+    assert look(storage).silent_seconds == 0.0
+
+
+def test_only_a_heartbeat_of_the_newest_generation_counts(tmp_path: Path) -> None:
+    storage = Storage(tmp_path.as_uri())
+    first = Writer(storage).snapshot()
+    age_log(tmp_path, 100)
+    pulse = PublisherPulse(storage)
+    pulse.leave(first)
+    assert look(storage).silent_seconds == pytest.approx(0, abs=5)
+    path = tmp_path / "publishers" / f"{1:020d}.json"
+    age(path, 40)
+    assert look(storage).silent_seconds == pytest.approx(40, abs=5)
+    Writer(storage)
+    age_log(tmp_path, 60)
+    pulse.leave(first)  # it is fenced, and wakes up
+    assert look(storage).silent_seconds == pytest.approx(60, abs=5)
+    second = StreamLog(storage).head()
+    pulse.leave(replace(second, writer="0" * 32))
+    assert look(storage).silent_seconds == pytest.approx(60, abs=5)
+    pulse.leave(second)
+    assert look(storage).silent_seconds == pytest.approx(0, abs=5)
+    (tmp_path / "publishers" / f"{2:020d}.json").write_bytes(b"{}")
+    assert look(storage).silent_seconds == pytest.approx(60, abs=5)
+
+
+def test_an_observer_that_is_cut_off_has_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = Storage(tmp_path.as_uri())
+    Writer(storage).snapshot()
+    age_log(tmp_path, 100)
+
+    def cut(*_: object, **__: object) -> None:
+        raise StorageError(storage.url, "cut off")
+
+    for method in ("replace", "read"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Storage, method, cut)
+            with pytest.raises(StorageError, match="cut off"):
+                look(storage)
+
+
+def test_a_log_that_was_replaced_is_read_again() -> None:
+    storage = Storage("memory://")
+    writer, liveness = Writer(storage), Liveness(storage, "standby")
+    writer.snapshot()
+    assert liveness.look().head.version == 1
+    storage.delete(entry_name(1))
+    assert liveness.look().head.version == 0
+    with pytest.raises(InvalidArgumentError):
+        Liveness(storage, "a/b")
+
+
+def test_a_pulse_is_due_one_interval_after_the_claim_and_logs_an_outage_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    storage = Storage("memory://")
+    head, now = Writer(storage).snapshot(), 100.0
+    monkeypatch.setattr(heartbeat_module.time, "monotonic", lambda: now)
+    pulse = PublisherPulse(storage, 5.0)
+    assert not pulse.is_due()
+    now = 105.0
+    assert pulse.is_due()
+
+    def fail(*_: object) -> None:
+        raise StorageError(storage.url, "full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Storage, "replace", fail)
+        for _ in range(2):
+            pulse.leave(head)
+            assert not pulse.is_due()
+    pulse.leave(head)
+    assert [record.message.partition(":")[0] for record in caplog.records] == [
+        "could not write the publisher's heartbeat",
+        "the publisher's heartbeat is written again",
+    ]
