@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from delta_tracker.raw_id_index import RawIdIndex
     from delta_tracker.recovery.random_states import RandomStates
     from delta_tracker.recovery.restore import restore
+    from delta_tracker.recovery.standby import Standby, Takeover
     from delta_tracker.row_target import RowTarget
     from delta_tracker.stream.format.encoding import Encoding
     from delta_tracker.stream.maintenance.retention import Retention
@@ -54,8 +55,10 @@ __all__ = [
     "Retention",
     "RowTarget",
     "ShardSpec",
+    "Standby",
     "Storage",
     "TableSpec",
+    "Takeover",
     "TopK",
     "TrackingMode",
     "restore",
@@ -80,8 +83,10 @@ _HOMES = {
     "Retention": "delta_tracker.stream.maintenance.retention",
     "RowTarget": "delta_tracker.row_target",
     "ShardSpec": "delta_tracker.types",
+    "Standby": "delta_tracker.recovery.standby",
     "Storage": "delta_tracker.stream.storage.storage",
     "TableSpec": "delta_tracker.types",
+    "Takeover": "delta_tracker.recovery.standby",
     "TopK": "delta_tracker.tracker.top_k",
     "TrackingMode": "delta_tracker.types",
     "restore": "delta_tracker.recovery.restore",

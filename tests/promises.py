@@ -28,8 +28,8 @@ PROMISES = {
     "restored": "After a restore, at any world size and under any plan (in `MOMENTUM_DIFF` with the same column cuts), "
     "each consumer has the same pending rows, with their old values and ages. A checkpoint without tracker state makes "
     "every row pending",
-    "resumed": "After `restore`, at the same number of ranks and under the same plan, training continues bit for bit. "
-    "At another number of ranks, the state at the cut is equal",
+    "resumed": "After `restore` or a takeover by a `Standby`, at the same number of ranks and under the same plan, "
+    "training continues bit for bit. At another number of ranks, the state at the cut is equal",
     "contained": "An error inside a hook never reaches the training step. It is counted, and all rows of the table "
     "become pending",
     "refused": "Invalid input is rejected whole, with a typed error that names the offender and the next step",

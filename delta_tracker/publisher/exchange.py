@@ -56,6 +56,8 @@ class Phase(IntEnum):
     """The ranks of a restore write the model."""
     LOADING = auto()
     """The ranks of a restore load the other states."""
+    FOLLOWING = auto()
+    """The ranks of a standby apply versions, and rank 0 decides on a takeover."""
 
 
 class Vote(NamedTuple):

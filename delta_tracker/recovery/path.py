@@ -12,15 +12,20 @@ from delta_tracker.stream.log import Merged, StreamLog, generation_error
 _logger = logging.getLogger(__name__)
 
 
-def recovery_path(log: StreamLog, version: int | None = None) -> list[Manifest]:
+def recovery_path(log: StreamLog, version: int | None = None, *, applied: Manifest | None = None) -> list[Manifest]:
     """Return the entries to apply in order: a snapshot, the deltas after it, and the entry with the training state.
 
     The last entry is the newest one up to ``version`` that is not a claim. Merged entries are used where they replace
     several versions; an unreadable one is logged and not used. Reads only entries.
 
+    If the rows of the model are those of ``applied``, and the log leads from it to the version by deltas, the first
+    entry is ``applied`` instead of a snapshot. It is the only entry if it is that version. Otherwise, the first entry
+    is a snapshot, which overwrites all rows.
+
     Args:
         log: log of the stream.
         version: version to restore; None for the newest.
+        applied: entry of the log or merged entry, up to which all rows are written already; None if there is none.
 
     Returns:
         The entries, all with the same tables and states.
@@ -38,7 +43,9 @@ def recovery_path(log: StreamLog, version: int | None = None) -> list[Manifest]:
     asked = head.version if version is None else version
     if type(asked) is not int or not 0 <= asked <= head.version:
         raise InvalidArgumentError("version", version, f"The stream has versions up to {head.version}")
-    return _Search(log, head, asked).path()
+    search = _Search(log, head, asked)
+    target = search.target()
+    return (None if applied is None else search.path_after(applied, target)) or search.path(target)
 
 
 class _Search:
@@ -55,14 +62,37 @@ class _Search:
         self._head = head
         self._asked = asked
 
-    def path(self) -> list[Manifest]:
+    def target(self) -> Manifest:
+        """Return the entry with the training state."""
         target = self._target()
         if target.format != STATES_FORMAT:
             raise self._error(f"version {target.version} was published without states")
         if not target.training:
             raise self._error(f"version {target.version} has no training states")
+        return target
+
+    def path(self, target: Manifest) -> list[Manifest]:
+        """Return the entries from a snapshot to ``target``."""
         merged = self._log.merged(after=(target.snapshot or 0) - 1)
-        path = [target if target.kind == "snapshot" else self._start(target, merged)]
+        start = target if target.kind == "snapshot" else self._start(target, merged)
+        return self._path(start, target, merged)
+
+    def path_after(self, applied: Manifest, target: Manifest) -> list[Manifest] | None:
+        """Return the entries from ``applied`` to ``target``; None if the log does not lead there by deltas."""
+        if applied.link == target.link:
+            return [target]
+        if not (target.snapshot or 0) <= applied.version < target.version or applied.stream != target.stream:
+            return None
+        # A merged delta from before the place could belong to another history, of which no entry was applied.
+        merged = [each for each in self._log.merged(after=applied.version) if each.first > applied.version]
+        try:
+            return self._path(applied, target, merged)
+        except (MalformedError, NotRecoverableError) as error:
+            _logger.info("version %d is restored from a snapshot: %s", target.version, str(error))
+            return None
+
+    def _path(self, start: Manifest, target: Manifest, merged: Sequence[Merged]) -> list[Manifest]:
+        path = [start]
         deltas = [each for each in reversed(merged) if each.kind == "delta"]
         place = path[0].link
         passed = {place.version: place}

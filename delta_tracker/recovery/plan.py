@@ -30,6 +30,8 @@ class Plan:
     Args:
         storage: store of the stream.
         path: entries to apply, in order.
+        applied: entry whose rows, and those of all entries before it, are written already; None if there is none. It
+            has no effect if the path does not begin with its version.
         shards: FQN to shard, for each table that is restored.
         targets: name of a table or state table to its memory.
         scalars: FQN to the numbers of the table's kernel.
@@ -42,6 +44,7 @@ class Plan:
 
     storage: Storage
     path: Sequence[Manifest]
+    applied: Manifest | None
     shards: Mapping[str, LocalShard]
     targets: Mapping[str, RowTarget]
     scalars: Mapping[str, Scalars]
@@ -54,6 +57,11 @@ class Plan:
     def last(self) -> Manifest:
         """Entry with the training states."""
         return self.path[-1]
+
+    @property
+    def continues(self) -> bool:
+        """True if the rows of the first entry of the path are written already."""
+        return self.applied is not None and self.path[0].link == self.applied.link
 
     @property
     def specs(self) -> dict[str, ShardSpec]:
@@ -91,7 +99,7 @@ class Plan:
             StorageError: if the store cannot be read.
         """
         writer = RowWriter(storage=self.storage, shards=self.specs, targets=self.targets)
-        for entry in self.path:
+        for entry in self.path[self.continues :]:
             writer.write(entry)
         write_scalars(self.shards, self.scalars)
         for module, states in self.collisions.values():
@@ -104,10 +112,10 @@ class Plan:
         self._copy(self.dense)
 
     def _objects(self) -> Iterable[Part | Stored]:
-        specs = self.specs
-        for entry in self.path:
+        specs, first = self.specs, int(self.continues)
+        for number, entry in enumerate(self.path):
             for part in entry.parts:
-                has_rows = bool(wanted(part, specs))
+                has_rows = number >= first and bool(wanted(part, specs))
                 if has_rows or (entry is self.last and not set(part.dense).isdisjoint(self.names)):
                     yield part
                 if has_rows and part.states is not None:

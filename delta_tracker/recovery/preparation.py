@@ -21,7 +21,7 @@ from delta_tracker.recovery.warm_up import check_warm
 from delta_tracker.row_target import RowTarget, TensorTarget
 from delta_tracker.sharding.collision_states import check_collision_slots, check_collision_states
 from delta_tracker.sharding.collisions import LocalOwners, local_owners
-from delta_tracker.sharding.discover import LocalShard, discover
+from delta_tracker.sharding.discover import Discovery, LocalShard, discover
 from delta_tracker.sharding.optimizer_rows import Scalars, check_scalars, refuse_unrecoverable, state_views
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
@@ -50,13 +50,32 @@ class Prepared:
     pending: Mapping[str, Mapping[str, Tensor | None]]
 
 
-def prepare(log: StreamLog, path: Sequence[Manifest], job: LocalJob) -> Prepared:
+def check_model(job: LocalJob) -> tuple[Discovery, dict[str, LocalOwners]]:
+    """Check that the model and the tracker of a job can be restored at all, from any version.
+
+    Returns:
+        The tables of the model, and FQN to the raw ids of this rank's rows for each table with managed collisions.
+
+    Raises:
+        UnsupportedModuleError, UnsupportedOptimizerError, UnsupportedTableError, InvalidArgumentError,
+        ReservedConsumerError: as :func:`~delta_tracker.recovery.restore.restore` raises them.
+    """
+    found = discover(job.model)
+    owners = local_owners(job.model, found)
+    refuse_unrecoverable(found, {fqn: each.module for fqn, each in owners.items()})
+    check_warm(job.model)
+    job.check_tracker(found.shards)
+    return found, owners
+
+
+def prepare(log: StreamLog, path: Sequence[Manifest], job: LocalJob, applied: Manifest | None = None) -> Prepared:
     """Compare a version with the job on this rank, and prepare all writes.
 
     Args:
         log: log of the stream.
         path: entries to apply, in order. The last one has the training states.
         job: the job.
+        applied: entry up to which the rows of the model are written already, see :func:`recovery_path`.
 
     Raises:
         NotRecoverableError, RestoreMismatchError, InvalidArgumentError, TableMismatchError, UnsupportedModuleError,
@@ -64,11 +83,7 @@ def prepare(log: StreamLog, path: Sequence[Manifest], job: LocalJob) -> Prepared
         StorageError: as :func:`~delta_tracker.recovery.restore.restore` raises them.
     """
     last = path[-1]
-    found = discover(job.model)
-    every_owner = local_owners(job.model, found)
-    refuse_unrecoverable(found, {fqn: each.module for fqn, each in every_owner.items()})
-    check_warm(job.model)
-    job.check_tracker(found.shards)
+    found, every_owner = check_model(job)
     states = TrainingStates(log.storage, last)
     library = Library(states)
     is_same = states.world_size == job.world_size
@@ -102,6 +117,7 @@ def prepare(log: StreamLog, path: Sequence[Manifest], job: LocalJob) -> Prepared
     plan = Plan(
         storage=log.storage,
         path=path,
+        applied=applied,
         shards=shards,
         targets=_targets(job, last, shards),
         scalars=scalars,

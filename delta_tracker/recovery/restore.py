@@ -17,6 +17,7 @@ from delta_tracker.publisher.training import Stateful
 from delta_tracker.recovery.job import LocalJob
 from delta_tracker.recovery.objects import Objects
 from delta_tracker.recovery.path import recovery_path
+from delta_tracker.recovery.plan import Plan
 from delta_tracker.recovery.preparation import Prepared, prepare
 from delta_tracker.sharding.interrupted import mark, unmark
 from delta_tracker.stream.cursor import Place
@@ -138,31 +139,51 @@ def restore(  # noqa: PLR0913  all but two have a default
             rank=exchange.rank,
             world_size=exchange.group.world_size,
         )
-        return _Restoration(exchange, url, version, job).run()
+        return Restoration(exchange, url, version, job).run()
     finally:
         exchange.close()
 
 
-class _Restoration:
-    """One call of :func:`restore` on this rank.
+class Restoration:
+    """Restore of one version on this rank.
 
     Args:
         exchange: communication with the other ranks.
         url: url of the stream, or its storage.
         version: version to restore; None for the newest.
         job: the job on this rank.
+        applied: entry up to which all rows of the model are written already; None if there is none. It may differ by
+            rank.
+        keeps_mark: True if the caller has marked the model as incomplete, and removes the mark later.
     """
 
-    def __init__(self, exchange: Exchange, url: str | Storage, version: int | None, job: LocalJob) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        url: str | Storage,
+        version: int | None,
+        job: LocalJob,
+        *,
+        applied: Manifest | None = None,
+        keeps_mark: bool = False,
+    ) -> None:
         self._exchange = exchange
         self._url = url
         self._version = version
         self._job = job
+        self._applied = applied
+        self._keeps_mark = keeps_mark
         self._path: list[Manifest] | None = None  # on rank 0, from _resolve()
         self._prepared: Prepared | None = None
         self._unloaded: Mapping[str, Sequence[object]] = {}
 
+    @property
+    def plan(self) -> Plan | None:
+        """Writes to the model; None as long as nothing can be written."""
+        return None if self._prepared is None else self._prepared.plan
+
     def run(self) -> Restored:
+        """Restore the version. A collective. The errors are those of :func:`restore`."""
         exchange, model = self._exchange, self._job.model
         messages = exchange.exchange(Phase.RESOLVING, Message.of(self._resolve))
         check_alike(messages, "version", "ignore", failed=RestoreFailedError)
@@ -171,10 +192,12 @@ class _Restoration:
         version, xxh3 = messages[0]["chosen"]
         exchange.exchange(Phase.FITTING, Message.of(lambda: self._prepare(version, xxh3)))
         last = self._made.plan.last
-        mark(model, version)
+        if not self._keeps_mark:
+            mark(model, version)
         exchange.exchange(Phase.RESTORING, Message.of(self._write))
         exchange.exchange(Phase.LOADING, Message.of(self._load))
-        unmark(model)
+        if not self._keeps_mark:
+            unmark(model)
         if self._made.rerouted and self._job.rank == 0:
             _logger.warning("unknown raw ids read other rows than before in the tables %s", self._made.rerouted)
         _logger.info("restored version %d of stream %s", version, last.stream)
@@ -193,7 +216,7 @@ class _Restoration:
         storage, chosen, nothing = open_storage(self._url), None, None
         if self._job.rank == 0:
             try:
-                self._path = recovery_path(StreamLog(storage), self._version)
+                self._path = recovery_path(StreamLog(storage), self._version, applied=self._applied)
                 chosen = self._path[-1].version, self._path[-1].link.xxh3
             except NotRecoverableError as error:
                 if error.version is not None:
@@ -210,11 +233,11 @@ class _Restoration:
     def _prepare(self, version: int, xxh3: str) -> dict[str, Any]:
         """Compare the version with the job on this rank, and prepare all writes. Writes nothing."""
         log = StreamLog(open_storage(self._url))
-        path = self._path or recovery_path(log, version)
+        path = self._path or recovery_path(log, version, applied=self._applied)
         if (path[-1].version, path[-1].link.xxh3) != (version, xxh3):
             reason = "this rank finds another version in its store than rank 0"
             raise NotRecoverableError(log.storage.url, version, reason)
-        self._prepared = prepare(log, path, self._job)
+        self._prepared = prepare(log, path, self._job, self._applied)
         return {}
 
     def _write(self) -> dict[str, Any]:

@@ -1,25 +1,27 @@
-"""Mark a model while a restore writes it, so that an interrupted restore leaves a model that raises."""
+"""Mark a model while a restore writes it or while it follows a stream, so that it raises until it is complete."""
 
 from __future__ import annotations
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from delta_tracker.errors import InterruptedRestoreError
+from delta_tracker.errors import FollowingError, InterruptedRestoreError
 
 
 class _Incomplete:
-    """Forward pre-hook of a model that is written by a restore.
+    """Forward pre-hook of a model that is being written.
 
     Args:
-        version: version that is restored.
+        version: version that is restored or followed.
+        error: class of the error that the hook raises.
     """
 
-    def __init__(self, version: int) -> None:
+    def __init__(self, version: int, error: type[InterruptedRestoreError]) -> None:
         self.version = version
+        self.error = error
 
     def __call__(self, model: nn.Module, inputs: object) -> None:  # noqa: ARG002  torch's signature
-        raise InterruptedRestoreError(self.version)
+        raise self.error(self.version)
 
 
 def mark(model: nn.Module, version: int) -> RemovableHandle:
@@ -34,7 +36,21 @@ def mark(model: nn.Module, version: int) -> RemovableHandle:
     Returns:
         Handle of the hook.
     """
-    return model.register_forward_pre_hook(_Incomplete(version), prepend=True)
+    return model.register_forward_pre_hook(_Incomplete(version, InterruptedRestoreError), prepend=True)
+
+
+def mark_following(model: nn.Module, version: int) -> None:
+    """Make every forward pass of ``model`` raise FollowingError until :func:`unmark`, as :func:`mark` does.
+
+    Args:
+        model: the model that is about to be written.
+        version: version of a stream that the model follows. It replaces that of an earlier call.
+    """
+    for hook in model._forward_pre_hooks.values():  # noqa: SLF001  a hook has no public list
+        if isinstance(hook, _Incomplete) and hook.error is FollowingError:
+            hook.version = version
+            return
+    model.register_forward_pre_hook(_Incomplete(version, FollowingError), prepend=True)
 
 
 def unmark(model: nn.Module) -> None:
@@ -45,11 +61,12 @@ def unmark(model: nn.Module) -> None:
 
 
 def check_complete(model: nn.Module) -> None:
-    """Raise an error if a restore of the model was interrupted.
+    """Raise an error if the model is marked.
 
     Raises:
-        InterruptedRestoreError: if it was.
+        InterruptedRestoreError: if a restore of the model was interrupted.
+        FollowingError: if the model follows a stream.
     """
     for hook in model._forward_pre_hooks.values():  # noqa: SLF001
         if isinstance(hook, _Incomplete):
-            raise InterruptedRestoreError(hook.version)
+            raise hook.error(hook.version)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
-from delta_tracker import ModelDeltaTracker, Publisher
+from delta_tracker import ModelDeltaTracker, Publisher, Standby
 from delta_tracker.recovery.random_states import RandomStates
 from delta_tracker.recovery.restore import restore
 from delta_tracker.sharding.collision_states import collision_state
@@ -127,6 +127,33 @@ def continued(rank: int, world_size: int, path: str, cuts: list[int], end: int) 
         torch.save({"answers": seen, "versions": versions, "owners": owners}, Path(path) / f"seen-{world_size}.pt")
     iteration = collision_state(module_of(trainer.model, "a"))["current_iter"]
     return {"wrong": wrong, "history": history, "iteration": iteration}
+
+
+def followed(rank: int, world_size: int, path: str, num_versions: int) -> None:
+    """A standby answers as the trainer after a takeover, and trains on like the trainer."""
+    trainer, job = Trainer(rank, world_size), Trainer(rank, world_size)
+    publisher = trainer.publisher(path)
+    job.train(0, 3, seed=5)
+    standby = Standby(
+        job.model, f"file://{path}", tracker=job.tracker, rank_state={"random": job.random}, look_seconds=0.0
+    )
+    for number in range(num_versions):
+        publisher.publish()
+        if number != num_versions - 2:
+            standby.sync()
+        trainer.train(number, number + 1)
+    version = publisher.publish().version
+    seen = answers(trainer.model)
+    publisher.close()
+    losses = trainer.train(num_versions, num_versions + 5)
+    expected = trainer.held()
+    taken = standby.take_over(force=True)
+    assert (taken.restored.version, taken.restored.num_batches) == (version, num_versions)
+    assert same_answers(answers(job.model), seen)
+    assert job.train(num_versions, num_versions + 5) == losses
+    assert same(job.held(), expected)
+    for each in (trainer, job):
+        each.tracker.detach()
 
 
 def same_answers(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

@@ -211,6 +211,65 @@ def test_an_unreadable_entry_is_an_error() -> None:
         recovery_path(stream.log)
 
 
+def after(stream: Stream, applied: Manifest, version: int | None = None) -> list[tuple[str, int]]:
+    path = recovery_path(StreamLog(stream.storage), version, applied=applied)
+    return [("merged" if each.merges else each.kind, each.version) for each in path]
+
+
+def test_a_path_from_a_place_has_the_later_deltas() -> None:
+    stream = Stream()
+    entries = {version: stream.log.read(version) for version in range(13)}
+    assert after(stream, entries[9]) == [("delta", version) for version in range(9, 13)]
+    assert after(stream, entries[6]) == chain(6, *range(7, 13))
+    assert after(stream, entries[9], 9) == [("delta", 9)]
+    stream.claim().delta([1])
+    assert after(stream, entries[11]) == [("delta", 11), ("delta", 12), ("delta", 14)]
+    assert after(stream, entries[12], 13) == [("delta", 12)]
+
+
+def test_a_path_from_a_place_behind_the_version_or_a_snapshot_has_all_rows() -> None:
+    stream = Stream()
+    entries = {version: stream.log.read(version) for version in range(13)}
+    assert after(stream, entries[9], 8) == chain(6, 7, 8)
+    assert after(stream, entries[5]) == found(stream)
+    assert after(stream, entries[5], 6) == chain(6)
+
+
+def test_a_path_from_a_place_uses_the_merged_deltas_after_it() -> None:
+    stream = Stream()
+    entry = stream.log.read(8)
+    stream.merge(7, 10)  # it could belong to another history than the rows at version 8
+    assert after(stream, entry) == [("delta", version) for version in range(8, 13)]
+    stream.merge(9, 11)
+    assert after(stream, entry) == [("delta", 8), ("merged", 11), ("delta", 12)]
+    merged = stream.merge(7, 8)
+    assert after(stream, merged) == [("merged", 8), ("merged", 11), ("delta", 12)]
+    assert recovery_path(StreamLog(stream.storage), 8, applied=merged) == [entry]
+
+
+def test_a_path_from_a_place_that_the_log_does_not_continue_has_all_rows(caplog: pytest.LogCaptureFixture) -> None:
+    stream, other = Stream(), Stream()
+    for version in (8, 12):
+        entry = stream.log.read(version)
+        foreign = other.log.read(version)
+        replaced = replace(entry, xxh3="0" * 32)
+        assert after(stream, foreign) == after(stream, replaced) == found(stream)
+    entry = stream.log.read(8)
+    stream.merge(0, 10, "snapshot")
+    stream.storage.delete(entry_name(9))
+    caplog.set_level("INFO")
+    assert after(stream, entry) == found(stream) == [("merged", 10), ("delta", 11), ("delta", 12)]
+    assert "version 12 is restored from a snapshot: " in caplog.text
+
+
+def test_a_path_from_a_place_before_other_states_has_all_rows() -> None:
+    stream = Stream()
+    entry = stream.log.read(12)
+    writer = stream.claim(replace(_STATES, optimizer="EXACT_OTHER"))
+    writer.snapshot()
+    assert after(stream, entry) == chain(14)
+
+
 def shard(writer: Writer, first: int = 0, end: int = 20) -> dict[str, ShardSpec]:
     return {FQN: ShardSpec(writer.spec, first, end - first, ((0, 4),))}
 

@@ -1,0 +1,231 @@
+"""Follow a stream of versions with states on one rank: :class:`Following`. Makes no collective call."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from delta_tracker.errors import (
+    CorruptPartError,
+    MalformedError,
+    MissingVersionError,
+    NotRecoverableError,
+    StorageError,
+    StreamError,
+    StreamReplacedError,
+    kind_of,
+    unraised,
+)
+from delta_tracker.recovery.job import LocalJob
+from delta_tracker.recovery.path import recovery_path
+from delta_tracker.recovery.plan import Plan
+from delta_tracker.recovery.preparation import prepare
+from delta_tracker.recovery.row_writer import RowWriter
+from delta_tracker.sharding.interrupted import mark_following
+from delta_tracker.stream.cursor import StreamCursor
+from delta_tracker.stream.format.manifest import Manifest, Schema
+from delta_tracker.stream.log import StreamLog
+
+_logger = logging.getLogger(__name__)
+
+# A turn requests only the next entry. If it is missing, a listing at this interval shows whether it was deleted or is
+# not committed yet.
+_GAP_CHECK_SECONDS = 5.0
+_FIRST_BACK_OFF_SECONDS = 0.1
+_MAX_BACK_OFF_SECONDS = 5.0
+
+# After one of these, the next entry cannot be applied. Another path to a later version may exist.
+_FAULTS = (CorruptPartError, MalformedError, MissingVersionError, NotRecoverableError, StreamReplacedError)
+
+
+class Following:
+    """Follower of a stream that writes the rows and states of this rank's shards.
+
+    Rows are absolute values, so an entry whose writes failed or were interrupted is written again. The position moves
+    only after a whole entry.
+
+    The other contents of a version, such as dense tensors, are not written. From the first written row on, the model
+    raises :class:`~delta_tracker.errors.FollowingError` when it is called.
+
+    Args:
+        log: log of the stream.
+        job: the job on this rank.
+
+    Attributes:
+        error: error of the last attempt, which the next turns repeat; None if it succeeded. It has no traceback.
+    """
+
+    def __init__(self, log: StreamLog, job: LocalJob) -> None:
+        self.error: StreamError | None = None
+        self._log = log
+        self._job = job
+        self._cursor = StreamCursor(log)
+        self._ahead: deque[Manifest] = deque()  # entries of a path that are not written yet
+        self._writer: RowWriter | None = None
+        self._schema: Schema | None = None  # of the entries that the writer can write
+        self._applied: Manifest | None = None  # last entry up to which all rows are written
+        self._partial: Manifest | None = None  # entry of which some rows may be written, and others not
+        self._pause = 0.0
+        self._next_try = self._gap_check = 0.0
+
+    @property
+    def version(self) -> int | None:
+        """Last version whose rows are written; None before the first, and while older rows are written again."""
+        return None if self._applied is None else self._applied.version
+
+    def applied(self) -> Manifest | None:
+        """Return the entry from which a path may begin, see :func:`~delta_tracker.recovery.path.recovery_path`.
+
+        If the rows of a later entry are written in part, the log must still have it, so that each path to a newer
+        version contains these rows. Otherwise, returns None.
+
+        Raises:
+            MalformedError, StorageError: if that entry cannot be read.
+        """
+        partial = self._partial
+        if self._applied is None or partial is None:
+            return self._applied
+        there = self._log.read(partial.version)
+        is_there = there is not None and (there.stream, there.link) == (partial.stream, partial.link)
+        return self._applied if is_there else None
+
+    def advance(self, until: float) -> bool:
+        """Apply entries until there are no more, or until the monotonic time ``until``. Return True if there was any.
+
+        An entry that is started is applied completely. An error of the store or of the stream is logged, and kept in
+        :attr:`error`. After such an error, this method does nothing for up to five seconds, see :meth:`retry`.
+
+        Raises:
+            NotRecoverableError: if the stream cannot be followed from the beginning, for example because its versions
+                have no states.
+            RestoreMismatchError, InvalidArgumentError, TableMismatchError, UnsupportedModuleError,
+            UnsupportedOptimizerError, UnsupportedTableError, ReservedConsumerError: if the stream does not fit the job,
+                as :func:`~delta_tracker.recovery.restore.restore` raises them.
+        """
+        has_moved = False
+        while time.monotonic() >= self._next_try and self._survives(self._step):
+            has_moved = True
+            if time.monotonic() >= until:
+                break
+        return has_moved
+
+    def retry(self) -> None:
+        """Let the next call of :meth:`advance` look for a missing version, and try again at once after an error."""
+        self._next_try = self._gap_check = 0.0
+
+    def overwritten(self, plan: Plan) -> None:
+        """Adjust the position after a restore that did not complete, and that may have written some rows of ``plan``.
+
+        Args:
+            plan: writes of the restore, prepared with the result of :meth:`applied`.
+        """
+        if plan.continues:
+            self._partial = plan.last
+            return
+        self._applied = self._partial = self._cursor.place = None
+        self._ahead.clear()
+
+    def _survives(self, call: Callable[[], bool]) -> bool:
+        """Return the result of ``call``. Record an error of the store or of the stream, and return False."""
+        try:
+            has_moved = call()
+        except (StorageError, *_FAULTS) as error:
+            if isinstance(error, NotRecoverableError) and self._writer is None:
+                raise
+            self._failed(error)
+            return False
+        if self.error is not None:
+            _logger.warning("standby recovered at version %s: url=%s", self.version, self._log.storage.url)
+            self.error, self._pause = None, 0.0
+        return has_moved
+
+    def _failed(self, error: StreamError) -> None:
+        self._pause = min(_MAX_BACK_OFF_SECONDS, max(2 * self._pause, _FIRST_BACK_OFF_SECONDS))
+        self._next_try = time.monotonic() + self._pause
+        if self.error is None or kind_of(error) != kind_of(self.error):
+            _logger.warning("standby failed and retries: %s", str(error))
+        self.error = unraised(error)
+
+    def _step(self) -> bool:
+        """Apply the next entry and return True. Return False if there is none yet."""
+        if self._cursor.place is None and not self._ahead:
+            try:
+                self._take_path(recovery_path(self._log))
+            except NotRecoverableError as error:
+                if error.version is not None:
+                    raise
+                return False
+        entry = None
+        try:
+            entry = self._ahead[0] if self._ahead else self._next()
+            if entry is None:
+                return False
+            self._apply(entry)
+        except _FAULTS as fault:
+            if not self._goes_around(entry):
+                raise
+            _logger.warning("standby takes another way: %s", str(fault))
+            return True
+        if self._ahead:
+            self._ahead.popleft()
+        self._cursor.moved(entry)
+        return True
+
+    def _next(self) -> Manifest | None:
+        entry = self._cursor.next()
+        if entry is None and (self.error is not None or time.monotonic() >= self._gap_check):
+            self._cursor.check_for_gap()
+            self._gap_check = time.monotonic() + _GAP_CHECK_SECONDS
+        return entry
+
+    def _apply(self, entry: Manifest) -> None:
+        """Write the rows of an entry."""
+        if entry.kind == "claim":
+            return
+        if entry.schema != self._schema:
+            if entry.kind != "snapshot" or not entry.training:
+                reason = "its tables, states or format differ from those of the version before it"
+                raise NotRecoverableError(self._log.storage.url, entry.version, reason)
+            self._check([entry])
+        assert self._writer is not None, "made by _check()"
+        held = self._applied
+        if held is not None and (entry.stream != held.stream or entry.version <= held.version):
+            self._applied = None  # rows that the model has are replaced by older ones
+        if self._partial is None or self._partial.version < entry.version:
+            self._partial = entry
+        mark_following(self._job.model, entry.version)
+        self._writer.write(entry)
+        self._applied = entry
+        if entry.kind == "snapshot" or entry.version >= self._partial.version:
+            self._partial = None
+
+    def _goes_around(self, faulty: Manifest | None) -> bool:
+        """Find a path to the newest version that does not contain an entry. Return False if there is none.
+
+        Args:
+            faulty: entry that cannot be applied; None if the next entry cannot be read.
+        """
+        applied = self._applied if faulty is None else None
+        try:
+            path = recovery_path(self._log, applied=applied)
+            if any((each.link, each.merges) == (faulty.link, faulty.merges) for each in path if faulty is not None):
+                return False
+            self._take_path(path[1:] if applied is not None and path[0].link == applied.link else path)
+        except (StorageError, *_FAULTS) as error:
+            _logger.info("standby found no other way: %s", str(error))
+            return False
+        return bool(self._ahead)
+
+    def _take_path(self, path: Sequence[Manifest]) -> None:
+        """Apply the entries of a path next."""
+        if path and path[-1].schema != self._schema:
+            self._check(path)
+        self._ahead = deque(path)
+
+    def _check(self, path: Sequence[Manifest]) -> None:
+        """Compare the last entry of a path with the job, and prepare the writes of its rows. Writes nothing."""
+        plan = prepare(self._log, path, self._job).plan
+        self._writer = RowWriter(storage=self._log.storage, shards=plan.specs, targets=plan.targets)
+        self._schema = path[-1].schema

@@ -1,0 +1,504 @@
+"""Keep a second job ready that continues training when the first one fails: :class:`Standby`."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch import nn
+
+from delta_tracker.distributed import DEFAULT_TIMEOUT
+from delta_tracker.errors import (
+    FencedError,
+    InvalidArgumentError,
+    LivePublisherError,
+    NotRecoverableError,
+    RestoreFailedError,
+    StorageError,
+    StreamError,
+    TakeoverFailedError,
+    unraised,
+)
+from delta_tracker.monitor.monitor import Monitor
+from delta_tracker.monitor.recorder import Recorder
+from delta_tracker.publisher.exchange import Exchange, Message, Phase, check_alike
+from delta_tracker.publisher.training import Stateful
+from delta_tracker.recovery.following import Following
+from delta_tracker.recovery.job import LocalJob
+from delta_tracker.recovery.objects import Objects
+from delta_tracker.recovery.preparation import check_model
+from delta_tracker.recovery.restore import Restoration, Restored
+from delta_tracker.recovery.standby_gauges import StandbyGauges
+from delta_tracker.sharding.interrupted import mark_following, unmark
+from delta_tracker.stream.claimed import ClaimedStream
+from delta_tracker.stream.format.manifest import Link, Manifest
+from delta_tracker.stream.format.parse import parse_manifest
+from delta_tracker.stream.heartbeat import PublisherPulse, check_name
+from delta_tracker.stream.liveness import Liveness
+from delta_tracker.stream.log import Claim, StreamLog
+from delta_tracker.stream.storage.storage import Storage, open_storage
+from delta_tracker.stream.takeover_request import is_requested
+from delta_tracker.tracker.data_position import DataPosition
+from delta_tracker.tracker.tracker import ModelDeltaTracker
+
+_logger = logging.getLogger(__name__)
+
+_SERVING_ATTEMPTS = 100  # claims of a serving stream that may be lost to versions of the former publisher
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Takeover:
+    """Result of a takeover.
+
+    Args:
+        restored: description of the restored version.
+        recovery: claim of the recovery stream, the first argument after the tracker of the new ``Publisher``.
+        serving: claims of the serving streams, in the order of :class:`Standby`'s argument.
+        seconds: time from the decision to take over to the return of the call, in seconds.
+    """
+
+    restored: Restored
+    recovery: ClaimedStream
+    serving: tuple[ClaimedStream, ...]
+    seconds: float
+
+
+class Standby:
+    """Second job that follows the recovery stream of a trainer, and takes its place when the trainer fails.
+
+    All ranks build it after the model, the optimizers and the tracker, and before a publisher. They then call
+    :meth:`follow`, which returns when this job has taken over:
+
+        standby = Standby(model, url, tracker=tracker, training_state=states, data=data, serving=[serving_url])
+        taken = standby.follow(silence=30.0)
+        publisher = Publisher(tracker, taken.recovery, states="optimizer", training_state=states)
+        serving = Publisher(tracker, taken.serving[0], "serving")
+
+    Until then, each rank writes the rows and optimizer states of its shards as they are published. A takeover claims
+    the recovery stream first, which fences the former trainer. It then restores the newest version before the claim as
+    :func:`~delta_tracker.recovery.restore.restore` does, except for rows that are written already, on any number of
+    ranks and any plan that ``restore`` accepts. At last it claims the serving streams.
+
+    A former trainer that still runs is fenced at its next version. Until then it trains, and publishes to the serving
+    streams. Its batches after its last version are lost, and the new publishers take those serving rows back.
+
+    If a takeover fails after the claim, the claim is kept, so that no job trains: call :meth:`take_over` again. The
+    position of a standby is only in memory. After a restart, it reads a snapshot.
+
+    The arguments ``tracker``, ``training_state``, ``rank_state``, ``data`` and ``ignore`` are those of ``restore``. A
+    model with ``DistributedDataParallel`` must have trained two batches, as for ``restore``. The constructor and the
+    methods except :meth:`close` are collectives.
+
+    Args:
+        model: the model. From the first written row until the takeover is complete, its forward pass raises
+            :class:`~delta_tracker.errors.FollowingError`.
+        url: url of the recovery stream, or its storage. Its versions need ``states="optimizer"``.
+        tracker: tracker of the model; None if there is none.
+        training_state: objects whose states are the same on all ranks.
+        rank_state: objects whose states differ by rank.
+        data: position in the training data.
+        ignore: names that are not restored.
+        serving: urls of the serving streams that the trainer publishes, or their storages.
+        name: name of the heartbeat of this job in the store, which must differ from those of predictors, and label
+            ``standby`` of the metrics.
+        look_seconds: time between two looks at the stream, in seconds. A rank that applies versions answers the others
+            after this time and the version in progress.
+        timeout: maximum wait for the slowest rank, which may read and write a whole snapshot meanwhile.
+        monitor: monitor of the metrics; None for the program's default.
+
+    Raises:
+        InvalidArgumentError: if an argument is invalid, or the model was not trained as described above.
+        UnsupportedModuleError: if the model has modules whose state cannot be published.
+        UnsupportedOptimizerError: if it has such optimizers.
+        UnsupportedTableError: if it has such tables.
+        ReservedConsumerError: if a consumer of the tracker is reserved, for example by a publisher.
+        StorageError: if the store cannot be opened.
+        RestoreFailedError: if another rank raised one of these errors.
+        RankLostError: if a rank dies, or does not make the call in time.
+    """
+
+    def __init__(  # noqa: PLR0913  all but two have a default
+        self,
+        model: nn.Module,
+        url: str | Storage,
+        *,
+        tracker: ModelDeltaTracker | None = None,
+        training_state: Mapping[str, Stateful] | None = None,
+        rank_state: Mapping[str, Stateful] | None = None,
+        data: DataPosition[Any] | None = None,
+        ignore: Collection[str] = (),
+        serving: Sequence[str | Storage] = (),
+        name: str = "standby",
+        look_seconds: float = 1.0,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        monitor: Monitor | None = None,
+    ) -> None:
+        self._timeout = timeout
+        self._serving_urls = serving
+        self._look_seconds = look_seconds
+        with self._meeting("Standby(...)") as exchange:
+            self._job = LocalJob(
+                model=model,
+                tracker=tracker,
+                objects=Objects(training_state or {}, rank_state or {}, data),
+                ignore=ignore,
+                rank=exchange.rank,
+                world_size=exchange.group.world_size,
+            )
+            messages = exchange.exchange(Phase.BUILDING, Message.of(lambda: self._build(url, name)))
+            check_alike(messages, "ignore", "serving", failed=RestoreFailedError)
+        self._is_first = self._job.rank == 0
+        self._gauges = StandbyGauges(
+            Recorder("standby", self, name=name, monitor=monitor), counts_versions=self._is_first
+        )
+        self._liveness = Liveness(self._storage, name)
+        self._following = Following(self._log, self._job)
+        # The ids of the claims are drawn before the claims, which are found again if the store's answer is lost.
+        self._writer = secrets.token_hex(16)
+        self._serving_writers = [secrets.token_hex(16) for _ in serving]
+        self._claimed: Manifest | None = None  # this job's claim of the recovery stream
+        self._next_look = 0.0
+        self._ended = ""  # why no further call is possible
+
+    @property
+    def version(self) -> int | None:
+        """Last version whose rows this rank has written; None before the first."""
+        return self._following.version
+
+    @property
+    def error(self) -> StreamError | None:
+        """Error that currently delays this rank, and that the next looks retry; None if there is none."""
+        return self._following.error
+
+    def follow(self, silence: float | None = None) -> Takeover:
+        """Follow the stream until this job has taken over. A collective.
+
+        Args:
+            silence: take over when neither a version nor a heartbeat of the trainer's publisher was seen for more than
+                this number of seconds, by the store's clock, and all ranks can read the store. None to take over only
+                if ``delta-tracker takeover`` was called. The same on all ranks.
+
+        Raises:
+            NotRecoverableError: on all ranks with ``version`` None, if there is no stream, or if its publisher is
+                silent and no version was published: start a job without a restore. Also if the versions have no states.
+            RestoreMismatchError: if the stream does not fit the job.
+            TakeoverFailedError: if the takeover failed after the claim. Call :meth:`take_over` or this method again.
+            InvalidArgumentError: if an argument is invalid, or this job has taken over already.
+            TableMismatchError: if a table cannot be written.
+            RestoreFailedError: if another rank raised one of these errors.
+            RankLostError: if a rank dies, is interrupted, or does not make the call in time.
+        """
+        with self._meeting("Standby.follow(...)") as exchange:
+            while True:
+                messages = exchange.exchange(Phase.FOLLOWING, Message.of(lambda: self._turn(silence)))
+                check_alike(messages, "silence", failed=RestoreFailedError)
+                verdict = messages[0]["verdict"]
+                self._raise_if_nothing(verdict)
+                # A rank that cannot read the store could not complete the takeover.
+                if verdict.get("is_due") and all(message["reads"] for message in messages):
+                    began = time.monotonic()
+                    claimed = self._claim(exchange, verdict["after"])
+                    if isinstance(claimed, ClaimedStream):
+                        return self._complete(exchange, claimed, began)
+                    if self._is_first:
+                        _logger.warning("standby continues to follow: %s", str(claimed))
+                elif any(message["has_moved"] for message in messages):
+                    continue
+                time.sleep(self._look_seconds)
+
+    def sync(self) -> int | None:
+        """Apply the versions that are committed, on all ranks. A collective.
+
+        Returns:
+            The lowest version that a rank has applied; None if there is no version yet.
+
+        Raises:
+            StorageError: if the store cannot be read.
+            MalformedError, CorruptPartError, MissingVersionError, StreamReplacedError: if a version cannot be applied.
+            NotRecoverableError, RestoreMismatchError, InvalidArgumentError, TableMismatchError, RestoreFailedError,
+            RankLostError: as :meth:`follow` raises them.
+        """
+        with self._meeting("Standby.sync()") as exchange:
+            self._following.retry()
+            while True:
+                messages = exchange.exchange(Phase.FOLLOWING, Message.of(self._advanced))
+                if not any(message["has_moved"] for message in messages):
+                    break
+            versions = [message["version"] for message in messages]
+            return None if None in versions else min(versions)
+
+    def take_over(self, *, force: bool = False, silence: float = 30.0) -> Takeover:
+        """Take over now. A collective.
+
+        After a :class:`~delta_tracker.errors.TakeoverFailedError`, this method completes the takeover with the same
+        claim.
+
+        Args:
+            force: True to fence a publisher that may be alive.
+            silence: without ``force``, number of seconds without a version or heartbeat of the publisher, by the
+                store's clock, after which it is considered dead.
+
+        Raises:
+            LivePublisherError: on all ranks, if the publisher is alive, or if another job claimed the stream meanwhile.
+            StorageError: if the store fails. If the stream was claimed nevertheless, the next call uses that claim.
+            NotRecoverableError, TakeoverFailedError, InvalidArgumentError, RestoreFailedError, RankLostError: as
+                :meth:`follow` raises them.
+        """
+        began = time.monotonic()
+        with self._meeting("Standby.take_over(...)") as exchange:
+            judge = Message.of(lambda: self._judged(force=force, silence=silence))
+            messages = exchange.exchange(Phase.FOLLOWING, judge)
+            check_alike(messages, "force", failed=RestoreFailedError)
+            verdict = messages[0]["verdict"]
+            self._raise_if_nothing(verdict)
+            if "live" in verdict:
+                raise LivePublisherError(self._storage.url, *verdict["live"])
+            claimed = self._claim(exchange, verdict["after"])
+            if not isinstance(claimed, ClaimedStream):
+                raise claimed
+            return self._complete(exchange, claimed, began)
+
+    def close(self) -> None:
+        """End the metrics of this standby. The model still raises, unless this job has taken over. Not a collective."""
+        self._ended = self._ended or "closed"
+        self._gauges.close()
+
+    @contextmanager
+    def _meeting(self, call: str) -> Iterator[Exchange]:
+        """Context manager for the communication of one call."""
+        exchange = Exchange(self._timeout, name="standby", call=call, failed=RestoreFailedError)
+        try:
+            yield exchange
+        finally:
+            exchange.close()
+
+    def _build(self, url: str | Storage, name: str) -> dict[str, Any]:
+        """Validate the arguments and open the stores."""
+        job = self._job
+        job.check()
+        check_name(name)
+        if isinstance(self._serving_urls, str | Storage) or not isinstance(self._serving_urls, Sequence):
+            raise InvalidArgumentError("serving", self._serving_urls, "Pass a list of urls")
+        if not 0 <= self._look_seconds < threading.TIMEOUT_MAX:
+            raise InvalidArgumentError("look_seconds", self._look_seconds, "Pass seconds, 0 or more")
+        check_model(job)
+        self._storage = open_storage(url)
+        self._log = StreamLog(self._storage)
+        self._serving = [open_storage(each, create=True) for each in self._serving_urls]
+        return {
+            "ignore": f"ignore={sorted(map(str, job.ignore))}",
+            "serving": f"{len(self._serving)} serving streams",
+        }
+
+    def _turn(self, silence: float | None) -> dict[str, Any]:
+        """Apply versions for about the time of a look. On rank 0, decide on a takeover."""
+        self._check_open()
+        if silence is not None and not 0 <= silence < threading.TIMEOUT_MAX:
+            raise InvalidArgumentError("silence", silence, "Pass seconds, 0 or more, or None")
+        has_moved = self._following.advance(time.monotonic() + self._look_seconds)
+        verdict = self._decided(silence) if self._is_first else {}
+        reads = not isinstance(self._following.error, StorageError)
+        return {"silence": f"silence={silence}", "has_moved": has_moved, "reads": reads, "verdict": verdict}
+
+    def _advanced(self) -> dict[str, Any]:
+        """Apply versions for about the time of a look, and raise the error that ended this."""
+        self._check_open()
+        has_moved = self._following.advance(time.monotonic() + self._look_seconds)
+        if self._following.error is not None:
+            raise unraised(self._following.error)
+        return {"has_moved": has_moved, "version": self.version}
+
+    def _decided(self, silence: float | None) -> dict[str, Any]:
+        """Return the decision of rank 0 whether to take over now. Looks at the store at most once per interval."""
+        if time.monotonic() < self._next_look:
+            return {}
+        self._next_look = time.monotonic() + self._look_seconds
+        try:
+            signs = self._liveness.look()
+            if signs is None:
+                return {"nothing": "the stream is empty"}
+            asked = is_requested(self._storage, signs.head)
+        except StorageError as error:
+            _logger.info("standby cannot look at the publisher: %s", str(error))
+            return {}
+        self._gauges.saw(self.version, signs.head)
+        is_silent = silence is not None and signs.silent_seconds > silence
+        if not (asked or is_silent or self._is_own(signs.head)):
+            return {}
+        return self._due(signs.head, is_unconditional=asked)
+
+    def _judged(self, *, force: bool, silence: float) -> dict[str, Any]:
+        """Return the decision of rank 0 whether it may take over."""
+        self._check_open()
+        if not 0 <= silence < threading.TIMEOUT_MAX:
+            raise InvalidArgumentError("silence", silence, "Pass seconds, 0 or more")
+        verdict: dict[str, Any] = {}
+        if self._is_first:
+            signs = None if force else self._liveness.look()
+            head = signs.head if signs is not None else self._log.head() if force else None
+            if head is None:
+                verdict = {"nothing": "the stream is empty"}
+            elif signs is not None and signs.silent_seconds < silence and not self._is_own(head):
+                verdict = {"live": [head.generation, head.version, signs.silent_seconds]}
+            else:
+                verdict = self._due(head, is_unconditional=force)
+        return {"force": f"force={bool(force)}, silence={silence}", "verdict": verdict}
+
+    def _due(self, head: Manifest, *, is_unconditional: bool) -> dict[str, Any]:
+        """Return the decision to take over, if there is a version.
+
+        Args:
+            head: newest entry of the stream.
+            is_unconditional: True to claim the stream also if another entry follows ``head`` meanwhile.
+        """
+        if head.snapshot is None:
+            return {"nothing": "the stream has only a claim"}
+        return {"is_due": True, "after": None if is_unconditional else [head.version, head.xxh3]}
+
+    def _is_own(self, head: Manifest) -> bool:
+        """Return True if the newest entry is the claim of this job."""
+        return head.kind == "claim" and head.writer == self._writer
+
+    def _raise_if_nothing(self, verdict: Mapping[str, Any]) -> None:
+        if "nothing" in verdict:
+            raise NotRecoverableError(self._storage.url, None, verdict["nothing"])
+
+    def _check_open(self) -> None:
+        if self._ended:
+            raise InvalidArgumentError("standby", self._ended, "Build a new Standby")
+
+    def _claim(self, exchange: Exchange, after: Sequence[Any] | None) -> ClaimedStream | StreamError:
+        """Claim the recovery stream. Return the error if there is a newer entry, or if the store fails.
+
+        Args:
+            exchange: communication with the other ranks.
+            after: version and hash of the entry that the claim must follow; None for any entry.
+        """
+        failure: StorageError | None = None
+        claim: Claim | None = None
+
+        def act() -> dict[str, Any]:
+            nonlocal claim, failure
+            if not self._is_first:
+                return {}
+            try:
+                self._storage.probe()
+                claim = self._log.claim(after=None if after is None else Link(*after), writer=self._new_writer())
+            except LivePublisherError as error:
+                return {"live": [error.generation, error.version, error.seconds]}
+            except StorageError as error:  # the claim may have been created
+                failure = error
+                return {"failure": f"{type(error).__name__}: {error}"}
+            return {"entry": claim.data.decode()}
+
+        found = exchange.exchange(Phase.CLAIMING, Message.of(act))[0]
+        if "live" in found:
+            return LivePublisherError(self._storage.url, *found["live"])
+        if "failure" in found:
+            return failure or RestoreFailedError(0, found["failure"])
+        entry = claim.head if claim is not None else parse_manifest("claim of rank 0", found["entry"].encode())
+        self._claimed = entry
+        return ClaimedStream(storage=self._storage, claim=claim, entry=entry)
+
+    def _new_writer(self) -> str:
+        """Return the id of the next claim: that of the last one, unless another publisher has followed it."""
+        if self._claimed is not None:
+            head = self._log.head()
+            if head is None or head.link != self._claimed.link:
+                self._writer, self._claimed = secrets.token_hex(16), None
+        return self._writer
+
+    def _complete(self, exchange: Exchange, claimed: ClaimedStream, began: float) -> Takeover:
+        """Restore the version before the claim, and claim the serving streams. Removes the mark of the model."""
+        try:
+            pulse = PublisherPulse(self._storage) if self._is_first else None
+            restored = self._restore(exchange, claimed, lambda: None if pulse is None else pulse.leave(claimed.entry))
+            serving = [self._claim_serving(exchange, claimed, number) for number in range(len(self._serving))]
+        except Exception as error:
+            self._gauges.failed(error)
+            reason = f"{type(error).__name__}: {str(error).removesuffix('.')}"
+            failed = TakeoverFailedError(self._storage.url, claimed.entry.version, reason)
+            _logger.error("%s", str(failed))  # noqa: TRY400  the error is raised
+            raise failed from error
+        unmark(self._job.model)
+        self._ended = "this job has taken over"
+        seconds = time.monotonic() - began
+        self._gauges.took_over(seconds)
+        if self._is_first:
+            version, url = restored.version, self._storage.url
+            _logger.warning("took over at version %d in %.1f s: url=%s", version, seconds, url)
+        return Takeover(restored=restored, recovery=claimed, serving=tuple(serving), seconds=seconds)
+
+    def _restore(self, exchange: Exchange, claimed: ClaimedStream, beat: Callable[[], None]) -> Restored:
+        """Restore the newest version before the claim."""
+        applied: Manifest | None = None
+
+        def check() -> dict[str, Any]:
+            nonlocal applied
+            entry = self._log.read(claimed.entry.version)
+            if entry is None or entry.link != claimed.entry.link:
+                remedy = "Give all ranks the same store: this one lacks rank 0's claim"
+                raise InvalidArgumentError("url", self._storage.url, remedy)
+            applied = self._following.applied()
+            return {}
+
+        exchange.exchange(Phase.CHECKING, Message.of(check))
+        # All writes follow the claim, so that no version can be committed behind the one that is restored.
+        mark_following(self._job.model, claimed.entry.version)
+        version = claimed.entry.version
+        restoration = Restoration(exchange, self._storage, version, self._job, applied=applied, keeps_mark=True)
+        try:
+            restored = restoration.run()
+        except BaseException:
+            if restoration.plan is not None:
+                self._following.overwritten(restoration.plan)
+            raise
+        beat()
+        return restored
+
+    def _claim_serving(self, exchange: Exchange, claimed: ClaimedStream, number: int) -> ClaimedStream:
+        """Claim a serving stream, unless another job has claimed the recovery stream."""
+        storage = self._serving[number]
+        claim: Claim | None = None
+
+        def act() -> dict[str, Any]:
+            nonlocal claim
+            if not self._is_first:
+                return {}
+            storage.probe()
+            claim = self._serving_claim(storage, claimed.entry, self._serving_writers[number])
+            return {"entry": claim.data.decode()}
+
+        found = exchange.exchange(Phase.CLAIMING, Message.of(act))[0]
+        entry = claim.head if claim is not None else parse_manifest("claim of rank 0", found["entry"].encode())
+        return ClaimedStream(storage=storage, claim=claim, entry=entry)
+
+    def _serving_claim(self, storage: Storage, recovery: Manifest, writer: str) -> Claim:
+        """Claim a serving stream on rank 0.
+
+        The order of the reads keeps a job that was suspended from fencing the job that has taken over from it: that job
+        claims the recovery stream first. If its claim of the serving stream is not the head yet, it comes later.
+
+        Raises:
+            FencedError: if another job has claimed the recovery stream.
+            StorageError: if the store fails.
+        """
+        log = StreamLog(storage)
+        for _ in range(_SERVING_ATTEMPTS):
+            head = log.head()
+            newest = self._log.head()
+            if newest is None or newest.link != recovery.link:
+                owner = recovery if newest is None else newest
+                raise FencedError(recovery.generation, owner.generation, owner.version)
+            try:
+                return log.claim(after=None if head is None else head.link, writer=writer)
+            except LivePublisherError:
+                continue  # the former publisher has committed a version
+        raise StorageError(storage.url, f"lost {_SERVING_ATTEMPTS} claims to versions of the former publisher")

@@ -1,0 +1,51 @@
+"""Metrics of a standby."""
+
+from __future__ import annotations
+
+from delta_tracker.errors import RankLostError, RestoreFailedError, StorageError
+from delta_tracker.monitor.recorder import Recorder
+from delta_tracker.stream.format.manifest import Manifest
+
+_FAILURES = (RankLostError, RestoreFailedError, StorageError)
+
+
+class StandbyGauges:
+    """Metrics of one standby: its version, its lag, and its takeovers.
+
+    Args:
+        recorder: recorder of the standby.
+        counts_versions: True on rank 0, which records the version, the lag and the takeovers of all ranks.
+    """
+
+    def __init__(self, recorder: Recorder, *, counts_versions: bool) -> None:
+        self._recorder = recorder
+        self._counts_versions = counts_versions
+        for failure in _FAILURES:  # alerts then see the first one
+            recorder.takeover_failures.cell(reason=failure.__name__)
+        if counts_versions:
+            recorder.takeovers.cell()
+
+    def saw(self, version: int | None, head: Manifest) -> None:
+        """Record the version and the lag.
+
+        Args:
+            version: last applied version; None before the first.
+            head: newest entry of the stream.
+        """
+        if version is not None:
+            self._recorder.standby_version.set(version)
+        self._recorder.standby_lag_versions.set(head.version - (-1 if version is None else version))
+
+    def took_over(self, seconds: float) -> None:
+        """Count a takeover. No-op on ranks that do not count versions."""
+        if self._counts_versions:
+            self._recorder.takeovers.cell().add(1)
+            self._recorder.takeover_seconds.cell().add(seconds)
+
+    def failed(self, error: Exception) -> None:
+        """Count a takeover that failed after the claim."""
+        self._recorder.takeover_failures.cell(reason=type(error).__name__).add(1)
+
+    def close(self) -> None:
+        """Stop recording and remove the gauges."""
+        self._recorder.close()

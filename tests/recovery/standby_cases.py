@@ -1,0 +1,388 @@
+"""Cases for standbys of real sharded models; each runs on every rank, with the trainer and the standby in turn."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from torch import distributed as dist
+
+from delta_tracker import Publisher, Standby, Takeover
+from delta_tracker.errors import StorageError
+from delta_tracker.monitor import Monitor
+from delta_tracker.recovery import plan, preparation
+from delta_tracker.recovery.path import _Search
+from delta_tracker.recovery.random_states import RandomStates
+from delta_tracker.recovery.row_writer import RowWriter
+from delta_tracker.sharding.interrupted import check_complete
+from delta_tracker.stream.cursor import StreamCursor
+from delta_tracker.stream.log import StreamLog, entry_name
+from delta_tracker.stream.maintenance.compaction import compact
+from delta_tracker.stream.storage.storage import Storage
+from tests.publisher.publishing_cases import attempt
+from tests.recovery.restore_cases import Trainer, same, spec_of, warm
+
+NUM_MORE = 3  # batches that are trained after a takeover
+
+
+class Job(Trainer):
+    """Trainer that can stand by."""
+
+    def standby(self, path: str, **kwargs: Any) -> Standby:
+        arguments = {
+            "tracker": self.tracker,
+            "training_state": self.training_state,
+            "rank_state": self.rank_state,
+            "data": self.data,
+            "look_seconds": 0.0,
+            "monitor": Monitor(),
+            **kwargs,
+        }
+        return Standby(self.model, f"file://{path}/stream", **arguments)
+
+    def successor(self, taken: Takeover) -> Publisher:
+        """Return the publisher after a takeover."""
+        return Publisher(
+            self.tracker,
+            taken.recovery,
+            "main",
+            dense=["dense.weight"],
+            states="optimizer",
+            training_state=self.training_state,
+            rank_state=self.rank_state,
+        )
+
+    def rows(self) -> list[Any]:
+        """Return the rows and the states of all tables."""
+        return [(table["weights"], table["states"]) for table in self.held()["tables"].values()]
+
+
+def log_of(path: str) -> StreamLog:
+    return StreamLog(Storage(f"file://{path}/stream"))
+
+
+def made(spec: dict[str, Any], rank: int) -> Job:
+    """Return a job with other weights and settings than the trainer's, that has trained two batches."""
+    with mock.patch(f"{warm.__module__}.Trainer", Job):
+        return warm(spec_of(**spec), rank)  # type: ignore[return-value]
+
+
+def barrier() -> None:
+    if dist.get_world_size() > 1:
+        dist.barrier()
+
+
+def check_successor(trainer: Job, publisher: Publisher, job: Job, taken: Takeover, expected: Any) -> None:
+    """Check that the job has the state ``expected`` and continues as the trainer, which is fenced."""
+    check_complete(job.model)
+    assert same(job.held(), expected)
+    generators = RandomStates()
+    seeds = generators.state_dict()
+    losses = trainer.train(NUM_MORE)  # from the restored version on; not published
+    later = trainer.held()
+    assert attempt(publisher.publish).startswith("FencedError")
+    publisher.close()
+    generators.load_state_dict(seeds)
+    successor = job.successor(taken)
+    found = job.train(1)
+    entry = successor.publish()
+    assert (entry.kind, entry.generation) == ("delta", taken.recovery.entry.generation)
+    found += job.train(NUM_MORE - 1)
+    assert found == losses
+    assert same(job.held(), later)
+    successor.close()
+    assert "a used claim" in attempt(lambda: job.successor(taken))
+
+
+def followed(rank: int, world_size: int, path: str, spec: dict[str, Any], num_versions: int) -> list[str]:
+    """A standby has the rows and states of each version, and continues from the last one as the trainer."""
+    trainer, job = Job(spec_of(**spec), rank), made(spec, rank)
+    publisher = trainer.publisher(path)
+    standby = job.standby(path)
+    assert standby.sync() is None
+    messages = []
+    for number in range(num_versions):
+        trainer.train(1)
+        version = publisher.snapshot() if number in (0, 4) else publisher.publish()
+        if number != 1:  # two versions are applied at once
+            assert standby.sync() == version.version == standby.version
+            assert same(job.rows(), trainer.rows())
+    messages += [attempt(lambda: job.train(1)), attempt(lambda: job.publisher(path)), attempt(standby.take_over)]
+    expected = trainer.held()
+    taken = standby.take_over(force=True)
+    assert (taken.restored.version, taken.restored.num_batches) == (version.version, num_versions)
+    assert taken.recovery.entry.parent == version.link
+    check_successor(trainer, publisher, job, taken, expected)
+    messages.append(attempt(standby.sync))
+    standby.close()
+    return messages
+
+
+def scattered(rank: int, world_size: int, path: str, spec: dict[str, Any], seed: int, num_turns: int) -> None:
+    """Ranks that have applied different versions end at the parent of the claim."""
+    common, own = random.Random(seed), random.Random(1000 * seed + rank)
+    trainer, job = Job(spec_of(**spec), rank), made(spec, rank)
+    publisher = trainer.publisher(path)
+    standby = job.standby(path)
+    trainer.train(1)
+    publisher.snapshot()
+    for _ in range(num_turns):
+        action = common.choice(["publish", "publish", "follow", "follow", "snapshot", "sync", "compact", "replace"])
+        if action in ("publish", "snapshot"):
+            trainer.train(1)
+            (publisher.snapshot if action == "snapshot" else publisher.publish)()
+        elif action == "sync":
+            standby.sync()
+            assert same(job.rows(), trainer.rows())
+        elif action == "compact":
+            if rank == 0:
+                compact(Storage(f"file://{path}/stream"))
+            barrier()
+        elif action == "replace":  # the trainer restarts
+            publisher.close()
+            publisher = trainer.publisher(path)
+        else:
+            for _ in range(own.randrange(3)):  # each rank for itself
+                standby._following.advance(-math.inf)
+    expected = trainer.held()
+    taken = standby.take_over(force=True)
+    check_successor(trainer, publisher, job, taken, expected)
+
+
+def overtaken(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> list[str]:
+    """A version that is committed during the decision prevents the claim."""
+    trainer, job = Job(spec_of(**spec), rank), made(spec, rank)
+    publisher = trainer.publisher(path)
+    standby = job.standby(path)
+    trainer.train(1)
+    publisher.snapshot()
+    standby.sync()
+    look = standby._liveness.look
+    before = look() if rank == 0 else None
+    barrier()
+    trainer.train(1)
+    last = publisher.publish()
+    with mock.patch.object(type(standby._liveness), "look", return_value=before):
+        messages = [attempt(partial(standby.take_over, silence=0.0))]
+    assert log_of(path).head() == last
+    assert standby.sync() == last.version
+    taken = standby.take_over(silence=0.0)
+    check_successor(trainer, publisher, job, taken, trainer.held())
+    return messages
+
+
+@contextmanager
+def _fault(where: str) -> Iterator[None]:
+    """Context manager in which a step of a takeover fails.
+
+    Args:
+        where: the step.
+    """
+    fault = StorageError("file:///gone", "the disk is gone")
+    if where in ("rows", "older rows"):
+        write = RowWriter.write
+
+        def failing(writer: RowWriter, entry: Any) -> None:
+            write(writer, entry)
+            raise fault
+
+        # Without a path from the applied version, the first entry is the snapshot.
+        older = mock.patch.object(_Search, "path_after", return_value=None)
+        with mock.patch.object(RowWriter, "write", failing), older if where == "older rows" else nullcontext():
+            yield
+        return
+    kinds: dict[str, tuple[Any, str]] = {
+        "store": (plan.Plan, "check_objects"),
+        "fit": (preparation, "check_scalars"),
+        "write": (plan, "write_scalars"),
+        "load": (preparation.TrainingStates, "of_rank"),
+    }
+    with mock.patch.object(*kinds[where], side_effect=fault):
+        yield
+
+
+def failed(rank: int, world_size: int, path: str, spec: dict[str, Any], steps: list[tuple[str, int]]) -> list[str]:
+    """After a failure, the claim is kept, nothing trains, and the next call completes the takeover."""
+    trainer, job = Job(spec_of(**spec), rank), made(spec, rank)
+    publisher = trainer.publisher(path)
+    urls = [f"file://{path}/serving-{number}" for number in range(2)]
+    for name in ("first", "second"):
+        trainer.tracker.add_consumer(name)
+    others = [Publisher(trainer.tracker, url, name) for url, name in zip(urls, ("first", "second"), strict=True)]
+    monitor = Monitor()
+    standby = job.standby(path, serving=urls, monitor=monitor)
+    for number in range(5):
+        trainer.train(1)
+        last = publisher.publish()
+        if number < 3:
+            standby.sync()
+    expected = trainer.held()
+    messages, log = [], log_of(path)
+    for where, where_rank in steps:
+        fault = _fault(where) if rank == where_rank else nullcontext()
+        if where == "serving":
+            fault = _without_second_claim(urls[1]) if rank == 0 else nullcontext()
+        with fault:
+            messages.append(attempt(partial(standby.take_over, force=True)))
+        claim = log.head()
+        assert (claim.kind, claim.version) == ("claim", last.version + 1)
+        assert attempt(lambda: job.model(None)).startswith("FollowingError")
+    heads = [StreamLog(Storage(url)).head() for url in urls]
+    taken = standby.take_over()
+    assert log.head() == taken.recovery.entry == claim
+    assert [each.entry.kind for each in taken.serving] == ["claim", "claim"]
+    assert heads[0] == taken.serving[0].entry, "its claim was kept"
+    for each in others:
+        assert attempt(each.publish).startswith("FencedError")
+        each.close()
+    counted = [each for each in monitor.collect().totals if each.definition.name.endswith("takeover_failures")]
+    messages.append(str(int(sum(each.figures.total for each in counted))))
+    check_successor(trainer, publisher, job, taken, expected)
+    return messages
+
+
+def _without_second_claim(url: str) -> AbstractContextManager[Any]:
+    """Context manager in which one stream cannot be claimed."""
+    claim = StreamLog.claim
+
+    def failing(log: StreamLog, **kwargs: Any) -> Any:
+        if log.storage.url == url:
+            raise StorageError(url, "the disk is gone")
+        return claim(log, **kwargs)
+
+    return mock.patch.object(StreamLog, "claim", failing)
+
+
+def suspended(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> list[str]:
+    """A standby that is suspended before it claims a serving stream does not fence the job that has taken over."""
+    trainer, job = Job(spec_of(**spec), rank), made(spec, rank)
+    publisher = trainer.publisher(path)
+    trainer.train(1)
+    publisher.snapshot()
+    url = f"file://{path}/serving"
+    standby = job.standby(path, serving=[url])
+    claim, log, serving = StreamLog.claim, log_of(path), StreamLog(Storage(url, create=True))
+    if rank == 0:
+        claim(serving)
+    barrier()
+
+    def late(held: StreamLog, **kwargs: Any) -> Any:
+        if held.storage.url == url and log.head().generation == 2:
+            claim(log)
+            claim(serving)
+        return claim(held, **kwargs)
+
+    with mock.patch.object(StreamLog, "claim", late):
+        messages = [attempt(partial(standby.take_over, force=True))]
+    barrier()
+    assert (log.head().generation, serving.head().generation) == (3, 2)
+    messages.append(attempt(standby.take_over))
+    return messages
+
+
+def followed_until(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> list[str]:
+    """``follow`` ends by a request, by silence, or if there is nothing to follow."""
+    job = made(spec, rank)
+    messages = [attempt(job.standby(path).follow)]
+    barrier()
+    trainer = Job(spec_of(**spec), rank)
+    publisher = trainer.publisher(path)
+    messages.append(attempt(partial(job.standby(path).follow, silence=0.0)))
+    trainer.train(1)
+    publisher.snapshot()
+    standby = job.standby(path)
+    asked: list[Any] = [False, False, True]  # the third look sees a request
+    decide = Standby._decided
+
+    def decided(each: Standby, silence: float | None) -> Any:
+        with mock.patch("delta_tracker.recovery.standby.is_requested", side_effect=lambda *_: asked.pop(0)):
+            return decide(each, silence)
+
+    expected = trainer.held()
+    with mock.patch.object(Standby, "_decided", decided):
+        taken = standby.follow()
+    check_successor(trainer, publisher, job, taken, expected)
+    assert not asked or rank
+    other = made(spec, rank).standby(path)
+    other.sync()
+    following, calls = StreamCursor.next, []
+
+    def unreachable(cursor: StreamCursor) -> Any:
+        calls.append(cursor)
+        if len(calls) <= 2:
+            raise StorageError("file:///gone", "the disk is gone")
+        return following(cursor)
+
+    with mock.patch.object(StreamCursor, "next", unreachable) if rank == world_size - 1 else nullcontext():
+        silent = other.follow(silence=0.0)
+    assert len(calls) > 2 or rank < world_size - 1, "a rank that is cut off prevents the claim"
+    assert silent.recovery.entry.generation == taken.recovery.entry.generation + 1
+    assert silent.seconds > 0
+    return messages
+
+
+def replaced(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> None:
+    """Rows of a version that was applied in part, and that is not in the log any more, do not stay."""
+    trainer, job = Job(spec_of(**spec), rank), made(spec, rank)
+    publisher = trainer.publisher(path)
+    trainer.train(2)
+    publisher.snapshot()
+    standby = job.standby(path)
+    standby.sync()
+    log = Path(path) / "stream" / "log"
+    before = sorted(log.iterdir())
+    trainer.train(3)
+    publisher.publish()
+    publisher.close()
+    with _fault("rows"):
+        assert attempt(standby.sync).startswith("StorageError")
+    assert standby.version == 1
+    for each in set(log.iterdir()) - set(before):  # as in a backup from before the version
+        each.unlink()
+    other = made(spec, rank)
+    other.restore(path)
+    publisher = other.publisher(path)
+    other.train(1)
+    assert publisher.publish().kind == "delta"
+    check_successor(other, publisher, job, standby.take_over(force=True), other.held())
+
+
+def disturbed(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> list[str]:
+    """A version that is damaged or missing is passed as soon as there is a way; a stream that does not fit raises."""
+    trainer, job = Job(spec_of(**spec), rank), made(spec, rank)
+    publisher = trainer.publisher(path)
+    standby = job.standby(path)
+    messages = []
+    for what in ("part", "entry", "merged"):
+        trainer.train(1)
+        publisher.snapshot()
+        standby.sync()
+        trainer.train(1)
+        damaged = publisher.publish()
+        name = entry_name(damaged.version) if what == "entry" else damaged.parts[0].name
+        trainer.train(1)
+        last = publisher.publish()
+        if what == "merged":
+            compact(Storage(f"file://{path}/stream"))
+        (Path(path) / "stream" / name).unlink()
+        if what != "merged":  # the first attempt finds no other way
+            messages += [attempt(standby.sync), attempt(standby.sync)]
+            assert standby.version == damaged.version - 1
+            assert type(standby.error).__name__ == messages[-1].partition(":")[0], (messages, standby.error)
+            trainer.train(1)
+            last = publisher.snapshot()
+        assert standby.sync() == last.version
+        assert standby.error is None
+        assert same(job.rows(), trainer.rows())
+    publisher.close()
+    tables = [{**each, "rows": 18} if each["name"] == "row" else each for each in spec["tables"]]
+    other = Job(spec_of(**{**spec, "tables": tables}), rank)
+    other.publisher(path).snapshot()
+    messages.append(attempt(standby.sync))
+    return messages

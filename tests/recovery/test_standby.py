@@ -1,0 +1,85 @@
+"""Standbys of real models: following, takeovers, and their faults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import RankPool
+from tests.recovery.test_restore import spec
+from tests.sweeps import SWEEPS_ARE_WHOLE
+
+_CASES = "tests.recovery.standby_cases"
+_COPIED = {"name": "copied", "rows": 7, "sharding": "data"}
+_PLAIN = {"name": "plain", "rows": 8, "sharding": "row", "kernel": "dense"}
+
+
+@pytest.mark.promise("resumed")
+@pytest.mark.parametrize("optimizer", ["", "SGD", "Adagrad"] if SWEEPS_ARE_WHOLE else [""])
+def test_a_standby_equals_the_trainer_at_each_version_and_continues(
+    two_ranks: RankPool, tmp_path: Path, optimizer: str
+) -> None:
+    made = spec(2, _COPIED)
+    if optimizer:
+        made = spec(2, *([_COPIED, _PLAIN] if optimizer == "SGD" else []), optimizer=optimizer)
+    for messages in two_ranks.run(f"{_CASES}:followed", path=str(tmp_path), spec=made, num_versions=7):
+        trained, built, live, over = messages
+        for message in (trained, built):
+            assert message.startswith("FollowingError: the model follows a stream at version 7. Call"), message
+        assert live.startswith("LivePublisherError")
+        assert "this job has taken over" in over
+
+
+@pytest.mark.parametrize("seed", range(40 if SWEEPS_ARE_WHOLE else 1))
+def test_random_orders_of_following_and_publishing(two_ranks: RankPool, tmp_path: Path, seed: int) -> None:
+    two_ranks.run(f"{_CASES}:scattered", path=str(tmp_path), spec=spec(2), seed=seed, num_turns=14)
+
+
+def test_a_version_committed_during_the_decision_prevents_the_claim(two_ranks: RankPool, tmp_path: Path) -> None:
+    for (message,) in two_ranks.run(f"{_CASES}:overtaken", path=str(tmp_path), spec=spec(2)):
+        assert message.startswith("LivePublisherError")
+
+
+def test_a_failure_after_the_claim_keeps_it_and_a_retry_completes(two_ranks: RankPool, tmp_path: Path) -> None:
+    steps = [("store", 1), ("fit", 0), ("rows", 1), ("older rows", 0), ("write", 1), ("load", 0), ("serving", 0)]
+    found = two_ranks.run(f"{_CASES}:failed", path=str(tmp_path), spec=spec(2), steps=steps)
+    for rank, (*messages, count) in enumerate(found):
+        for (where, where_rank), message in zip(steps, messages, strict=True):
+            assert message.startswith("TakeoverFailedError: the takeover of file://"), message
+            assert ("StorageError" if where_rank == rank else f"rank {where_rank} failed with") in message, where
+        assert count == str(len(steps)), "an alert needs each failure"
+
+
+@pytest.mark.promise("fenced")
+def test_a_suspended_standby_does_not_fence_the_job_that_has_taken_over(two_ranks: RankPool, tmp_path: Path) -> None:
+    for fenced, live in two_ranks.run(f"{_CASES}:suspended", path=str(tmp_path), spec=spec(2)):
+        assert fenced.startswith("TakeoverFailedError")
+        assert "FencedError" in fenced
+        assert live.startswith("LivePublisherError")
+
+
+def test_follow_ends_by_a_request_by_silence_or_without_a_stream(two_ranks: RankPool, tmp_path: Path) -> None:
+    for empty, silent in two_ranks.run(f"{_CASES}:followed_until", path=str(tmp_path), spec=spec(2)):
+        assert empty.startswith("NotRecoverableError: ")
+        assert "has nothing to restore: the stream is empty. Check the URL, or start without restore" in empty
+        assert "has nothing to restore: the stream has only a claim. Check the URL" in silent
+
+
+def test_rows_of_a_version_that_is_not_in_the_log_any_more_do_not_stay(one_rank: RankPool, tmp_path: Path) -> None:
+    one_rank.run(f"{_CASES}:replaced", path=str(tmp_path), spec=spec(1))
+
+
+def test_managed_collisions_follow(two_ranks: RankPool, tmp_path: Path) -> None:
+    case = "tests.recovery.collision_cases:followed"
+    two_ranks.run(case, path=str(tmp_path), num_versions=30 if SWEEPS_ARE_WHOLE else 11)
+
+
+def test_a_missing_or_damaged_version_is_passed_by_a_snapshot(one_rank: RankPool, tmp_path: Path) -> None:
+    (messages,) = one_rank.run(f"{_CASES}:disturbed", path=str(tmp_path), spec=spec(1))
+    assert [message.partition(":")[0] for message in messages] == [
+        *["CorruptPartError"] * 2,
+        *["MissingVersionError"] * 2,
+        "RestoreMismatchError",
+    ]
+    assert "table 'ec.embedding_bags.row' is 18 x 8 float32 in the version but 17 x 8" in messages[-1]

@@ -1,0 +1,98 @@
+"""Fixes of standbys and takeovers."""
+
+from __future__ import annotations
+
+from tests.reverts.revert import Revert
+
+_TESTS = "tests/recovery/test_standby.py::"
+_FAILED = _TESTS + "test_a_failure_after_the_claim_keeps_it_and_a_retry_completes"
+_DAMAGED = _TESTS + "test_a_missing_or_damaged_version_is_passed_by_a_snapshot"
+_STANDBY = "delta_tracker/recovery/standby.py"
+_FOLLOWING = "delta_tracker/recovery/following.py"
+
+REVERTS = [
+    Revert(
+        defect="a takeover ends at the version that the standby has applied",
+        generator=_FAILED,
+        edits={_STANDBY: [("        version = claimed.entry.version\n", "        version = self.version\n")]},
+    ),
+    Revert(
+        defect="the position of a standby moves before the rows are written",
+        generator=_DAMAGED,
+        edits={
+            _FOLLOWING: [
+                (
+                    "        self._writer.write(entry)\n        self._applied = entry\n",
+                    "        self._applied = entry\n        self._writer.write(entry)\n",
+                )
+            ]
+        },
+    ),
+    Revert(
+        defect="the states of followed rows are not written",
+        generator=_TESTS + "test_a_standby_equals_the_trainer_at_each_version_and_continues",
+        edits={
+            "delta_tracker/recovery/row_writer.py": [
+                (
+                    "as_tables(each, entry.states.get(each.block.table))]",
+                    "as_tables(each, entry.states.get(each.block.table))[:1]]",
+                )
+            ]
+        },
+    ),
+    Revert(
+        defect="a model can train before its job has claimed the serving streams",
+        generator=_FAILED,
+        edits={
+            "delta_tracker/recovery/restore.py": [
+                ("        if not self._keeps_mark:\n            unmark(model)\n", "        unmark(model)\n")
+            ]
+        },
+    ),
+    Revert(
+        defect="a takeover that is tried again claims the stream again",
+        generator=_FAILED,
+        edits={_STANDBY: [("        return self._writer\n", "        return secrets.token_hex(16)\n")]},
+    ),
+    Revert(
+        defect="a standby claims the stream although a version was committed after its look",
+        generator=_TESTS + "test_a_version_committed_during_the_decision_prevents_the_claim",
+        edits={_STANDBY: [("after=None if after is None else Link(*after)", "after=None")]},
+    ),
+    Revert(
+        defect="a standby with a rank that cannot read the store fences the trainer",
+        generator=_TESTS + "test_follow_ends_by_a_request_by_silence_or_without_a_stream",
+        edits={_STANDBY: [(' and all(message["reads"] for message in messages):\n', ":\n")]},
+    ),
+    Revert(
+        defect="a standby that was suspended takes the serving stream from the job that has taken over",
+        generator=_TESTS + "test_a_suspended_standby_does_not_fence_the_job_that_has_taken_over",
+        edits={_STANDBY: [("after=None if head is None else head.link, writer=writer", "writer=writer")]},
+    ),
+    Revert(
+        defect="rows of a snapshot that was written in part stay after the next takeover",
+        generator=_FAILED,
+        edits={
+            _STANDBY: [("                self._following.overwritten(restoration.plan)\n", "                pass\n")]
+        },
+    ),
+    Revert(
+        defect="rows of a version that was written in part stay, although the log does not have it any more",
+        generator=_TESTS + "test_rows_of_a_version_that_is_not_in_the_log_any_more_do_not_stay",
+        edits={
+            _FOLLOWING: [("        return self._applied if is_there else None\n", "        return self._applied\n")]
+        },
+    ),
+    Revert(
+        defect="a path continues from rows of another history",
+        generator="tests/recovery/test_path.py::test_a_path_from_a_place_uses_the_merged_deltas_after_it",
+        edits={
+            "delta_tracker/recovery/path.py": [
+                (
+                    "self._log.merged(after=applied.version) if each.first > applied.version]",
+                    "self._log.merged(after=applied.version)]",
+                ),
+            ]
+        },
+    ),
+]
