@@ -20,13 +20,16 @@ DEVICE := cuda
 PYTHON := $(if $(filter cuda,$(DEVICE)),python3,$(BIN)/python)
 INSTALLED := $(if $(filter cuda,$(DEVICE)),,$(VENV)/.installed)
 
-.PHONY: help demo test test-gpu test-triton test-matrix test-no-extras test-reverts test-sweeps bench bench-gpu docs lint types format clean
+.PHONY: help demo demo-failover test test-gpu test-triton test-matrix test-no-extras test-reverts test-sweeps bench bench-gpu docs lint types format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed  ## train on MovieLens while a predictor follows; writes demo-output/
 	@$(BIN)/python -m examples.movielens
+
+demo-failover: $(VENV)/.installed  ## kill the trainer of the demo twice; a standby takes over; writes failover-output/
+	@$(BIN)/python -W ignore -m examples.movielens.failover
 
 test: $(VENV)/.installed  ## run the tests
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
@@ -46,7 +49,7 @@ test-reverts: $(VENV)/.installed  ## remove each fix from a copy and check that 
 	@$(BIN)/python -W ignore -m tests.reverts $(ARGS)
 
 test-sweeps: $(VENV)/.installed  ## run the long sweeps completely; `make test` runs a part
-	@DELTA_TRACKER_WHOLE_SWEEPS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -k "test_every_operation or quiet_point or runs_tiny or three_ranks or power_loss or compiled or replicas or a_sync_changes or bit_for_bit or restored_job or torchrun or other_optimizers or own_last_read or map_to_the_rows or row_of_another or trainers_answer" \
+	@DELTA_TRACKER_WHOLE_SWEEPS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -k "test_every_operation or quiet_point or runs_tiny or three_ranks or power_loss or compiled or replicas or a_sync_changes or bit_for_bit or restored_job or torchrun or other_optimizers or own_last_read or map_to_the_rows or row_of_another or trainers_answer or only_history" \
 	    tests/system/test_fault_sweep.py tests/system/test_crash.py tests/system/test_benchmarks.py \
 	    tests/system/test_resume.py tests/system/test_examples.py \
 	    tests/integrations/test_lightning.py tests/system/test_power_loss.py tests/gpu/fbgemm/test_compile.py \
@@ -54,7 +57,7 @@ test-sweeps: $(VENV)/.installed  ## run the long sweeps completely; `make test` 
 	    tests/sharding/test_kernel_hooks.py tests/recovery/test_restore.py \
 	    tests/tracker/test_owners.py tests/predictor/test_identities_random.py \
 	    tests/recovery/test_collisions.py tests/publisher/test_identities.py tests/system/test_demo.py \
-	    tests/system/test_raw_ids.py
+	    tests/system/test_raw_ids.py tests/system/test_failover.py
 
 test-matrix: $(VENV)/.installed  ## run the tests against every supported torchrec; ARGS goes to .ci/matrix
 	@$(BIN)/python .ci/matrix $(ARGS)
@@ -82,8 +85,8 @@ format: $(VENV)/.installed  ## format the code and apply automatic fixes
 	@$(BIN)/python -m ruff check --fix-only --quiet $(CODE)
 	@$(BIN)/python -m ruff format $(CODE)
 
-clean:  ## remove .venv, caches, and the output of demo and docs
-	rm -rf $(VENV) demo-output docs-output dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean:  ## remove .venv, caches, and the output of the demos and docs
+	rm -rf $(VENV) demo-output failover-output docs-output dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Each stamp is written last, so that an interrupted install restarts with an empty environment.

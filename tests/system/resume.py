@@ -30,7 +30,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -105,7 +105,7 @@ class Life:
 
     def warm_up(self) -> None:
         """Train batches that a restore overwrites."""
-        _warm_up(self.trainer, self._job)
+        warm_up(self.trainer, self._job)
 
     def restore(self, version: int | None) -> Restored:
         """Restore a version, after :meth:`warm_up`."""
@@ -123,7 +123,7 @@ class Life:
 
     def losses(self) -> Iterator[float]:
         """Train batch after batch and publish; yield each loss."""
-        for features in _ahead(self.position, self._job.num_ahead):
+        for features in ahead(self.position, self._job.num_ahead):
             loss = self.trainer.step(features)
             self.tracker.step()
             if self._job.seed % 2:
@@ -157,7 +157,7 @@ class Life:
         return predictor.state_dict()
 
 
-def _ahead(position: DataPosition[KeyedJaggedTensor], count: int) -> Iterator[KeyedJaggedTensor]:
+def ahead(position: DataPosition[KeyedJaggedTensor], count: int) -> Iterator[KeyedJaggedTensor]:
     """Yield the batches; ``count`` more are drawn already."""
     drawn: deque[KeyedJaggedTensor] = deque()
     for features in position:
@@ -166,7 +166,7 @@ def _ahead(position: DataPosition[KeyedJaggedTensor], count: int) -> Iterator[Ke
             yield drawn.popleft()
 
 
-def _warm_up(trainer: Trainer, job: Job) -> None:
+def warm_up(trainer: Trainer, job: Job) -> None:
     """Train two other batches at another learning rate: DDP fixes its buckets after the second one."""
     for group in trainer.model.fused_optimizer.param_groups:
         group["lr"] *= 0.5
@@ -236,7 +236,7 @@ def _train_from_dcp(root: Path, job: Job, num_batches: int, num_more: int, rank:
     """Restore the oracle's checkpoint on other ranks and train; write losses and state at the end."""
     _join(root, f"dcp {world_size}", job, rank, world_size)
     trainer = Trainer(job)
-    _warm_up(trainer, job)
+    warm_up(trainer, job)
     dcp.load(_dcp_state(trainer), checkpoint_id=root / "dcp")
     first = torch.load(root / "cut-0.pt", weights_only=False)
     trainer.model.module.dense.load_state_dict(first["dense"])  # DCP saves the statistics of any rank
@@ -302,8 +302,19 @@ def _check_cut(life: Life, oracle: Path, job: Job, num_batches: int, *, is_same:
     found = life.trainer.record()
     assert life.position.num_batches == num_batches
     assert set(life.trainer.loader.state_dict().values()) == {num_batches}
-    if is_same:
-        _same(records[dist.get_rank()], found, "cut")
+    check_state(records, found, dist.get_rank() if is_same else None)
+
+
+def check_state(records: Sequence[Mapping[str, Any]], found: Mapping[str, Any], rank: int | None) -> None:
+    """Check that a rank continues from the state of a job.
+
+    Args:
+        records: what each rank of the job had, see :meth:`Trainer.record`.
+        found: what this rank has.
+        rank: the rank, if the number of ranks is the same; None if it is not.
+    """
+    if rank is not None:
+        _same(records[rank], found, "cut")
         return
     tables = whole_tables(records)
     for table, (row, column), rows, states in found["blocks"]:

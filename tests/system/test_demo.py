@@ -17,6 +17,8 @@ from prometheus_client.core import Sample
 from prometheus_client.parser import text_string_to_metric_families
 
 from examples.movielens.data import load_ratings
+from examples.movielens.failover import Handover, Story, compare_digests
+from examples.movielens.failover_job import digests_path
 from examples.movielens.processes import Processes, ProcessFailedError
 from examples.movielens.report import Predictions
 from examples.movielens.settings import Settings
@@ -116,6 +118,22 @@ def test_a_demo_with_managed_collisions_runs_tiny(tmp_path: Path) -> None:
     np.save(path, raw_ids)
     with pytest.raises(TablesDifferError, match=r"embeddings.movie.raw_ids differs in 1 of"):
         verify_run(Settings.load(out).work)
+
+
+def test_a_demo_of_failover_runs_tiny(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    options = ("--out", str(out), "--ratings", "1000", "--batch", "32", "--silence", "0.6")
+    finished = python_m("examples.movielens.failover", *options)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.count("killed job") == 2
+    for shown in ("all 8 predictor tables", "0 resyncs", "takeovers and at the end equal those of a run without"):
+        assert shown in finished.stdout
+    settings = Settings.load(out)
+    handovers = [Handover(0, "killed", 0, 0)] * finished.stdout.count("took over")
+    path = digests_path(settings, "without-interruption", 1)
+    path.write_text(path.read_text().replace("a", "b"))
+    with pytest.raises(TablesDifferError, match="differs after"):
+        compare_digests(settings, Story(handovers))
 
 
 def table(*rows: Sequence[float]) -> np.ndarray:
