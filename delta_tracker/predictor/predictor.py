@@ -410,13 +410,14 @@ class Predictor(Forkable):
 
         Returns:
             Dict with the keys ``stream``, ``version`` and ``xxh3``, and for tables with raw ids ``identities``, a text
-            with the buckets of the raw ids. The dict is empty before the first version, or if an interrupted call left
-            rows of unrelated versions in the tables. After an empty dict is loaded, only a snapshot can be applied.
+            with the buckets of the raw ids. There is no position before the first version, or if an interrupted call
+            left rows of unrelated versions in the tables: the dict then has only ``identities``, or is empty. After
+            such a dict is loaded, only a snapshot can be applied.
         """
-        place = self._cursor.place
-        if place is None or self._is_mixed:
-            return {}
-        return {**place.to_dict(), **({"identities": to_text(self._identities)} if self._identities else {})}
+        place = None if self._is_mixed else self._cursor.place
+        position = {} if place is None else place.to_dict()
+        # Without a position too: until the snapshot is applied, unknown raw ids read the default rows of these buckets.
+        return {**position, **({"identities": to_text(self._identities)} if self._identities else {})}
 
     def load_state_dict(self, state: Mapping[str, str | int]) -> None:
         """Restore the stream position of tables that were saved together with ``state``.
@@ -425,8 +426,8 @@ class Predictor(Forkable):
         mapping of raw ids before: the model's state, or that of each ``RawIdIndex``.
 
         Args:
-            state: result of :meth:`state_dict`. If it is empty, the next :meth:`sync` or :meth:`follow` starts from the
-                newest snapshot.
+            state: result of :meth:`state_dict`. If it has no position, the next :meth:`sync` or :meth:`follow` starts
+                from the newest snapshot.
 
         Raises:
             InvalidArgumentError: if ``state`` is invalid or does not fit the mapping of raw ids, or if called inside
@@ -437,7 +438,7 @@ class Predictor(Forkable):
             raise InvalidArgumentError("state", state, "Pass what state_dict() returned")
         fields = dict(state)
         identities = from_text(fields.pop("identities", "{}"))
-        place = Place.from_dict(fields) if state else None
+        place = Place.from_dict(fields) if fields else None
         with self._syncing, self._lock.writing():
             with self._fence.writing():
                 self._applier.adopt(identities)

@@ -215,7 +215,7 @@ def test_a_mapping_that_is_half_written_is_repaired_by_a_snapshot(monkeypatch: p
         with pytest.raises(KeyboardInterrupt):
             follower.predictor.sync()
     follower.check()
-    assert follower.predictor.state_dict() == {}
+    assert list(follower.predictor.state_dict()) == ["identities"], "no position"
     assert follower.sync()
     assert follower.predictor.version == history.version
 

@@ -25,6 +25,15 @@ def _blocks(contents):
 
 REVERTS = [
     Revert(
+        defect="kept tables without a position route unknown raw ids to another bucket's default row",
+        generator="tests/sharding/test_raw_id_maps.py::test_tables_that_are_kept_after_a_failed_rollback",
+        edits={
+            "delta_tracker/predictor/predictor.py": [
+                ("        return {**position, **({", "        return position and {**position, **({"),
+            ]
+        },
+    ),
+    Revert(
         defect="raw ids that a failed attempt has removed are not counted as evicted",
         generator="tests/predictor/test_identities.py::test_admitted_and_evicted_raw_ids_are_counted",
         edits={

@@ -186,6 +186,31 @@ def test_tables_that_are_kept_while_the_buckets_change(monkeypatch: pytest.Monke
     _assert_answers(restarted, history)
 
 
+def test_tables_that_are_kept_after_a_failed_rollback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a position too, unknown raw ids read the default rows of their own buckets."""
+    history = _history(2)
+    model, restarted = (_Model(_mch(history.num_rows, history.hash_size)) for _ in range(2))
+    predictor = _predictor(model, history)
+    first = predictor.sync()
+    for _ in range(20):
+        history.train()
+    history.delta()
+    predictor.sync()
+    with monkeypatch.context() as patch:
+        patch.setattr(predictor, "_map", _fail)
+        with pytest.raises(MemoryError):
+            predictor.rollback(first)
+    state = predictor.state_dict()
+    assert list(state) == ["identities"]
+    restarted.load_state_dict(model.state_dict())
+    other = _predictor(restarted, history)
+    other.load_state_dict(state)
+    assert other.version is None
+    assert torch.equal(restarted(history.raw_ids), model(history.raw_ids))
+    other.sync()
+    _assert_answers(restarted, history)
+
+
 def _fail(*_: object) -> None:
     raise MemoryError("no memory")
 

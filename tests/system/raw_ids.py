@@ -276,10 +276,14 @@ class Trainer:
             self.publish()
         except DeltaTrackerError:
             self.counts["failed publishes"] += 1
+        self.finish()
+        self.storage.failing_writes = ""
+
+    def finish(self) -> None:
+        """In the style ``"step"``, wait for a version; it may have failed, and its rows are then pending."""
         if self.shape.style == "step":
             with contextlib.suppress(DeltaTrackerError):
                 self.publisher.flush()
-        self.storage.failing_writes = ""
 
     def republish(self) -> None:
         """Replace the publisher."""
@@ -287,16 +291,14 @@ class Trainer:
         self._publish()
 
     def _end_publisher(self) -> None:
-        if self.shape.style == "step":
-            self.publisher.flush()
+        self.finish()
         self.publisher.close()
         dist.barrier()
         self.bind()
 
     def save(self) -> None:
         """Save a checkpoint."""
-        if self.shape.style == "step":
-            self.publisher.flush()
+        self.finish()
         model = {
             name: each.clone() if type(each) is Tensor else copy.deepcopy(each)
             for name, each in self.model.state_dict().items()
@@ -773,12 +775,10 @@ def _step(trainer: Trainer, readers: list[Reader], sharded: Reader) -> None:
 
 def _end(trainer: Trainer, readers: list[Reader], sharded: Reader) -> None:
     """Publish a snapshot and a delta, after which each predictor must have the newest version."""
-    if trainer.shape.style == "step":
-        trainer.publisher.flush()
+    trainer.finish()
     trainer.publisher.snapshot()
     trainer.train()
-    if trainer.shape.style == "step":
-        trainer.publisher.flush()
+    trainer.finish()
     trainer.publisher.publish()
     dist.barrier()
     trainer.bind()
