@@ -59,10 +59,13 @@ class ConsumerState:
     Args:
         version: newest version whose rows this consumer has all read; None if there is none.
         left_out: FQN to global ids of rows of earlier versions that are still pending for the consumer.
+        place: position of the stream of another publisher that has this consumer, see
+            :meth:`~delta_tracker.stream.cursor.Place.to_dict`; None if there is none.
     """
 
     version: int | None
     left_out: Mapping[str, Tensor]
+    place: Mapping[str, str | int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +179,12 @@ class TrainingSource:
             "dense" if self._is_first else "buffers": dense,
             "publisher": self._publisher,
             "consumers": {
-                name: {"version": each.version, "left_out": dict(each.left_out)} for name, each in consumers.items()
+                name: {
+                    "version": each.version,
+                    "left_out": dict(each.left_out),
+                    **({} if each.place is None else {"place": dict(each.place)}),
+                }
+                for name, each in consumers.items()
             },
             "collisions": {fqn: collision_state(module) for fqn, module in self._collisions().items()},
             "batches": tracker.num_batches,

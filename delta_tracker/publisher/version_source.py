@@ -361,7 +361,10 @@ class VersionSource:
                     handle.distrust(fqn, every)
 
     def _consumers(self) -> dict[str, ConsumerState]:
-        """Return the pending rows of the other consumers, relative to the versions of this publisher."""
+        """Return the pending rows of the other consumers, relative to the versions of this publisher.
+
+        The position of a consumer's own stream is of the same time.
+        """
         others = self.handle.others()
         oldest = min((position for position, _ in others.values()), default=self.handle.position)
         del self._cuts[: self._num_cuts(oldest) - 1 if self._num_cuts(oldest) else 0]
@@ -369,7 +372,9 @@ class VersionSource:
         for name, (position, carried) in others.items():
             number = self._num_cuts(position)
             left_out = {fqn: ids + self._tracker.shards[fqn].row_offset for fqn, ids in carried.items()}
-            found[name] = ConsumerState(self._cuts[number - 1][1] if number else None, left_out)
+            note = self.handle.note_of(name)
+            place = note if isinstance(note, Mapping) else None
+            found[name] = ConsumerState(self._cuts[number - 1][1] if number else None, left_out, place)
         return found
 
     def _num_cuts(self, position: int) -> int:

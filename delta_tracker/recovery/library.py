@@ -36,6 +36,7 @@ class Consumer(Struct, frozen=True):
 
     version: Count | None
     left_out: dict[str, Tensor]
+    place: dict[str, Any] | None = None
 
 
 class _Shard(Struct, frozen=True):

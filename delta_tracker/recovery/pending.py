@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from delta_tracker.errors import CorruptPartError, MalformedError
-from delta_tracker.recovery.library import Consumer, Library
+from delta_tracker.recovery.library import Consumer
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.shard_rows import local_rows, rows_of
 from delta_tracker.stream.log import StreamLog
@@ -19,7 +20,11 @@ _logger = logging.getLogger(__name__)
 
 
 def pending_rows(
-    consumers: Sequence[str], library: Library, log: StreamLog, last: Manifest, shards: Mapping[str, ShardSpec]
+    consumers: Sequence[str],
+    saved: Sequence[Mapping[str, Consumer]],
+    log: StreamLog,
+    last: Manifest,
+    shards: Mapping[str, ShardSpec],
 ) -> dict[str, dict[str, Tensor | None]]:
     """Return the rows that are pending for each consumer, as local ids.
 
@@ -28,7 +33,7 @@ def pending_rows(
 
     Args:
         consumers: names of the consumers, without that of the publisher.
-        library: values that the library saved in the version.
+        saved: positions of the consumers on each rank that published the version.
         log: log of the stream.
         last: entry of the version.
         shards: FQN to this rank's shard, for each table that is restored.
@@ -37,17 +42,34 @@ def pending_rows(
         Consumer to FQN to ``[N]`` int64 local ids, ascending and unique. The ids are None for all rows.
 
     Raises:
-        CorruptPartError: if a training state does not match its entry.
         StorageError: if the store cannot be read.
     """
-    if not consumers:
-        return {}
-    saved = [library.consumers(rank) for rank in range(len(last.training))]
     found: dict[str, dict[str, Tensor | None]] = {}
     for name in consumers:
         held = [each[name] for each in saved if name in each]
         rows = _rows_of(held, log, last, shards) if len(held) == len(saved) else None
         found[name] = dict.fromkeys(shards) if rows is None else rows
+    return found
+
+
+def saved_places(
+    saved: Sequence[Mapping[str, Consumer]], pending: Mapping[str, Mapping[str, Tensor | None]]
+) -> dict[str, dict[str, Any]]:
+    """Return the saved positions of the streams of the consumers' own publishers, by name of the consumer.
+
+    Such a publisher can then continue its stream with a delta. Without a position, it begins with a snapshot. A
+    consumer is omitted if the ranks have saved different positions, or if its pending rows are unknown.
+
+    Args:
+        saved: positions of the consumers on each rank that published the version.
+        pending: result of :func:`pending_rows`.
+    """
+    found = {}
+    for name, tables in pending.items():
+        places = [each[name].place if name in each else None for each in saved]
+        is_known = all(rows is not None for rows in tables.values())
+        if is_known and places and places[0] is not None and all(place == places[0] for place in places):
+            found[name] = places[0]
     return found
 
 

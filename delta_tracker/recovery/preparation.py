@@ -13,7 +13,7 @@ from delta_tracker.predictor.targets import check_targets
 from delta_tracker.recovery.fit import Saved, check_fit
 from delta_tracker.recovery.job import LocalJob, spec_of
 from delta_tracker.recovery.library import Library
-from delta_tracker.recovery.pending import pending_rows
+from delta_tracker.recovery.pending import pending_rows, saved_places
 from delta_tracker.recovery.plan import Plan
 from delta_tracker.recovery.targets import row_targets, state_targets
 from delta_tracker.recovery.training_states import TrainingStates
@@ -40,6 +40,7 @@ class Prepared:
         rerouted: FQNs of the tables whose raw ids are divided among the ranks in another way than in the version.
         pending: consumer of the tracker to FQN to the local ids of the rows that are pending afterwards; None for all
             rows.
+        places: consumer of another publisher to the saved position of its stream.
     """
 
     plan: Plan
@@ -48,6 +49,7 @@ class Prepared:
     publisher: str
     rerouted: Sequence[str]
     pending: Mapping[str, Mapping[str, Tensor | None]]
+    places: Mapping[str, object]
 
 
 def check_model(job: LocalJob) -> tuple[Discovery, dict[str, LocalOwners]]:
@@ -127,11 +129,17 @@ def prepare(log: StreamLog, path: Sequence[Manifest], job: LocalJob, applied: Ma
         dense={name: tensor for name, tensor in {**dense, **buffers}.items() if name not in job.ignore},
     )
     publisher = library.publisher()
-    pending = _pending(job, library, publisher, log, last, plan.specs)
+    pending, places = _pending(job, library, publisher, log, last, plan.specs)
     plan.check_objects(() if is_same else last.training)
     rerouted = sorted(fqn for fqn, each in owners.items() if each.identity != last.identities[fqn])
     return Prepared(
-        plan=plan, states=states, rank_names=rank_names, publisher=publisher, rerouted=rerouted, pending=pending
+        plan=plan,
+        states=states,
+        rank_names=rank_names,
+        publisher=publisher,
+        rerouted=rerouted,
+        pending=pending,
+        places=places,
     )
 
 
@@ -245,15 +253,19 @@ def _targets(job: LocalJob, last: Manifest, shards: Mapping[str, LocalShard]) ->
 
 def _pending(
     job: LocalJob, library: Library, publisher: str, log: StreamLog, last: Manifest, shards: Mapping[str, ShardSpec]
-) -> dict[str, dict[str, Tensor | None]]:
+) -> tuple[dict[str, dict[str, Tensor | None]], dict[str, dict[str, Any]]]:
     """Return the rows that are pending for the tracker's consumers, also those of tables that are not restored.
+
+    The second result has the saved positions of the streams of other publishers.
 
     Raises:
         CorruptPartError, StorageError: if the training states cannot be read.
     """
     if job.tracker is None:
-        return {}
+        return {}, {}
     consumers = job.tracker.consumers
-    found = pending_rows([name for name in consumers if name != publisher], library, log, last, shards)
+    others = [name for name in consumers if name != publisher]
+    saved = [library.consumers(rank) for rank in range(len(last.training))] if others else []
+    found = pending_rows(others, saved, log, last, shards)
     unrestored = dict.fromkeys(fqn for fqn in job.tracker.shards if fqn not in shards)
-    return {name: {**found.get(name, {}), **unrestored} for name in consumers}
+    return {name: {**found.get(name, {}), **unrestored} for name in consumers}, saved_places(saved, found)

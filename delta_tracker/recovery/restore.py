@@ -256,7 +256,7 @@ class Restoration:
         if job.tracker is not None:
             last = made.plan.last
             note = Place(last.stream, last.link).to_dict()
-            notes = {made.publisher: note} if made.publisher in job.tracker.consumers else {}
+            notes = {**made.places, **({made.publisher: note} if made.publisher in job.tracker.consumers else {})}
             job.tracker.restore_from_stream(last.batches[1], made.pending, notes)
             if job.objects.data is not None:
                 job.tracker.attach_data(job.objects.data)

@@ -171,6 +171,18 @@ class ConsumerHandle:
         """
         return self._log.others(self._held())
 
+    def note_of(self, name: str) -> object:
+        """Return the note about a consumer of the tracker; None if there is none.
+
+        The result is also None if the consumer's cursor has moved since the note was set, because its owner then read
+        rows without a new note.
+
+        Args:
+            name: name of the consumer.
+        """
+        self._held()
+        return self._checkpoint.current_note(name)
+
     def wait_for_updates(self, seconds: float) -> None:
         """Wait until the rows and their optimizer states are those after a whole number of updates.
 

@@ -13,7 +13,7 @@ from unittest import mock
 
 from torch import distributed as dist
 
-from delta_tracker import Publisher, Standby, Takeover
+from delta_tracker import Predictor, Publisher, Standby, Takeover
 from delta_tracker.errors import StorageError
 from delta_tracker.monitor import Monitor
 from delta_tracker.recovery import plan, preparation
@@ -25,7 +25,7 @@ from delta_tracker.stream.cursor import StreamCursor
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.storage.storage import Storage
-from tests.publisher.publishing_cases import attempt
+from tests.publisher.publishing_cases import assert_equal, attempt, empty_model
 from tests.recovery.restore_cases import Trainer, same, spec_of, warm
 
 NUM_MORE = 3  # batches that are trained after a takeover
@@ -325,6 +325,58 @@ def followed_until(rank: int, world_size: int, path: str, spec: dict[str, Any]) 
     assert silent.recovery.entry.generation == taken.recovery.entry.generation + 1
     assert silent.seconds > 0
     return messages
+
+
+def served(rank: int, world_size: int, path: str, spec: dict[str, Any], later: str) -> tuple[str, int]:
+    """After a takeover, the serving stream continues with a delta if its later versions can be repaired.
+
+    Args:
+        rank: this rank.
+        world_size: number of ranks.
+        path: directory.
+        spec: the model.
+        later: method of the serving publisher that is called after the last recovery version; "" for none.
+    """
+    trainer, job = Job(spec_of(**spec), rank), made(spec, rank)
+    url = f"file://{path}/serving"
+    publisher, serving = trainer.publisher(path), Publisher(trainer.tracker, url, "other")
+    held = empty_model(trainer.tracker)
+    predictor = Predictor(held, url)
+    standby = job.standby(path, serving=[url])
+    for _ in range(3):
+        trainer.train(1)
+        serving.publish()
+        trainer.train(1)
+        publisher.publish()
+    predictor.sync()
+    trainer.train(1)
+    if later:
+        getattr(serving, later)()
+        predictor.sync()
+    taken = standby.take_over(force=True)
+    assert attempt(serving.publish).startswith("FencedError")
+    successor = job.successor(taken)
+    serving = Publisher(job.tracker, taken.serving[0], "other")
+    first = serving.publish()
+    predictor.sync()
+    assert_equal(job.tracker, held)
+    job.train(1)
+    assert serving.publish().kind == "delta"
+    predictor.sync()
+    assert_equal(job.tracker, held)
+    resyncs = predictor.status().resyncs
+    successor.close()
+    serving.close()
+    note = {"stream": "another"}
+    with job.tracker.reserve("other", holder="a test") as handle:
+        handle.annotate(note)
+    with job.tracker.reserve("main", holder="a test") as handle:
+        assert handle.note_of("other") == note
+        job.train(1)
+        job.tracker.get_delta("other")
+        assert handle.note_of("other") is None, "its stream lacks the rows of this read"
+    barrier()
+    return first.kind, resyncs
 
 
 def replaced(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> None:

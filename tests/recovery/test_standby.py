@@ -59,6 +59,12 @@ def test_a_suspended_standby_does_not_fence_the_job_that_has_taken_over(two_rank
         assert live.startswith("LivePublisherError")
 
 
+@pytest.mark.parametrize("later", ["", "publish", "snapshot"])
+def test_the_serving_stream_continues_after_a_takeover(two_ranks: RankPool, tmp_path: Path, later: str) -> None:
+    expected = ["snapshot" if later == "snapshot" else "delta", 0]
+    assert two_ranks.run(f"{_CASES}:served", path=str(tmp_path), spec=spec(2), later=later) == [expected] * 2
+
+
 def test_follow_ends_by_a_request_by_silence_or_without_a_stream(two_ranks: RankPool, tmp_path: Path) -> None:
     for empty, silent in two_ranks.run(f"{_CASES}:followed_until", path=str(tmp_path), spec=spec(2)):
         assert empty.startswith("NotRecoverableError: ")

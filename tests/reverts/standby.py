@@ -84,6 +84,27 @@ REVERTS = [
         },
     ),
     Revert(
+        defect="a version does not have the positions of the serving streams",
+        generator=_TESTS + "test_the_serving_stream_continues_after_a_takeover",
+        edits={
+            "delta_tracker/publisher/version_source.py": [
+                ("            place = note if isinstance(note, Mapping) else None\n", "            place = None\n")
+            ]
+        },
+    ),
+    Revert(
+        defect="a stream continues from a position after which rows were read for another purpose",
+        generator=_TESTS + "test_the_serving_stream_continues_after_a_takeover",
+        edits={
+            "delta_tracker/tracker/checkpoint/tracker_checkpoint.py": [
+                (
+                    "        return self._annotations.get(consumer) if is_current else None\n",
+                    "        return self._annotations.get(consumer)\n",
+                )
+            ]
+        },
+    ),
+    Revert(
         defect="a path continues from rows of another history",
         generator="tests/recovery/test_path.py::test_a_path_from_a_place_uses_the_merged_deltas_after_it",
         edits={

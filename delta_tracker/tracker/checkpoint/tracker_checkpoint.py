@@ -82,6 +82,7 @@ class TrackerCheckpoint:
         self._counters: dict[str, Mergeable] = {}
         self._annotations: dict[str, object] = {}
         self._positions: dict[str, int] = {}  # cursors after the last load
+        self._noted: dict[str, int] = {}  # cursors when the notes were set or loaded
         self._restored: Restored | None = None
         self._group: RankGroup | None = None  # created at the first gather, in which all ranks participate
 
@@ -104,6 +105,11 @@ class TrackerCheckpoint:
         """Return True if a state was loaded or restored and the consumer's cursor has not moved since then."""
         return self._positions.get(consumer) == self._log.position(consumer)
 
+    def current_note(self, consumer: str) -> object:
+        """Return the note about a consumer; None if there is none, or if the cursor has moved since it was set."""
+        is_current = self._noted.get(consumer) == self._log.position(consumer)
+        return self._annotations.get(consumer) if is_current else None
+
     def annotate(self, consumer: str, note: object) -> None:
         """Set the note about a consumer. Notes are saved with the tracker's state.
 
@@ -120,6 +126,7 @@ class TrackerCheckpoint:
             self._annotations[consumer] = json.loads(json.dumps(note, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise InvalidArgumentError("note", note, "Pass dicts, lists, strings and finite numbers") from error
+        self._noted[consumer] = self._log.position(consumer)
 
     def register_counter(self, name: str, counter: object) -> None:
         """Register a counter. See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.register_counter`."""
@@ -195,6 +202,7 @@ class TrackerCheckpoint:
             self._log.restore(log_state)
             self._positions = {name: self._log.position(name) for name in self._log.consumers}
         self._annotations, self._restored = dict(plan.annotations), Restored.STATE
+        self._noted = dict(self._positions)
 
     def restore_from_stream(
         self, num_batches: int, pending: Mapping[str, Mapping[str, Tensor | None]], notes: Mapping[str, object]
@@ -223,6 +231,7 @@ class TrackerCheckpoint:
                     self._log.distrust(name, fqn, every, knows_owners=False)
             self._positions = {name: self._log.position(name) for name in names}
         self._annotations, self._restored = dict(notes), Restored.STREAM
+        self._noted = dict(self._positions)
 
     def plan_load(self, parts: list[RankHeader]) -> Resharding:
         """Return a plan to load saved parts. See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.plan_load`."""
