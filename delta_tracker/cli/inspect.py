@@ -21,8 +21,9 @@ _STYLES = {"snapshot": "cyan", "claim": "yellow", "delta": ""}
 _HELP = """Show the contents of a stream, what a new predictor reads, and the predictors that follow it.
 
 Reads every entry of the log, but no rows. Predictors are listed by their heartbeats: "silent" after 30 seconds without
-a heartbeat, and omitted after an hour. Exit code 1 if an entry is malformed, or if a new predictor cannot reach the
-newest version. Times are by the store's clock; a host whose clock differs from it by more than a minute is reported.
+a heartbeat, and omitted after an hour. A publisher of versions with states leaves heartbeats too. Exit code 1 if an
+entry is malformed, or if a new predictor cannot reach the newest version. Times are by the store's clock; a host whose
+clock differs from it by more than a minute is reported.
 For tables with managed collisions, "ids in / out" are the numbers of raw ids that were admitted and evicted.
 
 \b
@@ -75,6 +76,7 @@ def _facts(url: str, found: Survey) -> Table:
         "stream": head.stream,
         "head": f"version {head.version}, a {head.kind}, committed {age} ago ({moment(head.committed)}) by generation "
         f"{head.generation}",
+        "publisher": _publisher(found),
         "pending": f"{several(head.pending_rows, 'changed row')} left for later versions",
         "log": f"versions {first} to {head.version}: {several(kinds['snapshot'], 'snapshot')}, "
         f"{several(kinds['delta'], 'delta')}, {several(kinds['claim'], 'claim')}; "
@@ -89,6 +91,13 @@ def _facts(url: str, found: Survey) -> Table:
     for name, line in lines.items():
         facts.add_row(name, cell(line))
     return facts
+
+
+def _publisher(found: Survey) -> str:
+    if found.beat_seconds_ago is None:
+        return f"generation {found.head.generation}, has left no heartbeat"
+    silent = "silent, " if found.is_silent else ""
+    return f"generation {found.head.generation}, {silent}last heartbeat {duration(found.beat_seconds_ago)} ago"
 
 
 def _start(found: Survey) -> str:

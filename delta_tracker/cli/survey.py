@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from delta_tracker.cli.entries import Amount, Entry, read_all
-from delta_tracker.cli.followers import FollowerView, read_followers
+from delta_tracker.cli.followers import SILENT_SECONDS, FollowerView, read_followers
 from delta_tracker.cli.stream_command import Stream
 from delta_tracker.cli.text import plain
 from delta_tracker.cli.times import Skews
 from delta_tracker.errors import MalformedError, NoSnapshotError
 from delta_tracker.stream.cursor import StreamCursor
 from delta_tracker.stream.format.manifest import DTYPE_NAMES, Manifest
+from delta_tracker.stream.heartbeat import publisher_beat_time
 from delta_tracker.stream.store_clock import StoreClock
 from delta_tracker.types import TableSpec
 
@@ -73,6 +74,8 @@ class Survey:
         part_bytes: bytes of these parts.
         start: entries that a new predictor reads; None if there is no snapshot to start from.
         followers: predictors with a heartbeat in the last hour.
+        beat_seconds_ago: age of the last heartbeat of the publisher that wrote the head, in seconds; None if it has
+            left none. Only publishers of versions with states leave heartbeats.
         num_gone: number of predictors whose last heartbeat is older than an hour.
         skews: descriptions of clocks that differ from the store's by more than a minute.
         findings: descriptions of malformed entries, and of the problem that prevents a new predictor from reaching the
@@ -91,6 +94,7 @@ class Survey:
     start: Start | None
     followers: Sequence[FollowerView]
     num_gone: int
+    beat_seconds_ago: float | None
     skews: Sequence[str]
     findings: Sequence[str]
 
@@ -107,6 +111,12 @@ class Survey:
         """Yield the number and the entries of each generation, in ascending order."""
         for generation, entries in groupby(self.entries, key=lambda entry: entry.generation):
             yield generation, list(entries)
+
+    @property
+    def is_silent(self) -> bool:
+        """True if the publisher leaves heartbeats, and its last one and the head are older than 30 seconds."""
+        committed = self.now - self.head.committed
+        return self.beat_seconds_ago is not None and min(committed, self.beat_seconds_ago) > SILENT_SECONDS
 
     def behind_seconds(self, follower: FollowerView) -> float | None:
         """Return the age of the oldest version that a predictor has not applied, in seconds.
@@ -134,6 +144,11 @@ class Survey:
                 "entry_bytes": self.entry_bytes,
                 "parts": self.num_parts,
                 "part_bytes": self.part_bytes,
+            },
+            "publisher": {
+                "generation": head.generation,
+                "heartbeat_seconds_ago": self.beat_seconds_ago,
+                "is_silent": self.is_silent,
             },
             "new_predictor": None if self.start is None else self.start.to_dict(),
             "generations": [
@@ -187,6 +202,8 @@ def survey(stream: Stream) -> Survey:
         skews.add(entry)
     clock.saw("log", [head.committed, *(entry.committed for entry in entries)], began=clock.reader_time())
     followers, num_gone = read_followers(storage, head, clock)
+    began, beat = clock.reader_time(), publisher_beat_time(storage, head)
+    clock.saw("publisher", [] if beat is None else [beat], began=began)
     return Survey(
         head=head,
         now=clock.now(),
@@ -200,6 +217,7 @@ def survey(stream: Stream) -> Survey:
         start=start,
         followers=followers,
         num_gone=num_gone,
+        beat_seconds_ago=None if beat is None else max(0.0, clock.now() - beat),
         skews=skews.problems(followers, clock),
         findings=[*(plain(entry.problem) for _, entry in found[first:] if isinstance(entry, MalformedError)), *problem],
     )

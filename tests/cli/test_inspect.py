@@ -12,12 +12,12 @@ import torch
 
 from delta_tracker.cli.followers import GONE_SECONDS, SILENT_SECONDS
 from delta_tracker.predictor.predictor import Predictor
-from delta_tracker.stream.heartbeat import Heartbeat, leave_heartbeat
+from delta_tracker.stream.heartbeat import Heartbeat, PublisherPulse, leave_heartbeat
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import StateSpec, TableStates
-from tests.cli.commands import Cli, beat, entry, leave, make, make_owned, path_of, url_of
+from tests.cli.commands import Cli, beat, date, entry, leave, make, make_owned, path_of, url_of
 from tests.stream.histories import Clock
 from tests.stream.streams import FQN, Writer
 
@@ -103,6 +103,27 @@ def test_inspect_shows_predictors_until_they_are_long_gone(cli: Cli, writer: Wri
     screen = cli("inspect", url)
     assert "silent" in screen
     assert "1 predictor without a heartbeat for an hour" in screen
+
+
+def test_inspect_shows_the_heartbeats_of_the_publisher(cli: Cli, writer: Writer) -> None:
+    url, head = url_of(writer), writer.claim.head
+    assert "generation 1, has left no heartbeat" in cli("inspect", url)
+    assert cli.json("inspect", url)["publisher"] == {
+        "generation": 1,
+        "heartbeat_seconds_ago": None,
+        "is_silent": False,
+    }
+    PublisherPulse(writer.storage).leave(head)
+    beat = path_of(writer, f"publishers/{1:020d}.json")
+    date(beat, SILENT_SECONDS + 60)
+    assert not cli.json("inspect", url)["publisher"]["is_silent"], "the newest version is a sign of life"
+    for path in path_of(writer, "log").iterdir():
+        date(path, SILENT_SECONDS + 100)
+    found = cli.json("inspect", url)["publisher"]
+    assert (found["heartbeat_seconds_ago"], found["is_silent"]) == (pytest.approx(SILENT_SECONDS + 60, abs=50), True)
+    assert "generation 1, silent, last heartbeat" in cli("inspect", url)
+    date(beat, 0)
+    assert "generation 1, last heartbeat" in cli("inspect", url)
 
 
 def test_inspect_finds_what_keeps_a_new_predictor_away(cli: Cli, writer: Writer) -> None:

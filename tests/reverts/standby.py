@@ -116,4 +116,29 @@ REVERTS = [
             ]
         },
     ),
+    Revert(
+        defect="the heartbeats of publishers that have ended stay",
+        generator="tests/stream/test_retention.py::test_heartbeats_of_publishers_that_have_ended_are_removed",
+        edits={
+            "delta_tracker/stream/maintenance/retention.py": [
+                ("            (self.publisher_beats, _PUBLISHER_BEAT_NAME, retention.heartbeat_seconds),\n", ""),
+            ],
+        },
+    ),
+    Revert(
+        defect="delta-tracker takeover replaces a live publisher without --force",
+        generator="tests/cli/test_takeover.py::test_a_live_publisher_is_not_replaced_without_force",
+        edits={
+            "delta_tracker/cli/takeover.py": [("            if silent < silence:\n", "            if silent < 0:\n")]
+        },
+    ),
+    Revert(
+        defect="delta-tracker inspect calls a publisher silent that has just committed a version",
+        generator="tests/cli/test_inspect.py::test_inspect_shows_the_heartbeats_of_the_publisher",
+        edits={
+            "delta_tracker/cli/survey.py": [
+                ("min(committed, self.beat_seconds_ago) > SILENT", "self.beat_seconds_ago > SILENT")
+            ]
+        },
+    ),
 ]

@@ -82,7 +82,7 @@ REVERTS = [
         generator="tests/stream/test_retention.py::test_heartbeats_and_probes_of_the_dead_are_removed",
         edits={
             "delta_tracker/stream/maintenance/retention.py": [
-                ('("parts", "drafts", "probe", "predictors")', '("parts", "drafts", "probe/no", "predictors/no")'),
+                ('"drafts", "probe", "predictors", ', '"drafts", "probe/no", "predictors/no", '),
             ],
         },
     ),

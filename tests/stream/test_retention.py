@@ -403,6 +403,18 @@ def test_heartbeats_and_probes_of_the_dead_are_removed(history: History, clock: 
     assert [storage.size(name) for name in (*stays, "predictors/live.json")] == [3, 3, 3, 3, 0]
 
 
+def test_heartbeats_of_publishers_that_have_ended_are_removed(history: History, clock: Clock) -> None:
+    storage = history.storage
+    ended, live = (f"publishers/{number:020d}.json" for number in (1, 2))
+    for name in (ended, live, "publishers/1.json"):
+        storage.replace(name, b"123")
+    for seconds, expected in ((HEARTBEAT_SECONDS, Retained()), (1, Retained(orphans=1, num_bytes=3))):
+        clock.seconds += seconds
+        storage.replace(live, b"123")
+        assert retain(storage, Retention()) == expected
+    assert [storage.size(name) for name in (ended, live, "publishers/1.json")] == [None, 3, 3]
+
+
 def test_the_draft_of_a_running_upload_stays(tmp_path: Path) -> None:
     history = History(Storage(tmp_path.as_uri(), fsync=False), 1)
     storage, early = history.storage, time.time() - 2 * ORPHAN_SECONDS

@@ -21,7 +21,7 @@ clock of a publisher has no effect. Only objects whose names this library create
 host's time counts as this host's time: an object that is dated in the future expires nothing early, and a clock of this
 host that is behind only delays deletions. An *orphan* is an object that no process needs any more: an object below
 ``parts/`` that no entry names, the draft of an interrupted write, the object of an interrupted probe, or the heartbeat
-of a predictor that has ended.
+of a predictor or a publisher that has ended.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ from delta_tracker.stream.storage.storage import Storage, StoredObject
 
 # Minimum age of a deleted orphan. A part with a version up to the head's must get its entry within this time.
 ORPHAN_SECONDS = 3600.0
-HEARTBEAT_SECONDS = 86_400.0  # a predictor replaces its heartbeat every 5 s
+HEARTBEAT_SECONDS = 86_400.0  # predictors and publishers replace their heartbeats every few seconds
 _PART_NAME = re.compile(r"parts/([0-9]{20})-g[0-9]+-[0-9a-z]+-[0-9a-f]{16}\.safetensors")
 _DRAFT_NAME = re.compile(r"drafts/[0-9a-f]{16}")
 _PROBE_NAME = re.compile(r"probe/[0-9a-f]{32}")
 _BEAT_NAME = re.compile(r"predictors/[A-Za-z0-9][A-Za-z0-9_-]{0,63}\.json")
+_PUBLISHER_BEAT_NAME = re.compile(r"publishers/[0-9]{20}\.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +62,8 @@ class Retention:
             started at the snapshot.
         orphan_seconds: time for which a part that no entry names, a draft and the object of a probe are kept; at least
             3600, because a compaction writes parts before their entry. The draft of a running write is always kept.
-        heartbeat_seconds: time for which a heartbeat is kept that its predictor does not replace; at least 3600.
+        heartbeat_seconds: time for which a heartbeat is kept that its predictor or publisher does not replace; at
+            least 3600.
 
     Raises:
         InvalidArgumentError: for an invalid bound, or an ``orphan_seconds`` or ``heartbeat_seconds`` below 3600.
@@ -286,6 +288,7 @@ class _Leftovers:
         drafts: objects below ``drafts/``: temporary files from writes to a store in a local directory.
         probes: objects below ``probe/``.
         beats: objects below ``predictors/``.
+        publisher_beats: objects below ``publishers/``.
         newest: latest modification time of those whose names this library creates, in Unix seconds; 0 if there are
             none. Other programs may date their objects as they like.
     """
@@ -294,6 +297,7 @@ class _Leftovers:
     drafts: list[StoredObject]
     probes: list[StoredObject]
     beats: list[StoredObject]
+    publisher_beats: list[StoredObject]
     newest: float
 
     @property
@@ -304,16 +308,16 @@ class _Leftovers:
     @classmethod
     def list(cls, storage: Storage) -> _Leftovers:
         """List these objects in the store."""
-        found = [storage.objects(prefix) for prefix in ("parts", "drafts", "probe", "predictors")]
-        patterns = (_PART_NAME, _DRAFT_NAME, _PROBE_NAME, _BEAT_NAME)
+        found = [storage.objects(prefix) for prefix in ("parts", "drafts", "probe", "predictors", "publishers")]
+        patterns = (_PART_NAME, _DRAFT_NAME, _PROBE_NAME, _BEAT_NAME, _PUBLISHER_BEAT_NAME)
         times = [
             stored.modified
             for pattern, each in zip(patterns, found, strict=True)
             for stored in each
             if pattern.fullmatch(stored.name)
         ]
-        parts, drafts, probes, beats = found
-        return cls(parts, drafts, probes, beats, max(times, default=0.0))
+        parts, drafts, probes, beats, publisher_beats = found
+        return cls(parts, drafts, probes, beats, publisher_beats, max(times, default=0.0))
 
     def orphans(self, named: set[str], head: int, retention: Retention, now: float) -> Iterator[StoredObject]:
         """Yield the objects that ``retention`` does not keep. They include drafts that are still being written.
@@ -337,6 +341,7 @@ class _Leftovers:
             (self.drafts, _DRAFT_NAME, age),
             (self.probes, _PROBE_NAME, age),
             (self.beats, _BEAT_NAME, retention.heartbeat_seconds),
+            (self.publisher_beats, _PUBLISHER_BEAT_NAME, retention.heartbeat_seconds),
         ):
             yield from (each for each in found if pattern.fullmatch(each.name) and is_old(each, seconds))
 
