@@ -16,7 +16,7 @@ _SUMMARIES = {
     "diff": "Show the rows of a table that differ between two versions, and by how much.",
     "compact": "Merge versions, so that a new predictor has less to read.",
     "takeover": "Ask a standby to take over from the publisher of a stream.",
-    "export": "Write the tables of a version to safetensors files or a torch state dict.",
+    "export": "Write the tables of a version to safetensors files, a torch state dict or a DCP checkpoint.",
     "report": "Write a self-contained HTML report about a stream.",
 }
 

@@ -43,37 +43,50 @@ _HELP = """Write the tables and dense tensors of one version.
                       the raw id of each row, 2**63 - 1 for none
 --format torch        --out is a new file: a state dict of the same tensors, for
                       torch.load(FILE, weights_only=True)
+--dcp DIR             DIR is a new checkpoint that plain TorchRec loads with dcp.load
+                      into {"model": model.state_dict(),
+                      "optimizer": model.fused_optimizer.state_dict()}.
+                      "optimizer" has the states of the fused optimizers; it is
+                      missing if the version has none. Rank 0's states are under
+                      "training_state"; load them with a call of their own
 
-The version is built under a temporary name next to --out and renamed at the end, so that --out is never partial. Needs
-disk space for the tables (for two copies with torch), and little memory. Never overwrites an existing file.
+The version is built under a temporary name next to --out or --dcp and renamed at the end, so that it is never partial.
+Needs disk space for the tables (for two copies with torch and --dcp), and little memory. Never overwrites an existing
+file.
 
 \b
 Examples:
   delta-tracker export file:///streams/ctr --out ctr-newest
   delta-tracker export s3://bucket/ctr --version 120 --format torch --out ctr-120.pt
+  delta-tracker export s3://bucket/recovery --dcp checkpoint
 """
 
 
 @click.command("export", help=_HELP)
 @stream_command
 @click.option("--version", type=click.IntRange(0), help="Version to export.  [default: newest]")
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="New file or directory; must not exist.")
-@click.option("--format", "form", default="safetensors", show_default=True, type=click.Choice(["safetensors", "torch"]))
-def command(stream: Stream, version: int | None, out: Path, form: str) -> int:
-    """Write the files in a temporary directory, then rename the result to ``out``."""
+@click.option("--out", type=click.Path(path_type=Path), help="New file or directory; must not exist.")
+@click.option(
+    "--format", "form", type=click.Choice(["safetensors", "torch"]), help="Format of --out.  [default: safetensors]"
+)
+@click.option("--dcp", type=click.Path(path_type=Path), help="New directory of a DCP checkpoint; must not exist.")
+def command(stream: Stream, version: int | None, out: Path | None, form: str | None, dcp: Path | None) -> int:
+    """Write the files in a temporary directory, then rename the result."""
+    option, out, form = _destination(out, form, dcp)
     head = stream.head()
     version = head.version if version is None else version
     try:
-        with _draft(out) as draft:
-            files = _put_together(stream, version, draft, form)
+        with _draft(option, out) as draft:
+            put_together = _put_checkpoint_together if form == "dcp" else _put_together
+            files = put_together(stream, version, draft, form)
             num_bytes = sum(each.stat().st_size for each in files)
-            _refuse_existing(out)
-            (files[0].parent if form == "safetensors" else files[0]).rename(out)
+            _refuse_existing(option, out)
+            (files[0] if form == "torch" else files[0].parent).rename(out)
     except StorageError:
         raise
     except OSError as error:
-        raise InvalidArgumentError("--out", str(out), f"Choose another path: {error.strerror}") from error
-    names = sorted(each.name for each in files) if form == "safetensors" else []
+        raise InvalidArgumentError(option, str(out), f"Choose another path: {error.strerror}") from error
+    names = [] if form == "torch" else sorted(each.name for each in files)
     if stream.out.is_json:
         stream.out.json(
             {"url": stream.storage.url, "stream": head.stream, "version": version, "format": form}
@@ -86,15 +99,27 @@ def command(stream: Stream, version: int | None, out: Path, form: str) -> int:
     return 0
 
 
+def _destination(out: Path | None, form: str | None, dcp: Path | None) -> tuple[str, Path, str]:
+    """Return the option with the path to write, the path, and the format."""
+    if dcp is not None and (out is not None or form is not None):
+        argument, value = ("--format", form) if out is None else ("--out", str(out))
+        raise InvalidArgumentError(argument, value, "Omit it: --dcp has its own path and format")
+    if dcp is not None:
+        return "--dcp", dcp, "dcp"
+    if out is None:
+        raise InvalidArgumentError("--out", None, "Pass --out or --dcp")
+    return "--out", out, form or "safetensors"
+
+
 @contextmanager
-def _draft(out: Path) -> Iterator[Path]:
+def _draft(option: str, out: Path) -> Iterator[Path]:
     """Yield a temporary directory next to ``out`` that is deleted at the end of the ``with`` statement.
 
     Raises:
         InvalidArgumentError: if ``out`` exists.
         OSError: if the directory cannot be created.
     """
-    _refuse_existing(out)
+    _refuse_existing(option, out)
     draft = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.absolute().parent))
     try:
         yield draft
@@ -102,9 +127,9 @@ def _draft(out: Path) -> Iterator[Path]:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _refuse_existing(out: Path) -> None:
+def _refuse_existing(option: str, out: Path) -> None:
     if os.path.lexists(out):
-        raise InvalidArgumentError("--out", str(out), "Choose another name: it exists")
+        raise InvalidArgumentError(option, str(out), "Choose another name: it exists")
 
 
 def _put_together(stream: Stream, version: int, draft: Path, form: str) -> list[Path]:
@@ -148,6 +173,25 @@ def _put_together(stream: Stream, version: int, draft: Path, form: str) -> list[
         with stream.out.progress("writing", None):
             torch.save(_state_dict(rooms, dense), files[0])
     for file in (*files, work):
+        _sync(file)
+    return files
+
+
+def _put_checkpoint_together(stream: Stream, version: int, draft: Path, _form: str) -> list[Path]:
+    """Write a DCP checkpoint of a version and return the paths of its files.
+
+    Raises the errors of :func:`~delta_tracker.cli.dcp_checkpoint.entries_of` and of
+    :func:`~delta_tracker.cli.dcp_checkpoint.write_checkpoint`.
+    """
+    from delta_tracker.cli.dcp_checkpoint import entries_of, write_checkpoint  # noqa: PLC0415  slow to import
+
+    path = entries_of(stream.log, version)
+    directory, work = draft / "checkpoint", draft / "work"
+    work.mkdir()
+    with stream.reading("reading", bytes_to_read(path)):
+        write_checkpoint(stream.storage, path, directory, work)
+    files = sorted(directory.iterdir())
+    for file in (*files, directory):
         _sync(file)
     return files
 

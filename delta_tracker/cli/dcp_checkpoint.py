@@ -1,0 +1,153 @@
+"""Write a version as a checkpoint of ``torch.distributed.checkpoint`` (DCP) that TorchRec loads by itself."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import checkpoint as dcp
+
+from delta_tracker.cli.versions import check_tables, contents_of, mapped, write_rows
+from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.recovery.library import Library
+from delta_tracker.recovery.path import recovery_path
+from delta_tracker.recovery.row_writer import RowWriter
+from delta_tracker.recovery.targets import state_table
+from delta_tracker.recovery.training_states import TrainingStates
+from delta_tracker.row_target import Region, RowTarget, TensorTarget
+from delta_tracker.stream.cursor import StreamCursor
+from delta_tracker.stream.format.manifest import DenseSpec, Manifest
+from delta_tracker.stream.format.part_reader import dense_of, read_parts
+from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.types import ShardSpec, StateSpec, TableSpec, TableStates
+
+# FBGEMM's name of an optimizer to the keys of its states in TorchRec's checkpoints, without the name of the table. Of
+# the first state, TorchRec always writes ``momentum1``; of the others, the names of FBGEMM's ``get_optimizer_state``.
+_STATE_KEYS = {
+    "EXACT_ADAGRAD": ("momentum1",),
+    "EXACT_ROWWISE_ADAGRAD": ("momentum1",),
+    "ADAM": ("momentum1", "exp_avg_sq"),
+    "PARTIAL_ROWWISE_ADAM": ("momentum1", "exp_avg_sq"),
+    "LAMB": ("momentum1", "exp_avg_sq"),
+    "PARTIAL_ROWWISE_LAMB": ("momentum1", "exp_avg_sq"),
+}
+
+
+def entries_of(log: StreamLog, version: int) -> list[Manifest]:
+    """Return the entries that :func:`write_checkpoint` reads, in order.
+
+    Args:
+        log: log of the stream.
+        version: version to write.
+
+    Raises:
+        InvalidArgumentError: if the version is not committed yet, a table has raw ids, or the keys of the states of an
+            optimizer in TorchRec's checkpoints are not known.
+        NotRecoverableError: if the version has states, and cannot be restored.
+        MalformedError, MissingVersionError, NoSnapshotError, StorageError: if the version cannot be read.
+    """
+    path = StreamCursor(log).path_to(version)
+    for fqn in path[-1].identities:
+        raise InvalidArgumentError("--dcp", fqn, "Choose --out: the table has raw ids, which --dcp cannot write")
+    if path[-1].training:
+        path = recovery_path(log, version)
+    for fqn, states in path[-1].states.items():
+        if states.states and len(states.states) != len(_STATE_KEYS.get(states.optimizer, ())):
+            raise InvalidArgumentError("--dcp", states.optimizer, f"Choose --out: its states of {fqn!r} are not known")
+    return path
+
+
+def write_checkpoint(storage: Storage, path: Sequence[Manifest], directory: Path, work: Path) -> None:
+    """Write the last of some entries as a DCP checkpoint.
+
+    The checkpoint has the keys of ``{"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}`` of
+    a ``DistributedModelParallel``. ``optimizer`` is missing if the version has no states of fused optimizers.
+    ``training_state`` has the states of rank 0's ``training_state``, if the version has them.
+
+    Args:
+        storage: store of the stream.
+        path: the entries of :func:`entries_of`.
+        directory: directory of the checkpoint, which must not exist.
+        work: existing directory for memory-mapped files as large as the tables and their states.
+
+    Raises:
+        CorruptPartError: if an object does not match its record.
+        MalformedError: if the tables of the entries differ.
+        StorageError: if the store cannot be read.
+        OSError: if a file cannot be written.
+    """
+    rows = mapped(work / "tables", path[0].tables)
+    if path[-1].training:
+        state = _with_states(storage, path, rows, work)
+    else:
+        state = {"model": _weights(rows) | _write_rows(storage, path, rows)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # one process writes the checkpoint, as intended
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(directory), no_dist=True)
+
+
+def _write_rows(storage: Storage, path: Sequence[Manifest], rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Write the rows of versions without states, and return their dense tensors by name."""
+    dense: dict[str, Tensor] = {}
+    for entry in path:
+        check_tables(entry, entry.tables, path[0])
+        contents = contents_of(storage, entry)
+        write_rows(contents, rows)
+        dense |= {name: tensor.clone() for name, tensor in contents.dense.items()}
+    return dense
+
+
+def _with_states(storage: Storage, path: Sequence[Manifest], rows: Mapping[str, Tensor], work: Path) -> dict[str, Any]:
+    """Write the rows and states of versions with states, and return everything that the checkpoint has."""
+    last = path[-1]
+    targets: dict[str, RowTarget] = {fqn: TensorTarget.of(room) for fqn, room in rows.items()}
+    optimizer: dict[str, dict[str, Tensor]] = {}
+    for number, (fqn, states) in enumerate(last.states.items()):
+        if states.states:
+            spec = last.tables[fqn]
+            rooms = mapped(work / f"states-{number}", _state_specs(states, spec))
+            targets |= {state_table(fqn, each): _target(each, states, spec, rooms[each.name]) for each in states.states}
+            table, keys = fqn.rpartition(".")[2], _STATE_KEYS[states.optimizer]
+            pairs = zip(keys, states.states, strict=True)
+            optimizer[_weight(fqn)] = {f"{table}.{key}": rooms[each.name] for key, each in pairs}
+    shards = {fqn: ShardSpec(spec, 0, spec.num_rows, ((0, spec.dim),)) for fqn, spec in last.tables.items()}
+    writer = RowWriter(storage=storage, shards=shards, targets=targets)
+    for entry in path:
+        writer.write(entry)
+    training = TrainingStates(storage, last)
+    parts = tuple(part for part in last.parts if part.dense)
+    dense = Library(training).dense() | dense_of(read_parts(storage, replace(last, parts=parts)))
+    state = {"model": _weights(rows) | dense, "training_state": training.load(0, "training")}
+    return state | {"optimizer": {"state": optimizer}} if optimizer else state
+
+
+def _state_specs(states: TableStates, table: TableSpec) -> dict[str, DenseSpec]:
+    """Return dtype and shape of a table's states in TorchRec's checkpoint, by their names in the stream.
+
+    A state with one number for each column range has one dimension: the rows of the first range, then of the next one.
+    """
+    shapes = {"columns": (table.num_rows, table.dim), "range": (table.num_rows * len(states.columns),)}
+    return {each.name: DenseSpec(each.dtype, shapes[each.width]) for each in states.states}
+
+
+def _target(state: StateSpec, states: TableStates, table: TableSpec, room: Tensor) -> RowTarget:
+    """Return the target of a state of a table, which writes to a tensor as in :func:`_state_specs`."""
+    if state.width == "columns":
+        return TensorTarget.of(room)
+    num_ranges, rows = len(states.columns), (0, table.num_rows)
+    by_range = room.view(num_ranges, table.num_rows, 1)
+    regions = [Region(rows, (number, number + 1), by_range[number]) for number in range(num_ranges)]
+    return TensorTarget(table.num_rows, num_ranges, state.dtype, regions)
+
+
+def _weights(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {_weight(fqn): room for fqn, room in rows.items()}
+
+
+def _weight(fqn: str) -> str:
+    return f"{fqn}.weight"
