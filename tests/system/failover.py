@@ -478,7 +478,8 @@ class Run:
         assert new is not None
         self.covered[kind] += 1
         number = new.number
-        self.seconds.append((kind, board.first_at[number] - began, board.takeover_seconds[number]))
+        if kind != "none":
+            self.seconds.append((kind, board.first_at[number] - began, board.takeover_seconds[number]))
         self._check_lost(trainer, new, num_trained, kind)
         self._continue_after(trainer, draw.random() * 0.5)
         self._wait(trainer.poll, f"the former trainer did not end after {kind}")
