@@ -283,8 +283,7 @@ class Member:
             self._num_batches += 1
             if self._rank == 0:
                 self._board.trained[self._slot.number] = self._num_batches
-            if self._num_batches % self._plan.every == 0:
-                self._publish()
+            self._publish()
             time.sleep(_STEP_SECONDS)
         self._publish_all()
         if self._rank == 0:
@@ -304,12 +303,17 @@ class Member:
         return bool(head["generation"] > self._recovery.generation)
 
     def _publish(self) -> None:
-        """Publish, and train on if the store is cut off."""
-        self._num_published += 1
+        """Publish, and train on if the store is cut off.
+
+        Between two recovery versions, the serving stream gets versions that a takeover has to take back.
+        """
+        is_due = self._num_batches % self._plan.every == 0
+        self._num_published += is_due
         try:
-            self._publish_recovery()
-            if self._num_published % 2 == 0:
-                self._acknowledge("serving", self._serving.publish())
+            if is_due:
+                self._publish_recovery()
+            if not is_due or (self._plan.every == 1 and self._num_published % 2 == 0):
+                self._publish_serving()
         except FencedError:
             raise
         except (StorageError, PublishError):
@@ -318,17 +322,26 @@ class Member:
 
     def _publish_all(self) -> None:
         self._publish_recovery()
-        self._acknowledge("serving", manifest := self._serving.publish())
-        while manifest.pending_rows:
-            self._acknowledge("serving", manifest := self._serving.publish())
+        while self._publish_serving().pending_rows:
+            pass
 
     def _publish_recovery(self) -> None:
-        path = self._root / f"record-{self._slot.number}-{self._num_batches}-{self._rank}.pt"
-        torch.save(self._trainer.record(), path)  # before: the version may be committed without an answer
+        self._save_record()
         is_snapshot = self._plan.seed % 5 == 3 and self._num_published % 6 == 5
         self._acknowledge("recovery", self._recovery.snapshot() if is_snapshot else self._recovery.publish())
         if self._rank == 0:
             self._board.acknowledged[self._slot.number] = self._num_batches
+
+    def _publish_serving(self) -> Any:
+        self._save_record()
+        manifest = self._serving.publish()
+        self._acknowledge("serving", manifest)
+        return manifest
+
+    def _save_record(self) -> None:
+        """Save the state before a publish, because a version may be committed without an answer."""
+        path = self._root / f"record-{self._slot.number}-{self._num_batches}-{self._rank}.pt"
+        torch.save(self._trainer.record(), path)
 
     def _acknowledge(self, stream: str, manifest: Any) -> None:
         if self._rank == 0:
