@@ -386,7 +386,8 @@ class Publisher:
         self._complete()
         if self._error is not None:
             raise unraised(self._error)
-        self._beat()
+        if self._beats is not None:
+            self._beat()
         return self._writer.head
 
     def _beat(self) -> None:
