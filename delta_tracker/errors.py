@@ -662,7 +662,7 @@ class LivePublisherError(StreamError, RuntimeError):
         sign = "committed during the call" if seconds is None else f"last sign {seconds:.1f} s ago"
         super().__init__(
             f"{url} has a live publisher of generation {generation}: version {version}, {sign}",
-            "Stop that trainer, wait, or pass force=True to fence it",
+            "Stop that trainer, wait, or fence it with force=True or --force",
         )
         self.url = url
         self.generation = generation

@@ -52,7 +52,7 @@ def stream() -> tuple[_Counted, Manifest]:
 
 def plan_of(storage: Storage, last: Manifest, *, has_dense: bool = True) -> Plan:
     empty: dict[str, Any] = {name: {} for name in ("shards", "targets", "scalars", "collisions", "held", "dense")}
-    return Plan(storage=storage, path=[last], names=last.dense.keys() if has_dense else (), **empty)
+    return Plan(storage=storage, path=[last], names=last.dense.keys() if has_dense else (), applied=None, **empty)
 
 
 def test_objects_are_checked_with_one_listing(stream: tuple[_Counted, Manifest]) -> None:
