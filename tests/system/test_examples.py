@@ -125,6 +125,13 @@ def test_torchrun_starts_an_example(tmp_path: Path) -> None:
     assert done.stdout.count(_SHARDED) == 2
 
 
+@pytest.mark.skipif(not SWEEPS_ARE_WHOLE, reason="30 s: `make test-sweeps` runs it")
+def test_torchrun_restarts_a_job_that_lost_a_rank(tmp_path: Path) -> None:
+    done = forked.run("examples.elastic", str(tmp_path), timeout_seconds=_LIMIT_SECONDS, environ=_ENVIRON)
+    assert done.returncode == 0, done.stderr
+    assert "the predictor equals it" in done.stdout
+
+
 def test_crash_and_resume(tmp_path: Path) -> None:
     folder, program = str(tmp_path / "trainer"), "examples.crash_and_resume"
     codes, (killed, _), errors = ranks(tmp_path / "killed", 2, program, folder, "--die-after", "25")
