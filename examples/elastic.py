@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -44,14 +45,14 @@ class Batches:
             ids = torch.randint(0, NUM_ROWS, (32,), generator=generator)
             yield KeyedJaggedTensor(["user"], ids, lengths=torch.ones(32, dtype=torch.int64))
 
-    def state_dict(self) -> dict[str, int]:  # noqa: D102
-        return {"position": self.position}
+    def state_dict(self) -> int:  # noqa: D102
+        return self.position
 
-    def load_state_dict(self, state: dict[str, int]) -> None:  # noqa: D102
-        self.position = state["position"]
+    def load_state_dict(self, state: Any) -> None:  # noqa: ANN401, D102
+        self.position = state
 
-    def load_rank_states(self, states: Sequence[dict[str, int]]) -> None:  # noqa: D102
-        self.position = max(state["position"] for state in states)
+    def load_rank_states(self, states: Sequence[int]) -> None:  # noqa: D102
+        self.position = max(states)
 
 
 def work(folder: Path) -> None:
@@ -70,7 +71,7 @@ def work(folder: Path) -> None:
         tracker.attach_data(data)
     publisher = Publisher(tracker, url, "stream", states="optimizer")
     publisher.publish()
-    (folder / f"rank-{dist.get_rank()}-of-{dist.get_world_size()}").write_text(f"{os.getppid()} {os.getpid()}")
+    (folder / f"rank-of-{os.getppid()}").write_text(str(os.getpid()))
     for features in data:
         model(features)["user"].values().sum().backward()
         tracker.step()
@@ -91,7 +92,7 @@ def main(folder: Path) -> None:
     agents = [subprocess.Popen([*command, f"--rdzv-conf=is_host={host},{QUICK}", *job]) for host in (1, 0)]
     served = torch.zeros(NUM_ROWS, COLUMNS)
     try:
-        while len(files := list(folder.glob("rank-*-of-2"))) < len(agents):
+        while len(list(folder.glob("rank-of-*"))) < len(agents):
             if any(agent.poll() is not None for agent in agents):
                 raise SystemExit("an agent has ended before both ranks trained")
             time.sleep(0.1)
@@ -99,9 +100,8 @@ def main(folder: Path) -> None:
         while predictor.sync() < LOSE_AT:
             time.sleep(0.1)
             assert agents[0].poll() is None, "the first agent has ended early"
-        rank_of = dict(map(int, file.read_text().split()) for file in files)  # agent to rank, by their process ids
         agents[1].kill()
-        os.kill(rank_of[agents[1].pid], signal.SIGKILL)
+        os.kill(int((folder / f"rank-of-{agents[1].pid}").read_text()), signal.SIGKILL)
         killed_at = predictor.sync()
         assert agents[0].wait() == 0
         predictor.sync()
