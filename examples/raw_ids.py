@@ -3,9 +3,8 @@
 Shows a table with fewer rows than ids, how many ids each version evicted, and a TorchRec model and a plain tensor that
 answer all ids as the trainer does; ids without a row get the default row. Run it: ``python -m examples.raw_ids``
 
-TorchRec's row-wise Adagrad cannot reset evicted rows on the CPU, so the model trains with Adagrad. To shard a table by
-rows over several ranks, pass ``buckets`` to the module and the same number as ``total_num_buckets`` to its
-``EmbeddingConfig``: a multiple of the number of ranks.
+TorchRec's row-wise Adagrad cannot reset evicted rows on the CPU, so the model trains with Adagrad. TorchRec's planner
+shards the table over several ranks only if ``buckets`` of its module is a multiple of their number.
 """
 
 from __future__ import annotations
