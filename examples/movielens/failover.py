@@ -62,12 +62,18 @@ class Story:
     """The predictor's event of each version."""
 
     def gaps(self) -> tuple[list[float], list[float]]:
-        """Return the seconds between two versions of a generation, and between the generations."""
+        """Return the seconds between two versions of a generation, and those without a version for each new generation.
+
+        If a trainer ends before its first version, the same seconds are those of two generations.
+        """
         inside: list[float] = []
         between: list[float] = []
         for before, event in zip(self.applied, self.applied[1:], strict=False):
-            is_same = before["generation"] == event["generation"]
-            (inside if is_same else between).append(event["at"] - before["at"])
+            seconds, num_new = event["at"] - before["at"], event["generation"] - before["generation"]
+            if num_new:
+                between += [seconds] * num_new
+            else:
+                inside.append(seconds)
         return inside, between
 
 
