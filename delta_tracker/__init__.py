@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from delta_tracker.predictor.canary import Canary
     from delta_tracker.predictor.gate import Gate
     from delta_tracker.predictor.predictor import Predictor
     from delta_tracker.publisher.cadence import Cadence
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Cadence",
+    "Canary",
     "DataPosition",
     "Delta",
     "DeltaRows",
@@ -66,6 +68,7 @@ __all__ = [
 
 _HOMES = {
     "Cadence": "delta_tracker.publisher.cadence",
+    "Canary": "delta_tracker.predictor.canary",
     "DataPosition": "delta_tracker.tracker.data_position",
     "Delta": "delta_tracker.types",
     "DeltaRows": "delta_tracker.types",

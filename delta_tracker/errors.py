@@ -687,6 +687,91 @@ class TakeoverFailedError(StreamError, RuntimeError):
         self.reason = reason
 
 
+class ReadOnlyStoreError(StorageError):
+    """An operation was requested of a store at an ``http://`` or ``https://`` url, which serves single objects only."""
+
+    _remedy = "Use the url of the bucket or directory for everything but reading versions"
+
+    def __init__(self, url: str, operation: str) -> None:
+        super().__init__(url, f"{operation} is not possible over http")
+        self.operation = operation
+
+
+class StaleCacheError(StorageError):
+    """An object is missing, short or altered in the cache at ``url``; it may be right at the origin.
+
+    A predictor retries until ``seconds`` have passed since it first met the fault, and then resyncs.
+    """
+
+    _remedy = "The read is retried. If it lasts, check the lifetimes of the cache at the url"
+
+    def __init__(self, url: str, name: str, seconds: float) -> None:
+        super().__init__(url, f"{name} is missing, short or altered in the cache, for less than {seconds:g} s")
+        self.name = name
+        self.seconds = seconds
+
+
+class BrokenCacheError(StorageError):
+    """The directory of a host cache cannot be used; see ``reason``. ``url`` is the directory."""
+
+    _remedy = "Pass a directory on a local file system that only this user can write to"
+
+    def __init__(self, directory: str, reason: str) -> None:
+        super().__init__(directory, reason)
+        self.directory = directory
+
+
+class PinConflictError(StreamError, RuntimeError):
+    """Another pin or release was written at the same time, with the same ``counter``."""
+
+    def __init__(self, url: str, counter: int) -> None:
+        super().__init__(
+            f"another pin was written to {url} at the same time, with the counter {counter}",
+            "Look at it with delta-tracker fleet, then repeat the command if it is still wanted",
+        )
+        self.url = url
+        self.counter = counter
+
+
+class PinnedError(StreamError, RuntimeError):
+    """The stream is already pinned to ``version`` by the pin with this ``counter``."""
+
+    def __init__(self, url: str, version: int, counter: int) -> None:
+        super().__init__(
+            f"{url} is already pinned to version {version}, counter {counter}",
+            "Call delta-tracker release first, or replace the pin with --replace",
+        )
+        self.url = url
+        self.version = version
+        self.counter = counter
+
+
+class NoReleaseError(StreamError, LookupError):
+    """A pin cannot be released, because the stream has no snapshot above the newest version that may be bad."""
+
+    def __init__(self, url: str, bad: int) -> None:
+        super().__init__(
+            f"{url} has no snapshot above version {bad}, from which predictors could continue",
+            "Call publisher.snapshot() in the repaired trainer, then release again",
+        )
+        self.url = url
+        self.bad = bad
+
+
+class MirrorDivergedError(StreamError, RuntimeError):
+    """The destination of a mirror is not a prefix of its source; see ``reason``. Nothing was overwritten."""
+
+    def __init__(self, source: str, destination: str, version: int, reason: str) -> None:
+        super().__init__(
+            f"{destination} differs from {source} at version {version}: {reason}",
+            "Mirror to an empty destination, or stop the program that writes to this one",
+        )
+        self.source = source
+        self.destination = destination
+        self.version = version
+        self.reason = reason
+
+
 class CorruptPartError(StreamError, ValueError):
     """A part is missing or truncated, or does not match its manifest; see ``path`` and ``reason``.
 

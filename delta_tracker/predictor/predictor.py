@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Self
 
 from delta_tracker.errors import (
@@ -19,6 +20,7 @@ from delta_tracker.errors import (
     MalformedError,
     MissingVersionError,
     PartialRowsError,
+    StaleCacheError,
     StorageError,
     StreamError,
     StreamReplacedError,
@@ -29,6 +31,7 @@ from delta_tracker.forking import Forkable, protect
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.predictor.apply import Applier, Model, Receiver
+from delta_tracker.predictor.canary import Canary
 from delta_tracker.predictor.follower import Follower
 from delta_tracker.predictor.gate import Gate, GateKeeper
 from delta_tracker.predictor.gauges import PredictorGauges
@@ -42,6 +45,7 @@ from delta_tracker.predictor.identities import (
 )
 from delta_tracker.predictor.lock import TableLock
 from delta_tracker.predictor.placement import Chunk
+from delta_tracker.predictor.sources import Sources
 from delta_tracker.predictor.status import Served, Status
 from delta_tracker.predictor.table_fence import TableFence
 from delta_tracker.raw_id_index import RawIdIndex
@@ -50,8 +54,10 @@ from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.manifest import Link, Manifest
 from delta_tracker.stream.format.part_buffer import PartBuffer
 from delta_tracker.stream.heartbeat import Pulse
+from delta_tracker.stream.host_cache import HostCache
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.notify.notifier import Notifier
+from delta_tracker.stream.pin import Pin, PinFollower
 from delta_tracker.stream.storage.storage import Storage, open_storage
 from delta_tracker.types import Identity
 
@@ -101,8 +107,10 @@ class Predictor(Forkable):
             FQN to tensor or :class:`~delta_tracker.row_target.RowTarget`. A module may contain ``nn.Embedding``,
             ``nn.EmbeddingBag`` and TorchRec collections, which may be unsharded, sharded or quantized. The tables are
             looked up for each version, so that ``model.to(device)`` may be called between versions.
-        url: url of the stream, such as ``file:///directory`` or ``s3://bucket/prefix``, or an opened
-            :class:`~delta_tracker.stream.storage.storage.Storage`.
+        url: url of the stream, such as ``file:///directory``, ``s3://bucket/prefix`` or ``https://cache/prefix``, or an
+            opened :class:`~delta_tracker.stream.storage.storage.Storage`. A sequence of them names mirrors of the same
+            stream: if the current one fails, the predictor continues from another that has the same entry at its
+            version.
         names: name in the stream to name in the model, for tables and dense tensors whose names differ.
         dense: True to apply the dense parameters and buffers of the stream too; the model must have all of them.
         raw_ids: table name in the stream to :class:`~delta_tracker.raw_id_index.RawIdIndex`, for tables whose raw ids
@@ -117,10 +125,15 @@ class Predictor(Forkable):
             The name is also the label ``predictor`` of the metrics (default ``"predictor"``), with a suffix ``-2``,
             ``-3``, ... if another predictor of this process has the same name.
         monitor: monitor for the metrics; None for ``delta_tracker.monitor.MONITOR``.
+        cache: directory, or :class:`~delta_tracker.stream.host_cache.HostCache`, in which the predictors of one host
+            keep the parts that they read, so that each is fetched once.
+        canary: distance to keep from the newest version; None to apply each version as soon as it is found.
+        follows_pins: True to obey ``delta-tracker rollback`` and ``delta-tracker release``.
+        heartbeats: url or store for the heartbeats; None for the first ``url`` that can be written to.
 
     Raises:
         InvalidArgumentError: for a model without tables, unknown ``names``, or an invalid ``raw_ids``, ``url``,
-            ``gate`` or ``chunk_rows``.
+            ``gate`` or ``chunk_rows``; for a ``name`` if there is no store to write heartbeats to.
         MissingExtraError: if the model or the url requires a package that is not installed.
         StorageError: if the store cannot be opened.
 
@@ -134,7 +147,7 @@ class Predictor(Forkable):
     def __init__(  # noqa: PLR0913  all but two have a default that most users keep
         self,
         model: Model,
-        url: str | Storage,
+        url: str | Storage | Sequence[str | Storage],
         *,
         names: Mapping[str, str] | None = None,
         dense: bool = True,
@@ -144,6 +157,10 @@ class Predictor(Forkable):
         notifier: Notifier | None = None,
         name: str | None = None,
         monitor: Monitor | None = None,
+        cache: str | Path | HostCache | None = None,
+        canary: Canary | None = None,
+        follows_pins: bool = False,
+        heartbeats: str | Storage | None = None,
     ) -> None:
         if type(chunk_rows) is not int or chunk_rows < 1:
             raise InvalidArgumentError("chunk_rows", chunk_rows, "Pass a count of 1 or more")
@@ -160,7 +177,12 @@ class Predictor(Forkable):
             chunk_rows=chunk_rows,
             recorder=recorder,
         )
-        self._storage, self._buffer = open_storage(url), PartBuffer()
+        self._sources, self._buffer = Sources(url), PartBuffer()
+        self._storage = self._sources.current
+        self._cache = HostCache(cache) if isinstance(cache, str | Path) else cache
+        self._canary = canary
+        self._pins = PinFollower(lambda: self._storage) if follows_pins else None
+        self._obeyed = 0  # counter of the last pin that was followed
         self._cursor = StreamCursor(StreamLog(self._storage))
         self._gate = None if gate is None else GateKeeper(gate)
         self._manifest: Manifest | None = None
@@ -175,7 +197,7 @@ class Predictor(Forkable):
         self._ways: deque[tuple[object, int | None, Link]] = deque(maxlen=_NUM_WAYS)
         self._dead_ends: deque[tuple[object, int | None, Link]] = deque(maxlen=_NUM_WAYS)
         self._syncing = threading.Lock()  # held while the version changes
-        self._pulse = None if name is None else Pulse(self._storage, name)
+        self._pulse = None if name is None else Pulse(self._store_of_heartbeats(heartbeats), name)
         self._follower = Follower(self._advance, self._cursor, self._syncing, notifier, self._beat, self._gauges)
         self._is_torn = False
         protect(self)
@@ -474,7 +496,21 @@ class Predictor(Forkable):
                 lag_seconds=status.lag_seconds,
                 resyncs=status.resyncs,
                 error=status.error,
+                canary=None if self._canary is None else str(self._canary),
+                pin=self._obeyed,
             )
+
+    def _store_of_heartbeats(self, given: str | Storage | None) -> Storage:
+        """Return the store to write heartbeats to.
+
+        Raises:
+            InvalidArgumentError: if it cannot be written to.
+        """
+        storage = self._sources.writable() if given is None else open_storage(given)
+        if storage is None or storage.is_read_only:
+            text = "Pass the url of a bucket or directory: heartbeats cannot be written over http"
+            raise InvalidArgumentError("heartbeats", given, text)
+        return storage
 
     def _refuse_inside_reading(self, call: str) -> None:
         if self._lock.is_reading:
@@ -489,6 +525,8 @@ class Predictor(Forkable):
             looks_for_gap: True to list the log if the next version is missing, to find out whether it was deleted or
                 is not committed yet.
         """
+        if self._pins is not None and (order := self._pins.order()) is not None and self._obeys(order):
+            return True
         if self._pinned is not None:
             if self._pinned == self.version and not self._is_mixed:
                 return False
@@ -496,11 +534,52 @@ class Predictor(Forkable):
             return True
         try:
             has_moved = self._take_next(looks_for_gap=looks_for_gap)
+        except StaleCacheError:
+            raise
         except StorageError:
             self._num_failures += 1
-            raise
+            if self._num_failures < _NUM_TRIES - 1 or (other := self._sources.fail_over(self._cursor.place)) is None:
+                raise
+            self._use(other)
+            return True  # sync() must not end here
         self._num_failures = 0
         return has_moved
+
+    def _obeys(self, order: Pin) -> bool:
+        """Follow a pin or a release that was not followed yet. Return True if versions were applied."""
+        place = self._cursor.place
+        if order.counter <= self._obeyed or place is None or place.stream != order.stream:
+            return False
+        entry = self._cursor.log.read(order.version)
+        if entry is None or (entry.stream, entry.xxh3) != (order.stream, order.xxh3):
+            raise MissingVersionError(order.version, order.bad)
+        has_moved = False
+        if order.kind == "pin":
+            if place.link != entry.link or self._is_mixed:
+                self._return_to(order.version)
+                has_moved = True
+            self._pinned = order.version
+        else:
+            if place.link.version < order.version or self._is_mixed:
+                self._take(entry, is_elsewhere=True)
+                has_moved = True
+            self._pinned = None
+        self._obeyed = order.counter
+        return has_moved
+
+    def _use(self, storage: Storage) -> None:
+        """Continue from another source, which has the last applied entry."""
+        _logger.warning("continue from another source: url=%s former=%s", storage.url, self._storage.url)
+        self._storage, self._num_failures = storage, 0
+        self._cursor.log = StreamLog(storage)
+        self._buffer = PartBuffer()  # it may hold a part of the former source
+
+    def _contents(self, manifest: Manifest, storage: Storage | None = None) -> Contents:
+        """Return the contents of a version, read from ``storage`` or, by default, through the host cache."""
+        storage = self._storage if storage is None else storage
+        if self._cache is not None:
+            storage = self._cache.over(storage, manifest)
+        return Contents(storage, manifest, buffer=self._buffer)
 
     def _take_next(self, *, looks_for_gap: bool) -> bool:
         """Apply the next version, or resync if it cannot be applied. Return False if there is no next version."""
@@ -562,7 +641,7 @@ class Predictor(Forkable):
         receiver = self._applier.resolve(manifest)
         if gate is not None:
             gate.recall(manifest)
-        contents = Contents(self._storage, manifest, buffer=self._buffer)
+        contents = self._contents(manifest)
         measure = {} if gate is None else gate.check(manifest, contents)
         self._apply(receiver, contents, is_elsewhere=is_elsewhere)
         if gate is not None:
@@ -574,7 +653,7 @@ class Predictor(Forkable):
         identities: Mapping[str, Identity] = self._identities
         for manifest, receiver in path:
             identities = identities_after(manifest, identities)
-            contents = Contents(self._storage, manifest, buffer=self._buffer)
+            contents = self._contents(manifest)
             receiver.place(contents)
             version_owners(contents)
         self._pinned = version
@@ -582,7 +661,7 @@ class Predictor(Forkable):
         if self._gate is not None:
             self._gate.restart()
         for manifest, receiver in path:
-            contents = Contents(self._storage, manifest, buffer=self._buffer)
+            contents = self._contents(manifest)
             self._apply(receiver, contents, is_elsewhere=manifest.kind == "snapshot")
             if self._gate is not None:
                 self._gate.passed(manifest, self._gate.follow(manifest, contents))

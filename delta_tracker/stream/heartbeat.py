@@ -44,6 +44,8 @@ class Heartbeat:
         lag_seconds: age of the oldest version not yet applied, None if unknown.
         resyncs: number of resyncs since the predictor's start.
         error: error that currently delays the predictor, None if there is none.
+        canary: distance that the predictor keeps from the newest version, such as ``3 versions``; None if none.
+        pin: counter of the last pin that the predictor has followed, 0 if none.
     """
 
     name: Annotated[str, Meta(pattern=_NAME)]
@@ -54,6 +56,8 @@ class Heartbeat:
     lag_seconds: Time | None
     resyncs: Count
     error: str | None
+    canary: str | None = None
+    pin: Count = 0
 
 
 def check_name(name: object) -> None:

@@ -44,6 +44,7 @@ from delta_tracker.errors import (
 )
 from delta_tracker.stream.format.manifest import Link, Manifest
 from delta_tracker.stream.format.parse import parse_manifest
+from delta_tracker.stream.pointer import PointerView
 from delta_tracker.stream.storage.storage import Storage, Transfer, back_off
 
 _DIGITS = 20  # zero-padded, so that names sort by version, up to 2**63
@@ -91,9 +92,23 @@ class StreamLog:
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
+        self.pointer = PointerView(storage)
         self._parsed: tuple[str, Manifest] | None = None  # name and manifest of the entry that was read last
         # Names, hashes and errors of malformed entries, which readers read again and again.
         self._refused: deque[tuple[str, str, MalformedError]] = deque(maxlen=_MAX_REFUSED)
+
+    @property
+    def is_listed(self) -> bool:
+        """True if the store can list the entries."""
+        return self.storage.lists
+
+    def may_have(self, version: int) -> bool:  # noqa: ARG002  skeleton
+        """Return False if the entry of a version need not be requested yet, by the pointer."""
+        return True
+
+    def newest_version(self, after: int, *, past_cache: bool = False) -> int:  # noqa: ARG002  skeleton
+        """Return the newest version at or above ``after``."""
+        return max(self.versions(after=after), default=after)
 
     def read(self, version: int) -> Manifest | None:
         """Return the entry of a version, None if it does not exist.

@@ -22,6 +22,7 @@ _BEAT = Heartbeat(
     name="p-1", time=1e9, stream="0" * 32, version=7, lag_versions=2, lag_seconds=0.5, resyncs=1, error="late"
 )
 _FIELDS = {field: getattr(_BEAT, field) for field in Heartbeat.__slots__}
+_REQUIRED = [field for field in _FIELDS if field not in ("canary", "pin")]  # those of all releases
 
 
 class _Clock:
@@ -78,7 +79,8 @@ def test_a_long_error_is_cut() -> None:
             ("time", True), ("stream", "0"), ("stream", 1), ("version", -1), ("version", 1.0), ("version", 2**63),
             ("lag_versions", "1"), ("lag_seconds", math.nan), ("lag_seconds", -0.1), ("resyncs", None), ("error", 1),
         ]),
-        *({key: value for key, value in _FIELDS.items() if key != field} for field in _FIELDS),
+        *(_FIELDS | {field: value} for field, value in [("canary", 1), ("pin", None), ("pin", -1)]),
+        *({key: value for key, value in _FIELDS.items() if key != field} for field in _REQUIRED),
     ],
 )  # fmt: skip
 def test_malformed_heartbeats_are_skipped_and_named(content: object, caplog) -> None:

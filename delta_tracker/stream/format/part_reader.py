@@ -416,26 +416,16 @@ class _InMemory:
 
     def read(self, begin: int, end: int) -> NDArray[np.uint8]:
         if self._data is None:
-            self._data = self._checked()
+            part, out = self._part, self._out
+            try:
+                data = self._storage.read(part.name, max_bytes=part.num_bytes, out=out, transfer=self._transfer)
+            except MalformedError as error:
+                raise CorruptPartError(part.name, error.reason) from error
+            self._data = check_object(part, data)
         return self._data[begin:end]
 
     def finish(self) -> None:
         self.read(0, 0)
-
-    def _checked(self) -> NDArray[np.uint8]:
-        part = self._part
-        try:
-            data = self._storage.read(part.name, max_bytes=part.num_bytes, out=self._out, transfer=self._transfer)
-        except MalformedError as error:
-            raise CorruptPartError(part.name, error.reason) from error
-        _check_size(part, None if data is None else len(data))
-        assert data is not None, "it has a size"
-        digests = data[part.body :]  # in format 1, the whole part
-        _check_hash(part, digests)
-        for number in range(num_digests(part.body)):
-            begin, end = piece_range(number, part.body)
-            _check_piece(part, data[begin:end], number, digests)
-        return data
 
 
 class Ranged:
@@ -586,6 +576,29 @@ def _check_hash(part: Part | Stored, data: NDArray[np.uint8]) -> None:
 def _check_piece(part: Part | Stored, piece: NDArray[np.uint8], number: int, digests: NDArray[np.uint8]) -> None:
     if not is_piece(piece, number, digests):
         raise CorruptPartError(part.name, f"the bytes of its piece {number} do not match their digest")
+
+
+def check_object(stored: Part | Stored, data: NDArray[np.uint8] | None) -> NDArray[np.uint8]:
+    """Compare all bytes of an object with its record: the size, the hash and the digests of its pieces.
+
+    Args:
+        stored: record of the object, from a checked manifest.
+        data: bytes of the object; None if it does not exist.
+
+    Returns:
+        ``data``.
+
+    Raises:
+        CorruptPartError: if the object does not exist, or differs from the record.
+    """
+    _check_size(stored, None if data is None else len(data))
+    assert data is not None, "it has a size"
+    digests = data[stored.body :]  # in format 1, the whole object
+    _check_hash(stored, digests)
+    for number in range(num_digests(stored.body)) if stored.body else ():
+        begin, end = piece_range(number, stored.body)
+        _check_piece(stored, data[begin:end], number, digests)
+    return data
 
 
 def _check_size(part: Part | Stored, size: int | None) -> None:

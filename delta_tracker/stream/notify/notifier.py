@@ -122,8 +122,10 @@ class Hints:
         else:
             self._worked()
 
-    def wait(self, stream: str | None, after: int, timeout_seconds: float) -> None:
+    def wait(self, stream: str | None, after: int, timeout_seconds: float) -> bool:
         """Wait until a version above ``after`` is announced, the timeout expires or the stop flag is set. Never raises.
+
+        Returns True if a hint ended the wait.
 
         Returns early only once per version: if the caller still has the same version after a hint, the hint was wrong,
         and the next call waits for the full timeout. Forged hints therefore cannot cause a busy loop.
@@ -137,13 +139,14 @@ class Hints:
         while stream is not None and (stream, after) != self._believed and not self._stop.is_set():
             left = deadline - time.monotonic()
             if left <= 0:
-                return
+                return False
             if not self._is_due():
                 break
             if self._heard(stream, after, min(left, _SLICE_SECONDS)):
                 self._believed = (stream, after)
-                return
+                return True
         self._stop.wait(max(0.0, deadline - time.monotonic()))
+        return False
 
     def close(self) -> None:
         """Close the notifier. Never raises."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import operator
@@ -28,6 +29,7 @@ from delta_tracker.errors import (
     MalformedError,
     NameConflictError,
     NotDurableError,
+    ReadOnlyStoreError,
     StorageError,
     UnsafeStoreError,
     is_panic,
@@ -43,7 +45,7 @@ from delta_tracker.stream.storage.local import (
     sync_names,
     write_file,
 )
-from delta_tracker.stream.storage.url import check_name, connection, is_name, is_remote, local_directory
+from delta_tracker.stream.storage.url import check_name, connection, is_http, is_name, is_remote, local_directory
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -102,8 +104,10 @@ class Storage:
     call that wrote it returns. Remote stores guarantee the same.
 
     Args:
-        url: ``file:///absolute/directory``, ``s3://bucket/prefix``, ``gs://...``, ``az://...`` or ``memory://``.
-            Every ``Storage`` of ``memory://`` is a separate store: share the object instead of the URL.
+        url: ``file:///absolute/directory``, ``s3://bucket/prefix``, ``gs://...``, ``az://...``, ``memory://``,
+            ``http://host/path`` or ``https://host/path``. Every ``Storage`` of ``memory://`` is a separate store: share
+            the object instead of the URL. A store at an http URL is a web server or a cache, which serves single
+            objects: all methods that write, delete or list raise :class:`ReadOnlyStoreError`.
         create: True to create a missing local directory. If False, a missing directory is read as an empty store until
             it is created, so that a reader may start before the writer. No later call creates the directory. Once it
             was found, this object writes only to this directory, recognized by its device and inode numbers:
@@ -115,6 +119,12 @@ class Storage:
             ``access_key_id``, ``secret_access_key``, ``allow_http`` or ``read_timeout``; all values are strings. A
             request fails if no byte arrives for ``read_timeout``, 30s by default. ``timeout`` limits the whole request;
             default: no limit.
+
+    Attributes:
+        url: URL of the store.
+        requests: number of operations so far, by kind: ``read``, ``size``, ``list``, ``write`` and ``delete``. A write
+            that is repeated because its response was lost, or an object that is read in several requests, counts
+            once. For metrics.
 
     Raises:
         InvalidArgumentError: for an unsupported scheme, or options that the store does not support.
@@ -129,7 +139,11 @@ class Storage:
             raise InvalidArgumentError("fsync", fsync, "Omit it: only a local directory is synced")
         self.url = url
         self._fsync = fsync
+        self.requests = dict.fromkeys(("read", "size", "list", "write", "delete"), 0)
         self._is_remote = is_remote(url)
+        self._is_http = is_http(url)
+        self._uncached: Storage | None = None
+        self._options = options
         self._identity: tuple[int, int] | None = None  # of the local directory, None until it is found
         self._has_written = False
         self._settings = connection(url, options)
@@ -146,6 +160,31 @@ class Storage:
     def is_remote(self) -> bool:
         """True if the store is accessed over a network, which may alter what is sent."""
         return self._is_remote
+
+    @property
+    def lists(self) -> bool:
+        """True if the store can list its objects; False at an http URL."""
+        return not self._is_http
+
+    @property
+    def is_read_only(self) -> bool:
+        """True if nothing can be written to the store, as at an http URL."""
+        return self._is_http
+
+    @property
+    def uncached(self) -> Storage:
+        """The same store, read past all caches; this object if it is not at an http URL.
+
+        Each request asks the caches on the way for the object of the origin. A cache may ignore that.
+        """
+        if not self._is_http:
+            return self
+        if self._uncached is None:
+            past = copy.copy(self)  # keeps the class and shares the counts
+            settings = connection(self.url, self._options, past_cache=True)
+            vars(past).update(_store=None, _settings=settings, _uncached=past)
+            self._uncached = past
+        return self._uncached
 
     def reopened(self) -> Storage:
         """Return a store for the directory that is at the URL now; this object if it is still the same or missing.
@@ -172,6 +211,9 @@ class Storage:
             StorageError: if the object cannot be written; no partial object is visible then.
         """
         check_name("name", name)
+        if self._is_http:
+            raise ReadOnlyStoreError(self.url, f"put() of {name}")
+        self.requests["write"] += 1
         with self._translated():
             if self._directory is None:
                 self._upload(name, checked(_chunks(buffers)))
@@ -191,6 +233,9 @@ class Storage:
             StorageError: if the object cannot be written. If the response was lost, the object may exist.
         """
         check_name("name", name)
+        if self._is_http:
+            raise ReadOnlyStoreError(self.url, f"create() of {name}")
+        self.requests["write"] += 1
         for attempt in range(_CREATE_ATTEMPTS):
             if attempt:
                 back_off(attempt)
@@ -221,6 +266,9 @@ class Storage:
             StorageError: if the object cannot be written. If the response was lost, the object may have been written.
         """
         check_name("name", name)
+        if self._is_http:
+            raise ReadOnlyStoreError(self.url, f"replace() of {name}")
+        self.requests["write"] += 1
         with self._translated():
             if self._directory is None:
                 self._put(name, data, use_multipart=False)
@@ -252,6 +300,7 @@ class Storage:
                 call starts from the beginning.
         """
         check_name("name", name)
+        self.requests["read"] += 1
         if out is not None and len(out) < max_bytes:
             raise InvalidArgumentError("out", len(out), f"Pass an array of {max_bytes} bytes")
         with self._translated():
@@ -267,6 +316,7 @@ class Storage:
             StorageError: if the object is too short (checked before memory is allocated), or cannot be read.
         """
         check_name("name", name)
+        self.requests["read"] += 1
         if not 0 <= begin <= end:
             raise InvalidArgumentError("begin, end", (begin, end), "Pass 0 <= begin <= end")
         with self._translated():
@@ -286,6 +336,7 @@ class Storage:
             StorageError: if the store cannot be read.
         """
         check_name("name", name)
+        self.requests["size"] += 1
         with self._translated():
             try:
                 if self._directory is None:
@@ -306,6 +357,9 @@ class Storage:
             StorageError: if the object cannot be deleted.
         """
         check_name("name", name)
+        if self._is_http:
+            raise ReadOnlyStoreError(self.url, f"delete() of {name}")
+        self.requests["delete"] += 1
         with self._translated():
             try:
                 if self._directory is None:
@@ -329,6 +383,8 @@ class Storage:
             StorageError: if the directory of the store was replaced.
         """
         check_name("prefix", prefix)
+        if self._is_http:
+            raise ReadOnlyStoreError(self.url, "sync()")
         with self._translated():
             self._check_directory()
         self._sync(prefix, f"what was created or deleted in {prefix}/")
@@ -343,6 +399,8 @@ class Storage:
             StorageError: if the file cannot be deleted.
         """
         check_name("name", name)
+        if self._is_http:
+            raise ReadOnlyStoreError(self.url, f"delete_draft() of {name}")
         if self._directory is None:
             self.delete(name)  # another program's object: remote stores have no temporary files
             return True
@@ -373,6 +431,9 @@ class Storage:
             StorageError: if the store cannot be listed, or the status of an object cannot be read.
         """
         check_name("prefix", prefix)
+        if self._is_http:
+            raise ReadOnlyStoreError(self.url, f"a listing of {prefix}")
+        self.requests["list"] += 1
         if after is not None:
             check_name("after", after)
         with self._translated():

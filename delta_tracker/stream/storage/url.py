@@ -11,7 +11,8 @@ from urllib.parse import SplitResult, unquote, urlsplit
 
 from delta_tracker.errors import InvalidArgumentError
 
-_SCHEMES = ("file", "memory", "s3", "gs", "az")
+_SCHEMES = ("file", "memory", "s3", "gs", "az", "http", "https")
+_NO_CACHE = {"Cache-Control": "no-cache", "Pragma": "no-cache"}
 # obstore's own limit is three minutes, too long to wait for a store that does not respond.
 _MAX_RETRIES = 6  # for about five seconds
 _RETRY_TIMEOUT = timedelta(seconds=30)
@@ -64,8 +65,23 @@ def is_remote(url: str) -> bool:
     return _split(url).scheme not in ("file", "memory")
 
 
-def connection(url: str, options: Mapping[str, str] | None) -> dict[str, Any]:
+def is_http(url: str) -> bool:
+    """Return True if the store is a web server or a cache in front of one, which serves single objects."""
+    return _split(url).scheme in ("http", "https")
+
+
+def default_poll_seconds(url: str) -> float:
+    """Return the interval at which a reader polls a store of this kind, in seconds."""
+    return 1.0 if is_remote(url) else 0.01
+
+
+def connection(url: str, options: Mapping[str, str] | None, *, past_cache: bool = False) -> dict[str, Any]:
     """Return the keyword arguments for obstore's ``from_url``.
+
+    Args:
+        url: URL of the store.
+        options: options of the store, by name.
+        past_cache: True to ask caches between this host and the origin for the origin's object. Only for http.
 
     Raises:
         InvalidArgumentError: if the URL is invalid, if options are given for a kind of store that has none, or if the
@@ -87,8 +103,14 @@ def connection(url: str, options: Mapping[str, str] | None) -> dict[str, Any]:
             client[plain] = value
         else:
             store[key] = value
+    if is_http(url):
+        if store:
+            raise InvalidArgumentError("options", sorted(store), f"Use only {', '.join(sorted(_CLIENT_OPTIONS))}")
+        if scheme == "http":
+            client["allow_http"] = "true"
+    headers = {"default_headers": _NO_CACHE} if past_cache else {}
     retry = {"max_retries": _MAX_RETRIES, "retry_timeout": _RETRY_TIMEOUT}
-    return {"client_options": client, "config": store, "retry_config": retry}
+    return {"client_options": client | headers, "config": store, "retry_config": retry}
 
 
 def check_name(argument: str, name: object) -> None:
@@ -126,6 +148,9 @@ def _split(url: object) -> SplitResult:
         raise InvalidArgumentError(
             "url", url, f"Use one of the schemes {', '.join(_SCHEMES)}. Write a directory as file:///directory"
         )
+    if parts.scheme in ("http", "https") and ("@" in parts.netloc or not parts.hostname):
+        shown = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+        raise InvalidArgumentError("url", shown, "Write a host, without user and password: obstore does not send them")
     if parts.scheme == "file" and (parts.netloc or not parts.path.startswith("/")):
         raise InvalidArgumentError("url", url, "Write an absolute directory as file:///directory")
     return parts
