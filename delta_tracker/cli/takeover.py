@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 
 import click
+from click.core import ParameterSource
 
 from delta_tracker.cli.stream_command import Stream, stream_command
 from delta_tracker.cli.text import duration
 from delta_tracker.errors import InvalidArgumentError, LivePublisherError
+from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.heartbeat import heartbeat_path
 from delta_tracker.stream.liveness import Liveness
-from delta_tracker.stream.takeover_request import request_takeover
+from delta_tracker.stream.takeover_request import cancel_takeover, request_takeover
 
-_NAME = "takeover-command"
 _LOOK_SECONDS = 0.5
 
 _HELP = """Ask a standby to take over from the publisher of a stream.
 
-Writes a request that names the newest generation. A standby in Standby.follow() obeys it at its next look: it claims
-the stream, which fences the publisher. The command itself claims nothing, and the request stays if no standby runs. It
-is obeyed by a standby that starts later, unless another publisher has claimed the stream before.
+Writes a request that names the newest generation. A standby in Standby.follow() sees it at its next look and claims the
+stream, which fences the publisher. The command itself claims nothing. The request stays if no standby runs, and a
+standby that starts later follows it. It lapses when another publisher claims the stream, or with --cancel.
 
-Without --force, nothing is requested if the last entry or heartbeat of the publisher is younger than --silence.
+Without --force, nothing is requested if the last entry or heartbeat of the publisher is younger than --silence, and the
+request also lapses when the publisher leaves an entry or a heartbeat.
 
 With --wait, the command waits for a claim of a later generation. Its exit code is 1 if there is none in time.
 
@@ -30,6 +33,7 @@ With --wait, the command waits for a claim of a later generation. Its exit code 
 Examples:
   delta-tracker takeover s3://bucket/ctr-recovery --wait 60
   delta-tracker takeover file:///streams/ctr-recovery --force --json
+  delta-tracker takeover s3://bucket/ctr-recovery --cancel
 """
 
 
@@ -52,24 +56,16 @@ Examples:
     type=click.FloatRange(0),
     help="Time to wait for the claim of a standby.",
 )
-def command(stream: Stream, silence: float, wait: float, *, is_forced: bool) -> int:
+@click.option("--cancel", "cancels", is_flag=True, help="Delete the request instead. Excludes the other options.")
+def command(stream: Stream, silence: float, wait: float, *, is_forced: bool, cancels: bool) -> int:
     """Write the request, and wait. Return 1 if no publisher claimed the stream within ``wait`` seconds, otherwise 0."""
     for name, seconds in {"--silence": silence, "--wait": wait}.items():
         if not seconds < float("inf"):
             raise InvalidArgumentError(name, seconds, "Pass a number of seconds")
-    head = stream.head()
-    silent: float | None = None
-    if not is_forced:
-        liveness = Liveness(stream.storage, _NAME)
-        try:
-            signs = liveness.look()
-        finally:
-            stream.storage.delete(heartbeat_path(_NAME))  # it is not a predictor
-        if signs is not None:
-            head, silent = signs.head, signs.silent_seconds
-            if silent < silence:
-                raise LivePublisherError(stream.storage.url, head.generation, head.version, silent)
-    request_takeover(stream.storage, head)
+    if cancels:
+        return _cancel(stream)
+    head, silent = (stream.head(), None) if is_forced else _silent_head(stream, silence)
+    request_takeover(stream.storage, head, force=is_forced)
     if not stream.out.is_json:
         sign = "" if silent is None else f", whose last sign of life was {duration(silent)} ago"
         stream.out.line(f"requested a takeover from generation {head.generation}{sign}")
@@ -90,6 +86,45 @@ def command(stream: Stream, silence: float, wait: float, *, is_forced: bool) -> 
     elif wait:
         stream.out.line(f"no standby has claimed the stream within {duration(wait)}; the request stays", "yellow")
     return 1 if wait and successor is None else 0
+
+
+def _silent_head(stream: Stream, silence: float) -> tuple[Manifest, float | None]:
+    """Return the newest entry, and the seconds since its publisher's last sign of life.
+
+    Raises:
+        LivePublisherError: if they are below ``silence``.
+    """
+    head = stream.head()
+    name = f"takeover-command-{secrets.token_hex(4)}"  # two commands may run at the same time
+    liveness = Liveness(stream.storage, name)
+    try:
+        signs = liveness.look()
+    finally:
+        stream.storage.delete(heartbeat_path(name))  # it is not a predictor
+    if signs is None:
+        return head, None
+    if signs.silent_seconds < silence:
+        head = signs.head
+        raise LivePublisherError(stream.storage.url, head.generation, head.version, signs.silent_seconds)
+    return signs.head, signs.silent_seconds
+
+
+def _cancel(stream: Stream) -> int:
+    """Delete the request. Return 0.
+
+    Raises:
+        InvalidArgumentError: if another option was given.
+    """
+    context = click.get_current_context()
+    for name, option in (("is_forced", "--force"), ("silence", "--silence"), ("wait", "--wait")):
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise InvalidArgumentError("--cancel", f"with {option}", "Pass it alone")
+    is_cancelled = cancel_takeover(stream.storage)
+    if stream.out.is_json:
+        stream.out.json({"url": stream.storage.url, "cancelled": is_cancelled})
+    else:
+        stream.out.line("the request is cancelled" if is_cancelled else "there is no request")
+    return 0
 
 
 def _successor(stream: Stream, generation: int, seconds: float) -> int | None:

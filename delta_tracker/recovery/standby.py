@@ -19,11 +19,14 @@ from delta_tracker.errors import (
     FencedError,
     InvalidArgumentError,
     LivePublisherError,
+    MalformedError,
     NotRecoverableError,
     RestoreFailedError,
     StorageError,
     StreamError,
+    StreamReplacedError,
     TakeoverFailedError,
+    UnsafeStoreError,
     unraised,
 )
 from delta_tracker.monitor.monitor import Monitor
@@ -44,13 +47,13 @@ from delta_tracker.stream.heartbeat import PublisherPulse, check_name
 from delta_tracker.stream.liveness import Liveness
 from delta_tracker.stream.log import Claim, StreamLog
 from delta_tracker.stream.storage.storage import Storage, open_storage
-from delta_tracker.stream.takeover_request import is_requested
+from delta_tracker.stream.takeover_request import read_request
 from delta_tracker.tracker.data_position import DataPosition
 from delta_tracker.tracker.tracker import ModelDeltaTracker
 
 _logger = logging.getLogger(__name__)
 
-_SERVING_ATTEMPTS = 100  # claims of a serving stream that may be lost to versions of the former publisher
+_ATTEMPTS = 100  # claims of a stream that may be lost to versions of the former publisher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -84,7 +87,7 @@ class Standby:
     Until then, each rank writes the rows and optimizer states of its shards as they are published. A takeover claims
     the recovery stream first, which fences the former trainer. It then restores the newest version before the claim as
     :func:`~delta_tracker.recovery.restore.restore` does, except for rows that are written already, on any number of
-    ranks and any plan that ``restore`` accepts. At last it claims the serving streams.
+    ranks and any plan that ``restore`` accepts. Then it claims the serving streams.
 
     A former trainer that still runs is fenced at its next version. Until then it trains, and publishes to the serving
     streams. Its batches after its last version are lost, and the new publishers take those serving rows back.
@@ -165,6 +168,7 @@ class Standby:
         self._serving_writers = [secrets.token_hex(16) for _ in serving]
         self._claimed: Manifest | None = None  # this job's claim of the recovery stream
         self._next_look = 0.0
+        self._reason = ""  # why there was no takeover
         self._ended = ""  # why no further call is possible
 
     @property
@@ -204,11 +208,10 @@ class Standby:
                 # A rank that cannot read the store could not complete the takeover.
                 if verdict.get("is_due") and all(message["reads"] for message in messages):
                     began = time.monotonic()
-                    claimed = self._claim(exchange, verdict["after"])
+                    claimed = self._claim(exchange, verdict)
                     if isinstance(claimed, ClaimedStream):
                         return self._complete(exchange, claimed, began)
-                    if self._is_first:
-                        _logger.warning("standby continues to follow: %s", str(claimed))
+                    self._log_once(f"standby continues to follow: {claimed}")
                 elif any(message["has_moved"] for message in messages):
                     continue
                 time.sleep(self._look_seconds)
@@ -260,7 +263,7 @@ class Standby:
             self._raise_if_nothing(verdict)
             if "live" in verdict:
                 raise LivePublisherError(self._storage.url, *verdict["live"])
-            claimed = self._claim(exchange, verdict["after"])
+            claimed = self._claim(exchange, verdict)
             if not isinstance(claimed, ClaimedStream):
                 raise claimed
             return self._complete(exchange, claimed, began)
@@ -324,15 +327,15 @@ class Standby:
             signs = self._liveness.look()
             if signs is None:
                 return {"nothing": "the stream is empty"}
-            asked = is_requested(self._storage, signs.head)
-        except StorageError as error:
-            _logger.info("standby cannot look at the publisher: %s", str(error))
+            request = read_request(self._storage, signs.head, signs.last)
+        except (MalformedError, StorageError) as error:
+            self._log_once(f"standby cannot look at the publisher: {error}")
             return {}
         self._gauges.saw(self.version, signs.head)
         is_silent = silence is not None and signs.silent_seconds > silence
-        if not (asked or is_silent or self._is_own(signs.head)):
+        if request is None and not is_silent and not self._is_own(signs.head):
             return {}
-        return self._due(signs.head, is_unconditional=asked)
+        return self._due(signs.head, is_forced=request is not None and request.force)
 
     def _judged(self, *, force: bool, silence: float) -> dict[str, Any]:
         """Return the decision of rank 0 whether it may take over."""
@@ -348,19 +351,24 @@ class Standby:
             elif signs is not None and signs.silent_seconds < silence and not self._is_own(head):
                 verdict = {"live": [head.generation, head.version, signs.silent_seconds]}
             else:
-                verdict = self._due(head, is_unconditional=force)
+                verdict = self._due(head, is_forced=force)
         return {"force": f"force={bool(force)}, silence={silence}", "verdict": verdict}
 
-    def _due(self, head: Manifest, *, is_unconditional: bool) -> dict[str, Any]:
+    def _due(self, head: Manifest, *, is_forced: bool) -> dict[str, Any]:
         """Return the decision to take over, if there is a version.
 
         Args:
             head: newest entry of the stream.
-            is_unconditional: True to claim the stream also if another entry follows ``head`` meanwhile.
+            is_forced: True to claim the stream also if its publisher commits a version meanwhile.
         """
         if head.snapshot is None:
             return {"nothing": "the stream has only a claim"}
-        return {"is_due": True, "after": None if is_unconditional else [head.version, head.xxh3]}
+        return {
+            "is_due": True,
+            "after": [head.version, head.xxh3],
+            "generation": head.generation,
+            "is_forced": bool(is_forced),
+        }
 
     def _is_own(self, head: Manifest) -> bool:
         """Return True if the newest entry is the claim of this job."""
@@ -370,18 +378,24 @@ class Standby:
         if "nothing" in verdict:
             raise NotRecoverableError(self._storage.url, None, verdict["nothing"])
 
+    def _log_once(self, reason: str) -> None:
+        """Log on rank 0 why there is no takeover, unless the last call had the same reason."""
+        if self._is_first and reason != self._reason:
+            _logger.warning("%s", reason)
+        self._reason = reason
+
     def _check_open(self) -> None:
         if self._ended:
             raise InvalidArgumentError("standby", self._ended, "Build a new Standby")
 
-    def _claim(self, exchange: Exchange, after: Sequence[Any] | None) -> ClaimedStream | StreamError:
+    def _claim(self, exchange: Exchange, verdict: Mapping[str, Any]) -> ClaimedStream | StreamError:
         """Claim the recovery stream. Return the error if there is a newer entry, or if the store fails.
 
         Args:
             exchange: communication with the other ranks.
-            after: version and hash of the entry that the claim must follow; None for any entry.
+            verdict: result of :meth:`_due`.
         """
-        failure: StorageError | None = None
+        failure: StreamError | None = None
         claim: Claim | None = None
 
         def act() -> dict[str, Any]:
@@ -390,11 +404,11 @@ class Standby:
                 return {}
             try:
                 self._storage.probe()
-                claim = self._log.claim(after=None if after is None else Link(*after), writer=self._new_writer())
+                claim = self._claim_after(verdict)
             except LivePublisherError as error:
                 return {"live": [error.generation, error.version, error.seconds]}
-            except StorageError as error:  # the claim may have been created
-                failure = error
+            except (MalformedError, StorageError, StreamReplacedError, UnsafeStoreError) as error:
+                failure = error  # the claim may have been created
                 return {"failure": f"{type(error).__name__}: {error}"}
             return {"entry": claim.data.decode()}
 
@@ -406,6 +420,32 @@ class Standby:
         entry = claim.head if claim is not None else parse_manifest("claim of rank 0", found["entry"].encode())
         self._claimed = entry
         return ClaimedStream(storage=self._storage, claim=claim, entry=entry)
+
+    def _claim_after(self, verdict: Mapping[str, Any]) -> Claim:
+        """Claim the recovery stream on rank 0.
+
+        The claim follows the entry of the decision. If the decision is forced, it may follow a later entry of the same
+        publisher. It never follows another claim than its own: that standby has taken over already.
+
+        Raises:
+            LivePublisherError: if there is another entry.
+            StreamReplacedError: if the store is empty.
+            StorageError: if the store fails.
+        """
+        writer, after = self._new_writer(), Link(*verdict["after"])
+        if not verdict["is_forced"]:
+            return self._log.claim(after=after, writer=writer)
+        for _ in range(_ATTEMPTS):
+            head = self._log.head()
+            if head is None:
+                raise StreamReplacedError(self._storage.url, after.version)
+            if head.generation != verdict["generation"] and not self._is_own(head):
+                raise LivePublisherError(self._storage.url, head.generation, head.version)
+            try:
+                return self._log.claim(after=head.link, writer=writer)
+            except LivePublisherError:
+                continue  # the former publisher has committed a version
+        raise StorageError(self._storage.url, f"lost {_ATTEMPTS} claims to versions of the former publisher")
 
     def _new_writer(self) -> str:
         """Return the id of the next claim: that of the last one, unless another publisher has followed it."""
@@ -491,7 +531,7 @@ class Standby:
             StorageError: if the store fails.
         """
         log = StreamLog(storage)
-        for _ in range(_SERVING_ATTEMPTS):
+        for _ in range(_ATTEMPTS):
             head = log.head()
             newest = self._log.head()
             if newest is None or newest.link != recovery.link:
@@ -501,4 +541,4 @@ class Standby:
                 return log.claim(after=None if head is None else head.link, writer=writer)
             except LivePublisherError:
                 continue  # the former publisher has committed a version
-        raise StorageError(storage.url, f"lost {_SERVING_ATTEMPTS} claims to versions of the former publisher")
+        raise StorageError(storage.url, f"lost {_ATTEMPTS} claims to versions of the former publisher")

@@ -22,10 +22,12 @@ class Signs:
         head: newest entry.
         silent_seconds: time since the newest entry or, if it is later, its publisher's last heartbeat, by the store's
             clock.
+        last: time of that entry or heartbeat, in Unix seconds by the store's clock.
     """
 
     head: Manifest
     silent_seconds: float
+    last: float
 
 
 class Liveness:
@@ -65,8 +67,8 @@ class Liveness:
         if head is None:
             return None
         beat = publisher_beat_time(self._storage, head)
-        seen = [time for time in (head.modified, beat) if time is not None]
-        return Signs(head, max(0.0, now - max(seen, default=now)))
+        last = max((time for time in (head.modified, beat) if time is not None), default=now)
+        return Signs(head, max(0.0, now - last), last)
 
     def _store_time(self) -> float:
         """Leave a heartbeat, and return its modification time."""

@@ -7,8 +7,10 @@ import threading
 import pytest
 
 from delta_tracker.cli import takeover
-from delta_tracker.stream.heartbeat import PublisherPulse, read_heartbeats
-from delta_tracker.stream.takeover_request import is_requested
+from delta_tracker.stream import liveness
+from delta_tracker.stream.heartbeat import Heartbeat, PublisherPulse, read_heartbeats
+from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.stream.takeover_request import TakeoverRequest, read_request
 from tests.cli.commands import Cli, date, path_of, url_of
 from tests.stream.streams import Writer
 
@@ -23,6 +25,13 @@ def silent(writer: Writer) -> Writer:
     return writer
 
 
+def request_of(writer: Writer) -> TakeoverRequest:
+    """Return the request for a takeover from a publisher that has been silent since."""
+    request = read_request(writer.storage, writer.claim.head, last_sign=0.0)
+    assert request is not None
+    return request
+
+
 def test_a_live_publisher_is_not_replaced_without_force(cli: Cli, silent: Writer) -> None:
     url, head = url_of(silent), silent.claim.head
     PublisherPulse(silent.storage).leave(head)
@@ -30,7 +39,7 @@ def test_a_live_publisher_is_not_replaced_without_force(cli: Cli, silent: Writer
     assert "live publisher of generation 1: version 4, last sign" in cli.err
     assert silent.storage.size(_REQUEST) is None
     assert cli.json("takeover", url, "--force")["silent_seconds"] is None
-    assert is_requested(silent.storage, head)
+    assert request_of(silent).force
 
 
 def test_a_silent_publisher_is_named_in_a_request(cli: Cli, silent: Writer) -> None:
@@ -41,7 +50,7 @@ def test_a_silent_publisher_is_named_in_a_request(cli: Cli, silent: Writer) -> N
     assert found.pop("silent_seconds") == pytest.approx(100, abs=60)
     expected = {"url": url, "stream": head.stream, "generation": 1, "version": 4, "successor": None}
     assert found == expected
-    assert is_requested(silent.storage, head)
+    assert not request_of(silent).force
     assert read_heartbeats(silent.storage) == [], "the command is not a predictor"
     assert "requested a takeover from generation 1, whose last sign of life was" in cli("takeover", url)
 
@@ -57,6 +66,30 @@ def test_the_command_waits_for_a_claim(cli: Cli, silent: Writer, monkeypatch: py
     assert cli.json("takeover", url, "--wait", 60)["successor"] == 2
     standby.join()
     assert "generation 2 has claimed" not in cli("takeover", url, "--force")
+
+
+def test_a_request_is_cancelled(cli: Cli, silent: Writer) -> None:
+    url = url_of(silent)
+    assert cli.json("takeover", url, "--cancel") == {"url": url, "cancelled": False}
+    cli("takeover", url)
+    for other in (["--force"], ["--wait", 1], ["--silence", 1]):
+        cli("takeover", url, "--cancel", *other, code=2)
+    assert silent.storage.size(_REQUEST) is not None
+    assert "the request is cancelled" in cli("takeover", url, "--cancel")
+    assert silent.storage.size(_REQUEST) is None
+
+
+def test_two_commands_look_at_the_same_time(cli: Cli, silent: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave, url = liveness.leave_heartbeat, url_of(silent)
+
+    def left(storage: Storage, beat: Heartbeat) -> None:
+        leave(storage, beat)
+        monkeypatch.undo()
+        cli("takeover", url)  # before the first command has read its own heartbeat
+
+    monkeypatch.setattr(liveness, "leave_heartbeat", left)
+    cli("takeover", url)
+    assert read_heartbeats(silent.storage) == []
 
 
 @pytest.mark.parametrize("option", ["--wait", "--silence"])

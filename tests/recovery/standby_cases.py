@@ -22,9 +22,12 @@ from delta_tracker.recovery.random_states import RandomStates
 from delta_tracker.recovery.row_writer import RowWriter
 from delta_tracker.sharding.interrupted import check_complete
 from delta_tracker.stream.cursor import StreamCursor
+from delta_tracker.stream.heartbeat import PublisherPulse
+from delta_tracker.stream.liveness import Liveness
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.stream.takeover_request import request_takeover
 from tests.publisher.publishing_cases import assert_equal, attempt, empty_model
 from tests.recovery.restore_cases import Trainer, same, spec_of, warm
 
@@ -71,6 +74,11 @@ def made(spec: dict[str, Any], rank: int) -> Job:
     """Return a job with other weights and settings than the trainer's, that has trained two batches."""
     with mock.patch(f"{warm.__module__}.Trainer", Job):
         return warm(spec_of(**spec), rank)  # type: ignore[return-value]
+
+
+def request(path: str, *, force: bool = False) -> None:
+    storage = Storage(f"file://{path}/stream")
+    request_takeover(storage, log_of(path).head(), force=force)
 
 
 def barrier() -> None:
@@ -297,18 +305,23 @@ def followed_until(rank: int, world_size: int, path: str, spec: dict[str, Any]) 
     trainer.train(1)
     publisher.snapshot()
     standby = job.standby(path)
-    asked: list[Any] = [False, False, True]  # the third look sees a request
-    decide = Standby._decided
+    looks: list[Any] = []
+    look = Liveness.look
 
-    def decided(each: Standby, silence: float | None) -> Any:
-        with mock.patch("delta_tracker.recovery.standby.is_requested", side_effect=lambda *_: asked.pop(0)):
-            return decide(each, silence)
+    def looked(each: Liveness) -> Any:
+        looks.append(each)
+        if len(looks) == 3:
+            request(path, force=True)
+        return look(each)
 
+    if rank == 0:  # the publisher was silent for a while
+        request(path)
+        PublisherPulse(Storage(f"file://{path}/stream")).leave(log_of(path).head())
     expected = trainer.held()
-    with mock.patch.object(Standby, "_decided", decided):
+    with mock.patch.object(Liveness, "look", looked):
         taken = standby.follow()
+    assert len(looks) in (0, 3), "the first request has lapsed"
     check_successor(trainer, publisher, job, taken, expected)
-    assert not asked or rank
     other = made(spec, rank).standby(path)
     other.sync()
     following, calls = StreamCursor.next, []
@@ -325,6 +338,41 @@ def followed_until(rank: int, world_size: int, path: str, spec: dict[str, Any]) 
     assert silent.recovery.entry.generation == taken.recovery.entry.generation + 1
     assert silent.seconds > 0
     return messages
+
+
+def asked_once(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> list[str]:
+    """Of two standbys that see one request, one takes over, and the other one follows it."""
+    trainer, job, other = Job(spec_of(**spec), rank), made(spec, rank), made(spec, rank)
+    publisher = trainer.publisher(path)
+    trainer.train(1)
+    publisher.snapshot()
+    first, second = job.standby(path, name="first"), other.standby(path, name="second")
+    if rank == 0:
+        request(path, force=True)
+    found: list[Publisher] = []
+    claim = Standby._claim
+
+    def overtaken(standby: Standby, *args: Any) -> Any:
+        if standby is first or found:
+            return claim(standby, *args)
+        found.append(job.successor(first.follow()))  # while the second one waits for its slowest rank
+        job.train(1)
+        found[0].publish()
+        result = claim(standby, *args)
+        job.train(1)
+        found[0].publish()
+        if rank == 0:
+            request(path, force=True)
+        return result
+
+    expected = trainer.held()
+    with mock.patch.object(Standby, "_claim", overtaken):
+        taken = second.follow()
+    assert taken.recovery.entry.generation == 3
+    assert same(other.held(), job.held())
+    assert not same(other.held(), expected)
+    check_successor(job, found[0], other, taken, job.held())
+    return [attempt(publisher.publish)]
 
 
 def served(rank: int, world_size: int, path: str, spec: dict[str, Any], later: str) -> tuple[str, int]:

@@ -72,6 +72,12 @@ def test_follow_ends_by_a_request_by_silence_or_without_a_stream(two_ranks: Rank
         assert "has nothing to restore: the stream has only a claim. Check the URL" in silent
 
 
+@pytest.mark.promise("fenced")
+def test_one_request_lets_one_standby_take_over(two_ranks: RankPool, tmp_path: Path) -> None:
+    for (fenced,) in two_ranks.run(f"{_CASES}:asked_once", path=str(tmp_path), spec=spec(2)):
+        assert fenced.startswith("FencedError")
+
+
 def test_rows_of_a_version_that_is_not_in_the_log_any_more_do_not_stay(one_rank: RankPool, tmp_path: Path) -> None:
     one_rank.run(f"{_CASES}:replaced", path=str(tmp_path), spec=spec(1))
 

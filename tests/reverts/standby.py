@@ -57,7 +57,32 @@ REVERTS = [
     Revert(
         defect="a standby claims the stream although a version was committed after its look",
         generator=_TESTS + "test_a_version_committed_during_the_decision_prevents_the_claim",
-        edits={_STANDBY: [("after=None if after is None else Link(*after)", "after=None")]},
+        edits={
+            _STANDBY: [
+                (
+                    "            return self._log.claim(after=after, writer=writer)\n",
+                    "            return self._log.claim(writer=writer)\n",
+                )
+            ]
+        },
+    ),
+    Revert(
+        defect="two standbys follow one request, and the second one fences the first",
+        generator=_TESTS + "test_one_request_lets_one_standby_take_over",
+        edits={
+            _STANDBY: [
+                ('            if head.generation != verdict["generation"] and not ', "            if False and not ")
+            ]
+        },
+    ),
+    Revert(
+        defect="a request for a silent publisher fences it after it has recovered",
+        generator=_TESTS + "test_follow_ends_by_a_request_by_silence_or_without_a_stream",
+        edits={
+            "delta_tracker/stream/takeover_request.py": [
+                ("    return request if request.force or not has_lapsed else None\n", "    return request\n")
+            ]
+        },
     ),
     Revert(
         defect="a standby with a rank that cannot read the store fences the trainer",
@@ -129,7 +154,9 @@ REVERTS = [
         defect="delta-tracker takeover replaces a live publisher without --force",
         generator="tests/cli/test_takeover.py::test_a_live_publisher_is_not_replaced_without_force",
         edits={
-            "delta_tracker/cli/takeover.py": [("            if silent < silence:\n", "            if silent < 0:\n")]
+            "delta_tracker/cli/takeover.py": [
+                ("    if signs.silent_seconds < silence:\n", "    if signs.silent_seconds < 0:\n")
+            ]
         },
     ),
     Revert(

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
+from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage
-from delta_tracker.stream.takeover_request import is_requested, request_takeover
+from delta_tracker.stream.takeover_request import cancel_takeover, read_request, request_takeover
 from tests.stream.streams import Writer
+
+
+def is_requested(storage: Storage, head: Manifest | None, last_sign: float = 0.0) -> bool:
+    return read_request(storage, head, last_sign) is not None
 
 
 def test_a_request_is_for_one_generation() -> None:
@@ -24,6 +32,20 @@ def test_a_request_is_for_one_generation() -> None:
     other = Writer(Storage("memory://"))
     other.snapshot()
     assert not is_requested(storage, Writer(other.storage).claim.head), "of another stream"
+    assert cancel_takeover(storage)
+    assert not is_requested(storage, log.head())
+    assert not cancel_takeover(storage)
+
+
+def test_a_request_lapses_when_the_publisher_leaves_a_sign_of_life_unless_it_is_forced(tmp_path: Path) -> None:
+    storage = Storage(tmp_path.as_uri())
+    head = Writer(storage).snapshot()
+    path = tmp_path / "control" / "takeover.json"
+    for force in (False, True):
+        request_takeover(storage, head, force=force)
+        os.utime(path, (1000.0, 1000.0))
+        assert is_requested(storage, head, last_sign=999.9)
+        assert [is_requested(storage, head, last_sign=sign) for sign in (1000.0, 1000.1)] == [force, force]
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[" * 10_000, b'{"stream": 1, "generation": -1, "time": 0}'])

@@ -392,7 +392,7 @@ def _request(root: Path) -> None:
     storage = Storage(f"file://{root}/recovery")
     head = StreamLog(storage).head()
     assert head is not None
-    request_takeover(storage, head)
+    request_takeover(storage, head, force=True)
 
 
 def _fork(action: Callable[[], None], log: Path) -> int:
