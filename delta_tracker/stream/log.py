@@ -42,7 +42,7 @@ from delta_tracker.errors import (
     StreamReplacedError,
     unraised,
 )
-from delta_tracker.stream.format.manifest import Link, Manifest
+from delta_tracker.stream.format.manifest import Fork, Link, Manifest
 from delta_tracker.stream.format.parse import parse_manifest
 from delta_tracker.stream.pointer import PointerView
 from delta_tracker.stream.storage.storage import Storage, Transfer, back_off
@@ -52,7 +52,7 @@ _CLAIM_ATTEMPTS = 100  # attempts that may be lost to other publishers
 _ALTERATIONS = 3  # consecutive altered claims that are created; each stays in the log
 _REFUSALS = 5  # attempts at one name that the store refuses, although its listing does not show the name
 _MAX_REFUSED = 16  # malformed entries that are remembered
-_MAX_ENTRY_BYTES = 64 << 20  # a manifest has about 300 bytes per rank and table
+MAX_ENTRY_BYTES = 64 << 20  # a manifest has about 300 bytes per rank and table
 _ENTRY_NAME = re.compile(rf"log/([0-9]{{{_DIGITS}}})\.json")
 _MERGED_NAME = re.compile(rf"merged/([0-9]{{{_DIGITS}}})-([0-9]{{{_DIGITS}}})-(delta|snapshot)\.json")
 
@@ -191,10 +191,21 @@ class StreamLog:
         """
         name = Merged.of(manifest).name
         parse_manifest(name, manifest.to_json())
+        return self.create_copy(name, manifest.to_json())
+
+    def create_copy(self, name: str, data: bytes) -> bool:
+        """Create an entry that no other entry depends on yet, with these bytes; return False if its name is taken.
+
+        Returns True if the name has these bytes already.
+
+        Raises:
+            AlteredEntryError: if a remote store had other bytes than were sent. The entry was deleted.
+            StorageError: if the store fails, and the entry cannot be read back.
+        """
         try:
-            return self._create(name, manifest.to_json())
+            return self._create(name, data)
         except AlteredEntryError:
-            self.storage.delete(name)  # no entry depends on it
+            self.storage.delete(name)
             raise
 
     def newest_snapshot(self) -> Manifest | None:
@@ -261,7 +272,7 @@ class StreamLog:
         following = self.read(entry.version + 1)
         return following is not None and following.kind == "claim"
 
-    def claim(self, *, after: Link | None = None, writer: str | None = None) -> Claim:
+    def claim(self, *, after: Link | None = None, writer: str | None = None, forks: bool = False) -> Claim:
         """Claim the stream with the generation after the head's, and return the claim.
 
         If the store is empty, the claim starts a new stream. If the bytes of the claim are altered on the way to a
@@ -272,6 +283,8 @@ class StreamLog:
             after: link of the entry that the claim must follow; None to follow any entry.
             writer: id of the claim, 32 hex digits; None to draw one. If the newest entry is a claim with this id, it is
                 returned: an earlier call created it, but the store's answer was lost.
+            forks: True to start a new stream after the newest entry, see
+                :func:`~delta_tracker.stream.promotion.promote`.
 
         Raises:
             LivePublisherError: if another entry than ``after`` is the newest. Nothing was created.
@@ -301,15 +314,17 @@ class StreamLog:
             refused, name = (refused + 1 if name == next_name else 0), next_name
             if refused == _REFUSALS:
                 raise NameConflictError(self.storage.url, name, refused)
+            before = None if forks and altered is None else head  # the entry before, if it is of the same stream
             entry = Manifest(
-                stream=secrets.token_hex(16) if head is None else head.stream,
+                stream=secrets.token_hex(16) if before is None else before.stream,
                 generation=1 if head is None else head.generation + 1,
                 writer=writer,
                 version=0 if head is None else head.version + 1,
                 kind="claim",
                 parent=None if head is None else head.link,
-                snapshot=None if head is None else head.snapshot,
+                snapshot=None if before is None else before.snapshot,
                 created=time.time(),
+                forked_from=None if head is None or before else Fork(head.stream, head.version, head.xxh3),
             )
             try:
                 claimed = self._append(entry, set())
@@ -386,7 +401,7 @@ class StreamLog:
         """
         parent = None
         if entry.kind != "claim" and entry.parent is not None:
-            parent = self.storage.read(entry_name(entry.parent.version), max_bytes=_MAX_ENTRY_BYTES)
+            parent = self.storage.read(entry_name(entry.parent.version), max_bytes=MAX_ENTRY_BYTES)
             if parent is not None and xxhash.xxh3_128_hexdigest(parent.data) == entry.parent.xxh3:
                 return True
         if self.is_committed(entry):
@@ -400,7 +415,7 @@ class StreamLog:
 
     def _read(self, name: str) -> Manifest | None:
         response = Transfer()
-        data = self.storage.read(name, max_bytes=_MAX_ENTRY_BYTES, transfer=response)
+        data = self.storage.read(name, max_bytes=MAX_ENTRY_BYTES, transfer=response)
         if data is None:
             return None
         digest = xxhash.xxh3_128_hexdigest(data.data)
@@ -459,7 +474,7 @@ class StreamLog:
 
     def _bytes(self, name: str) -> bytes | None:
         """Return the bytes of an entry, None if it does not exist."""
-        array = self.storage.read(name, max_bytes=_MAX_ENTRY_BYTES)
+        array = self.storage.read(name, max_bytes=MAX_ENTRY_BYTES)
         return None if array is None else array.tobytes()
 
     def _altered(self, name: str, there: bytes, again: bytes | None) -> StorageError:

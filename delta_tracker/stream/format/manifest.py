@@ -127,6 +127,21 @@ class Link:
     xxh3: Hex
 
 
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Reference from the first entry of a stream to the last entry of the stream that it continues in the same log.
+
+    Args:
+        stream: id of the former stream, 32 hex digits.
+        version: version of its last entry.
+        xxh3: 128-bit xxh3 of the bytes of that entry, in hex.
+    """
+
+    stream: Hex
+    version: Count
+    xxh3: Hex
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """Manifest of one version in the log, or of the versions that a compaction merged.
@@ -157,6 +172,8 @@ class Manifest:
         identities: FQN to the rule for raw ids, for each table with managed collisions; empty in format 1.
         owner_changes: FQN to the number of rows that a raw id was admitted to, and the number of rows whose raw id was
             evicted, since the version before; informative. Empty in format 1 and in a merged entry.
+        forked_from: for a claim that starts a stream after the last entry of another one, reference to that entry;
+            None for all other entries.
         xxh3: 128-bit xxh3 of the entry's bytes, in hex; empty before the entry is parsed from its bytes.
         modified: Unix time of the commit by the store's clock, in seconds: the modification time of the entry. None if
             the entry was not read from a store.
@@ -183,6 +200,7 @@ class Manifest:
     event_time: float | None = None
     identities: Mapping[str, Identity] = field(default_factory=dict)
     owner_changes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    forked_from: Fork | None = None
     xxh3: str = field(default="", compare=False)
     modified: float | None = field(default=None, compare=False)
 
@@ -255,6 +273,7 @@ class Manifest:
             },
             "parts": to_builtins(self.parts),
             **({"training": to_builtins(self.training), "owners": self._owners()} if has_states else {}),
+            **({} if self.forked_from is None else {"forked_from": to_builtins(self.forked_from)}),
         }
         if not has_states:
             for part in entry["parts"]:

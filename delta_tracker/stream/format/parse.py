@@ -44,6 +44,7 @@ from delta_tracker.stream.format.manifest import (
     STATES_FORMAT,
     Block,
     DenseSpec,
+    Fork,
     Kind,
     Link,
     Manifest,
@@ -175,6 +176,12 @@ class _StatesEntry(_Entry):
     owners: Raw
 
 
+class _Claim(Struct):
+    """Schema of the field that only claims have; in other entries it is an unknown field."""
+
+    forked_from: Fork | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class _Schema:
     """Decoders of the objects of one format."""
@@ -191,7 +198,7 @@ _SCHEMAS: dict[int, _Schema] = {
 }
 _BLOCKS, _NAMES, _DENSES = Decoder(Block), Decoder(str), Decoder(dict[str, _Dense])
 _IDENTITIES, _BUCKETS, _OWNERS = Decoder(_Identity), Decoder(_Bucket), Decoder(dict[str, _Owners])
-_RANGES, _STATES, _STORED = Decoder(Range), Decoder(_State), Decoder(Stored)
+_RANGES, _STATES, _STORED, _CLAIMS = Decoder(Range), Decoder(_State), Decoder(Stored), Decoder(_Claim)
 
 # A block as this library writes it, which has no name twice.
 _BLOCK = (
@@ -304,6 +311,7 @@ def _manifest(name: str, data: bytes) -> Manifest:
         [_part(part, f"$.parts[{i}]", context, held) for i, part in _elements(schema.parts, entry.parts, "$.parts")]
     )
     made: dict[str, Any] = {"tables": tables, "dense": dense, "parts": parts, "format": number, "states": states}
+    made["forked_from"] = _CLAIMS.decode(data).forked_from if entry.kind == "claim" else None
     if isinstance(entry, _StatesEntry):
         made["training"] = tuple(
             [_checked(stored, f"$.training[{i}]") for i, stored in _elements(_STORED, entry.training, "$.training")]
@@ -547,6 +555,11 @@ def _check_place(manifest: Manifest) -> None:
         raise ValueError(f"it is a claim of format {manifest.format}")
     if manifest.kind == "claim" and (manifest.parts or manifest.tables or manifest.dense or manifest.merges):
         raise ValueError("it is a claim with rows")
+    fork = manifest.forked_from
+    if fork is not None and (
+        fork.stream == manifest.stream or Link(fork.version, fork.xxh3) != parent or snapshot is not None
+    ):
+        raise ValueError(f"it is forked from {fork}, with the parent {parent} and the newest snapshot {snapshot}")
     before = -1 if parent is None else parent.version
     if before >= version or (manifest.merges is None and before != version - 1):
         raise ValueError(f"its parent is version {before}")

@@ -1,0 +1,400 @@
+"""Mirror of a stream: a copy of its entries and objects in another store, which follows the source.
+
+The log of the destination is always a contiguous range of the source's log with the same bytes, from a snapshot on, and
+every object that it names is complete. So readers may use it at any time, and a mirror that was killed continues where
+it stopped. A mirror only reads the source, and never claims the destination: if another program appends to it, the
+mirror stops.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xxhash
+
+from delta_tracker.errors import (
+    CorruptPartError,
+    InvalidArgumentError,
+    MalformedError,
+    MirrorDivergedError,
+    StorageError,
+)
+from delta_tracker.stream.format.digests import PieceHasher
+from delta_tracker.stream.format.manifest import Manifest, Part, Stored
+from delta_tracker.stream.format.parse import parse_manifest
+from delta_tracker.stream.format.part_reader import check_object
+from delta_tracker.stream.log import MAX_ENTRY_BYTES, Merged, StreamLog, entry_name
+from delta_tracker.stream.maintenance.retention import Retention, retain
+from delta_tracker.stream.storage.storage import Storage
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_logger = logging.getLogger(__name__)
+
+_MEMORY_BYTES = 256 << 20  # objects up to this size are held in memory while they are copied
+_PIECE_BYTES = 8 << 20
+_CHECK_SECONDS = 60.0  # interval of the checks of the source, and of the copies of merged entries
+_RETENTION_ENTRIES = 16
+_MAX_BACK_OFF_SECONDS = 30.0
+
+
+class Mirror:
+    """Copier of the entries of one stream. Not thread-safe; run one mirror per destination.
+
+    An empty destination starts at the source's newest snapshot. The retention of the source does not apply to the
+    destination, which keeps everything unless ``retention`` is given.
+
+    Args:
+        source: store of the stream. At an http url, entries are read past the caches, and parts through them.
+        destination: store of the copy.
+        retention: bounds on the versions at the destination; None deletes nothing.
+        memory_bytes: maximum size of an object that is held in memory. Larger ones are copied in pieces of 8 MiB.
+
+    Raises:
+        InvalidArgumentError: if both stores have the same url, or the destination is read-only.
+
+    Example:
+        >>> mirror = Mirror(Storage("memory://"), Storage("memory://"))
+        >>> mirror.step()
+        False
+    """
+
+    def __init__(
+        self,
+        source: Storage,
+        destination: Storage,
+        *,
+        retention: Retention | None = None,
+        memory_bytes: int = _MEMORY_BYTES,
+    ) -> None:
+        if destination.is_read_only:
+            raise InvalidArgumentError("destination", destination.url, "Pass the url of a bucket or directory")
+        if source is destination or (source.url == destination.url and source.url != "memory://"):
+            raise InvalidArgumentError("destination", destination.url, "Pass another store than the source")
+        self._source, self._destination = source, destination
+        # A cache may have an old 404, or an entry of a stream that was replaced; nothing would detect a wrong last one.
+        self._entries = source.uncached
+        self._from, self._to = StreamLog(self._entries), StreamLog(destination)
+        self._retention = retention
+        self._memory_bytes = memory_bytes
+        self._head: Manifest | None = None  # newest entry of the destination
+        self._is_checked = False  # that the destination is a prefix of the source
+        self._checked_at = self._merged_at = float("-inf")  # monotonic times
+        self._num_copied = 0
+
+    @property
+    def head(self) -> Manifest | None:
+        """Newest entry of the destination, as of the last :meth:`step`; None before the first."""
+        return self._head
+
+    def step(self) -> bool:
+        """Copy the next entry, after the objects that it names.
+
+        Returns:
+            True if an entry was copied; False if the source has none yet.
+
+        Raises:
+            MirrorDivergedError: if the destination is not a prefix of the source, or the source has deleted the next
+                entry. Nothing was changed.
+            CorruptPartError: if an object of the source does not match its entry.
+            MalformedError: if an entry does not follow the format.
+            StorageError: if a store fails. Call again to continue.
+        """
+        try:
+            return self._step()
+        except BaseException:
+            self._is_checked = False
+            raise
+
+    def copy_merged(self) -> int:
+        """Copy the merged entries that help readers of the destination, and return their number.
+
+        These are the newest merged snapshot and the merged deltas after it that no other one covers. A merged entry
+        whose objects the source has deleted meanwhile is skipped.
+
+        Raises:
+            MalformedError: if an entry does not follow the format.
+            StorageError: if a store fails. Call again to continue.
+        """
+        head = self._head
+        if head is None:
+            return 0
+        return sum(self._copy_merged(each, head) for each in _useful(self._from.merged(), head, set(self._to.merged())))
+
+    def run(
+        self,
+        *,
+        stop: threading.Event,
+        poll_seconds: float,
+        on_entry: Callable[[Manifest], None] | None = None,
+        once: bool = False,
+    ) -> None:
+        """Copy entries until ``stop`` is set. Retry after errors of the stores.
+
+        Args:
+            stop: event that ends the call after the current entry.
+            poll_seconds: interval at which the source is polled, times a random factor of 0.75 to 1.25.
+            on_entry: function to call with each copied entry.
+            once: True to return when the destination has all entries of the source, and to raise errors of the stores.
+
+        Raises:
+            MirrorDivergedError, CorruptPartError, MalformedError: as :meth:`step`.
+            StorageError: with ``once``, as :meth:`step`.
+        """
+        pause = poll_seconds
+        while not stop.is_set():
+            try:
+                has_copied = self.step()
+                if has_copied and on_entry is not None and self._head is not None:
+                    on_entry(self._head)
+                self._maintain(is_due=once and not has_copied)
+            except StorageError as error:
+                if once:
+                    raise
+                if pause == poll_seconds:
+                    _logger.warning("a copy failed and is repeated: %s", error)
+                pause = min(2 * pause, max(poll_seconds, _MAX_BACK_OFF_SECONDS))
+            else:
+                pause = poll_seconds
+                if has_copied:
+                    continue
+                if once:
+                    return
+            stop.wait(pause * random.uniform(0.75, 1.25))  # noqa: S311  no secret
+
+    def _maintain(self, *, is_due: bool) -> None:
+        """Copy merged entries each minute or if ``is_due``, and apply the retention after some entries."""
+        now = time.monotonic()
+        if is_due or now - self._merged_at >= _CHECK_SECONDS:
+            self.copy_merged()
+            self._merged_at = now
+        if self._retention is not None and (self._num_copied >= _RETENTION_ENTRIES or (is_due and self._num_copied)):
+            retain(self._to, self._retention)
+            self._num_copied = 0
+
+    def _step(self) -> bool:
+        if not self._is_checked:
+            self._head = self._to.head()
+            if self._head is not None:
+                self._check(self._head)
+            self._is_checked = True
+        version = self._first() if self._head is None else self._head.version + 1
+        if version is None:
+            return False
+        name = entry_name(version)
+        data = self._read_entry(name) if self._from.may_have(version) else None
+        if data is None:
+            self._check_now_and_then()
+            return False
+        entry = parse_manifest(name, data)
+        if self._head is None:
+            self._check_first(version, entry)
+        elif not self._follows(self._head, entry):
+            raise self._diverged(version, f"its entry does not follow {self._head.link}")
+        if entry.kind == "claim" and not self._from.is_committed(entry):
+            raise self._diverged(version, "the source has deleted this version")
+        self._copy_objects(entry)
+        self._create(name, data, version)
+        self._head = entry
+        self._num_copied += 1
+        return True
+
+    def _first(self) -> int | None:
+        """Return the version at which an empty destination starts; None if the source has no snapshot.
+
+        If only a merged snapshot is left, it is copied, and the log starts with the entry after it.
+        """
+        head = self._from.head()
+        if head is None:
+            return None
+        if head.snapshot is not None and self._from.read(head.snapshot) is not None:
+            return head.snapshot
+        newest = self._from.newest_snapshot()
+        if newest is None or newest.merges is None:
+            return None
+        if not self._copy_merged(Merged.of(newest), head):
+            return None  # the source has replaced it meanwhile: repeat
+        return newest.version if self._from.read(newest.version) is not None else newest.version + 1
+
+    def _check_first(self, version: int, entry: Manifest) -> None:
+        """Check the first entry of an empty destination.
+
+        Raises:
+            MalformedError: if the entry is that of another version.
+        """
+        if entry.version != version or entry.merges is not None:
+            raise MalformedError(entry_name(version), f"it is the entry of version {entry.version}")
+
+    def _follows(self, head: Manifest, entry: Manifest) -> bool:
+        return (
+            entry.merges is None
+            and (entry.stream, entry.parent) == (head.stream, head.link)
+            and entry.generation >= head.generation
+        )
+
+    def _check_now_and_then(self) -> None:
+        """Check the source each minute while there is no next entry: the log may be another one, or have a gap."""
+        now = time.monotonic()
+        if self._head is not None and now - self._checked_at >= _CHECK_SECONDS:
+            self._check(self._head)
+
+    def _check(self, head: Manifest) -> None:
+        """Check that the source has the newest entry of the destination, or has deleted it, but not the next one.
+
+        Raises:
+            MirrorDivergedError: otherwise.
+            MalformedError, StorageError: if the source cannot be read.
+        """
+        data = self._read_entry(entry_name(head.version))
+        if data is not None and xxhash.xxh3_128_hexdigest(data) != head.xxh3:
+            raise self._diverged(head.version, "the entries have other bytes")
+        newest = self._from.head()
+        if data is None and (newest is None or newest.version < head.version):
+            found = "no version" if newest is None else f"version {newest.version}"
+            raise self._diverged(head.version, f"the newest of the source is {found}")
+        if newest is not None and newest.version > head.version and self._from.read(head.version + 1) is None:
+            raise self._diverged(head.version + 1, "the source has deleted this version")
+        self._checked_at = time.monotonic()
+
+    def _copy_merged(self, merged: Merged, head: Manifest) -> bool:
+        """Copy a merged entry; return False if the source no longer has it or its objects."""
+        data = self._read_entry(merged.name)
+        if data is None:
+            return False
+        entry = parse_manifest(merged.name, data)
+        if entry.merges is None or Merged.of(entry) != merged:
+            raise MalformedError(merged.name, f"it replaces versions after {entry.parent} up to {entry.merges}")
+        if entry.stream != head.stream:
+            return False
+        try:
+            self._copy_objects(entry)
+        except CorruptPartError as error:
+            _logger.info("skipped a merged entry: name=%s reason=%s", merged.name, error)
+            return False
+        self._to.create_copy(merged.name, data)  # no-op if there is another compaction's entry for the same versions
+        return True
+
+    def _copy_objects(self, entry: Manifest) -> None:
+        """Copy the objects that an entry names.
+
+        Raises:
+            CorruptPartError: if an object does not match its record.
+            MirrorDivergedError: if the source has deleted an object, as it does before the version itself.
+        """
+        for stored in entry.objects:
+            if self._is_there(stored):
+                continue
+            try:
+                self._copy(self._source, stored)
+            except CorruptPartError as error:
+                if self._source is self._entries:
+                    raise self._explained(entry, error) from error
+                try:
+                    self._copy(self._entries, stored)  # past the cache
+                except CorruptPartError as again:
+                    raise self._explained(entry, again) from again
+
+    def _explained(self, entry: Manifest, error: CorruptPartError) -> CorruptPartError | MirrorDivergedError:
+        """Return the error for an object that cannot be copied."""
+        if entry.merges is None and (self._from.read(entry.version) is None or self._from.precedes_claim(entry)):
+            return self._diverged(entry.version, "the source has deleted this version")
+        return error
+
+    def _is_there(self, stored: Part | Stored) -> bool:
+        """Return True if the destination has an object with these bytes, from an interrupted copy or another entry."""
+        if self._destination.size(stored.name) != stored.num_bytes:
+            return False
+        try:
+            for _ in self._checked(self._destination, stored):
+                pass
+        except CorruptPartError:
+            return False
+        return True
+
+    def _copy(self, source: Storage, stored: Part | Stored) -> None:
+        """Copy an object. It becomes visible only if its bytes match its record."""
+        pieces = self._checked(source, stored)
+        first = next(pieces)
+        faults: list[CorruptPartError] = []  # a remote store converts the errors of what it sends
+
+        def buffers() -> Iterator[memoryview]:
+            try:
+                for piece in itertools.chain([first], pieces):
+                    yield piece.data
+            except CorruptPartError as error:
+                faults.append(error)
+                raise
+
+        try:
+            self._destination.put(stored.name, buffers())
+        except StorageError:
+            if faults:
+                raise faults[0] from None
+            raise
+
+    def _checked(self, storage: Storage, stored: Part | Stored) -> Iterator[NDArray[np.uint8]]:
+        """Yield the bytes of an object, in order. The last piece is yielded only if all bytes match the record.
+
+        Raises:
+            CorruptPartError: if they do not match.
+            StorageError: if the store cannot be read.
+        """
+        if stored.num_bytes <= self._memory_bytes:
+            try:
+                data = storage.read(stored.name, max_bytes=stored.num_bytes)
+            except MalformedError as error:
+                raise CorruptPartError(stored.name, error.reason) from error
+            yield check_object(stored, data)
+            return
+        if storage.size(stored.name) != stored.num_bytes:
+            raise CorruptPartError(stored.name, f"it does not have {stored.num_bytes} bytes")
+        # In format 2, the hash covers the digests of the pieces of the body; in format 1, it covers the whole object.
+        whole, body = xxhash.xxh3_128(), PieceHasher()
+        digests = bytearray()
+        for begin in range(0, stored.num_bytes, _PIECE_BYTES):
+            end = min(begin + _PIECE_BYTES, stored.num_bytes)
+            piece = storage.read_range(stored.name, begin, end)
+            if piece is None:
+                raise CorruptPartError(stored.name, "it was deleted while it was read")
+            num_body = max(0, min(len(piece), stored.body - begin))
+            body.update(piece[:num_body].data)
+            whole.update(piece[num_body:].data)
+            digests += piece[num_body:].data if stored.body else b""
+            if end == stored.num_bytes:
+                is_body = not stored.body or body.digests().numpy().tobytes() == bytes(digests)
+                if whole.hexdigest() != stored.xxh3 or not is_body:
+                    raise CorruptPartError(stored.name, "its bytes do not match its record")
+            yield piece
+
+    def _create(self, name: str, data: bytes, version: int) -> None:
+        if not self._to.create_copy(name, data):
+            raise self._diverged(version, "another program has appended this version")
+
+    def _read_entry(self, name: str) -> bytes | None:
+        array = self._entries.read(name, max_bytes=MAX_ENTRY_BYTES)
+        return None if array is None else array.tobytes()
+
+    def _diverged(self, version: int, reason: str) -> MirrorDivergedError:
+        return MirrorDivergedError(self._source.url, self._destination.url, version, reason)
+
+
+def _useful(merged: list[Merged], head: Manifest, there: set[Merged]) -> list[Merged]:
+    """Return the merged entries to copy to a log with the newest entry ``head`` and the merged entries ``there``."""
+    reached = [each for each in merged if each.last <= head.version]
+    snapshots = [each for each in reached if each.kind == "snapshot"]
+    start = max([-1 if head.snapshot is None else head.snapshot, *(each.last for each in snapshots)])
+    deltas = [each for each in reached if each.kind == "delta" and each.last > start]
+    found = [each for each in snapshots if each.last == start]
+    for each in deltas:
+        others = (other for other in deltas if other != each)
+        if not any(other.first <= each.first and each.last <= other.last for other in others):
+            found.append(each)
+    return [each for each in found if each not in there]

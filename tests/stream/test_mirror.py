@@ -1,0 +1,335 @@
+"""Mirrors: what they copy, in which order, where they stop, and that readers of the copy get the source's rows."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from delta_tracker import Predictor
+from delta_tracker.errors import CorruptPartError, InvalidArgumentError, MirrorDivergedError, StorageError
+from delta_tracker.stream import mirror as mirror_module
+from delta_tracker.stream.cursor import StreamCursor
+from delta_tracker.stream.log import StreamLog, entry_name
+from delta_tracker.stream.maintenance.compaction import compact
+from delta_tracker.stream.maintenance.retention import Retention, retain
+from delta_tracker.stream.mirror import Mirror
+from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.types import StateSpec, TableStates
+from tests.stream.streams import FQN, Writer
+
+_ALL = Retention(versions=1, grace_seconds=0.0)
+_PREFIXES = ("log", "merged", "parts", "control", "predictors", "publishers", "drafts", "probe")
+_STATES = TableStates("ADAM", ((0, 4),), (StateSpec("momentum1", torch.float32, "columns"),))
+
+
+class Prefix(Storage):
+    """A destination that fails the test if an entry is not the source's, or comes before its objects."""
+
+    def __init__(self, source: Storage) -> None:
+        super().__init__("memory://")
+        self.source = source
+
+    def create(self, name: str, data: bytes) -> bool:
+        there = self.source.read(name, max_bytes=1 << 20)
+        assert there is not None
+        assert there.tobytes() == data, f"{name} is not the source's"
+        entry = StreamLog(self.source).read(int(name[4:24])) if name.startswith("log/") else None
+        for each in () if entry is None else entry.objects:
+            assert self.size(each.name) == each.num_bytes
+        return super().create(name, data)
+
+
+def everything(storage: Storage) -> dict[str, bytes]:
+    found = {}
+    for name in (name for prefix in _PREFIXES for name in storage.names(prefix)):
+        data = storage.read(name, max_bytes=1 << 30)
+        assert data is not None
+        found[name] = data.tobytes()
+    return found
+
+
+def entries(storage: Storage) -> list[int]:
+    return StreamLog(storage).versions()
+
+
+def table_at(storage: Storage, num_rows: int = 20) -> tuple[int | None, torch.Tensor]:
+    table = torch.full((num_rows, 4), -1.0)
+    predictor = Predictor({FQN: table}, storage, dense=False)
+    predictor.sync()
+    assert predictor.status().resyncs == 0
+    return predictor.version, table
+
+
+def copy(mirror: Mirror) -> None:
+    mirror.run(stop=threading.Event(), poll_seconds=0.001, once=True)
+
+
+@pytest.fixture
+def writer() -> Writer:
+    torch.manual_seed(0)
+    writer = Writer(Storage("memory://"))
+    writer.delta([7])
+    writer.snapshot()
+    for number in range(3):
+        writer.delta([number, 10])
+    return writer
+
+
+@pytest.mark.parametrize("has_states", [False, True])
+def test_a_copy_has_the_same_bytes_from_the_newest_snapshot_on(has_states: bool) -> None:
+    torch.manual_seed(0)
+    writer = Writer(Storage("memory://"), states=_STATES if has_states else None)
+    writer.training = [b"rank 0", b"rank 1"] if has_states else []
+    writer.delta([7])
+    writer.snapshot()
+    writer.delta([1, 2])
+    destination = Prefix(writer.storage)
+    mirror = Mirror(writer.storage, destination)
+    copy(mirror)
+    source = everything(writer.storage)
+    found = everything(destination)
+    assert entries(destination) == [2, 3]
+    assert found.items() <= source.items()
+    assert {each.name for version in (2, 3) for each in StreamLog(destination).read(version).objects} < found.keys()
+    assert table_at(destination) == (3, pytest.approx(writer.table))
+
+    writer.claim = StreamLog(writer.storage).claim()  # another publisher
+    writer.delta([3])
+    assert mirror.step()
+    assert mirror.step()
+    assert not mirror.step()
+    assert entries(destination) == [2, 3, 4, 5]
+    assert everything(destination).items() <= everything(writer.storage).items()
+    version, table = table_at(destination)
+    assert version == 5
+    assert torch.equal(table, writer.table)
+    copy(Mirror(writer.storage, destination))  # another process
+    assert entries(destination) == [2, 3, 4, 5]
+
+
+def test_nothing_is_copied_before_the_first_snapshot() -> None:
+    writer, destination = Writer(Storage("memory://")), Storage("memory://")
+    mirror = Mirror(writer.storage, destination)
+    assert not mirror.step()
+    writer.delta([1])
+    assert not mirror.step()
+    assert mirror.head is None
+    assert everything(destination) == {}
+    writer.snapshot()
+    copy(mirror)
+    assert table_at(destination)[0] == 2
+    assert mirror.head == StreamLog(writer.storage).head()
+
+
+@pytest.mark.parametrize("memory_bytes", [0, 1 << 20])
+@pytest.mark.parametrize("has_states", [False, True])
+def test_a_corrupt_object_is_not_copied(has_states: bool, memory_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mirror_module, "_PIECE_BYTES", 100)
+    writer = Writer(Storage("memory://"), states=_STATES if has_states else None)
+    writer.training = [b"rank 0"] if has_states else []
+    entry = writer.snapshot()
+    for stored in entry.objects:
+        intact = writer.storage.read(stored.name, max_bytes=1 << 20)
+        assert intact is not None
+        for position in {0, 99, 100, len(intact) // 2, len(intact) - 20, len(intact) - 1}:
+            data = intact.copy()
+            data[position] ^= 1
+            writer.storage.replace(stored.name, data.tobytes())
+            destination = Storage("memory://")
+            with pytest.raises(CorruptPartError, match=stored.name):
+                copy(Mirror(writer.storage, destination, memory_bytes=memory_bytes))
+            assert stored.name not in everything(destination)
+            assert entries(destination) == []
+        for data in (intact[:-1], intact[:0]):
+            writer.storage.replace(stored.name, data.tobytes())
+            with pytest.raises(CorruptPartError, match=stored.name):
+                copy(Mirror(writer.storage, Storage("memory://"), memory_bytes=memory_bytes))
+        writer.storage.replace(stored.name, intact.tobytes())
+    destination = Prefix(writer.storage)
+    copy(Mirror(writer.storage, destination, memory_bytes=memory_bytes))
+    assert everything(destination).items() <= everything(writer.storage).items()
+
+
+@pytest.mark.parametrize("memory_bytes", [0, 1 << 20])
+def test_an_object_of_an_interrupted_copy_is_checked(writer: Writer, memory_bytes: int) -> None:
+    destination = Storage("memory://")
+    snapshot, delta = (StreamLog(writer.storage).read(version) for version in (2, 3))
+    assert snapshot is not None
+    assert delta is not None
+    wrong = bytes(snapshot.parts[0].num_bytes)
+    destination.replace(snapshot.parts[0].name, wrong)
+    intact = writer.storage.read(delta.parts[0].name, max_bytes=1 << 20)
+    assert intact is not None
+    destination.replace(delta.parts[0].name, intact.tobytes())
+    before = destination.requests["write"]
+    copy(Mirror(writer.storage, destination, memory_bytes=memory_bytes))
+    assert everything(destination).items() <= everything(writer.storage).items()
+    assert destination.requests["write"] - before == 4 + 3, "four entries, and all objects but the intact one"
+
+
+def test_a_mirror_stops_if_another_program_appends_to_the_destination(writer: Writer) -> None:
+    destination = Storage("memory://")
+    mirror = Mirror(writer.storage, destination)
+    copy(mirror)
+    StreamLog(destination).claim()
+    writer.delta([1])
+    before = everything(destination)
+    with pytest.raises(MirrorDivergedError, match="another program has appended"):
+        mirror.step()
+    for each in (mirror, Mirror(writer.storage, destination)):
+        with pytest.raises(MirrorDivergedError, match="at version 6: the entries have other bytes"):
+            each.step()
+    after = everything(destination)
+    assert {name: data for name, data in after.items() if name.startswith("log/")} == {
+        name: data for name, data in before.items() if name.startswith("log/")
+    }
+
+
+def test_a_mirror_stops_at_another_stream(writer: Writer) -> None:
+    destination = Storage("memory://")
+    copy(Mirror(writer.storage, destination))
+    other = Writer(Storage("memory://"))
+    for _ in range(8):
+        other.snapshot()
+    before = everything(destination)
+    with pytest.raises(MirrorDivergedError, match="the entries have other bytes"):
+        Mirror(other.storage, destination).step()
+    with pytest.raises(MirrorDivergedError, match="the newest of the source is no version"):
+        Mirror(Storage("memory://"), destination).step()
+    assert everything(destination) == before
+
+
+def test_a_mirror_stops_at_an_entry_that_does_not_follow(writer: Writer) -> None:
+    """The source was restored from a backup, and continued: the destination has versions that it lost."""
+    destination = Storage("memory://")
+    mirror = Mirror(writer.storage, destination)
+    copy(mirror)
+    writer.storage.delete(entry_name(5))
+    writer.claim = StreamLog(writer.storage).claim()  # version 5
+    writer.delta([1])
+    with pytest.raises(MirrorDivergedError, match="at version 6: its entry does not follow"):
+        mirror.step()
+    with pytest.raises(MirrorDivergedError, match="at version 5"):
+        Mirror(writer.storage, destination).step()
+
+
+def test_a_mirror_that_was_passed_by_retention_needs_an_empty_destination(writer: Writer) -> None:
+    destination = Storage("memory://")
+    mirror = Mirror(writer.storage, destination)
+    copy(mirror)
+    for _ in range(3):
+        writer.snapshot()
+    retain(writer.storage, _ALL, now=lambda: time.time() + 1)
+    assert entries(writer.storage)[-2:] == [7, 8]
+    before = everything(destination)
+    assert not mirror.step(), "the source is listed once a minute"
+    with pytest.raises(MirrorDivergedError, match="at version 6: the source has deleted this version"):
+        Mirror(writer.storage, destination).step()
+    assert everything(destination) == before
+    empty = Storage("memory://")
+    copy(Mirror(writer.storage, empty))
+    assert table_at(empty)[0] == 8
+
+
+def test_a_claim_whose_name_retention_had_deleted_is_not_copied(writer: Writer) -> None:
+    destination = Storage("memory://")
+    copy(Mirror(writer.storage, destination))
+    for _ in range(3):
+        writer.snapshot()
+    retain(writer.storage, _ALL, now=lambda: time.time() + 1)
+    # The claim of a publisher that had read version 5 as the head, and was suspended.
+    late = Storage("memory://")
+    copy(Mirror(destination, late))
+    StreamLog(late).claim()
+    data = late.read(entry_name(6), max_bytes=1 << 20)
+    assert data is not None
+    assert writer.storage.create(entry_name(6), data.tobytes())
+    with pytest.raises(MirrorDivergedError, match="the source has deleted this version"):
+        Mirror(writer.storage, destination).step()
+    assert entries(destination)[-1] == 5
+
+
+def test_a_mirror_starts_at_a_merged_snapshot_if_no_other_is_left(writer: Writer) -> None:
+    assert compact(writer.storage, fold=1e-9) is not None
+    writer.delta([3])
+    writer.delta([4])
+    retain(writer.storage, _ALL, now=lambda: time.time() + 1)
+    assert 2 not in entries(writer.storage)
+    destination = Prefix(writer.storage)
+    copy(Mirror(writer.storage, destination))
+    assert entries(destination) == [6, 7]
+    assert everything(destination).items() <= everything(writer.storage).items()
+    version, table = table_at(destination)
+    assert version == 7
+    assert torch.equal(table, writer.table)
+
+
+def test_merged_entries_are_copied_once_the_log_has_reached_them(writer: Writer) -> None:
+    destination = Prefix(writer.storage)
+    mirror = Mirror(writer.storage, destination)
+    merged = compact(writer.storage, fold=10.0)
+    assert merged is not None
+    assert mirror.step()
+    assert mirror.copy_merged() == 0, "the destination has version 2, and the merged delta ends at 5"
+    copy(mirror)
+    assert destination.names("merged") == writer.storage.names("merged")
+    assert mirror.copy_merged() == 0
+    newer = [writer.delta([1]) for _ in range(4)]
+    longer = compact(writer.storage, fold=10.0, min_versions=2)
+    assert longer is not None
+    assert newer
+    copy(mirror)
+    assert everything(destination).items() <= everything(writer.storage).items()
+    assert StreamLog(destination).longest_merged(2) == StreamLog(writer.storage).longest_merged(2)
+
+
+def test_the_destination_has_its_own_retention(writer: Writer) -> None:
+    destination = Storage("memory://")
+    mirror = Mirror(writer.storage, destination, retention=_ALL)
+    for _ in range(20):
+        writer.snapshot()
+        copy(mirror)
+    assert len(entries(writer.storage)) > 20
+    assert len(entries(destination)) <= 3
+    version, table = table_at(destination)
+    assert version == writer.claim.head.version
+    assert torch.equal(table, writer.table)
+    path = StreamCursor(StreamLog(destination)).path_to(version)
+    assert [each.version for each in path] == [version]
+
+
+def test_failures_of_the_stores_are_repeated(writer: Writer) -> None:
+    class Failing(Storage):
+        num_failures = 5
+
+        def create(self, name: str, data: bytes) -> bool:
+            self.num_failures -= 1
+            if self.num_failures >= 0:
+                raise StorageError(self.url, "connection reset")
+            return super().create(name, data)
+
+    destination, stop = Failing("memory://"), threading.Event()
+    with pytest.raises(StorageError, match="connection reset"):
+        copy(Mirror(writer.storage, destination))
+    copied: list[int] = []
+
+    def seen(entry: object) -> None:
+        copied.append(entry.version)
+        if entry.version == 5:
+            stop.set()
+
+    Mirror(writer.storage, destination).run(stop=stop, poll_seconds=0.001, on_entry=seen)
+    assert copied == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("destination", "argument"),
+    [("http://127.0.0.1:1/stream", "destination"), ("s3://bucket/source", "destination")],
+)
+def test_invalid_destinations_are_refused(destination: str, argument: str) -> None:
+    source = Storage("s3://bucket/source", options={"region": "us-east-1"})
+    with pytest.raises(InvalidArgumentError, match=argument):
+        Mirror(source, Storage(destination))
