@@ -1,0 +1,239 @@
+"""Sources: which mirror a predictor may continue from when its store fails, and that no row is wrong then."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from delta_tracker import Predictor
+from delta_tracker.errors import InvalidArgumentError, StorageError, StreamReplacedError
+from delta_tracker.predictor import sources as sources_module
+from delta_tracker.predictor.sources import Sources
+from delta_tracker.stream.cursor import Place
+from delta_tracker.stream.log import StreamLog, entry_name
+from delta_tracker.stream.mirror import Mirror
+from delta_tracker.stream.promotion import promote
+from delta_tracker.stream.storage.storage import Storage
+from tests.predictor.serving import Flaky, assert_holds, empty_model
+from tests.stream.histories import Clock, History
+from tests.stream.streams import FQN, Writer
+from tests.sweeps import SWEEPS_ARE_WHOLE, num_examples
+
+
+def flaky() -> Flaky:
+    return Flaky("memory://")
+
+
+def cut(storage: Flaky, is_down: bool) -> None:
+    storage.is_down = lambda _: is_down
+
+
+def mirrored(writer: Writer, destination: Storage) -> Mirror:
+    mirror = Mirror(writer.storage, destination)
+    while mirror.step():
+        pass
+    return mirror
+
+
+def place_of(writer: Writer) -> Place:
+    return Place(writer.claim.head.stream, writer.claim.head.link)
+
+
+@pytest.fixture
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources_module, "_FIRST_PAUSE_SECONDS", 0.0)
+
+
+@pytest.fixture
+def clock() -> Iterator[Clock]:
+    clock = Clock()
+    with clock.of_the_log():
+        yield clock
+
+
+def test_invalid_sources_are_refused() -> None:
+    storage = Storage("memory://")
+    with pytest.raises(InvalidArgumentError, match="at least one"):
+        Sources([])
+    with pytest.raises(InvalidArgumentError, match="each store once"):
+        Sources([storage, storage])
+    with pytest.raises(InvalidArgumentError, match="each store once"):
+        Sources(["http://127.0.0.1:1/a", "http://127.0.0.1:1/a/"])
+    assert Sources([storage, Storage("memory://")]).current is storage
+
+
+def test_a_predictor_continues_from_a_mirror_with_the_same_entry() -> None:
+    writer = Writer(flaky())
+    writer.snapshot()
+    writer.delta([1])
+    other = flaky()
+    mirror = mirrored(writer, other)
+    table = torch.zeros(20, 4)
+    predictor = Predictor({FQN: table}, [writer.storage, other])
+    predictor.sync()
+    writer.delta([2])
+    mirror.step()
+    cut(writer.storage, is_down=True)
+    with pytest.raises(StorageError):
+        predictor.sync()
+    assert predictor.sync() == 3
+    assert torch.equal(table, writer.table)
+    assert predictor.status().resyncs == 0
+
+    cut(writer.storage, is_down=False)  # it does not return by itself
+    writer.delta([3])
+    assert predictor.sync() == 3
+    assert writer.storage.num_reads
+    assert mirror.step()
+    assert predictor.sync() == 4
+    assert torch.equal(table, writer.table)
+
+
+def test_only_a_source_with_the_same_entry_qualifies() -> None:
+    writer = Writer(Storage("memory://"))
+    writer.snapshot()
+    writer.delta([1])
+    equal, behind, empty, other, shorter = (Storage("memory://") for _ in range(5))
+    mirrored(writer, equal)
+    mirrored(writer, behind)
+    mirrored(writer, shorter)
+    shorter.delete(entry_name(2))
+    writer.delta([2])
+    mirrored(writer, equal)
+    mirrored(writer, other)
+    other.delete(entry_name(3))
+    StreamLog(other).claim()
+    assert StreamLog(other).versions() == [1, 2, 3]
+    for place, winner in ((place_of(writer), equal), (None, behind)):
+        sources = Sources([writer.storage, empty, behind, shorter, other, equal])
+        assert sources.fail_over(place) is winner
+        assert sources.current is winner
+    assert Sources([writer.storage, empty, behind, shorter, other]).fail_over(place_of(writer)) is None
+    assert Sources([writer.storage, empty]).fail_over(None) is None
+    assert Sources(writer.storage).fail_over(None) is None
+
+
+def test_a_failed_source_is_asked_again_after_a_growing_pause() -> None:
+    clock = Clock()
+    writer = Writer(Storage("memory://"))
+    writer.snapshot()
+    other = flaky()
+    mirrored(writer, other)
+    cut(other, is_down=True)
+    sources = Sources([writer.storage, other], clock=clock)
+    asked = []
+    for second in range(1500):
+        before = other.num_reads
+        assert sources.fail_over(place_of(writer)) is None
+        if other.num_reads > before:
+            asked.append(second)
+        clock.seconds += 1
+    assert asked == [0, 30, 90, 210, 450, 750, 1050, 1350]
+    cut(other, is_down=False)
+    clock.seconds += 300
+    assert sources.fail_over(place_of(writer)) is other
+    assert sources.fail_over(place_of(writer)) is None, "the first one has just failed"
+    clock.seconds += 300
+    assert sources.fail_over(place_of(writer)) is writer.storage
+
+
+@pytest.mark.usefixtures("no_pause")
+def test_a_promoted_mirror_is_another_stream() -> None:
+    """Up to the fork, a promoted mirror has the entries of the source. Beyond it, it has other rows."""
+    writer = Writer(flaky())
+    writer.snapshot()
+    writer.delta([1])
+    promoted = flaky()
+    mirrored(writer, promoted)
+    promote(promoted)
+    second = Writer(promoted)
+    table = torch.zeros(20, 4)
+    predictor = Predictor({FQN: table}, [writer.storage, promoted])
+    predictor.sync()
+    before = table.clone()
+    cut(writer.storage, is_down=True)
+    with pytest.raises(StorageError):
+        predictor.sync()
+    with pytest.raises(StreamReplacedError):
+        predictor.sync()
+    assert torch.equal(table, before), "the rows stay until the first snapshot"
+    assert predictor.version == 2
+    second.change(list(range(20)))
+    second.snapshot()
+    predictor.sync()
+    assert torch.equal(table, second.table)
+
+
+class Mirrored:
+    """A predictor of a store, of a mirror that lags, and of a copy to which another program appended.
+
+    The copy has other entries from a version on that the predictor has passed.
+    """
+
+    def __init__(self, clock: Clock, seed: int) -> None:
+        self.clock, self.random = clock, random.Random(seed)
+        self.first, self.second, self.wrong = flaky(), flaky(), flaky()
+        self.history = History(self.first, seed)
+        self.mirror = Mirror(self.first, self.second)
+        self.model = empty_model()
+        others = self.random.sample([self.second, self.wrong], 2)
+        self.predictor = Predictor(self.model, [self.first, *others])
+        self.version = self.predictor.sync()
+        self.has_wrong = False
+
+    def turn(self) -> None:
+        self._cut(0.0)
+        for _ in range(self.random.randrange(3)):
+            kind = self.random.choice(["delta"] * 5 + ["snapshot", "claim"])
+            getattr(self.history, kind)()
+            if kind == "claim":  # which may change the tables
+                self.history.snapshot()
+        for _ in range(self.random.randrange(4)):
+            self.mirror.step()
+        if not self.has_wrong:
+            self._append_others()
+        self._cut(0.5)
+        for _ in range(self.random.randrange(1, 4)):
+            with contextlib.suppress(StorageError):
+                self.predictor.sync(limit=self.random.choice([1, 2, None]))
+            assert self.predictor.version >= self.version
+            self.version = self.predictor.version
+            assert_holds(self.model, self.history, self.version)
+
+    def finish(self) -> None:
+        self._cut(0.0)
+        while self.mirror.step():
+            pass
+        assert self.predictor.sync() == self.history.version
+        assert_holds(self.model, self.history, self.history.version)
+
+    def _cut(self, chance: float) -> None:
+        cut(self.first, is_down=self.random.random() < chance)
+        cut(self.second, is_down=self.random.random() < chance / 2)
+
+    def _append_others(self) -> None:
+        copy = flaky()
+        copied = Mirror(self.first, copy)
+        while (copied.head is None or copied.head.version < self.version - 1) and copied.step():
+            pass
+        if copied.head is not None and copied.head.version < self.version:
+            other = History(copy, self.random.randrange(1000))
+            for _ in range(20):
+                other.delta()
+            self.wrong._store = copy._store
+            self.has_wrong = True
+
+
+@pytest.mark.promise("equal")
+@pytest.mark.usefixtures("no_pause")
+@pytest.mark.parametrize("seed", range(num_examples(200 if SWEEPS_ARE_WHOLE else 8)))
+def test_random_cuts_lead_to_no_wrong_row_and_no_way_back(clock: Clock, seed: int) -> None:
+    mirrored = Mirrored(clock, seed)
+    for _ in range(30):
+        mirrored.turn()
+    mirrored.finish()
+    assert mirrored.predictor.status().resyncs == 0
