@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -127,11 +127,12 @@ class RankGroup:
         with self._typed_errors():
             self._group.recv([tensor], rank, 0).wait()
 
-    def wait(self, work: dist.Work | None) -> None:
+    def wait(self, work: dist.Work | None, meanwhile: Callable[[], None] | None = None) -> None:
         """Wait for a collective of this group. Ctrl-C interrupts only the wait; the collective continues.
 
         Args:
             work: handle of the collective; None if it could not be started.
+            meanwhile: called several times per second during the wait; None for no calls.
 
         Raises:
             RankLostError: if a rank died or did not answer in time.
@@ -148,6 +149,8 @@ class RankGroup:
                     if work.is_completed():
                         work.wait()  # raises the error, or returns after a success
                         break
+                if meanwhile is not None:
+                    meanwhile()
 
     def close(self) -> None:
         """Wait until this rank's running collectives have ended, and leave the group. Not a collective."""
@@ -201,14 +204,17 @@ class Gathering:
     tensors: list[Tensor]
     work: dist.Work | None = None
 
-    def result(self) -> list[Tensor]:
+    def result(self, meanwhile: Callable[[], None] | None = None) -> list[Tensor]:
         """Wait for the tensors of all ranks and return them in rank order. May be called again after an interrupt.
+
+        Args:
+            meanwhile: called several times per second during the wait; None for no calls.
 
         Raises:
             RankLostError: if a rank died or did not answer in time.
         """
         if self.group.world_size > 1:
-            self.group.wait(self.work)
+            self.group.wait(self.work, meanwhile)
         return self.tensors
 
 

@@ -162,17 +162,18 @@ class Exchange:
             self.send_owed_message()
         return self.group.start_all_gather(torch.from_numpy(np.array(vote, dtype=np.int64)))
 
-    def count(self, gathering: Gathering) -> Count:
+    def count(self, gathering: Gathering, meanwhile: Callable[[], None] | None = None) -> Count:
         """Wait for the votes of all ranks and combine them.
 
         Args:
             gathering: result of :meth:`start_votes`.
+            meanwhile: called several times per second during the wait; None for no calls.
 
         Raises:
             PublishError: if a rank is in another phase.
             RankLostError: if a rank died or did not answer in time.
         """
-        gathered = gathering.result()
+        gathered = gathering.result(meanwhile)
         if len(gathered) == 1:  # five times as fast as the reductions, which are the cost of a small version
             self._num_owed_bytes = 0
             return Count(Vote(*gathered[0].tolist()), is_alike=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, Literal
@@ -411,7 +411,8 @@ class Publisher:
                     self._beats.wait(flight.job, self._writer.head)
                 flight.job.exception()  # waits, and costs less than futures.wait()
                 self._votes = self._exchange.start_votes(flight.vote())
-            if self._count_votes():
+            # While another rank writes, this publisher is alive. Before a version is begun, the other ranks may hang.
+            if self._count_votes(None if flight is None or self._beats is None else self._beat):
                 continue
             # If the version failed only on this rank, the other ranks wait for its next message or vote.
             if isinstance(flight, Committing):
@@ -462,8 +463,11 @@ class Publisher:
             self._fail(error)
         self._votes = None
 
-    def _count_votes(self) -> bool:
+    def _count_votes(self, meanwhile: Callable[[], None] | None = None) -> bool:
         """Wait for the votes that were started last, and enter the next state. An interrupted wait changes nothing.
+
+        Args:
+            meanwhile: called several times per second during the wait; None for no calls.
 
         Returns:
             The result of :meth:`_advance`; True if no votes were started. Also True if the votes could not be counted,
@@ -472,7 +476,7 @@ class Publisher:
         if self._votes is None:
             return True
         try:
-            count = self._exchange.count(self._votes)
+            count = self._exchange.count(self._votes, meanwhile)
         except (PublishError, RankLostError) as error:
             self._votes = None
             self._fail(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -16,6 +17,7 @@ from torch import distributed as dist
 from delta_tracker import Predictor, Publisher, Standby, Takeover
 from delta_tracker.errors import StorageError
 from delta_tracker.monitor import Monitor
+from delta_tracker.publisher import coordinator
 from delta_tracker.recovery import plan, preparation
 from delta_tracker.recovery.path import _Search
 from delta_tracker.recovery.random_states import RandomStates
@@ -59,6 +61,19 @@ class Job(Trainer):
             states="optimizer",
             training_state=self.training_state,
             rank_state=self.rank_state,
+        )
+
+    def publisher(self, path: str, **kwargs: Any) -> Publisher:
+        """Return a publisher with states."""
+        return Publisher(
+            self.tracker,
+            f"file://{path}/stream",
+            "main",
+            dense=["dense.weight"],
+            states="optimizer",
+            training_state=self.training_state,
+            rank_state=self.rank_state,
+            **kwargs,
         )
 
     def rows(self) -> list[Any]:
@@ -373,6 +388,40 @@ def asked_once(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> l
     assert not same(other.held(), expected)
     check_successor(job, found[0], other, taken, job.held())
     return [attempt(publisher.publish)]
+
+
+def beating(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> int:
+    """A publisher leaves heartbeats while another rank writes a version, but not while that rank trains or hangs.
+
+    Returns:
+        Number of heartbeats that rank 0 left while rank 1 did not publish.
+    """
+    trainer = Job(spec_of(**spec), rank)
+    publisher = trainer.publisher(path, heartbeat_seconds=0.01)
+    beat = Path(path) / "stream" / "publishers" / f"{1:020d}.json"
+    write = coordinator.put_part
+
+    def times(seconds: float, number: int) -> set[int]:
+        end, found = time.monotonic() + seconds, set()
+        while time.monotonic() < end and len(found) < number:
+            found.add(beat.stat().st_mtime_ns if beat.exists() else 0)
+            time.sleep(0.005)
+        return found
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        assert len(times(10.0, 4)) == 4, "the former heartbeat, one of rank 0's write, and two of its wait"
+        return write(*args, **kwargs)
+
+    with mock.patch.object(coordinator, "put_part", late) if rank else nullcontext():
+        for publish in (publisher.snapshot, publisher.publish):
+            trainer.train(1)
+            publish()
+    time.sleep(0.05)  # the last heartbeat may be in progress
+    barrier()
+    found = len(times(0.5, 100)) if rank else 1
+    publisher.publish()
+    publisher.close()
+    return found
 
 
 def served(rank: int, world_size: int, path: str, spec: dict[str, Any], later: str) -> tuple[str, int]:

@@ -78,6 +78,10 @@ def test_one_request_lets_one_standby_take_over(two_ranks: RankPool, tmp_path: P
         assert fenced.startswith("FencedError")
 
 
+def test_a_publisher_leaves_heartbeats_while_another_rank_writes(two_ranks: RankPool, tmp_path: Path) -> None:
+    assert two_ranks.run(f"{_CASES}:beating", path=str(tmp_path), spec=spec(2)) == [1, 1]
+
+
 def test_rows_of_a_version_that_is_not_in_the_log_any_more_do_not_stay(one_rank: RankPool, tmp_path: Path) -> None:
     one_rank.run(f"{_CASES}:replaced", path=str(tmp_path), spec=spec(1))
 

@@ -142,6 +142,18 @@ REVERTS = [
         },
     ),
     Revert(
+        defect="a publisher looks dead while another rank writes",
+        generator=_TESTS + "test_a_publisher_leaves_heartbeats_while_another_rank_writes",
+        edits={
+            "delta_tracker/publisher/publisher.py": [
+                (
+                    "self._count_votes(None if flight is None or self._beats is None else self._beat)",
+                    "self._count_votes()",
+                )
+            ]
+        },
+    ),
+    Revert(
         defect="the heartbeats of publishers that have ended stay",
         generator="tests/stream/test_retention.py::test_heartbeats_of_publishers_that_have_ended_are_removed",
         edits={
