@@ -88,6 +88,7 @@ _TESTED_THROUGH = {
     "sharding.weights": "tracker.test_modes",
     "stream.claimed": "recovery.test_standby",
     "stream.cursor": "predictor.test_resync",
+    "stream.doubted_storage": "predictor.test_settling",
     "stream.format.block_rows": "stream.test_part_reader",
     "stream.format.contents": "predictor.test_gate",
     "stream.format.field_types": "stream.test_parse",

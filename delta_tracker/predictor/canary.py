@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
-from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.errors import InvalidArgumentError, MalformedError
+from delta_tracker.stream.cursor import StreamCursor
+from delta_tracker.stream.format.manifest import Manifest
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canary:
     """Distance that a predictor keeps from the newest version. Exactly one argument is given.
 
+    No version, snapshot or merged version above the bound is applied, also after a fault. The predictor waits if the
+    stream has no snapshot at or below the bound.
+
     Args:
         versions: number of versions.
-        seconds: number of seconds, by the times at which the versions were created.
+        seconds: number of seconds between the time at which a version was created and the latest such time in the log,
+            both by the clocks of the publishers. A predictor without newer versions to compare with waits.
 
     Raises:
         InvalidArgumentError: if both or neither are given, or a value is not positive and finite.
+
+    Example:
+        >>> Canary(versions=3).text
+        '3 versions'
     """
 
     versions: int | None = None
@@ -29,3 +42,59 @@ class Canary:
             raise InvalidArgumentError("versions", self.versions, "Pass a count of 1 or more")
         if self.seconds is not None and not 0 < self.seconds < float("inf"):
             raise InvalidArgumentError("seconds", self.seconds, "Pass a positive number of seconds")
+
+    @property
+    def text(self) -> str:
+        """The distance in words."""
+        return f"{self.versions} versions" if self.seconds is None else f"{self.seconds:g} seconds"
+
+
+class CanaryBound:
+    """Newest version that a canary may apply, found in the log that a cursor reads.
+
+    Args:
+        canary: distance from the newest version.
+        cursor: cursor of the reader. It may continue with another log.
+    """
+
+    def __init__(self, canary: Canary, cursor: StreamCursor) -> None:
+        self._canary = canary
+        self._cursor = cursor
+        self._stream = ""
+        self._newest = -1  # newest version of the stream that was seen
+        self._latest = float("-inf")  # latest creation time of an entry that was seen
+
+    def allows(self, manifest: Manifest) -> bool:
+        """Return True if an entry that was read is at or below the bound.
+
+        Raises:
+            StorageError: if the log cannot be read.
+        """
+        if manifest.stream != self._stream:
+            self._stream, self._newest, self._latest = manifest.stream, -1, float("-inf")
+        if not self._is_below(manifest):
+            self._look(manifest.version)
+        return self._is_below(manifest)
+
+    def _is_below(self, manifest: Manifest) -> bool:
+        if self._canary.versions is not None:
+            return manifest.version + self._canary.versions <= self._newest
+        assert self._canary.seconds is not None, "one of both"
+        return manifest.created + self._canary.seconds <= self._latest
+
+    def _look(self, version: int) -> None:
+        """Look for newer entries than those seen."""
+        log = self._cursor.log
+        newest = log.newest_version(max(version, self._newest))
+        if newest <= self._newest:
+            return
+        if self._canary.seconds is not None:
+            try:
+                head = log.read(newest)
+            except MalformedError as error:
+                _logger.info("cannot read the time of the newest version: %s", str(error))
+                return
+            if head is None or head.stream != self._stream:
+                return
+            self._latest = max(self._latest, head.created)
+        self._newest = newest

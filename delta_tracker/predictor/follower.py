@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import threading
 import time
 import traceback
@@ -18,23 +19,33 @@ from delta_tracker.errors import (
     InvalidArgumentError,
     NoSnapshotError,
     PanicError,
+    StaleCacheError,
     StreamError,
     is_panic,
     kind_of,
     unraised,
 )
 from delta_tracker.predictor.gauges import PredictorGauges
+from delta_tracker.predictor.polling import PollSchedule
 from delta_tracker.stream.cursor import StreamCursor
 from delta_tracker.stream.interruption import Interrupted, check, interruptible
 from delta_tracker.stream.notify.notifier import Hints, Notifier
+from delta_tracker.stream.storage.url import default_poll_seconds
 
 _logger = logging.getLogger(__name__)
 
-# A poll requests only the next entry. If it is missing, a listing at this interval shows whether it was deleted or is
-# not committed yet.
+# A poll requests only the next entry. If it is missing, a check at this interval shows whether it was deleted or is not
+# committed yet. The interval doubles, up to twelve times its length, while checks list the log and find nothing.
 _GAP_CHECK_SECONDS = 5.0
+_MAX_GAP_CHECKS = 12
 _MAX_BACK_OFF_SECONDS = 5.0
-_NO_STREAM_SECONDS = 0.5
+_NO_STREAM_SECONDS = 0.5  # for a fixed interval
+_MAX_NO_STREAM_SECONDS = 1.0  # otherwise
+_STALE_SECONDS = 1.0  # between two reads of an object that is stale in a cache
+# Longest intervals between two polls, while no version comes and while hints arrive.
+_LONGEST_SECONDS = {"directory": (0.1, 1.0), "remote": (5.0, 30.0)}
+_LEAST_JITTERED_SECONDS = 0.1
+_BEAT_SECONDS = 2.0  # interval at which a long wait writes a heartbeat if one is due
 _START_SECONDS = 2.0  # maximum time that start() waits for the thread's first check
 _LOCK_SECONDS = 0.1  # interval at which a wait for the lock checks the stop flag
 
@@ -46,8 +57,8 @@ class Advance(Protocol):
         """Apply the next version and return True. Return False if there is none.
 
         Args:
-            looks_for_gap: True to list the log if the next version is missing, to find out whether it was deleted or
-                is not committed yet.
+            looks_for_gap: True to check, if the next version is missing, whether it was deleted or is not committed
+                yet.
         """
         ...
 
@@ -75,6 +86,7 @@ class Follower:
         notifier: delivers hints of new versions; None to poll only.
         beat: function that writes heartbeats, called after each poll.
         gauges: metrics that count the errors.
+        max_pause_seconds: maximum time between two polls, if ``advance`` has other work to do.
 
     Attributes:
         error: error that ended the thread, or error of the last attempt, which the thread will retry; None if there is
@@ -89,12 +101,15 @@ class Follower:
         notifier: Notifier | None,
         beat: Beat,
         gauges: PredictorGauges,
+        *,
+        max_pause_seconds: float = float("inf"),
     ) -> None:
         self._advance = advance
         self._cursor = cursor
         self._lock = lock
         self._beat = beat
         self._gauges = gauges
+        self._max_pause_seconds = max_pause_seconds
         self._stop = threading.Event()
         # Held while the thread is started or stopped. Reentrant, because a signal handler may then call stop().
         self._control = threading.RLock()
@@ -102,7 +117,10 @@ class Follower:
         self._hints = Hints(notifier, self._stop)
         self._thread: threading.Thread | None = None
         self._over = threading.Event()  # set when the thread ends
+        self._schedule: PollSchedule | None = None
+        self._num_hint_failures = 0
         self._pause = self._gap_check = 0.0
+        self._gap_seconds = _GAP_CHECK_SECONDS
         self.error: Exception | None = None
 
     @property
@@ -110,18 +128,24 @@ class Follower:
         """True if the thread is running."""
         return self._thread is not None and not self._over.is_set()
 
-    def check(self, poll_seconds: float) -> None:
+    @property
+    def poll_seconds(self) -> float | None:
+        """Current interval between two polls in seconds; None if the thread is not running."""
+        schedule = self._schedule
+        return schedule.seconds if schedule is not None and self.is_running else None
+
+    def check(self, poll_seconds: float | None) -> None:
         """Check that :meth:`start` can be called with ``poll_seconds``.
 
         Raises:
             InvalidArgumentError: if the thread is already running, or ``poll_seconds`` is negative or not finite.
         """
-        if not 0 <= poll_seconds < threading.TIMEOUT_MAX:
-            raise InvalidArgumentError("poll_seconds", poll_seconds, "Pass seconds, 0 or more")
+        if poll_seconds is not None and not 0 <= poll_seconds < threading.TIMEOUT_MAX:
+            raise InvalidArgumentError("poll_seconds", poll_seconds, "Pass seconds, 0 or more, or None")
         if self.is_running:
             raise InvalidArgumentError("follow()", "already following", "Call stop() first")
 
-    def start(self, poll_seconds: float, refuse: Callable[[], None]) -> None:
+    def start(self, poll_seconds: float | None, refuse: Callable[[], None]) -> None:
         """Start the thread, which calls ``refuse`` before it polls.
 
         This method waits at most two seconds for ``refuse`` to return, because the store may not answer. If ``refuse``
@@ -129,7 +153,7 @@ class Follower:
         applies it, and the thread retries.
 
         Args:
-            poll_seconds: number of seconds between two polls.
+            poll_seconds: number of seconds between two polls; None for an interval that suits the store.
             refuse: function that raises if the stream cannot be followed.
 
         Raises:
@@ -224,24 +248,50 @@ class Follower:
         thread.join()
         self._thread = None
 
-    def _run(self, poll_seconds: float, refuse: Callable[[], None], begun: Future[None], over: threading.Event) -> None:
+    def lag_at_rest(self) -> tuple[int, float] | None:
+        """Return :meth:`lag` without a request, if the last poll found no version; otherwise send the requests.
+
+        For heartbeats. The result is as old as the last poll.
+        """
+        rested, seconds = self._cursor.rested, self.poll_seconds
+        if self.error is not None or seconds is None or rested is None or rested[0] != self._cursor.version:
+            return self.lag()
+        return (0, 0.0) if time.monotonic() - rested[1] <= 2 * seconds + 1.0 else self.lag()
+
+    def _run(
+        self, poll_seconds: float | None, refuse: Callable[[], None], begun: Future[None], over: threading.Event
+    ) -> None:
         try:
             self._follow(poll_seconds, refuse, begun)
         finally:
             over.set()
 
-    def _follow(self, poll_seconds: float, refuse: Callable[[], None], begun: Future[None]) -> None:
+    def _new_schedule(self, poll_seconds: float | None) -> PollSchedule:
+        storage = self._cursor.log.storage
+        seconds = default_poll_seconds(storage.url) if poll_seconds is None else poll_seconds
+        longest, longest_hinted = _LONGEST_SECONDS["remote" if storage.is_remote else "directory"]
+        return PollSchedule(
+            seconds,
+            is_fixed=poll_seconds is not None,
+            longest=longest,
+            longest_hinted=longest_hinted,
+            is_delayed=not storage.lists,
+        )
+
+    def _follow(self, poll_seconds: float | None, refuse: Callable[[], None], begun: Future[None]) -> None:
         """Poll until the stop flag is set or an exception ends the thread.
 
         If a version is interrupted, it is applied again after the next :meth:`start`.
         """
-        self._pause, self._gap_check = poll_seconds, time.monotonic() + _GAP_CHECK_SECONDS
+        self._schedule = schedule = self._new_schedule(poll_seconds)
+        self._gap_seconds = _GAP_CHECK_SECONDS
+        self._pause, self._gap_check = schedule.first_seconds, time.monotonic() + _jittered(self._gap_seconds)
         with interruptible(self._stop), suppress(Interrupted):
             if not self._begins(refuse, begun):
                 return
             try:
                 while not self._stop.is_set():
-                    self._turn(poll_seconds)
+                    self._turn(schedule)
             except Interrupted:
                 raise
             except BaseException as error:  # noqa: BLE001  a thread has no caller that could handle it
@@ -279,21 +329,31 @@ class Follower:
         finally:
             self._lock.release()
 
-    def _turn(self, poll_seconds: float) -> None:
+    def _turn(self, schedule: PollSchedule) -> None:
         """Poll once, and write a heartbeat if one is due. If no version was applied, wait for the next poll or hint."""
-        has_moved = self._survives(lambda: self._look(poll_seconds))
+        has_moved = self._survives(lambda: self._look(schedule))
         self._survives(self._beat)
         if has_moved:
+            schedule.moved()
             return
         place = self._cursor.place
         if self.error is not None or place is None:
-            self._stop.wait(self._pause)
-        else:
-            self._hints.wait(place.stream, place.link.version, self._pause)
+            self._stop.wait(_jittered(self._pause))
+            return
+        if self._hints.num_failures != self._num_hint_failures:
+            self._num_hint_failures = self._hints.num_failures
+            schedule.distrust()
+        end = time.monotonic() + min(schedule.pause(), self._max_pause_seconds)
+        while (left := end - time.monotonic()) > 0 and not self._stop.is_set():
+            if self._hints.wait(place.stream, place.link.version, min(left, _BEAT_SECONDS)):
+                schedule.hinted()
+                return
+            if left > _BEAT_SECONDS:
+                self._survives(self._beat)
 
-    def _look(self, poll_seconds: float) -> bool:
+    def _look(self, schedule: PollSchedule) -> bool:
         """Apply the next version and return True. Return False if there is none."""
-        # An error may have been found by a listing. Only another listing can show that it no longer exists.
+        # An error may have been found by a gap check. Only another one can show that it no longer exists.
         looks_for_gap = self.error is not None or time.monotonic() >= self._gap_check
         has_moved = False
         try:
@@ -301,14 +361,21 @@ class Follower:
                 has_moved = self._advance(looks_for_gap=looks_for_gap)
         except NoSnapshotError:
             # The id of the stream is unknown, so that there are no hints: poll often.
-            self.error, self._pause = None, min(poll_seconds, _NO_STREAM_SECONDS)
+            pause = min(schedule.first_seconds, _NO_STREAM_SECONDS)
+            self.error, self._pause = (
+                None,
+                pause if schedule.is_fixed else min(schedule.longest, _MAX_NO_STREAM_SECONDS),
+            )
         else:
             if self.error is not None:
                 _logger.warning("predictor recovered at version %s", self._cursor.version)
-            self.error, self._pause = None, poll_seconds
+            self.error, self._pause = None, schedule.first_seconds
         finally:
             if looks_for_gap and not has_moved:
-                self._gap_check = time.monotonic() + _GAP_CHECK_SECONDS
+                is_well = self.error is None and self._cursor.has_listed
+                longer = min(2 * self._gap_seconds, _MAX_GAP_CHECKS * _GAP_CHECK_SECONDS)
+                self._gap_seconds = longer if is_well else _GAP_CHECK_SECONDS
+                self._gap_check = time.monotonic() + _jittered(self._gap_seconds)
         return has_moved
 
     def _survives(self, call: Callable[[], object]) -> bool:
@@ -324,12 +391,21 @@ class Follower:
         return False
 
     def _failed(self, error: Exception) -> None:
-        self._pause = min(_MAX_BACK_OFF_SECONDS, max(2 * self._pause, 0.001))
+        if isinstance(error, StaleCacheError):
+            self._pause = _STALE_SECONDS
+        else:
+            self._pause = min(_MAX_BACK_OFF_SECONDS, max(2 * self._pause, 0.001))
         is_new = self.error is None or kind_of(error) != kind_of(self.error)
         if is_new and not isinstance(error, HeldVersionError):
             _logger.warning("predictor failed and retries: %s", _described(error))
         self._gauges.failed_to_follow(error)
         self.error = unraised(error)
+
+
+def _jittered(seconds: float) -> float:
+    """Return ``seconds``, from 0.1 s on times a random factor, so that many readers do not send requests at once."""
+    is_jittered = seconds >= _LEAST_JITTERED_SECONDS
+    return seconds * random.uniform(0.75, 1.25) if is_jittered else seconds  # noqa: S311  no secret
 
 
 def _described(error: BaseException) -> str:

@@ -27,6 +27,7 @@ class PredictorGauges:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
+        self._num_requests: dict[str, int] = {}  # requests by operation that the counters have
 
     def begin(self, faults: Iterable[type[Exception]]) -> None:
         """Initialize the fault counters to 0, and report the lag at each collection of metrics.
@@ -38,7 +39,9 @@ class PredictorGauges:
         self._recorder.follow_errors.cell(reason=StorageError.__name__)
         for fault in (*faults, StorageError):
             self._recorder.resyncs.cell(reason=fault.__name__)
-        self._recorder.watch(self._show_lag)
+        for counter in (self._recorder.past_cache_reads, self._recorder.merged_catch_ups, self._recorder.failovers):
+            counter.cell()
+        self._recorder.watch(self._show)
 
     def applied(self, manifest: Manifest) -> None:
         """Count an applied version and its rows."""
@@ -65,9 +68,34 @@ class PredictorGauges:
         """Count an error after which ``follow()`` retries."""
         self._recorder.follow_errors.cell(reason=type(error).__name__).add(1)
 
-    def _show_lag(self, predictor: HasStatus) -> None:
-        """Set the gauges of the lag; remove them if the store cannot be read. Runs in the collector's thread."""
+    def caught_up(self) -> None:
+        """Count a merged version or a snapshot that was applied to catch up."""
+        self._recorder.merged_catch_ups.cell().add(1)
+
+    def read_past_cache(self, num_objects: int) -> None:
+        """Count objects that were read past an HTTP cache after a fault."""
+        self._recorder.past_cache_reads.cell().add(num_objects)
+
+    def failed_over(self) -> None:
+        """Count a change to another source."""
+        self._recorder.failovers.cell().add(1)
+
+    def _show(self, predictor: HasStatus) -> None:
+        """Set the gauges of the lag, the polling interval and the requests. Runs in the collector's thread."""
         status = predictor.status()
+        for operation, num_requests in status.requests.items():
+            before = self._num_requests.get(operation, 0)
+            if num_requests > before:
+                self._recorder.store_requests.cell(operation=operation).add(num_requests - before)
+                self._num_requests[operation] = num_requests
+        if status.poll_seconds is None:
+            self._recorder.poll_seconds.remove()
+        else:
+            self._recorder.poll_seconds.set(status.poll_seconds)
+        self._show_lag(status)
+
+    def _show_lag(self, status: Status) -> None:
+        """Set the gauges of the lag; remove them if the store cannot be read."""
         if status.lag_versions is None or status.lag_seconds is None:  # the store cannot be read
             self._recorder.predictor_lag_versions.remove()
             self._recorder.predictor_lag_seconds.remove()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+import random
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from delta_tracker.errors import (
     InvalidArgumentError,
     MalformedError,
     MissingVersionError,
+    NoSnapshotError,
     PartialRowsError,
     StaleCacheError,
     StorageError,
@@ -31,7 +33,7 @@ from delta_tracker.forking import Forkable, protect
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.predictor.apply import Applier, Model, Receiver
-from delta_tracker.predictor.canary import Canary
+from delta_tracker.predictor.canary import Canary, CanaryBound
 from delta_tracker.predictor.follower import Follower
 from delta_tracker.predictor.gate import Gate, GateKeeper
 from delta_tracker.predictor.gauges import PredictorGauges
@@ -45,6 +47,7 @@ from delta_tracker.predictor.identities import (
 )
 from delta_tracker.predictor.lock import TableLock
 from delta_tracker.predictor.placement import Chunk
+from delta_tracker.predictor.settling import CACHE_FAULTS, Settling
 from delta_tracker.predictor.sources import Sources
 from delta_tracker.predictor.status import Served, Status
 from delta_tracker.predictor.table_fence import TableFence
@@ -55,6 +58,7 @@ from delta_tracker.stream.format.manifest import Link, Manifest
 from delta_tracker.stream.format.part_buffer import PartBuffer
 from delta_tracker.stream.heartbeat import Pulse
 from delta_tracker.stream.host_cache import HostCache
+from delta_tracker.stream.interruption import sleep
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.notify.notifier import Notifier
 from delta_tracker.stream.pin import Pin, PinFollower
@@ -78,6 +82,11 @@ _FAULTS = (
 # missing permissions or a bad sector.
 _NUM_TRIES = 3
 _NUM_WAYS = 100  # number of resyncs that are remembered
+# Number of consecutive versions after which a reader looks for a merged version or a snapshot that leads further.
+_CATCH_UP = 8
+# A read past a cache waits up to this long: many readers of one cache meet a fault at the same time.
+_SPREAD_SECONDS = 1.0
+_PIN_SECONDS = 5.0  # maximum time between two looks for a pin
 
 
 class Predictor(Forkable):
@@ -181,10 +190,16 @@ class Predictor(Forkable):
         self._storage = self._sources.current
         self._cache = HostCache(cache) if isinstance(cache, str | Path) else cache
         self._canary = canary
+        self._settling = None if self._storage.lists else Settling()
         self._pins = PinFollower(lambda: self._storage) if follows_pins else None
         self._obeyed = 0  # counter of the last pin that was followed
         self._cursor = StreamCursor(StreamLog(self._storage))
+        self._cursor.allows = None if canary is None else CanaryBound(canary, self._cursor).allows
         self._gate = None if gate is None else GateKeeper(gate)
+        # The norms of a merged version cannot show which of its versions violates a bound.
+        self._skips_versions = gate is None or gate.max_drift is None
+        self._in_a_row = _CATCH_UP  # versions applied since the end of the log was seen
+        self._read_before = [self._storage]  # stores whose requests are counted
         self._manifest: Manifest | None = None
         self._identities: Mapping[str, Identity] = {}  # those by which unknown raw ids are routed now
         self._begun: Manifest | None = None  # newest version that may be partly written
@@ -198,7 +213,15 @@ class Predictor(Forkable):
         self._dead_ends: deque[tuple[object, int | None, Link]] = deque(maxlen=_NUM_WAYS)
         self._syncing = threading.Lock()  # held while the version changes
         self._pulse = None if name is None else Pulse(self._store_of_heartbeats(heartbeats), name)
-        self._follower = Follower(self._advance, self._cursor, self._syncing, notifier, self._beat, self._gauges)
+        self._follower = Follower(
+            self._advance,
+            self._cursor,
+            self._syncing,
+            notifier,
+            self._beat,
+            self._gauges,
+            max_pause_seconds=_PIN_SECONDS if follows_pins else float("inf"),
+        )
         self._is_torn = False
         protect(self)
         self._gauges.begin(_FAULTS)
@@ -255,8 +278,14 @@ class Predictor(Forkable):
                 self._fence.leave_reading(streams)
 
     def status(self) -> Status:
-        """Return the state of the predictor. Lists the log in the store to find the lag."""
-        place, lag, error = self._cursor.place, self._follower.lag(), self.error
+        """Return the state of the predictor. Sends a few small requests to the store to find the lag."""
+        return self._status(self._follower.lag())
+
+    def _status(self, lag: tuple[int, float] | None) -> Status:
+        place, error = self._cursor.place, self.error
+        requests: Counter[str] = Counter()
+        for storage in self._read_before:
+            requests.update(storage.requests)
         return Status(
             stream=None if place is None else place.stream,
             version=self.version,
@@ -270,16 +299,20 @@ class Predictor(Forkable):
             pinned=self._pinned,
             admitted=self._num_admitted,
             evicted=self._num_evicted,
+            requests=dict(requests),
+            poll_seconds=self._follower.poll_seconds,
         )
 
     def sync(self, limit: int | None = None) -> int:
         """Apply the committed versions that are not applied yet.
 
-        After :meth:`rollback`, no newer version is applied until :meth:`release`.
+        After :meth:`rollback`, no newer version is applied until :meth:`release`. A predictor that is many versions
+        behind applies merged versions and newer snapshots, each of which replaces several versions. If the gate has a
+        ``max_drift``, each version is applied by itself.
 
         Args:
-            limit: maximum number of versions to apply; None for all. The first version of a new predictor is the newest
-                snapshot.
+            limit: maximum number of versions to apply; None for all. A merged version counts as one. The first version
+                of a new predictor is the newest snapshot.
 
         Returns:
             Number of the version that the tables hold.
@@ -295,6 +328,9 @@ class Predictor(Forkable):
             CorruptPartError, MalformedError: if a version is damaged and no resync is possible.
             StorageError: if the store cannot be read. The third consecutive storage error causes a resync, in case a
                 single object is unreadable.
+            StaleCacheError: if the url is an http url, and an object that is missing, short or altered was read once
+                past the caches without success. The fault may be over soon: a call that meets it 10 seconds or more
+                after the first one resyncs.
             InvalidArgumentError: if ``limit`` is less than 1, or if called inside :meth:`reading`, where it would
                 deadlock.
         """
@@ -305,12 +341,14 @@ class Predictor(Forkable):
             for _ in itertools.count() if limit is None else range(limit):
                 if not self._advance(looks_for_gap=True):
                     break
-        self._follower.forget_error()
-        self._beat()
+        if self._follower.error is not None:
+            self._follower.forget_error()
+        if self._pulse is not None:
+            self._beat()
         assert self.version is not None, "the first advance moves or raises"
         return self.version
 
-    def follow(self, poll_seconds: float = 0.01) -> None:
+    def follow(self, poll_seconds: float | None = None) -> None:
         """Apply new versions in a background thread until :meth:`stop`.
 
         The thread waits for the first snapshot if there is none. If an attempt fails, the thread retries after a
@@ -323,8 +361,17 @@ class Predictor(Forkable):
         An exception such as ``SystemExit`` or ``KeyboardInterrupt`` that is raised in the thread ends the thread.
         :attr:`error` is then a :class:`FollowEndedError`, which :meth:`stop` raises.
 
+        By default, a directory is polled every 10 ms, and every 100 ms while no version comes; a remote store every
+        second, and every 5 seconds while no version comes. After three hints of the notifier in a row that were right,
+        a directory is polled every second and a remote store every 30 seconds, until a version comes without a hint or
+        the notifier fails. Intervals of 0.1 seconds and more vary by a quarter. A poll requests one object. While no
+        version comes, the thread sends at most ``1 / interval + 2 / 5`` requests a second, plus 1 for each heartbeat;
+        it lists the store only if the publisher writes no pointer object, then every 5 to 60 seconds. With a
+        :class:`Canary`, a poll sends two more requests.
+
         Args:
-            poll_seconds: number of seconds between two polls, 0 or more.
+            poll_seconds: number of seconds between two polls, 0 or more, which do not depend on hints or on the age of
+                the newest version; None for the intervals above.
 
         Raises:
             InvalidArgumentError: if the thread is already running, or ``poll_seconds`` is negative or not finite.
@@ -400,7 +447,8 @@ class Predictor(Forkable):
                 snapshot, up to this one. A merged version may replace several of them.
 
         Raises:
-            InvalidArgumentError: if ``version`` is invalid or not committed yet, or if called inside :meth:`reading`.
+            InvalidArgumentError: if ``version`` is invalid, not committed yet or above the bound of a canary, or if
+                called inside :meth:`reading`.
             MissingVersionError, NoSnapshotError: if a required version is missing, for example because retention
                 removed it.
             StreamReplacedError: if the stream is not the one whose versions were applied.
@@ -469,6 +517,9 @@ class Predictor(Forkable):
             self._manifest = self._begun = None
             self._is_torn = False
             self._ways.clear()
+            if self._settling is not None:
+                self._settling.clear()
+            self._in_a_row = _CATCH_UP
 
     def _check_newest(self) -> None:
         """Raise if the newest version does not fit the model.
@@ -488,7 +539,7 @@ class Predictor(Forkable):
     def _beat(self, *, is_last: bool = False) -> None:
         """Write a heartbeat if one is due or ``is_last`` is True. No-op if heartbeats are disabled."""
         if self._pulse is not None and (is_last or self._pulse.is_due()):
-            status = self.status()
+            status = self._status(self._follower.lag_at_rest())
             self._pulse.leave(
                 stream=status.stream,
                 version=status.version,
@@ -496,7 +547,7 @@ class Predictor(Forkable):
                 lag_seconds=status.lag_seconds,
                 resyncs=status.resyncs,
                 error=status.error,
-                canary=None if self._canary is None else str(self._canary),
+                canary=None if self._canary is None else self._canary.text,
                 pin=self._obeyed,
             )
 
@@ -522,11 +573,13 @@ class Predictor(Forkable):
         The caller must hold ``self._syncing``. The errors are those of :meth:`sync`.
 
         Args:
-            looks_for_gap: True to list the log if the next version is missing, to find out whether it was deleted or
-                is not committed yet.
+            looks_for_gap: True to check, if the next version is missing, whether it was deleted or is not committed
+                yet.
         """
-        if self._pins is not None and (order := self._pins.order()) is not None and self._obeys(order):
-            return True
+        if self._pins is not None and (order := self._pins.order()) is not None:
+            has_moved = self._obeys(order)
+            if has_moved or has_moved is None:
+                return bool(has_moved)
         if self._pinned is not None:
             if self._pinned == self.version and not self._is_mixed:
                 return False
@@ -545,34 +598,60 @@ class Predictor(Forkable):
         self._num_failures = 0
         return has_moved
 
-    def _obeys(self, order: Pin) -> bool:
-        """Follow a pin or a release that was not followed yet. Return True if versions were applied."""
+    def _obeys(self, order: Pin) -> bool | None:
+        """Follow a pin or a release that was not followed yet.
+
+        Returns:
+            True if versions were applied; False to go on with the next version; None to apply none now, because the
+            canary does not allow the version of a release yet, and the versions before it may be bad.
+        """
         place = self._cursor.place
-        if order.counter <= self._obeyed or place is None or place.stream != order.stream:
+        if order.counter <= self._obeyed or (place is not None and place.stream != order.stream):
             return False
+        if place is None:
+            head = self._cursor.log.head()
+            if head is None or head.stream != order.stream:
+                return False
         entry = self._cursor.log.read(order.version)
         if entry is None or (entry.stream, entry.xxh3) != (order.stream, order.xxh3):
             raise MissingVersionError(order.version, order.bad)
-        has_moved = False
-        if order.kind == "pin":
-            if place.link != entry.link or self._is_mixed:
-                self._return_to(order.version)
-                has_moved = True
-            self._pinned = order.version
-        else:
-            if place.link.version < order.version or self._is_mixed:
-                self._take(entry, is_elsewhere=True)
-                has_moved = True
-            self._pinned = None
+        is_allowed = self._cursor.allows is None or self._cursor.allows(entry)
+        if not is_allowed and order.kind == "release":
+            if place is None:
+                raise NoSnapshotError(self._storage.url)
+            return None if place.link.version < order.version else False
+        if not is_allowed:
+            return False  # what is allowed is older than the pin
+        has_moved = self._goes_to(order, entry)
         self._obeyed = order.counter
+        return has_moved
+
+    def _goes_to(self, order: Pin, entry: Manifest) -> bool:
+        """Apply the versions that lead to a pin or a release. Return False if there are none."""
+        place = self._cursor.place
+        if order.kind == "pin":
+            has_moved = place is None or place.link != entry.link or self._is_mixed
+            if has_moved:
+                self._return_to(order.version)
+            self._pinned = order.version
+            return has_moved
+        has_moved = place is None or place.link.version < order.version or self._is_mixed
+        if has_moved:
+            self._take(entry, is_elsewhere=True)
+        self._pinned = None
         return has_moved
 
     def _use(self, storage: Storage) -> None:
         """Continue from another source, which has the last applied entry."""
         _logger.warning("continue from another source: url=%s former=%s", storage.url, self._storage.url)
         self._storage, self._num_failures = storage, 0
+        if storage not in self._read_before:
+            self._read_before.append(storage)
         self._cursor.log = StreamLog(storage)
+        self._cursor.rested = None
+        self._settling = None if storage.lists else Settling()
         self._buffer = PartBuffer()  # it may hold a part of the former source
+        self._gauges.failed_over()
 
     def _contents(self, manifest: Manifest, storage: Storage | None = None) -> Contents:
         """Return the contents of a version, read from ``storage`` or, by default, through the host cache."""
@@ -584,21 +663,111 @@ class Predictor(Forkable):
     def _take_next(self, *, looks_for_gap: bool) -> bool:
         """Apply the next version, or resync if it cannot be applied. Return False if there is no next version."""
         try:
-            if self._is_mixed:
-                self._cursor.place = None
-            manifest = self._cursor.next()
-            if manifest is None:
-                if looks_for_gap:
-                    self._cursor.check_for_gap()
-                return False
-            self._take(manifest)
+            has_moved = self._step(looks_for_gap=looks_for_gap)
         except _FAULTS as fault:
-            self._resync(fault)
+            has_moved = self._recovers(fault)
+        except StaleCacheError:
+            raise
         except StorageError as fault:
             if not self._keeps_failing:
                 raise
             self._resync(fault)
+            has_moved = True
+        if self._settling is not None and (has_moved or looks_for_gap):
+            self._settling.clear()
+        return has_moved
+
+    def _step(self, *, looks_for_gap: bool) -> bool:
+        """Apply the next version, or several at once. Return False if there is none."""
+        if self._is_mixed:
+            self._cursor.place = None
+        is_start = self._cursor.place is None
+        if self._in_a_row >= _CATCH_UP and not is_start and self._catches_up():
+            return True
+        manifest = self._cursor.next()
+        if manifest is None:
+            self._in_a_row = 0
+            if looks_for_gap:
+                self._cursor.check_for_gap()
+            return False
+        self._take(manifest)
+        self._in_a_row = _CATCH_UP if is_start else self._in_a_row + 1
         return True
+
+    def _recovers(self, fault: StreamError) -> bool:
+        """Apply another version after a fault. Return False if the fault is over, and there is no next version."""
+        if self._settling is not None and isinstance(fault, CACHE_FAULTS):
+            try:
+                return self._settles(fault, self._settling)
+            except _FAULTS as believed:
+                fault = believed
+        self._resync(fault)
+        return True
+
+    def _catches_up(self) -> bool:
+        """Apply a merged delta or a snapshot that replaces many versions. Return False if there is none to apply."""
+        self._in_a_row = 0
+        if not self._skips_versions:
+            return False
+        manifest, before = self._cursor.ahead(), self.version
+        if manifest is None:
+            return False
+        try:
+            self._take(manifest)
+        except _FAULTS as fault:
+            self._cursor.avoid(manifest)
+            _logger.info("cannot catch up with version %d: %s", manifest.version, str(fault))
+            return False
+        self._in_a_row = _CATCH_UP
+        self._gauges.caught_up()
+        kind = manifest.kind if manifest.merges is None else f"merged {manifest.kind}"
+        _logger.info("caught up from version %s to %d with a %s", before, manifest.version, kind)
+        return True
+
+    def _settles(self, fault: StreamError, settling: Settling) -> bool:
+        """Apply the next version after a fault that may be that of a cache. Return False if there is none after all.
+
+        The objects that can cause the fault are first read again from the cache, after a random wait: another reader
+        may have replaced them. Then they are read past the cache, once until a version is applied.
+
+        Raises:
+            StaleCacheError: if the fault remains, but may still be that of a cache.
+            StreamError: the fault, if it is not that of a cache.
+        """
+        place, is_first = self._cursor.place, True
+        while (doubted := settling.doubt(fault, place, self._storage)) is not None:
+            if is_first:
+                sleep(random.uniform(0, _SPREAD_SECONDS))  # noqa: S311  no secret
+            for storage in (self._storage, doubted) if is_first else (doubted,):
+                self._buffer = PartBuffer()  # it may hold pieces of the faulty object
+                try:
+                    return self._retakes(storage)
+                except CACHE_FAULTS as another:
+                    fault = another
+                finally:
+                    self._gauges.read_past_cache(doubted.take_count())
+            is_first = False
+        if settling.is_over or self._is_retired(place, settling):
+            raise fault
+        raise StaleCacheError(self._storage.url, _subject(fault), settling.seconds)
+
+    def _retakes(self, storage: Storage) -> bool:
+        """Read the next version from a view of the store, and apply it. Return False if there is none."""
+        cursor = self._cursor.through(StreamLog(storage))
+        manifest = cursor.next()
+        if manifest is None:
+            cursor.check_for_gap()
+            return False
+        self._take(manifest, storage=storage)
+        return True
+
+    def _is_retired(self, place: Place | None, settling: Settling) -> bool:
+        """Return True if retention has deleted the next version, by the pointer past the caches."""
+        if place is None or not settling.may_read_pointer():
+            return False
+        self._gauges.read_past_cache(1)
+        pointer = self._cursor.log.pointer.newest(past_cache=True)
+        return pointer is not None and pointer.oldest > place.link.version + 1
 
     @property
     def _keeps_failing(self) -> bool:
@@ -633,7 +802,7 @@ class Predictor(Forkable):
             return
         raise fault
 
-    def _take(self, manifest: Manifest, *, is_elsewhere: bool = False) -> None:
+    def _take(self, manifest: Manifest, *, is_elsewhere: bool = False, storage: Storage | None = None) -> None:
         """Read and validate a version, then write it. See :meth:`_apply` for ``is_elsewhere``."""
         if self._leaves_rows(manifest):
             raise StreamReplacedError(self._storage.url, manifest.version)
@@ -641,7 +810,7 @@ class Predictor(Forkable):
         receiver = self._applier.resolve(manifest)
         if gate is not None:
             gate.recall(manifest)
-        contents = self._contents(manifest)
+        contents = self._contents(manifest, storage)
         measure = {} if gate is None else gate.check(manifest, contents)
         self._apply(receiver, contents, is_elsewhere=is_elsewhere)
         if gate is not None:
@@ -649,7 +818,11 @@ class Predictor(Forkable):
 
     def _return_to(self, version: int) -> None:
         """Roll back to ``version``, or complete an interrupted rollback."""
-        path = [(manifest, self._applier.resolve(manifest)) for manifest in self._cursor.path_to(version)]
+        entries = self._cursor.path_to(version)
+        if self._canary is not None and self._cursor.allows is not None and not self._cursor.allows(entries[-1]):
+            text = f"A canary stays {self._canary.text} behind the newest version"
+            raise InvalidArgumentError("version", version, text)
+        path = [(manifest, self._applier.resolve(manifest)) for manifest in entries]
         identities: Mapping[str, Identity] = self._identities
         for manifest, receiver in path:
             identities = identities_after(manifest, identities)
@@ -759,3 +932,10 @@ class Predictor(Forkable):
         begun = self._begun
         if begun is None or manifest.kind == "snapshot" or begun.version <= manifest.version:
             self._begun, self._is_torn = None, False
+
+
+def _subject(fault: StreamError) -> str:
+    """Return what a fault is about, for a message."""
+    if isinstance(fault, CorruptPartError | MalformedError):
+        return fault.path
+    return f"version {fault.version}" if isinstance(fault, MissingVersionError) else "the last applied version"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
@@ -35,6 +36,9 @@ class Status:
         admitted: number of raw ids mapped to rows since the start; a raw id that moves to another row is counted. A
             table with several mappings is counted for each of them.
         evicted: number of raw ids removed from their rows since the start, counted in the same way.
+        requests: number of requests to the stores of the predictor by operation, see
+            :class:`~delta_tracker.stream.storage.storage.Storage`. Other users of the same ``Storage`` object count.
+        poll_seconds: current interval between two polls of :meth:`Predictor.follow`; None if it does not run.
     """
 
     stream: str | None
@@ -49,3 +53,5 @@ class Status:
     pinned: int | None
     admitted: int = 0
     evicted: int = 0
+    requests: Mapping[str, int] = field(default_factory=dict)
+    poll_seconds: float | None = None

@@ -25,12 +25,15 @@ from delta_tracker.errors import (
 )
 from delta_tracker.stream.format.field_types import Count
 from delta_tracker.stream.format.manifest import Link, Manifest
-from delta_tracker.stream.log import Merged, StreamLog, generation_error
+from delta_tracker.stream.log import Merged, StreamLog, entry_name, generation_error
 from delta_tracker.stream.store_clock import skew_problem
 
 _logger = logging.getLogger(__name__)
 
 _MAX_UNREADABLE = 3
+_MIN_MERGED = 8  # fewer versions are read one by one to catch up
+_MERGED_LIST_VERSIONS = 64  # the merged entries are listed once while a reader applies this many versions
+_MAX_SIZED = 64  # versions whose sizes are read, to compare them with a snapshot's
 _LEAST_LAG = 1e-6  # seconds; a lag of 0 means that all versions are applied
 _T = TypeVar("_T")
 
@@ -77,16 +80,34 @@ class StreamCursor:
     Attributes:
         log: log of the stream.
         place: stream position of the reader, None before the first applied entry.
+        allows: returns False for an entry that the reader must not apply yet, for example because it stays behind the
+            newest version; None to allow every entry.
+        rested: version after which :meth:`next` found no entry, and the monotonic time at which that began; None if
+            it found one since.
+        has_listed: True if the last :meth:`check_for_gap` had to list the log.
     """
 
     def __init__(self, log: StreamLog) -> None:
         self.log = log
         self.place: Place | None = None
+        self.allows: Callable[[Manifest], bool] | None = None
+        self.rested: tuple[int, float] | None = None
+        self.has_listed = False
         self._skewed = ""  # last publisher whose skew was logged
         self._newest = -1, 0.0  # newest version seen, and the monotonic time at which it was seen first
         # Entries that were skipped since the last applied entry, with the kinds of their errors. Each is logged once.
         self._skipped: set[tuple[object, ...]] = set()
         self._applied: tuple[Place, int] | None = None  # the last position of moved(), and its generation
+        self._merged: tuple[int, list[Merged]] | None = (
+            None  # merged entries, and the version at which they were listed
+        )
+        self._avoided: set[str] = set()  # names of merged entries that could not be applied
+
+    def through(self, log: StreamLog) -> StreamCursor:
+        """Return a cursor with the same position and bound that reads the entries from ``log``."""
+        other = StreamCursor(log)
+        other.place, other.allows, other._applied = self.place, self.allows, self._applied
+        return other
 
     @property
     def version(self) -> int | None:
@@ -102,7 +123,8 @@ class StreamCursor:
     def next(self) -> Manifest | None:
         """Return the entry to apply next, None if there is none yet.
 
-        Before the first applied entry, this is the newest snapshot.
+        Before the first applied entry, this is the newest snapshot. Returns None for an entry that :attr:`allows`
+        rejects.
 
         Raises:
             NoSnapshotError: if there is no snapshot to start from.
@@ -112,19 +134,28 @@ class StreamCursor:
         """
         if self.place is None:
             return next(self.starts())
-        manifest = self.log.read(self.place.link.version + 1)
-        if manifest is not None:
-            self._saw(manifest.version, time.monotonic())
-            self._log_skew(manifest)
-        if manifest is not None and (
-            (manifest.stream, manifest.parent) != (self.place.stream, self.place.link)
+        held, now = self.place.link.version, time.monotonic()
+        if not self.log.is_listed and not self.log.may_have(held + 1):
+            self.rested = held, now
+            return None
+        manifest = self.log.read(held + 1)
+        if manifest is None:
+            self.rested = held, now
+            return None
+        self.rested = None
+        if manifest.version > self._newest[0]:
+            self._newest = manifest.version, now
+        self._log_skew(manifest)
+        if (
+            manifest.stream != self.place.stream
+            or manifest.parent != self.place.link
             or manifest.generation < self._generation(self.place)
         ):
-            raise StreamReplacedError(self.log.storage.url, self.place.link.version)
-        if manifest is not None and manifest.kind == "claim" and not self.log.is_committed(manifest):
+            raise StreamReplacedError(self.log.storage.url, held)
+        if manifest.kind == "claim" and not self.log.is_committed(manifest):
             head = self.log.head() or manifest
             raise MissingVersionError(manifest.version, head.version)
-        return manifest
+        return manifest if self.allows is None or self.allows(manifest) else None
 
     def _generation(self, place: Place) -> int:
         """Return the generation of the last applied entry.
@@ -142,16 +173,29 @@ class StreamCursor:
     def check_for_gap(self) -> None:
         """Raise an error if the next entry was deleted, or if the log was replaced.
 
-        Call this method if :meth:`next` returns None. Lists the entries from the last applied one on.
+        Call this method if :meth:`next` returns None. If the pointer object shows no newer version, and the log has the
+        last applied entry, nothing is listed: retention deletes in ascending order, so the next entry was not deleted.
+        Retention keeps claims, so that a claim does not prove this. Over http, a pointer to the last applied entry is
+        enough. Otherwise the entries from the last applied one on
+        are listed, and :attr:`has_listed` is True.
 
         Raises:
             MissingVersionError: if the log has versions after the missing entry.
             StreamReplacedError: if the log does not have the last applied entry.
             MalformedError, StorageError: if the log cannot be read.
         """
+        self.has_listed = False
         if self.place is None:
             return
         held = self.place.link
+        pointer = self.log.pointer.newest()
+        if pointer is not None and pointer.stream == self.place.stream and pointer.version <= held.version:
+            if not self.log.is_listed and (pointer.version, pointer.xxh3) == (held.version, held.xxh3):
+                return
+            own = self.log.read(held.version)
+            if own is not None and own.xxh3 == held.xxh3 and own.kind != "claim":
+                return
+        self.has_listed = self.log.is_listed
         versions = self.log.versions(after=held.version - 1)  # a long log has many older entries
         head = versions[-1] if versions else -1
         present = self.log.read(held.version) if held.version in versions[-1:] else None
@@ -161,31 +205,165 @@ class StreamCursor:
         if head > held.version and self.log.read(held.version + 1) is None:
             raise MissingVersionError(held.version + 1, head)
 
+    def ahead(self) -> Manifest | None:
+        """Return a merged delta or a newer snapshot to apply instead of many versions; None to use :meth:`next`.
+
+        The merged delta is the longest that applies to the last applied version and skips at least 8 versions. A
+        snapshot that is newer is returned instead if its parts are smaller than those of all versions on the way to it;
+        beyond 64 versions their size is estimated. Entries that were passed to :meth:`avoid` and unreadable merged
+        entries are skipped. The merged entries are listed once per 64 versions.
+
+        Raises:
+            MalformedError, StorageError: if the log cannot be read.
+        """
+        if self.place is None:
+            return None
+        held = self.place.link.version
+        newest = self.log.newest_version(held)
+        if newest < held + _MIN_MERGED:
+            return None
+        merged = self._merged_ahead(held, newest)
+        snapshot = self._snapshot_ahead(held if merged is None else merged.version, newest)
+        if snapshot is not None and self._is_smaller(snapshot, merged):
+            return snapshot
+        return merged
+
+    def avoid(self, manifest: Manifest) -> None:
+        """Do not return an entry from :meth:`ahead` again until 64 more versions are applied: it cannot be applied."""
+        self._avoided.add(entry_name(manifest.version) if manifest.merges is None else Merged.of(manifest).name)
+
+    def _merged_list(self, held: int) -> list[Merged]:
+        """Return references to the merged entries, listed at most 64 versions ago."""
+        listed = self._merged
+        if listed is None or not listed[0] <= held < listed[0] + _MERGED_LIST_VERSIONS:
+            listed = self._merged = held, self.log.merged(after=held)
+            self._avoided.clear()
+        return listed[1]
+
+    def _merged_ahead(self, held: int, newest: int) -> Manifest | None:
+        """Return the longest merged delta that the reader can apply; None if there is none."""
+        for each in reversed(self._merged_list(held)):
+            if each.kind == "delta" and each.first <= held + 1 and held + _MIN_MERGED <= each.last <= newest:
+                manifest = self._read_ahead(each)
+                if manifest is not None:
+                    return manifest
+        return None
+
+    def _read_ahead(self, merged: Merged) -> Manifest | None:
+        """Return a merged entry that the reader can apply; None if it cannot apply it, or cannot read it."""
+        if merged.name in self._avoided:
+            return None
+        manifest = self._readable(self.log.read_merged, merged)
+        if manifest is None:
+            self._avoided.add(merged.name)
+        return manifest if manifest is not None and self._is_ahead(manifest) else None
+
+    def _snapshot_ahead(self, after: int, newest: int) -> Manifest | None:
+        """Return the newest snapshot above ``after`` that the reader can apply; None if there is none."""
+        for each in reversed(self._merged_list(self.version or 0)):
+            if each.kind == "snapshot" and after < each.last <= newest:
+                manifest = self._read_ahead(each)
+                if manifest is not None:
+                    in_log = self._log_snapshot(manifest.version, newest)
+                    return manifest if in_log is None else in_log
+        return self._log_snapshot(after, newest)
+
+    def _log_snapshot(self, after: int, newest: int) -> Manifest | None:
+        """Return the newest snapshot above ``after`` that is an entry of the log, and that the reader can apply."""
+        entry = self._readable(self.log.read, newest)
+        while entry is not None and entry.snapshot is not None and entry.snapshot > after:
+            snapshot = self._readable(self.log.read, entry.snapshot)
+            is_avoided = snapshot is not None and entry_name(snapshot.version) in self._avoided
+            if snapshot is not None and not is_avoided and self._is_ahead(snapshot):
+                return snapshot
+            entry = self._readable(self.log.read, entry.snapshot - 1)
+        return None
+
+    def _is_ahead(self, manifest: Manifest) -> bool:
+        """Return True if the reader can apply an entry that skips versions."""
+        assert self.place is not None, "checked by ahead()"
+        return (
+            manifest.stream == self.place.stream
+            and manifest.generation >= self._generation(self.place)
+            and (manifest.kind != "delta" or _follows(manifest, self.place.link))
+            and (self.allows is None or self.allows(manifest))
+        )
+
+    def _is_smaller(self, snapshot: Manifest, merged: Manifest | None) -> bool:
+        """Return True if a snapshot has fewer bytes than ``merged`` and the versions after it, up to the snapshot's.
+
+        True for an entry of the log, which is one of these versions. If another one is missing or cannot be read, the
+        snapshot is the only way.
+        """
+        assert self.place is not None, "checked by ahead()"
+        if snapshot.merges is None:
+            return True
+        num_bytes = 0 if merged is None else merged.num_bytes
+        first = self.place.link.version if merged is None else merged.version
+        for number, version in enumerate(range(first + 1, snapshot.version + 1), start=1):
+            if num_bytes > snapshot.num_bytes:
+                return True
+            entry = self._readable(self.log.read, version)
+            if entry is None:
+                return True
+            num_bytes += entry.num_bytes
+            if number == _MAX_SIZED:
+                so_far = num_bytes - (0 if merged is None else merged.num_bytes)
+                num_bytes += so_far * (snapshot.version - version) // number
+                break
+        return num_bytes > snapshot.num_bytes
+
     def heads(self) -> list[Manifest]:
         """Return the newest snapshot and the newest entry, each only if it is newer than the last applied version.
+
+        Entries that :attr:`allows` rejects are omitted.
 
         Raises:
             MalformedError, StorageError: if the log cannot be read.
         """
         found = [self.log.newest_snapshot(), self.log.head()]
         after = -1 if self.version is None else self.version
-        return [manifest for manifest in found if manifest is not None and manifest.version > after]
+        newer = [manifest for manifest in found if manifest is not None and manifest.version > after]
+        return newer if self.allows is None else [manifest for manifest in newer if self.allows(manifest)]
 
     def starts(self) -> Iterator[Manifest]:
-        """Yield the snapshots that a reader can start from, newest first.
+        """Yield the snapshots that a reader can start from, newest first. Skip those that :attr:`allows` rejects.
 
         Raises:
             NoSnapshotError: if there is none.
             MalformedError, StorageError: if the log cannot be read.
         """
-        manifest = self._newest_snapshot()
-        if manifest is None or manifest.kind != "snapshot":
+        found = self._starts() if self.allows is None else self._allowed_starts(self.allows)
+        first = next(found, None)
+        if first is None:
             raise NoSnapshotError(self.log.storage.url)
+        yield first
+        yield from found
+
+    def _starts(self) -> Iterator[Manifest]:
+        manifest = self._newest_snapshot()
         while manifest is not None and manifest.kind == "snapshot":
             yield manifest
             before = None if manifest.version == 0 else self.log.read(manifest.version - 1)
             has_older = before is not None and before.snapshot is not None
             manifest = self.log.read(before.snapshot) if has_older else None  # type: ignore[union-attr, arg-type]
+
+    def _allowed_starts(self, allows: Callable[[Manifest], bool]) -> Iterator[Manifest]:
+        """Yield the snapshots of the log and the merged ones that ``allows`` accepts, newest first."""
+        head = self.log.head()
+        if head is None:
+            return
+        merged = [each for each in self.log.merged() if each.kind == "snapshot" and each.last <= head.version]
+        version = head.snapshot
+        while merged or version is not None:
+            if version is None or (merged and merged[-1].last > version):
+                manifest = self._readable(self.log.read_merged, merged.pop())
+            else:
+                manifest = self.log.read(version)
+                before = None if version == 0 else self.log.read(version - 1)
+                version = None if before is None else before.snapshot
+            if manifest is not None and manifest.stream == head.stream and allows(manifest):
+                yield manifest
 
     def _readable_starts(self) -> Iterator[Manifest]:
         """Yield the snapshots that a reader can start from, newest first. Skip unreadable entries.
@@ -236,6 +414,8 @@ class StreamCursor:
         - If no version was applied yet and the newest snapshot does not match the model, nothing is yielded. Otherwise
           the reader would serve an older snapshot, and the mismatch would remain unnoticed.
 
+        No entry is yielded that :attr:`allows` rejects.
+
         Args:
             fault: error raised for the next entry.
             skips_unreadable: True to skip entries that the store cannot read, and malformed entries of the log.
@@ -253,6 +433,8 @@ class StreamCursor:
                 yield merged
         try:
             for snapshot in self._readable_starts() if skips_unreadable else self.starts():
+                if self.allows is not None and not self.allows(snapshot):
+                    continue
                 is_older = place is not None and snapshot.version <= place.link.version
                 # An older snapshot is useful only if the last applied entry was replaced, not only later entries.
                 # Checked last, so that an unreadable entry does not prevent the use of a newer snapshot.
@@ -285,7 +467,11 @@ class StreamCursor:
         the same way.
         """
         try:
-            return self.log.longest_merged(version)
+            if self.allows is None:
+                return self.log.longest_merged(version)
+            merged = [each for each in self.log.merged(after=version) if each.kind == "delta"]
+            found = (self.log.read_merged(each) for each in reversed(merged) if each.first <= version + 1)
+            return next((each for each in found if each is not None and self.allows(each)), None)
         except (MalformedError, StorageError) as error:
             if isinstance(error, StorageError) and not skips_unreadable:
                 raise
@@ -380,7 +566,8 @@ class StreamCursor:
         the newest version, by the store's modification times, and the time since this cursor first saw the newest
         version, by this process's monotonic clock. It is too low by the time from the commit of the newest version
         until this cursor saw it, and by up to one second if the store truncates modification times. It is above 0 if
-        the number is, and 0 if the number is. Lists the log, without reading entries.
+        the number is, and 0 if the number is. Reads no entries, and lists the log only before the first applied
+        version, or if the next entry is missing although there are newer ones.
 
         Raises:
             StreamReplacedError: if the log has neither the last applied version nor a newer one.
@@ -388,18 +575,35 @@ class StreamCursor:
         """
         began = time.monotonic()
         held = -1 if self.version is None else self.version
+        if held < 0:
+            return self._listed_lag(began, held)
+        newest = self.log.newest_version(held)
+        first = self.log.storage.stat(entry_name(min(held + 1, newest)))
+        last = first if newest <= held + 1 else self.log.storage.stat(entry_name(newest))
+        if first is None or last is None:
+            return self._listed_lag(began, held)
+        self._sees(newest, began)
+        if newest == held:
+            return 0, 0.0
+        seconds = max(0.0, last.modified - first.modified) + time.monotonic() - self._newest[1]
+        return newest - held, max(seconds, _LEAST_LAG)
+
+    def _listed_lag(self, began: float, held: int) -> tuple[int, float]:
+        """Return the lag by a listing, for a reader that has no version, or whose next entry is missing."""
         listed = self.log.listed(after=held - 1)
         if not listed and held >= 0:
             raise StreamReplacedError(self.log.storage.url, held)
-        head = max(listed, default=-1)
-        if head < self._newest[0]:  # another log
-            self._newest = head, began
-        self._saw(head, began)
+        self._sees(max(listed, default=-1), began)
         waiting = {version: modified for version, modified in listed.items() if version > held}
         if not waiting:
             return 0, 0.0
         seconds = max(waiting.values()) - waiting[min(waiting)] + time.monotonic() - self._newest[1]
         return len(waiting), max(seconds, _LEAST_LAG)
+
+    def _sees(self, head: int, now: float) -> None:
+        """Record the newest version of the log, and that it was there at the monotonic time ``now``."""
+        if head != self._newest[0]:  # a lower one is of another log
+            self._newest = head, now
 
     def _log_skew(self, manifest: Manifest) -> None:
         """Log once per publisher that its clock differs from the store's."""
@@ -408,7 +612,8 @@ class StreamCursor:
             self._skewed = manifest.writer
             _logger.warning("%s: url=%s", problem, self.log.storage.url)
 
-    def _saw(self, version: int, now: float) -> None:
-        """Record that a version was there at the monotonic time ``now``."""
-        if version > self._newest[0]:
-            self._newest = version, now
+
+def _follows(merged: Manifest, held: Link) -> bool:
+    """Return True if a reader at ``held`` can apply a merged delta."""
+    parent = merged.parent
+    return parent is not None and (parent == held if parent.version == held.version else parent.version < held.version)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -50,6 +51,10 @@ class _Scope:
     def close(self) -> None:
         self._loop.close()
 
+    def sleep(self, seconds: float) -> None:
+        if self._stop.wait(seconds):
+            raise Interrupted
+
     async def _result(self, request: Callable[[], Awaitable[T]]) -> T:
         task = asyncio.ensure_future(request())
         while not (await asyncio.wait({task}, timeout=_SLICE_SECONDS))[0]:
@@ -86,6 +91,15 @@ def check() -> None:
     scope = _scope()
     if scope is not None:
         scope.check()
+
+
+def sleep(seconds: float) -> None:
+    """Wait, and raise :class:`Interrupted` as soon as the stop flag of this thread is set."""
+    scope = _scope()
+    if scope is None:
+        time.sleep(seconds)
+    else:
+        scope.sleep(seconds)
 
 
 def checked(items: Iterable[T]) -> Iterator[T]:

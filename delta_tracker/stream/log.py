@@ -88,19 +88,18 @@ class StreamLog:
 
     Args:
         storage: store of the stream.
+
+    Attributes:
+        is_listed: True if the store can list the entries.
     """
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
+        self.is_listed = storage.lists
         self.pointer = PointerView(storage)
         self._parsed: tuple[str, Manifest] | None = None  # name and manifest of the entry that was read last
         # Names, hashes and errors of malformed entries, which readers read again and again.
         self._refused: deque[tuple[str, str, MalformedError]] = deque(maxlen=_MAX_REFUSED)
-
-    @property
-    def is_listed(self) -> bool:
-        """True if the store can list the entries."""
-        return self.storage.lists
 
     def may_have(self, version: int) -> bool:  # noqa: ARG002  skeleton
         """Return False if the entry of a version need not be requested yet, by the pointer."""

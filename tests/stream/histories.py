@@ -110,6 +110,10 @@ class ClockedStorage(Storage):
             transfer.modified = self.times.get(name, self.clock())
         return data
 
+    def stat(self, name):
+        found = super().stat(name)
+        return None if found is None else StoredObject(name, found.num_bytes, self.times[name])
+
     def objects(self, prefix, *, after=None) -> list[StoredObject]:
         return [replace(each, modified=self.times[each.name]) for each in super().objects(prefix, after=after)]
 

@@ -348,6 +348,28 @@ class Storage:
                 return None
             return status.st_size if stat.S_ISREG(status.st_mode) else None
 
+    def stat(self, name: str) -> StoredObject | None:
+        """Return the size and the modification time of an object, None if it does not exist.
+
+        A web server that sends no modification time is given the time 0.
+
+        Raises:
+            StorageError: if the store cannot be read.
+        """
+        check_name("name", name)
+        self.requests["size"] += 1
+        with self._translated():
+            try:
+                if self._directory is None:
+                    store = self._open_store()
+                    meta = self._ask(lambda: obstore.head(store, name), lambda: obstore.head_async(store, name))
+                    return StoredObject(name, meta["size"], meta["last_modified"].timestamp())
+                self._find_store()
+                status = (self._directory / name).stat()
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            return StoredObject(name, status.st_size, status.st_mtime) if stat.S_ISREG(status.st_mode) else None
+
     def delete(self, name: str) -> None:
         """Delete an object; no-op if it does not exist.
 

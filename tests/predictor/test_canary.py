@@ -1,0 +1,236 @@
+"""A canary stays behind the newest version in all that it does: start, catch up, resync and roll back."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from delta_tracker import Canary, Predictor, Storage
+from delta_tracker.errors import InvalidArgumentError, NoSnapshotError, StreamError
+from delta_tracker.stream import heartbeat as heartbeat_module
+from delta_tracker.stream.heartbeat import read_heartbeats
+from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.maintenance.compaction import compact
+from delta_tracker.stream.maintenance.retention import Retention, retain
+from tests.predictor.serving import beside, empty_model, eventually, same
+from tests.stream.histories import Clock, ClockedStorage, History
+from tests.stream.streams import FQN, Writer
+from tests.sweeps import SWEEPS_ARE_WHOLE
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"versions": 1, "seconds": 1.0},
+        {"versions": 0},
+        {"versions": True},
+        {"versions": 1.5},
+        {"seconds": 0.0},
+        {"seconds": float("nan")},
+        {"seconds": float("inf")},
+    ],
+)
+def test_invalid_distances_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgumentError):
+        Canary(**options)
+
+
+@pytest.fixture
+def writer() -> Writer:
+    writer = Writer(Storage("memory://"))
+    writer.snapshot()
+    return writer
+
+
+def test_a_canary_stays_some_versions_behind(writer: Writer) -> None:
+    model = writer.model()
+    predictor = Predictor(model, writer.storage, canary=Canary(versions=3))
+    with pytest.raises(NoSnapshotError):
+        predictor.sync()
+    tables = {}
+    for number in range(6):
+        version = writer.delta([number]).version
+        tables[version] = writer.table.clone()
+    assert predictor.sync() == 4
+    assert torch.equal(model[FQN], tables[4])
+    status = predictor.status()
+    assert (status.lag_versions, status.resyncs) == (3, 0)
+
+
+def test_a_canary_stays_some_seconds_behind() -> None:
+    clock = Clock()
+    with clock.of_the_log():
+        writer = Writer(ClockedStorage(clock))
+        for number in range(10):
+            clock.seconds += 10
+            if number % 4 == 0:
+                writer.snapshot()
+            else:
+                writer.delta([number])
+        predictor = Predictor(writer.model(), writer.storage, canary=Canary(seconds=25.0))
+        assert predictor.sync() == 7, "version 10 is 30 seconds younger"
+        clock.seconds += 1000
+        assert predictor.sync() == 7, "the clock alone does not make a version old"
+        writer.delta([1])
+        assert predictor.sync() == 10
+
+
+def test_a_canary_waits_while_the_clock_of_the_next_publisher_is_behind() -> None:
+    clock = Clock()
+    with clock.of_the_log():
+        writer = Writer(ClockedStorage(clock))
+        writer.snapshot()
+        clock.seconds += 100
+        newest = writer.delta([1])
+        predictor = Predictor(writer.model(), writer.storage, canary=Canary(seconds=10.0))
+        assert predictor.sync() == newest.version - 1
+    with clock.of_the_log(ahead=-50.0):
+        writer = Writer(writer.storage)
+        last = writer.snapshot()
+        writer.delta([1])
+        assert predictor.sync() == newest.version - 1, "no version was created 10 seconds after it"
+    with clock.of_the_log():
+        clock.seconds += 20
+        writer.delta([2])
+        assert predictor.sync() >= last.version
+
+
+def test_a_canary_follows(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat_module.Pulse, "is_due", lambda self: True)
+    predictor = Predictor(writer.model(), writer.storage, canary=Canary(versions=2), name="p")
+    predictor.follow(0.001)
+    for number in range(5):
+        writer.delta([number])
+        eventually(lambda: predictor.version == (writer.claim.head.version - 2 or None))
+    eventually(lambda: read_heartbeats(writer.storage)[0].lag_versions == 2)
+    predictor.stop()
+    assert read_heartbeats(writer.storage)[0].canary == "2 versions"
+
+
+def test_a_restored_position_above_the_bound_waits(writer: Writer) -> None:
+    model = writer.model()
+    first = Predictor(model, writer.storage)
+    for number in range(3):
+        writer.delta([number])
+    first.sync()
+    canary = Predictor(model, writer.storage, canary=Canary(versions=3))
+    canary.load_state_dict(first.state_dict())
+    assert canary.sync() == 4
+    for number in range(3):
+        writer.delta([number])
+        assert canary.sync() == 4
+    writer.delta([1])
+    assert canary.sync() == 5
+
+
+def test_a_canary_resyncs_to_a_snapshot_below_the_bound(writer: Writer) -> None:
+    storage, model = beside(writer.storage), writer.model()
+    predictor = Predictor(model, storage, canary=Canary(versions=2))
+    for number in range(3):
+        writer.delta([number])
+    predictor.sync()
+    damaged = [writer.delta([number]) for number in range(3)]
+    for each in damaged:
+        writer.storage.replace(each.parts[0].name, b"x")
+    table = None
+    for _ in range(2):
+        snapshot = writer.snapshot()
+        table = writer.table.clone() if table is None else table
+    with pytest.raises(StreamError):
+        predictor.sync()  # the older snapshot is one version behind the newest
+    assert predictor.version == snapshot.version - 5
+    writer.delta([1])
+    assert predictor.sync() == snapshot.version - 1
+    assert torch.equal(model[FQN], table)
+    assert predictor.status().resyncs == 1
+
+
+def test_a_canary_refuses_a_rollback_above_the_bound(writer: Writer) -> None:
+    predictor = Predictor(writer.model(), writer.storage, canary=Canary(versions=3))
+    for number in range(5):
+        writer.delta([number])
+    predictor.sync()
+    with pytest.raises(InvalidArgumentError, match="3 versions"):
+        predictor.rollback(4)
+    predictor.rollback(2)
+    assert predictor.version == 2
+
+
+def _bound(log: StreamLog, canary: Canary) -> int:
+    """Return the newest version that a canary may apply: the slow reference."""
+    entries = [log.read(version) for version in log.versions()]
+    created = [entry.created for entry in entries if entry is not None]
+    head = entries[-1].version
+    if canary.versions is not None:
+        return head - canary.versions
+    allowed = [each.version for each in entries if each.created + canary.seconds <= max(created)]
+    return max(allowed, default=-1)
+
+
+class _Run:
+    """A random history and its canary."""
+
+    def __init__(self, seed: int, clock: Clock) -> None:
+        self.chance, self.clock = random.Random(seed), clock
+        choose = self.chance
+        self.canary = choose.choice([Canary(versions=choose.randrange(1, 12)), Canary(seconds=choose.uniform(1, 300))])
+        self.history = History(ClockedStorage(clock), seed)
+        self.model = empty_model()
+        self.predictor = Predictor(self.model, beside(self.history.storage), canary=self.canary)
+
+    def sync(self) -> None:
+        bound, before = _bound(self.history.log, self.canary), self.predictor.version
+        try:
+            self.predictor.sync(limit=self.chance.choice([None, 1, 3]))
+        except StreamError:
+            return
+        version = self.predictor.version
+        assert version is not None
+        assert version <= max(bound, -1 if before is None else before)
+        assert same(self.model, self.history.states[version])
+
+    def restart(self) -> None:
+        if self.predictor.version is not None:
+            state = self.predictor.state_dict()
+            self.predictor = Predictor(self.model, beside(self.history.storage), canary=self.canary)
+            self.predictor.load_state_dict(state)
+
+    def damage(self) -> None:
+        for part in self.history.held.head.parts[:1]:
+            self.history.storage.replace(part.name, b"x")
+
+    def compact(self) -> None:
+        with contextlib.suppress(StreamError):  # a damaged part
+            compact(self.history.storage, fold=self.chance.choice([0.5, 1e9]), now=self.clock)
+
+    def retain(self) -> None:
+        retain(self.history.storage, Retention(versions=self.chance.randrange(3, 15), grace_seconds=0), self.clock)
+
+    def claim(self) -> None:
+        self.history.claim()
+        self.history.snapshot()  # it may have other tables
+
+    def delta(self) -> None:
+        self.history.delta()
+
+    def snapshot(self) -> None:
+        self.history.snapshot()
+
+
+@settings(max_examples=300 if SWEEPS_ARE_WHOLE else 10, deadline=None)
+@given(st.integers(0, 2**32))
+def test_random_histories_are_never_above_the_bound(seed: int) -> None:
+    clock = Clock()
+    with clock.of_the_log():
+        run = _Run(seed, clock)
+        names = ["delta"] * 8 + ["claim", "snapshot", "compact", "retain", "damage", "restart"] + ["sync"] * 4
+        for _ in range(run.chance.randrange(10, 60)):
+            clock.seconds += run.chance.uniform(0, 60)
+            getattr(run, run.chance.choice(names))()

@@ -1,0 +1,263 @@
+"""Polls become rare while a stream is at rest or hints arrive, and a resting follower sends few requests."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from delta_tracker import Predictor, Storage
+from delta_tracker.errors import StorageError
+from delta_tracker.predictor.polling import PollSchedule
+from delta_tracker.stream import heartbeat as heartbeat_module
+from delta_tracker.stream import pointer
+from delta_tracker.stream.notify.notifier import LocalNotifier
+from delta_tracker.stream.storage.url import default_poll_seconds
+from tests.predictor.pointed import point_at_the_head
+from tests.predictor.serving import beside, eventually
+from tests.predictor.waits import shorten_waits
+from tests.stream.streams import Writer
+
+
+class Time:
+    """Clock that a schedule's pauses advance."""
+
+    def __init__(self) -> None:
+        self.seconds = 100.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+    def pauses(self, schedule: PollSchedule, count: int) -> list[float]:
+        """Return the next pauses, each after a poll that found nothing."""
+        found = []
+        for _ in range(count):
+            found.append(schedule.pause())
+            self.seconds += found[-1]
+        return found
+
+
+def _middle(low: float, high: float) -> float:
+    return (low + high) / 2
+
+
+def _schedule(clock: Time, seconds: float = 1.0, uniform: Callable = _middle, **options: Any) -> PollSchedule:
+    bounds = {"is_fixed": False, "longest": 5.0, "longest_hinted": 30.0} | options
+    return PollSchedule(seconds, clock=clock, uniform=uniform, **bounds)
+
+
+@pytest.mark.parametrize(
+    ("url", "seconds"),
+    [
+        ("file:///data", 0.01),
+        ("memory://", 0.01),
+        ("s3://b", 1.0),
+        ("gs://b", 1.0),
+        ("az://b", 1.0),
+        ("http://h", 1.0),
+        ("https://h/a", 1.0),
+    ],
+)
+def test_the_default_depends_on_the_store(url: str, seconds: float) -> None:
+    assert default_poll_seconds(url) == seconds
+
+
+def test_the_interval_grows_while_no_version_comes_and_a_version_resets_it() -> None:
+    clock = Time()
+    schedule = _schedule(clock)
+    assert clock.pauses(schedule, 7) == [1.0, 1.0, 1.0, 2.0, 4.0, 5.0, 5.0]
+    schedule.moved()
+    assert clock.pauses(schedule, 2) == [1.0, 1.0]
+
+
+def test_the_interval_does_not_grow_while_versions_come_regularly() -> None:
+    clock = Time()
+    schedule = _schedule(clock)
+    schedule.moved()
+    for _ in range(3):
+        clock.seconds += 40.0
+        schedule.moved()
+        schedule.pause()
+    assert clock.pauses(schedule, 80) == [1.0] * 80
+    assert clock.pauses(schedule, 4)[-1] > 1.0, "twice the interval between versions has passed"
+
+
+def test_a_fixed_interval_never_changes() -> None:
+    clock = Time()
+    schedule = _schedule(clock, 0.05, random.uniform, is_fixed=True)
+    for _ in range(4):
+        schedule.hinted()
+        schedule.moved()
+    assert clock.pauses(schedule, 200) == [0.05] * 200
+
+
+@pytest.mark.parametrize("is_fixed", [False, True])
+def test_long_intervals_vary_by_a_quarter(is_fixed: bool) -> None:
+    clock = Time()
+    schedule = _schedule(clock, 4.0, random.uniform, is_fixed=is_fixed, longest=4.0)
+    pauses = clock.pauses(schedule, 200)
+    assert 3.0 <= min(pauses) < 3.3
+    assert 4.7 < max(pauses) <= 5.0
+
+
+def test_right_hints_make_polls_rare_until_one_is_missing() -> None:
+    clock = Time()
+    schedule = _schedule(clock)
+    for _ in range(3):
+        assert schedule.seconds < 30.0
+        schedule.hinted()
+        schedule.moved()
+        schedule.moved()  # the same hint announced two versions
+        schedule.pause()
+        clock.seconds += 1.0
+    assert clock.pauses(schedule, 2) == [30.0, 30.0]
+    schedule.moved()  # no hint came
+    assert clock.pauses(schedule, 1) == [1.0]
+
+
+@pytest.mark.parametrize("break_trust", [PollSchedule.distrust, lambda schedule: (schedule.hinted(), schedule.pause())])
+def test_a_failure_or_a_wrong_hint_ends_the_trust(break_trust: Callable) -> None:
+    clock = Time()
+    schedule = _schedule(clock)
+    for _ in range(3):
+        schedule.hinted()
+        schedule.moved()
+    break_trust(schedule)
+    assert schedule.seconds == 1.0
+
+
+def test_polls_after_a_hint_are_quick_while_a_cache_may_have_an_old_pointer() -> None:
+    clock = Time()
+    schedule = _schedule(clock, is_delayed=True)
+    schedule.hinted()
+    pauses = clock.pauses(schedule, 14)
+    assert pauses[:12] == [0.25] * 12, "for three seconds"
+    assert min(pauses[12:]) >= 1.0
+
+
+@pytest.mark.skipif(not hasattr(pointer, "read_pointer"), reason="pointers are not read yet")
+@pytest.mark.parametrize("poll_seconds", [None, 0.02])
+def test_a_resting_follower_sends_few_requests_and_lists_nothing(
+    monkeypatch: pytest.MonkeyPatch, poll_seconds: float | None
+) -> None:
+    shorten_waits(monkeypatch, gap_check_seconds=0.2)
+    writer = Writer(Storage("memory://"))
+    writer.snapshot()
+    point_at_the_head(writer.storage)
+    storage = beside(writer.storage)
+    predictor = Predictor(writer.model(), storage, name="p")
+    predictor.follow(poll_seconds)
+    eventually(lambda: predictor.version == 1)
+    eventually(lambda: (predictor.status().poll_seconds or 0) >= (0.02 if poll_seconds else 0.1))
+    before, began = dict(storage.requests), time.monotonic()
+    time.sleep(0.5)
+    after, seconds = dict(storage.requests), time.monotonic() - began
+    predictor.stop()
+    found = {name: after[name] - before[name] for name in after}
+    bound = seconds * (1 / 0.02 if poll_seconds else 1 / 0.075) + 2 * (seconds / 0.15 + 1) + 2
+    assert found["list"] == 0
+    assert sum(found.values()) <= bound
+
+
+def test_a_stream_without_a_pointer_is_listed_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten_waits(monkeypatch, gap_check_seconds=0.02)
+    writer = Writer(Storage("memory://"))
+    writer.snapshot()
+    storage = beside(writer.storage)
+    predictor = Predictor(writer.model(), storage)
+    predictor.follow()
+    eventually(lambda: predictor.version == 1)
+    before = storage.requests["list"]
+    time.sleep(0.5)
+    num_lists = storage.requests["list"] - before
+    predictor.stop()
+    assert 1 <= num_lists <= 8, "25 at a constant interval"
+
+
+def test_a_deleted_version_is_noticed_although_the_pointer_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten_waits(monkeypatch, gap_check_seconds=0.01, back_off_seconds=0.002)
+    writer = Writer(Storage("memory://"))
+    writer.snapshot()
+    point_at_the_head(writer.storage)
+    predictor = Predictor(writer.model(), writer.storage)
+    predictor.sync()
+    manifests = [writer.delta([number]) for number in range(3)]
+    writer.snapshot()
+    for each in manifests[:2]:
+        writer.storage.delete(f"log/{each.version:020d}.json")
+    writer.storage.delete(f"log/{1:020d}.json")  # retention deletes in ascending order
+    predictor.follow()
+    eventually(lambda: predictor.version == writer.claim.head.version)
+    predictor.stop()
+    assert predictor.status().resyncs == 1
+
+
+def test_a_claim_does_not_prove_that_the_next_version_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retention keeps claims, also when it has deleted the entry after them."""
+    shorten_waits(monkeypatch, gap_check_seconds=0.01, back_off_seconds=0.002)
+    first = Writer(Storage("memory://"))
+    first.snapshot()
+    writer = Writer(first.storage)
+    point_at_the_head(writer.storage)
+    predictor = Predictor(writer.model(), writer.storage)
+    predictor.sync()
+    assert predictor.version == writer.claim.head.version
+    deleted = writer.snapshot()
+    writer.snapshot()
+    writer.storage.delete(f"log/{deleted.version:020d}.json")
+    predictor.follow()
+    eventually(lambda: predictor.version == writer.claim.head.version)
+    predictor.stop()
+
+
+def test_hints_make_a_follower_poll_rarely() -> None:
+    writer, notifier = Writer(Storage("memory://")), LocalNotifier()
+    writer.snapshot()
+    predictor = Predictor(writer.model(), writer.storage, notifier=notifier)
+    predictor.follow()
+    for number in range(100):  # a poll may find a version just before its hint
+        eventually(lambda: predictor.version == writer.claim.head.version)
+        time.sleep(0.02)  # the follower waits
+        if predictor.status().poll_seconds == 1.0:
+            break
+        notifier.announce(writer.claim.head.stream, writer.delta([number % 20]).version)
+    assert predictor.status().poll_seconds == 1.0
+    predictor.stop()
+    assert predictor.status().poll_seconds is None
+
+
+def test_a_rare_poll_does_not_delay_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("delta_tracker.predictor.follower._BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(heartbeat_module.Pulse, "is_due", lambda self: True)
+    writer = Writer(Storage("memory://"))
+    writer.snapshot()
+    storage = beside(writer.storage)
+    predictor = Predictor(writer.model(), storage, name="p")
+    predictor.follow(3600.0)
+    eventually(lambda: predictor.version == 1)
+    before = storage.requests["write"]
+    eventually(lambda: storage.requests["write"] >= before + 3)
+    predictor.stop()
+
+
+def test_the_heartbeat_of_a_resting_follower_needs_no_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat_module.Pulse, "is_due", lambda self: True)
+    writer = Writer(Storage("memory://"))
+    writer.snapshot()
+    storage = beside(writer.storage)
+    predictor = Predictor(writer.model(), storage, name="p")
+    predictor.follow(0.2)
+    eventually(lambda: predictor.version == 1)
+    time.sleep(0.3)
+    storage.is_down = lambda number: True
+    with pytest.raises(StorageError):
+        predictor._cursor.log.read(1)
+    storage.is_down = lambda number: False
+    before = dict(storage.requests)
+    eventually(lambda: storage.requests["write"] >= before["write"] + 2)
+    predictor.stop()
+    assert storage.requests["list"] == before["list"]
+    assert storage.requests["size"] == before["size"]

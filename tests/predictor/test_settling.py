@@ -1,0 +1,315 @@
+"""Faults of a cache cost a reader over http one read past the cache, but no resync and no wrong row."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from delta_tracker import Predictor, Storage
+from delta_tracker.errors import (
+    CorruptPartError,
+    InvalidArgumentError,
+    MissingVersionError,
+    StaleCacheError,
+    StreamError,
+)
+from delta_tracker.predictor import follower
+from delta_tracker.predictor import predictor as predictor_module
+from delta_tracker.predictor.settling import Settling
+from delta_tracker.stream import pointer
+from delta_tracker.stream.cursor import Place
+from delta_tracker.stream.doubted_storage import DoubtedStorage
+from delta_tracker.stream.format.manifest import Link, Manifest
+from delta_tracker.stream.log import entry_name
+from delta_tracker.stream.maintenance.compaction import compact
+from delta_tracker.stream.pointer import POINTER_NAME
+from tests.predictor.cache_server import CacheServer, cache_server
+from tests.predictor.pointed import point_at_the_head
+from tests.predictor.serving import eventually
+from tests.predictor.waits import shorten_waits
+from tests.stream.streams import FQN, Writer
+from tests.sweeps import SWEEPS_ARE_WHOLE
+
+pytestmark = pytest.mark.skipif(not hasattr(pointer, "read_pointer"), reason="pointers are not read yet")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten_waits(monkeypatch, back_off_seconds=0.02, gap_check_seconds=0.05)
+    monkeypatch.setattr(follower, "_STALE_SECONDS", 0.02)
+    monkeypatch.setattr(predictor_module, "_SPREAD_SECONDS", 0.01)
+
+
+class Served(Writer):
+    """A stream whose pointer is written after each version, and its cache."""
+
+    def __init__(self, cache: CacheServer) -> None:
+        super().__init__(cache.origin)
+        self.cache = cache
+
+    def write(self, *args, **options) -> Manifest:
+        manifest = super().write(*args, **options)
+        point_at_the_head(self.storage)
+        return manifest
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    with cache_server(Storage("memory://")) as cache:
+        writer = Served(cache)
+        writer.snapshot()
+        yield writer
+
+
+def _predictor(served: Served, *, seconds: float = 10.0) -> tuple[Predictor, dict]:
+    """Return a predictor that holds the newest version, and its model."""
+    model = served.model()
+    predictor = Predictor(model, served.cache.url)
+    predictor._settling = Settling(seconds)
+    predictor._cursor.log.pointer._seconds = 0.0  # polls each time
+    predictor.sync()
+    return predictor, model
+
+
+def _bad_entry(cache: CacheServer, manifest: Manifest) -> str:
+    cache.flip(entry_name(manifest.version))
+    return entry_name(manifest.version)
+
+
+def _missing_entry(cache: CacheServer, manifest: Manifest) -> str:
+    cache.hold(entry_name(manifest.version))
+    return entry_name(manifest.version)
+
+
+def _short_entry(cache: CacheServer, manifest: Manifest) -> str:
+    cache.truncate(entry_name(manifest.version))
+    return entry_name(manifest.version)
+
+
+def _bad_part(cache: CacheServer, manifest: Manifest) -> str:
+    cache.flip(manifest.parts[0].name)
+    return manifest.parts[0].name
+
+
+def _missing_part(cache: CacheServer, manifest: Manifest) -> str:
+    cache.hold(manifest.parts[0].name)
+    return manifest.parts[0].name
+
+
+def _short_part(cache: CacheServer, manifest: Manifest) -> str:
+    cache.truncate(manifest.parts[0].name)
+    return manifest.parts[0].name
+
+
+_FAULTS = [_bad_entry, _missing_entry, _short_entry, _bad_part, _missing_part, _short_part]
+
+
+@pytest.mark.parametrize("fault", _FAULTS)
+@pytest.mark.parametrize("refreshes", [False, True])
+def test_an_object_that_is_wrong_in_the_cache_is_read_past_it_once(
+    served: Served, fault: Callable[[CacheServer, Manifest], str], refreshes: bool
+) -> None:
+    predictor, model = _predictor(served)
+    served.cache.refreshes = refreshes
+    name = fault(served.cache, served.delta([1, 2]))
+    assert predictor.sync() == served.claim.head.version
+    assert torch.equal(model[FQN], served.table)
+    assert predictor.status().resyncs == 0
+    assert served.cache.uncached[name] == 1
+    assert set(served.cache.uncached) <= {name, POINTER_NAME}
+    assert max(served.cache.uncached.values()) == 1
+    served.delta([3])
+    before = served.cache.uncached.total()
+    predictor.sync()
+    assert served.cache.uncached.total() == before, "the doubt is over"
+
+
+def test_several_wrong_objects_of_one_version_are_read_past_the_cache_once_each(served: Served) -> None:
+    predictor, model = _predictor(served)
+    served.cache.refreshes = False
+    manifest = served.delta([1, 2])
+    names = [_short_entry(served.cache, manifest), _bad_part(served.cache, manifest)]
+    predictor.sync()
+    assert torch.equal(model[FQN], served.table)
+    assert [served.cache.uncached[name] for name in names] == [1, 1]
+
+
+@pytest.mark.parametrize("damage", ["delete", "alter"])
+def test_a_fault_of_the_origin_is_believed_after_a_while(served: Served, damage: str) -> None:
+    predictor, model = _predictor(served, seconds=0.5)
+    manifest = served.delta([1])
+    name = manifest.parts[0].name
+    if damage == "delete":
+        served.storage.delete(name)
+    else:
+        served.storage.replace(name, b"x" * manifest.parts[0].num_bytes)
+    began = time.monotonic()
+    with pytest.raises(StaleCacheError) as stale:
+        predictor.sync()
+    assert stale.value.name == name
+    assert predictor.version == 1
+    served.snapshot()
+    with pytest.raises(StaleCacheError):
+        predictor.sync()
+    assert served.cache.uncached[name] == 1
+    predictor.follow(0.01)
+    eventually(lambda: predictor.version == served.claim.head.version)
+    assert time.monotonic() - began >= 0.5
+    predictor.stop()
+    assert torch.equal(model[FQN], served.table)
+    assert predictor.status().resyncs == 1
+    assert served.cache.uncached[name] == 1
+
+
+def test_a_stale_cache_does_not_count_as_a_failing_store(served: Served) -> None:
+    predictor, _ = _predictor(served)
+    served.storage.delete(served.delta([1]).parts[0].name)
+    for _ in range(5):  # the third failure of a store in a row would cause a resync
+        with pytest.raises(StaleCacheError):
+            predictor.sync()
+    served.snapshot()
+    with pytest.raises(StaleCacheError):
+        predictor.sync()
+    assert predictor.status().resyncs == 0
+
+
+def test_a_version_that_retention_deleted_is_not_waited_for(served: Served) -> None:
+    predictor, model = _predictor(served, seconds=3600.0)
+    manifests = [served.delta([number]) for number in range(3)]
+    newest = served.snapshot()
+    for manifest in manifests:
+        for part in manifest.parts:
+            served.storage.delete(part.name)
+        if manifest.version != 2:  # a cache still has this entry
+            served.storage.delete(entry_name(manifest.version))
+    point_at_the_head(served.storage, oldest=newest.version)
+    assert predictor.sync() == newest.version
+    assert torch.equal(model[FQN], served.table)
+
+
+def test_a_replaced_stream_is_found_after_a_while(served: Served) -> None:
+    predictor, model = _predictor(served, seconds=0.2)
+    for prefix in ("log", "parts"):
+        for name in served.storage.names(prefix):
+            served.storage.delete(name)
+            served.cache.forget(name)
+    served.storage.delete(POINTER_NAME)
+    other = Served(served.cache)
+    for number in range(3):
+        other.snapshot()
+        other.delta([number])
+    predictor.follow(0.01)
+    eventually(lambda: predictor.version == other.claim.head.version and torch.equal(model[FQN], other.table))
+    predictor.stop()
+
+
+def test_a_pointer_ahead_of_its_entry_causes_no_resync(served: Served) -> None:
+    predictor, model = _predictor(served)
+    point_at_the_head(served.storage, version=served.claim.head.version + 1)
+    for _ in range(3):
+        with contextlib.suppress(StaleCacheError):
+            predictor.sync()
+    assert sum(served.cache.uncached.values()) <= 3
+    served.cache.forget(entry_name(served.claim.head.version + 1))
+    served.delta([1])
+    eventually(lambda: _synced(predictor) == served.claim.head.version)
+    assert torch.equal(model[FQN], served.table)
+    assert predictor.status().resyncs == 0
+
+
+def _synced(predictor: Predictor) -> int | None:
+    with contextlib.suppress(StreamError):
+        predictor.sync()
+    return predictor.version
+
+
+def test_the_wait_before_a_read_past_the_cache_ends_at_stop(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predictor_module, "_SPREAD_SECONDS", 3600.0)
+    predictor, _ = _predictor(served)
+    _missing_part(served.cache, served.delta([1]))
+    predictor.follow(0.01)
+    part = served.cache.plain
+    eventually(lambda: any(name.startswith("parts/") and count > 1 for name, count in part.items()) or bool(part))
+    began = time.monotonic()
+    predictor.stop()
+    assert time.monotonic() - began < 2.0
+    assert not any(thread.name == "predictor" for thread in threading.enumerate())
+
+
+def test_directories_and_buckets_resync_at_once(tmp_path: Path) -> None:
+    writer = Writer(Storage(f"file://{tmp_path}", create=True))
+    writer.snapshot()
+    predictor = Predictor(writer.model(), writer.storage)
+    predictor.sync()
+    (tmp_path / writer.delta([1]).parts[0].name).unlink()
+    with pytest.raises(CorruptPartError):
+        predictor.sync()
+    writer.snapshot()
+    assert predictor.sync() == writer.claim.head.version
+
+
+@pytest.mark.parametrize("seed", range(200 if SWEEPS_ARE_WHOLE else 4))
+def test_random_faults_of_a_cache_cause_no_resync_and_no_storm(served: Served, seed: int) -> None:
+    chance = random.Random(seed)
+    cache, num_readers = served.cache, 3
+    cache.refreshes = chance.random() < 0.7
+    cache.control_seconds = cache.missing_seconds = 0.05
+    readers = [_predictor(served) for _ in range(num_readers)]
+    for predictor, _ in readers:
+        predictor.follow(0.01)
+    num_damaged = 0
+    for _ in range(25):
+        manifest = served.delta(sorted(chance.sample(range(20), 3)))
+        if chance.random() < 0.1:
+            manifest = served.snapshot()
+        if chance.random() < 0.1:
+            compact(served.storage, fold=1e9)
+        for _ in range(chance.choice([0, 0, 1, 2])):
+            chance.choice(_FAULTS)(cache, manifest)
+            num_damaged += 1
+        if chance.random() < 0.1:
+            cache.freeze_pointer()
+        if chance.random() < 0.3:
+            cache.forget(POINTER_NAME)
+        time.sleep(chance.choice([0.0, 0.01, 0.03]))
+    cache.forget(POINTER_NAME)
+    for predictor, model in readers:
+        eventually(lambda predictor=predictor: predictor.version == served.claim.head.version)
+        predictor.stop()
+        assert torch.equal(model[FQN], served.table)
+        assert predictor.status().resyncs == 0
+    for name, count in cache.uncached.items():
+        assert name == POINTER_NAME or count <= num_readers, f"{name} was read {count} times past the cache"
+
+
+def test_a_doubt_lasts_for_its_time_and_belongs_to_one_position() -> None:
+    now = [0.0]
+    settling, storage = Settling(10.0, clock=lambda: now[0]), Storage("http://127.0.0.1:1")
+    place = Place("0" * 32, Link(4, "0" * 32))
+    part, entry = CorruptPartError("parts/x", "short"), MissingVersionError(5, 6)
+    assert isinstance(settling.doubt(part, place, storage), DoubtedStorage)
+    assert settling.doubt(part, place, storage) is None, "once per doubt"
+    now[0] = 9.0
+    assert settling.doubt(entry, place, storage) is not None, "another object"
+    assert not settling.is_over
+    now[0] = 10.0
+    assert settling.is_over, "another kind of fault does not begin another doubt"
+    assert settling.doubt(part, Place("0" * 32, Link(5, "0" * 32)), storage) is not None
+    assert not settling.is_over
+    settling.clear()
+    assert settling.doubt(part, place, storage) is not None
+
+
+def test_a_view_is_not_for_writing() -> None:
+    view = DoubtedStorage(Storage("http://127.0.0.1:1"), ["a"])
+    with pytest.raises(StreamError):
+        view.put("a", [])
+    with pytest.raises(InvalidArgumentError):
+        view.read("../a", max_bytes=1)
