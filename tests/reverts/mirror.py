@@ -4,4 +4,116 @@ from __future__ import annotations
 
 from tests.reverts.revert import Revert
 
-REVERTS: list[Revert] = []
+_SWEEP = "tests/system/test_mirror_sweep.py::test_a_killed_mirror_leaves_a_prefix_and_is_completed"
+
+REVERTS = [
+    Revert(
+        defect="a mirror creates an entry before its objects",
+        generator=f"{_SWEEP}[False]",
+        edits={
+            "delta_tracker/stream/mirror.py": [
+                (
+                    "        self._copy_objects(entry)\n        self._create(name, data, version)\n",
+                    "        self._create(name, data, version)\n        self._copy_objects(entry)\n",
+                ),
+            ],
+        },
+    ),
+    Revert(
+        defect="a mirror trusts an object of an interrupted copy by its size",
+        generator="tests/stream/test_mirror.py::test_an_object_of_an_interrupted_copy_is_checked[0]",
+        edits={
+            "delta_tracker/stream/mirror.py": [
+                (
+                    "            for _ in self._checked(self._destination, stored):\n                pass\n",
+                    "            pass\n",
+                ),
+            ],
+        },
+    ),
+    Revert(
+        defect="a mirror continues although another program appended to the destination",
+        generator="tests/stream/test_mirror.py::test_a_mirror_stops_if_another_program_appends_to_the_destination",
+        edits={
+            "delta_tracker/stream/mirror.py": [
+                (
+                    (
+                        "        if not self._to.create_copy(name, data):\n"
+                        '            raise self._diverged(version, "another program has appended this version")\n'
+                    ),
+                    "        self._to.create_copy(name, data)\n",
+                ),
+            ],
+        },
+    ),
+    Revert(
+        defect="a mirror copies entries of another stream",
+        generator="tests/stream/test_mirror.py::test_a_mirror_stops_at_an_entry_that_does_not_follow",
+        edits={
+            "delta_tracker/stream/mirror.py": [
+                ("(entry.stream, entry.parent) == (head.stream, head.link)", "entry.stream == head.stream"),
+            ],
+        },
+    ),
+    Revert(
+        defect="a mirror copies a claim that is not part of the log",
+        generator="tests/stream/test_mirror.py::test_a_claim_whose_name_retention_had_deleted_is_not_copied",
+        edits={
+            "delta_tracker/stream/mirror.py": [
+                (
+                    (
+                        '        if entry.kind == "claim" and not self._from.is_committed(entry):\n'
+                        '            raise self._diverged(version, "the source has deleted this version")\n'
+                    ),
+                    "",
+                ),
+            ],
+        },
+    ),
+    Revert(
+        defect="a promotion keeps the id of the stream",
+        generator="tests/stream/test_promotion.py::test_a_promotion_is_a_claim_of_a_new_stream",
+        edits={
+            "delta_tracker/stream/log.py": [
+                ("secrets.token_hex(16) if before is None", "secrets.token_hex(16) if head is None"),
+            ],
+        },
+    ),
+    Revert(
+        defect="a promotion keeps the snapshots of the former stream",
+        generator="tests/stream/test_promotion.py::test_predictors_keep_their_rows_until_the_first_snapshot[False]",
+        edits={
+            "delta_tracker/stream/log.py": [
+                ("                snapshot=None if before is None", "                snapshot=None if head is None"),
+            ],
+            "delta_tracker/stream/format/parse.py": [(" or snapshot is not None\n    ):", "\n    ):")],
+        },
+    ),
+    Revert(
+        defect="a predictor continues from a store with another entry at its version",
+        generator="tests/predictor/test_sources.py::test_only_a_source_with_the_same_entry_qualifies",
+        edits={
+            "delta_tracker/predictor/sources.py": [
+                ("entry is not None and (entry.stream, entry.link) == (place.stream, place.link)", "entry is not None"),
+            ],
+        },
+    ),
+    Revert(
+        defect="random cuts lead a predictor to a store with other entries",
+        generator="tests/predictor/test_sources.py::test_random_cuts_lead_to_no_wrong_row_and_no_way_back",
+        edits={
+            "delta_tracker/predictor/sources.py": [
+                ("entry is not None and (entry.stream, entry.link) == (place.stream, place.link)", "entry is not None"),
+            ],
+        },
+    ),
+    Revert(
+        defect="a store that failed is asked at each attempt",
+        generator="tests/predictor/test_sources.py::test_a_failed_source_is_asked_again_after_a_growing_pause",
+        edits={
+            "delta_tracker/predictor/sources.py": [
+                ("if source is failed or now < source.retry_at:", "if source is failed:"),
+            ],
+        },
+    ),
+]
