@@ -187,6 +187,17 @@ _RULES = {
         "recovery/test_path.py::test_a_delta_after_other_tables_or_states_is_refused",
         "recovery/test_path.py::test_a_claim_stands_for_the_version_before_it",
     ],
+    "All objects that an entry names MUST be in the mirror": [
+        "system/test_mirror_sweep.py::test_a_killed_mirror_leaves_a_prefix_and_is_completed"
+    ],
+    "A mirror MUST NOT create an entry of its own": [
+        "stream/test_mirror.py::test_a_mirror_stops_if_another_program_appends_to_the_destination",
+        "stream/test_mirror.py::test_a_copy_has_the_same_bytes_from_the_newest_snapshot_on",
+    ],
+    "Its `stream` is new, its `generation` is one higher": [
+        "stream/test_promotion.py::test_a_promotion_is_a_claim_of_a_new_stream",
+        "stream/test_promotion.py::test_invalid_forks_are_rejected",
+    ],
 }
 
 
