@@ -24,6 +24,7 @@ from delta_tracker.errors import (
     InvalidArgumentError,
     MalformedError,
     MirrorDivergedError,
+    NewerFormatError,
     StorageError,
 )
 from delta_tracker.stream.format.digests import PieceHasher
@@ -88,6 +89,7 @@ class Mirror:
         self._head: Manifest | None = None  # newest entry of the destination
         self._is_checked = False  # that the destination is a prefix of the source
         self._checked_at = self._merged_at = float("-inf")  # monotonic times
+        self._waits_after = -1  # malformed version that was logged
         self._num_copied = 0
 
     @property
@@ -173,16 +175,19 @@ class Mirror:
     def _maintain(self, *, is_due: bool) -> None:
         """Copy merged entries each minute or if ``is_due``, and apply the retention after some entries."""
         now = time.monotonic()
-        if is_due or now - self._merged_at >= _CHECK_SECONDS:
-            self.copy_merged()
-            self._merged_at = now
-        if self._retention is not None and (self._num_copied >= _RETENTION_ENTRIES or (is_due and self._num_copied)):
-            retain(self._to, self._retention)
-            self._num_copied = 0
+        try:
+            if is_due or now - self._merged_at >= _CHECK_SECONDS:
+                self._merged_at = now
+                self.copy_merged()
+            if self._retention is not None and self._num_copied >= (1 if is_due else _RETENTION_ENTRIES):
+                self._num_copied = 0
+                retain(self._to, self._retention)
+        except MalformedError as error:  # a later pass may succeed
+            _logger.warning("merged entries or the retention were skipped: %s", error)
 
     def _step(self) -> bool:
         if not self._is_checked:
-            self._head = self._to.head()
+            self._head = self._newest()
             if self._head is not None:
                 self._check(self._head)
             self._is_checked = True
@@ -194,13 +199,18 @@ class Mirror:
         if data is None:
             self._check_now_and_then()
             return False
-        entry = parse_manifest(name, data)
+        entry = self._parsed(version, data)
+        if entry is None:
+            return False
         if self._head is None:
             self._check_first(version, entry)
         elif not self._follows(self._head, entry):
             raise self._diverged(version, f"its entry does not follow {self._head.link}")
-        if entry.kind == "claim" and not self._from.is_committed(entry):
+        is_committed = entry.kind != "claim" or self._is_committed(entry)
+        if is_committed is False:
             raise self._diverged(version, "the source has deleted this version")
+        if is_committed is None:
+            return False
         self._copy_objects(entry)
         self._create(name, data, version)
         self._head = entry
@@ -223,6 +233,85 @@ class Mirror:
         if not self._copy_merged(Merged.of(newest), head):
             return None  # the source has replaced it meanwhile: repeat
         return newest.version if self._from.read(newest.version) is not None else newest.version + 1
+
+    def _newest(self) -> Manifest | None:
+        """Return the newest entry of the destination, see :meth:`_unreadable` for a malformed one.
+
+        Raises:
+            MalformedError: if all entries are malformed.
+            StorageError: if the destination cannot be read.
+        """
+        malformed: list[tuple[int, bytes]] = []
+        fault: MalformedError | None = None
+        for version in reversed(self._to.versions()):
+            try:
+                entry = self._to.read(version)
+            except NewerFormatError:
+                raise
+            except MalformedError as error:
+                fault = error
+                data = self._destination.read(entry_name(version), max_bytes=MAX_ENTRY_BYTES)
+                malformed.append((version, b"" if data is None else data.tobytes()))
+                continue
+            for number, data in reversed(malformed) if entry is not None else ():
+                entry = _unreadable(number, data, entry)
+            return entry
+        if fault is not None:
+            raise fault
+        return None
+
+    def _parsed(self, version: int, data: bytes) -> Manifest | None:
+        """Return the next entry of the source.
+
+        The log of the source continues after an entry whose bytes were altered on the way to the store, so such an
+        entry is copied, too. None if it is malformed and no entry follows it yet.
+
+        Raises:
+            NewerFormatError: if only newer releases can read the entry.
+            MalformedError: if the entry is malformed, and not part of the log.
+            StorageError: if the source cannot be read.
+        """
+        try:
+            return parse_manifest(entry_name(version), data)
+        except NewerFormatError:
+            raise
+        except MalformedError as error:
+            if self._head is None:
+                raise
+            entry = _unreadable(version, data, self._head)
+            is_followed = self._is_followed(entry)
+            if is_followed is False:
+                raise
+            if is_followed is None and version != self._waits_after:
+                self._waits_after = version
+                _logger.warning("waiting for the entry after a malformed one: version=%d error=%s", version, error)
+            return entry if is_followed else None
+
+    def _is_committed(self, claim: Manifest) -> bool | None:
+        """Return True if a claim is part of the source's log, see :meth:`StreamLog.is_committed`.
+
+        None if only malformed entries follow it yet.
+        """
+        # Look for newer versions first, so that one committed between the two calls does not look like a gap.
+        if self._from.newest_version(claim.version) == claim.version:
+            return True
+        return self._read_entry(entry_name(claim.version + 1)) is not None and self._is_followed(claim)
+
+    def _is_followed(self, entry: Manifest) -> bool | None:
+        """Return True if the next entry of the source names ``entry`` as its parent; None if there is none.
+
+        If the next entry is malformed, the one after it decides, which is the first that can be trusted.
+        """
+        data = self._read_entry(entry_name(entry.version + 1))
+        if data is None:
+            return None
+        try:
+            following = parse_manifest(entry_name(entry.version + 1), data)
+        except NewerFormatError:
+            raise
+        except MalformedError:
+            return self._is_followed(_unreadable(entry.version + 1, data, entry))
+        return self._follows(entry, following)
 
     def _check_first(self, version: int, entry: Manifest) -> None:
         """Check the first entry of an empty destination.
@@ -256,11 +345,10 @@ class Mirror:
         data = self._read_entry(entry_name(head.version))
         if data is not None and xxhash.xxh3_128_hexdigest(data) != head.xxh3:
             raise self._diverged(head.version, "the entries have other bytes")
-        newest = self._from.head()
-        if data is None and (newest is None or newest.version < head.version):
-            found = "no version" if newest is None else f"version {newest.version}"
-            raise self._diverged(head.version, f"the newest of the source is {found}")
-        if newest is not None and newest.version > head.version and self._from.read(head.version + 1) is None:
+        has_newer = self._from.newest_version(head.version) > head.version
+        if data is None and not has_newer:
+            raise self._diverged(head.version, "the source has neither this version nor a newer one")
+        if has_newer and self._read_entry(entry_name(head.version + 1)) is None:
             raise self._diverged(head.version + 1, "the source has deleted this version")
         self._checked_at = time.monotonic()
 
@@ -384,6 +472,21 @@ class Mirror:
 
     def _diverged(self, version: int, reason: str) -> MirrorDivergedError:
         return MirrorDivergedError(self._source.url, self._destination.url, version, reason)
+
+
+def _unreadable(version: int, data: bytes, before: Manifest) -> Manifest:
+    """Return a stand-in for a malformed entry, of which only the hash counts; ``before`` is the entry before it."""
+    return Manifest(
+        stream=before.stream,
+        generation=before.generation,
+        writer=before.writer,
+        version=version,
+        kind="delta",
+        parent=before.link,
+        snapshot=before.snapshot,
+        created=before.created,
+        xxh3=xxhash.xxh3_128_hexdigest(data),
+    )
 
 
 def _useful(merged: list[Merged], head: Manifest, there: set[Merged]) -> list[Merged]:

@@ -61,12 +61,18 @@ REVERTS = [
         edits={
             "delta_tracker/stream/mirror.py": [
                 (
-                    (
-                        '        if entry.kind == "claim" and not self._from.is_committed(entry):\n'
-                        '            raise self._diverged(version, "the source has deleted this version")\n'
-                    ),
-                    "",
+                    "        if is_committed is False:\n",
+                    "        if is_committed is False and not entry.kind:\n",
                 ),
+            ],
+        },
+    ),
+    Revert(
+        defect="a mirror copies a malformed entry before the log continues after it",
+        generator="tests/stream/test_mirror.py::test_an_altered_entry_is_copied_once_the_log_continues_after_it[False]",
+        edits={
+            "delta_tracker/stream/mirror.py": [
+                ("            return entry if is_followed else None\n", "            return entry\n"),
             ],
         },
     ),
