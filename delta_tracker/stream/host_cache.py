@@ -1,25 +1,352 @@
-"""Cache of parts for the predictors of one host, in a directory that they share."""
+"""Cache of parts for the predictors of one host, in a directory that they share.
+
+The directory has the files ``objects/{key}``, which are complete, and ``drafts/{key}``, which are being fetched. The
+key is the hash, the size and the body of the part's record, so that equal parts of two streams share a file. A file in
+``objects`` never changes: it is renamed into place after it was verified, and unlinked when it is evicted or damaged.
+"""
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import logging
+import os
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from delta_tracker.stream.format.manifest import Manifest
+import numpy as np
+import xxhash
+
+from delta_tracker.errors import BrokenCacheError, CorruptPartError, InvalidArgumentError
+from delta_tracker.stream.cached_storage import CachedStorage, read_into
+from delta_tracker.stream.format.digests import PIECE_BYTES, is_piece, num_digests, piece_range
+from delta_tracker.stream.format.manifest import Manifest, Part
+from delta_tracker.stream.interruption import check
+from delta_tracker.stream.storage.local import delete_draft, identity
 from delta_tracker.stream.storage.storage import Storage
+
+_logger = logging.getLogger(__name__)
+
+_WAIT_SECONDS = 0.01  # between two looks at the file that another process fetches
+_DRAFT_SECONDS = 3600.0  # age after which the file of a dead process is deleted
+_TOUCH_SECONDS = 60.0  # a file's time of use is updated at most this often
+_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class HostCache:
     """Directory in which the processes of one host keep the parts that they read, so that each is fetched once.
 
+    One process fetches a part, and the others wait for it. If the fetching process makes no progress, for example
+    because it is suspended, they read past the cache. If it dies, another one fetches the part. Each process compares
+    every part with its record before it uses it, so that a damaged file costs one more fetch. Entries of the log are
+    not cached: a replaced log must be noticed. Fetched files are not flushed to disk.
+
+    Thread-safe. Several caches, in one or more processes, may use the same directory.
+
     Args:
-        directory: directory of the cache; created if it is missing.
-        max_bytes: maximum size of all cached parts.
+        directory: directory of the cache on a local file system; it is created with mode 0700 if it is missing.
+        max_bytes: maximum size of all files. The least recently used parts are deleted first. A part that is larger is
+            read past the cache.
+        patience_seconds: time without progress of the fetching process after which others read past the cache. A part
+            is fetched in pieces of 8 MiB, each of which is progress.
+
+    Attributes:
+        counts: number of parts that were read from the cache (``hits``), fetched into it (``misses``), and read past it
+            (``bypasses``).
+
+    Raises:
+        InvalidArgumentError: for a ``max_bytes`` below 1, or ``patience_seconds`` that are not positive and finite.
+        BrokenCacheError: if the directory cannot be created, belongs to another user, can be written by others, or is
+            on a file system without locks.
+
+    Example:
+        >>> import tempfile
+        >>> cache = HostCache(tempfile.mkdtemp(), max_bytes=10 << 30)
+        >>> cache.counts
+        {'hits': 0, 'misses': 0, 'bypasses': 0}
     """
 
-    def __init__(self, directory: str | Path, *, max_bytes: int = 32 << 30) -> None:
-        self._directory = Path(directory)
+    def __init__(self, directory: str | Path, *, max_bytes: int = 32 << 30, patience_seconds: float = 10.0) -> None:
+        if type(max_bytes) is not int or max_bytes < 1:
+            raise InvalidArgumentError("max_bytes", max_bytes, "Pass a number of bytes, 1 or more")
+        if not 0 < patience_seconds < float("inf"):
+            raise InvalidArgumentError("patience_seconds", patience_seconds, "Pass a positive number of seconds")
+        self._directory = Path(directory).absolute()
         self._max_bytes = max_bytes
+        self._patience_seconds = patience_seconds
+        self.counts = {"hits": 0, "misses": 0, "bypasses": 0}
+        self._is_broken = False
+        try:
+            self._prepare()
+        except BrokenCacheError:
+            raise
+        except OSError as error:
+            raise BrokenCacheError(str(directory), f"{type(error).__name__}: {error}") from error
 
-    def over(self, storage: Storage, manifest: Manifest) -> Storage:  # noqa: ARG002  skeleton
-        """Return a store that reads the parts of a version through the cache, and everything else from ``storage``."""
-        return storage
+    def over(self, storage: Storage, manifest: Manifest) -> Storage:
+        """Return a store that reads the parts of a version through the cache, and everything else from ``storage``.
+
+        The returned store keeps the files that it has opened until it is garbage-collected, so that an eviction does
+        not affect a version that is being applied.
+        """
+        return CachedStorage(storage, self.open, manifest.parts)
+
+    def open(self, storage: Storage, part: Part) -> int | None:
+        """Return a descriptor of a verified file with the bytes of a part, fetched from ``storage`` if it is missing.
+
+        Returns:
+            The descriptor, open for reading, which the caller closes; None if the part must be read past the cache:
+            because it does not fit, the disk is full, the directory fails (logged once until it works again), or the
+            fetching process makes no progress.
+
+        Raises:
+            CorruptPartError: if the part in ``storage`` does not match its record. Nothing is kept.
+            StorageError: if ``storage`` cannot be read.
+        """
+        if part.num_bytes > self._max_bytes:
+            return self._bypassed()
+        try:
+            descriptor = self._found(storage, part)
+        except _DirectoryError as error:
+            # The cache saves requests; without it, the predictor still gets its versions.
+            if not self._is_broken:
+                _logger.warning("read past the host cache: directory=%s error=%s", self._directory, error)
+            self._is_broken = True
+            return self._bypassed()
+        self._is_broken = False
+        return descriptor
+
+    def _found(self, storage: Storage, part: Part) -> int | None:
+        """Wait for the file of a part, or fetch it, as :meth:`open`.
+
+        Raises:
+            _DirectoryError: if the directory cannot be used.
+        """
+        seen: tuple[int, float] | None = None  # modification time of the draft, and when it was seen first
+        while True:
+            check()
+            with _own_errors():
+                descriptor = self._hit(part)
+                draft = self._lock_draft(part) if descriptor is None else None
+                progress = self._progress(part)
+            if descriptor is not None:
+                self.counts["hits"] += 1
+                return descriptor
+            if draft is not None:
+                return self._fetch(storage, part, draft)
+            now = time.monotonic()
+            if seen is None or seen[0] != progress:
+                seen = progress, now
+            elif now - seen[1] > self._patience_seconds:
+                return self._bypassed()
+            time.sleep(_WAIT_SECONDS)
+
+    def _bypassed(self) -> None:
+        self.counts["bypasses"] += 1
+
+    def _fetch(self, storage: Storage, part: Part, draft: int) -> int | None:
+        """Fetch a part into its locked draft, verify it, and rename it. Return the draft's descriptor as :meth:`open`.
+
+        The draft is deleted if it cannot be completed.
+        """
+        try:
+            with _own_errors():
+                # Another process may have completed the file between the look for it and the lock.
+                descriptor = self._hit(part)
+                has_room = descriptor is None and self._make_room(part, draft)
+            if not has_room:
+                self._drop(part, draft)
+                if descriptor is None:
+                    return self._bypassed()
+                self.counts["hits"] += 1
+                return descriptor
+            self._download(storage, part, draft)
+            with _own_errors():
+                self._draft(part).rename(self._object(part))
+        except BaseException:
+            self._drop(part, draft)
+            raise
+        self.counts["misses"] += 1
+        return draft
+
+    def _download(self, storage: Storage, part: Part, draft: int) -> None:
+        """Fill the draft of a part, and verify what was written."""
+        for begin in range(0, part.num_bytes, PIECE_BYTES):
+            check()
+            data = storage.read_range(part.name, begin, min(begin + PIECE_BYTES, part.num_bytes))
+            if data is None:
+                raise CorruptPartError(part.name, "it does not exist")
+            with _own_errors():
+                _write(draft, data.data, begin)
+        with _own_errors():
+            is_right = _is_right(draft, part)
+        if not is_right:
+            raise CorruptPartError(part.name, "its bytes do not match its record")
+
+    def _drop(self, part: Part, draft: int) -> None:
+        """Delete a locked draft, and close it, which releases the lock."""
+        with suppress(OSError):
+            self._draft(part).unlink(missing_ok=True)
+        os.close(draft)
+
+    def _hit(self, part: Part) -> int | None:
+        """Return a descriptor of the complete file of a part; None if there is none. Unlink a damaged file."""
+        path = self._object(part)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return None
+        try:
+            if _is_right(descriptor, part):
+                if time.time() - os.fstat(descriptor).st_mtime > _TOUCH_SECONDS:
+                    os.utime(descriptor)
+                return descriptor
+            with suppress(FileNotFoundError):
+                if identity(path.stat()) == identity(os.fstat(descriptor)):  # not a newer file of that name
+                    path.unlink()
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+        return None
+
+    def _lock_draft(self, part: Part) -> int | None:
+        """Return a descriptor of the locked draft of a part; None if another process has locked it."""
+        path = self._draft(part)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The process that held the lock may have renamed or deleted the file in the meantime.
+            if identity(path.stat()) == identity(os.fstat(descriptor)):
+                return descriptor
+        except (BlockingIOError, FileNotFoundError):
+            pass
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+        return None
+
+    def _progress(self, part: Part) -> int:
+        """Return the modification time of a part's draft in nanoseconds, which each piece changes; 0 if none exists."""
+        try:
+            return self._draft(part).stat().st_mtime_ns
+        except FileNotFoundError:
+            return 0
+
+    def _make_room(self, part: Part, draft: int) -> bool:
+        """Allocate the disk space of a part's draft. Return False if there is not enough, even without other parts."""
+        os.utime(draft)  # progress
+        self._evict(self._max_bytes - part.num_bytes, part)
+        if part.num_bytes == 0:
+            return True
+        try:
+            os.posix_fallocate(draft, 0, part.num_bytes)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            self._evict(0, part)
+            try:
+                os.posix_fallocate(draft, 0, part.num_bytes)
+            except OSError as again:
+                if again.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                return False
+        return True
+
+    def _evict(self, num_bytes: int, part: Part) -> None:
+        """Delete the least recently used files until the others, and other drafts, have at most ``num_bytes``."""
+        with (self._directory / "lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            drafts = dict(_sizes(self._directory / "drafts"))
+            for name, status in drafts.items():
+                if time.time() - status.st_mtime > _DRAFT_SECONDS and name != _key(part):
+                    delete_draft(self._directory / "drafts" / name)  # only if no process holds its lock
+            objects = sorted(_sizes(self._directory / "objects"), key=lambda item: item[1].st_mtime)
+            total = sum(status.st_size for name, status in drafts.items() if name != _key(part))
+            total += sum(status.st_size for _, status in objects)
+            for name, status in objects:
+                if total <= num_bytes:
+                    return
+                (self._directory / "objects" / name).unlink(missing_ok=True)
+                total -= status.st_size
+
+    def _object(self, part: Part) -> Path:
+        return self._directory / "objects" / _key(part)
+
+    def _draft(self, part: Part) -> Path:
+        return self._directory / "drafts" / _key(part)
+
+    def _prepare(self) -> None:
+        """Create the directories, and check their owner and that their file system has locks."""
+        for path in (self._directory, self._directory / "objects", self._directory / "drafts"):
+            path.mkdir(mode=0o700, parents=path == self._directory, exist_ok=True)
+            status = path.stat()
+            if status.st_uid != os.geteuid() or status.st_mode & _OTHERS:
+                raise BrokenCacheError(str(path), "it belongs to another user, or others can write to it")
+        path = self._directory / "lock"
+        with path.open("a") as first, path.open("a") as second:
+            fcntl.flock(first, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return
+        raise BrokenCacheError(str(self._directory), "its file system has no locks")
+
+
+class _DirectoryError(Exception):
+    """The directory of the cache cannot be used."""
+
+
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    """Context manager that tells the errors of the directory from those of the stream's store."""
+    try:
+        yield
+    except OSError as error:
+        raise _DirectoryError(f"{type(error).__name__}: {error}") from error
+
+
+def _key(part: Part) -> str:
+    """Return the name of a part's file. The parser of manifests has checked that it has only hex digits and counts."""
+    return f"{part.xxh3}-{part.num_bytes}-{part.body}"
+
+
+def _sizes(directory: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield the names of the regular files in a directory, and their status. Skip files that are deleted meanwhile."""
+    with os.scandir(directory) as found:
+        for entry in found:
+            with suppress(FileNotFoundError):
+                if entry.is_file(follow_symlinks=False):
+                    yield entry.name, entry.stat(follow_symlinks=False)
+
+
+def _write(descriptor: int, data: memoryview, position: int) -> None:
+    while data:
+        count = os.pwrite(descriptor, data, position)
+        position += count
+        data = data[count:]
+
+
+def _is_right(descriptor: int, part: Part) -> bool:
+    """Compare a file with the record of a part: the size, the hash and the digests of its pieces."""
+    if os.fstat(descriptor).st_size != part.num_bytes:
+        return False
+    buffer = np.empty(min(PIECE_BYTES, part.num_bytes), dtype=np.uint8)
+    whole = xxhash.xxh3_128()
+    digests = b""
+    for begin in range(part.body, part.num_bytes, PIECE_BYTES):  # in format 1, the whole part
+        piece = read_into(descriptor, buffer[: min(PIECE_BYTES, part.num_bytes - begin)], begin)
+        whole.update(piece.data)
+        digests += piece.tobytes() if part.body else b""
+    if whole.hexdigest() != part.xxh3:
+        return False
+    expected = np.frombuffer(digests, dtype=np.uint8)
+    for number in range(num_digests(part.body)) if part.body else ():
+        begin, end = piece_range(number, part.body)
+        if not is_piece(read_into(descriptor, buffer[: end - begin], begin), number, expected):
+            return False
+    return True

@@ -48,6 +48,8 @@ _CALLS = {
     "unlink": ("EIO", "EACCES"),
     "mkdir": ("EIO", "ENOSPC", "EACCES"),
     "openat": ("EIO", "ENOSPC", "EACCES"),
+    "fallocate": ("EIO", "ENOSPC"),
+    "pwrite64": ("EIO", "ENOSPC"),
 }
 _SECONDS = 60.0
 _ATTEMPTS = 5  # a fault ends after one attempt, but each thread that lists a directory counts its calls separately
@@ -129,6 +131,23 @@ def _heartbeat(stage: Stage) -> None:
     stage.action()
 
 
+def _read_through_cache(root: Path) -> torch.Tensor:
+    """Return the newest rows, read through the host cache."""
+    table = torch.full((20, 4), -1.0)
+    Predictor({"ec.embeddings.t": table}, f"file://{root}/stream", cache=root / "stream-cache").sync()
+    return table
+
+
+def _host_cache(stage: Stage) -> None:
+    stage.start()
+    (stage.root / "stream-cache").mkdir(mode=0o700)
+
+    def read() -> None:
+        assert torch.equal(_read_through_cache(stage.root), stage.writer.table)
+
+    stage.action = read
+
+
 SCENARIOS: dict[str, Callable[[Stage], None]] = {
     "claim": _claim,
     "second claim": _second_claim,
@@ -138,6 +157,7 @@ SCENARIOS: dict[str, Callable[[Stage], None]] = {
     "fold": partial(_compaction, fold=1e-9),
     "retention": _retention,
     "heartbeat": _heartbeat,
+    "host cache": _host_cache,
 }
 
 
@@ -192,6 +212,8 @@ def _check(root: Path) -> None:
         assert version >= committed, f"version {committed} is lost: {version}"
         held = states[max(each for each in states if each <= version)]
         assert torch.equal(table.view(torch.int32), held.view(torch.int32)), f"not version {version}"
+        if (root / "stream-cache").exists():
+            assert torch.equal(_read_through_cache(root), held)
     read_heartbeats(storage)
     writer = Writer(storage)
     writer.table.normal_()

@@ -1,0 +1,293 @@
+"""Hints of new versions through NATS with JetStream; requires the extra ``nats``."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from delta_tracker.errors import InvalidArgumentError, MissingExtraError
+from delta_tracker.forking import Forkable, protect
+from delta_tracker.stream.format.field_types import MAX_COUNT
+
+T = TypeVar("T")
+
+_JOIN_SECONDS = 5.0
+_MAX_DIGITS = 19
+_MAX_STREAMS = 16  # streams that one notifier listens to; the least recently used one is dropped
+_MAX_BYTES = 1 << 20  # of all hints in the server
+
+
+class NatsNotifier(Forkable):
+    """:class:`~delta_tracker.stream.notify.notifier.Notifier` that publishes a stream's newest hint on a NATS subject.
+
+    The subject is ``{subject}.{stream id}``, and its payload the version in ASCII digits. A JetStream stream with the
+    name ``subject`` keeps the last hint of each subject in memory, for readers that connect later; readers get the
+    others by plain subscriptions, so that a thousand readers need no consumers in the server. Start the server with
+    ``--jetstream``.
+
+    A thread of this object runs the connection. It starts at the first call and ends at :meth:`close`. After the
+    connection was lost, the next call connects again.
+
+    Args:
+        url: ``nats://host:port`` or ``tls://host:port``, with a user and a password if the server needs them.
+        subject: prefix of the subjects, and name of the JetStream stream: letters, digits, underscores and hyphens.
+        timeout_seconds: timeout for a connection. Each call returns within twice this time.
+
+    Raises:
+        InvalidArgumentError: for an invalid URL or subject, or a timeout that is not positive.
+        MissingExtraError: if the package ``nats-py`` is not installed.
+
+    Example::
+
+        publisher = Publisher(tracker, url, notifier=NatsNotifier("nats://broker:4222"))
+        predictor = Predictor(model, url, notifier=NatsNotifier("nats://broker:4222"))
+    """
+
+    def __init__(self, url: str, *, subject: str = "delta_tracker", timeout_seconds: float = 0.25) -> None:
+        if not isinstance(url, str) or urlsplit(url).scheme not in ("nats", "tls") or not _has_port(url):
+            # the URL may contain a password, so the error does not show it
+            raise InvalidArgumentError("url", "...", "Write it as nats://host:port or tls://host:port")
+        if not isinstance(subject, str) or not subject.replace("_", "").replace("-", "").isalnum():
+            raise InvalidArgumentError("subject", subject, "Use letters, digits, underscores and hyphens")
+        if not 0 < timeout_seconds < float("inf"):
+            raise InvalidArgumentError("timeout_seconds", timeout_seconds, "Pass a positive number of seconds")
+        self._url, self._subject, self._timeout_seconds = url, subject, timeout_seconds
+        self._client, self._api = _imported()
+        self._control = threading.Lock()  # held while the thread is started or ended
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._connection: _Connection | None = None  # used only in the thread
+        self._connecting = asyncio.Lock()  # held while a connection is opened
+        protect(self)
+
+    def announce(self, stream: str, version: int) -> None:
+        """Announce that ``version`` of the stream is committed.
+
+        Raises:
+            nats.errors.Error, OSError, TimeoutError: if the server cannot be reached or returns an error.
+        """
+
+        async def send() -> None:
+            await (await self._connected()).announce(stream, version)
+
+        self._run(send())
+
+    def wait(self, stream: str, after: int, timeout_seconds: float) -> bool:
+        """Wait until a version above ``after`` is announced. Return False if the wait times out.
+
+        The wait lasts at most ``timeout_seconds``, or the constructor's ``timeout_seconds`` if that is shorter.
+
+        Raises:
+            nats.errors.Error, OSError, TimeoutError: if the server cannot be reached or returns an error.
+        """
+        seconds = min(timeout_seconds, self._timeout_seconds)
+
+        async def hear() -> bool:
+            return await (await self._connected()).wait(stream, after, seconds)
+
+        return self._run(hear())
+
+    def close(self) -> None:
+        """Close the connection and end the thread."""
+        with self._control:
+            loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
+        if loop is None or thread is None:
+            return
+
+        async def end() -> None:
+            connection, self._connection = self._connection, None
+            if connection is not None:
+                await connection.close()
+
+        ended = asyncio.run_coroutine_threadsafe(end(), loop)
+        try:
+            ended.result(2 * self._timeout_seconds)
+        except Exception:  # noqa: BLE001  the server may not answer; the connection ends with the thread
+            ended.cancel()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(_JOIN_SECONDS)
+
+    def after_fork_in_child(self) -> None:
+        """Forget the thread and the connection, which belong to the parent process."""
+        self._control = threading.Lock()
+        self._loop = self._thread = self._connection = None
+
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the thread, and return its result."""
+        try:
+            with self._control:
+                if self._loop is None:
+                    self._loop, self._connecting = asyncio.new_event_loop(), asyncio.Lock()
+                    self._thread = threading.Thread(target=_serve, args=(self._loop,), name="nats hints", daemon=True)
+                    self._thread.start()
+                running: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        except BaseException:
+            coroutine.close()
+            raise
+        try:
+            return running.result(2 * self._timeout_seconds)
+        except BaseException:
+            running.cancel()
+            raise
+
+    async def _connected(self) -> _Connection:
+        """Return the connection; open a new one if there is none or it was lost."""
+        async with self._connecting:
+            if self._connection is None or self._connection.is_lost:
+                self._connection = None
+                connection = _Connection(self._subject, self._api, self._timeout_seconds)
+                await connection.open(self._client(), self._url)
+                self._connection = connection
+            return self._connection
+
+
+class _Connection:
+    """Connection to the server, with the newest hints that it has received. Used in one thread.
+
+    Args:
+        subject: prefix of the subjects.
+        api: module ``nats.js.api``.
+        seconds: timeout of a request.
+    """
+
+    def __init__(self, subject: str, api: Any, seconds: float) -> None:  # noqa: ANN401  a module
+        self._subject, self._api, self._seconds = subject, api, seconds
+        self._client: Any = None
+        self._newest: dict[str, int] = {}  # stream id to the newest version that was announced
+        self._subscriptions: dict[str, Any] = {}
+        self._changed = asyncio.Condition()
+        self._subscribing = asyncio.Lock()
+
+    @property
+    def is_lost(self) -> bool:
+        """True if the connection was lost or closed."""
+        return bool(self._client.is_closed)
+
+    async def open(self, client: Any, url: str) -> None:  # noqa: ANN401  a nats.aio.client.Client
+        """Connect, and create the JetStream stream if it is missing."""
+
+        async def ignore(_: Exception) -> None:
+            """The next call raises the error."""
+
+        self._client = client
+        try:
+            await client.connect(
+                url,
+                allow_reconnect=False,
+                connect_timeout=self._seconds,
+                max_reconnect_attempts=1,
+                reconnect_time_wait=0,
+                error_cb=ignore,
+            )
+            await self._client.jetstream(timeout=self._seconds).add_stream(
+                name=self._subject,
+                subjects=[f"{self._subject}.*"],
+                max_msgs_per_subject=1,
+                max_bytes=_MAX_BYTES,
+                storage=self._api.StorageType.MEMORY,
+            )
+        except BaseException:
+            await self._client.close()
+            raise
+
+    async def announce(self, stream: str, version: int) -> None:
+        """Publish a version, unless a higher one was announced."""
+        await self._subscribe(stream)
+        if version > self._newest[stream]:
+            context = self._client.jetstream(timeout=self._seconds)
+            await context.publish(f"{self._subject}.{stream}", str(version).encode(), timeout=self._seconds)
+            await self._saw(stream, version)
+
+    async def wait(self, stream: str, after: int, seconds: float) -> bool:
+        """Wait until a version above ``after`` is announced; return False after ``seconds``."""
+        await self._subscribe(stream)
+
+        async def changed() -> None:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._newest.get(stream, -1) > after)
+
+        if self._newest.get(stream, -1) > after:
+            return True
+        try:
+            await asyncio.wait_for(changed(), seconds)
+        except TimeoutError:
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._client.close()
+
+    async def _subscribe(self, stream: str) -> None:
+        """Listen to the hints of a stream, and read its last one."""
+        async with self._subscribing:
+            if stream in self._subscriptions:
+                self._subscriptions[stream] = self._subscriptions.pop(stream)  # the most recently used one
+                return
+
+            async def hear(message: Any) -> None:  # noqa: ANN401  a nats.aio.msg.Msg
+                await self._saw(stream, _version(message.data))
+
+            name = f"{self._subject}.{stream}"
+            subscription = await self._client.subscribe(name, cb=hear)
+            try:
+                context = self._client.jetstream(timeout=self._seconds)
+                last = _version((await context.get_last_msg(self._subject, name)).data)
+            except importlib.import_module("nats.js.errors").NotFoundError:
+                last = -1
+            await self._saw(stream, last)
+            self._subscriptions[stream] = subscription
+            if len(self._subscriptions) > _MAX_STREAMS:
+                oldest = next(iter(self._subscriptions))
+                await self._subscriptions.pop(oldest).unsubscribe()
+                self._newest.pop(oldest, None)
+
+    async def _saw(self, stream: str, version: int) -> None:
+        async with self._changed:
+            self._newest[stream] = max(version, self._newest.get(stream, -1))
+            self._changed.notify_all()
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    """Run an event loop until it is stopped, then cancel what is left and close it."""
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        loop.run_until_complete(asyncio.sleep(0))  # a closed transport closes its socket in the next turn
+    finally:
+        asyncio.set_event_loop(None)
+        loop.close()
+
+
+def _version(data: bytes) -> int:
+    """Return the version in a payload; -1 if the payload is no version."""
+    if not 1 <= len(data) <= _MAX_DIGITS or not data.isdigit():
+        return -1
+    version = int(data)
+    return version if version <= MAX_COUNT else -1
+
+
+def _has_port(url: str) -> bool:
+    """Return True if a URL has a host and, if it has a port, a valid one."""
+    parts = urlsplit(url)
+    try:
+        return bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+
+
+def _imported() -> tuple[Any, Any]:
+    try:
+        importlib.import_module("nats")
+        return importlib.import_module("nats.aio.client").Client, importlib.import_module("nats.js.api")
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("nats", "nats") from error
