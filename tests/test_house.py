@@ -86,6 +86,7 @@ _TESTED_THROUGH = {
     "sharding.torchrec_api": "tracker.test_tracker",
     "sharding.untraced": "sharding.test_kernel_hooks",
     "sharding.weights": "tracker.test_modes",
+    "stream.cached_storage": "stream.test_host_cache",
     "stream.claimed": "recovery.test_standby",
     "stream.cursor": "predictor.test_resync",
     "stream.doubted_storage": "predictor.test_settling",

@@ -28,6 +28,7 @@ class PredictorGauges:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._num_requests: dict[str, int] = {}  # requests by operation that the counters have
+        self._num_cached: dict[str, int] = {}  # the same for the host cache
 
     def begin(self, faults: Iterable[type[Exception]]) -> None:
         """Initialize the fault counters to 0, and report the lag at each collection of metrics.
@@ -88,6 +89,15 @@ class PredictorGauges:
             if num_requests > before:
                 self._recorder.store_requests.cell(operation=operation).add(num_requests - before)
                 self._num_requests[operation] = num_requests
+        for result, count in status.cache.items():
+            before = self._num_cached.get(result, 0)
+            counter = {
+                "hits": self._recorder.cache_hits,
+                "misses": self._recorder.cache_misses,
+                "bypasses": self._recorder.cache_bypasses,
+            }[result]
+            counter.cell().add(count - before)
+            self._num_cached[result] = count
         if status.poll_seconds is None:
             self._recorder.poll_seconds.remove()
         else:

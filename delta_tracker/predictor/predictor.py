@@ -300,6 +300,7 @@ class Predictor(Forkable):
             admitted=self._num_admitted,
             evicted=self._num_evicted,
             requests=dict(requests),
+            cache={} if self._cache is None else dict(self._cache.counts),
             poll_seconds=self._follower.poll_seconds,
         )
 

@@ -19,7 +19,7 @@ from tests.forked import start
 from tests.stream.streams import FQN, Writer
 
 _ROWS, _DIM = 330_000, 16  # 21 MB: three pieces
-_SECONDS = 60.0
+_SECONDS = 30.0
 
 
 class Watched(Storage):

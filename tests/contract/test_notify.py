@@ -332,6 +332,15 @@ def test_nats_keeps_one_hint_of_a_stream_and_ignores_other_messages(nats_url: st
     assert not [thread for thread in threading.enumerate() if thread.name == "nats hints"]
 
 
+def test_a_reader_that_connects_to_nats_later_gets_the_last_hint(nats_url: str, stream: str) -> None:
+    first, later = (NatsNotifier(nats_url, timeout_seconds=LONG / 4) for _ in range(2))
+    first.announce(stream, 7)
+    assert later.wait(stream, 6, LONG)
+    assert not later.wait(stream, 7, 0.01)
+    for each in (first, later):
+        each.close()
+
+
 def test_nats_in_a_forked_process(nats_url: str, stream: str) -> None:
     notifier = NatsNotifier(nats_url, timeout_seconds=LONG / 4)
     notifier.announce(stream, 1)

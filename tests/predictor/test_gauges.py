@@ -52,6 +52,20 @@ def test_a_predictor_counts_admitted_and_evicted_raw_ids() -> None:
     assert status.admitted - status.evicted == int((index.owners() != NO_OWNER).sum())
 
 
+def test_a_predictor_counts_what_its_host_cache_had(tmp_path: Path) -> None:
+    monitor, writer = Monitor(), Writer(Storage("memory://"))
+    writer.snapshot()
+    figures = Figures(monitor)
+    for name, expected in {"first": (0, 2, 0), "second": (2, 0, 0)}.items():
+        predictor = Predictor(writer.model(), writer.storage, cache=tmp_path, name=name, monitor=monitor)
+        predictor.sync()
+        if name == "first":
+            writer.delta([1])
+        predictor.sync()
+        found = [figures.of(f"cache_{what}", predictor=name) for what in ("hits", "misses", "bypasses")]
+        assert tuple(found) == expected == tuple(predictor.status().cache.values())
+
+
 def test_two_predictors_have_separate_metrics() -> None:
     monitor, writers = Monitor(), [Writer(Storage("memory://")) for _ in range(2)]
     figures = Figures(monitor)

@@ -42,7 +42,7 @@ REVERTS = [
     ),
     Revert(
         defect="a reader that connects to NATS later gets no hint",
-        generator="tests/contract/test_notify.py::test_a_later_reader_gets_a_hint",
+        generator="tests/contract/test_notify.py::test_a_reader_that_connects_to_nats_later_gets_the_last_hint",
         edits={_NATS: [("            await self._saw(stream, last)\n", "            await self._saw(stream, -1)\n")]},
     ),
 ]

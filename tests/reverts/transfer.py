@@ -16,7 +16,7 @@ REVERTS = [
         edits={
             _PART: [
                 (
-                    "storage.read(part.name, max_bytes=part.num_bytes, out=self._out, transfer=self._transfer)",
+                    "storage.read(part.name, max_bytes=part.num_bytes, out=out, transfer=self._transfer)",
                     "storage.read(part.name, max_bytes=part.num_bytes, out=self._out)",
                 )
             ]

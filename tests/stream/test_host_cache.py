@@ -107,6 +107,7 @@ def test_a_part_that_is_damaged_at_its_origin_is_not_kept(tmp_path: Path) -> Non
     predictor, table = reader(writer, tmp_path)
     with pytest.raises(CorruptPartError):
         predictor.sync()
+    assert not any((tmp_path / "objects").iterdir())
     writer.storage.delete(part.name)
     with pytest.raises(CorruptPartError, match="does not exist"):
         predictor.sync()
