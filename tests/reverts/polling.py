@@ -113,10 +113,7 @@ REVERTS: list[Revert] = [
         edits={
             _CURSOR: [
                 ("self._starts() if self.allows is None else", "self._starts() if True else"),
-                (
-                    "                if self.allows is not None and not self.allows(snapshot):\n                    continue\n",
-                    "",
-                ),
+                ("if self.allows is not None and not self.allows(snapshot):", "if False:"),
             ]
         },
     ),

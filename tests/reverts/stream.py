@@ -216,8 +216,8 @@ REVERTS = [
         edits={
             "delta_tracker/stream/cursor.py": [
                 (
-                    'manifest is not None and manifest.kind == "claim" and not self.log.is_committed(manifest)',
-                    "manifest is not None and not manifest.version + 1",
+                    '        if manifest.kind == "claim" and not self.log.is_committed(manifest):',
+                    "        if not manifest.version + 1:",
                 ),
             ],
         },
