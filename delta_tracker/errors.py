@@ -670,17 +670,38 @@ class LivePublisherError(StreamError, RuntimeError):
         self.seconds = seconds
 
 
+class StandbyBehindError(StreamError, RuntimeError):
+    """A standby of the stream at ``url`` cannot apply all versions up to ``head``, for ``reason``. Nothing was claimed.
+
+    ``version`` is the last version that all its ranks have applied; None if there is none.
+    """
+
+    def __init__(self, url: str, version: int | None, head: int, reason: str) -> None:
+        at = "before its first version" if version is None else f"at version {version}"
+        super().__init__(
+            f"the standby of {url} is {at} and cannot apply version {head}: {reason.removesuffix('.')}",
+            "If the trainer is alive, publish a snapshot; otherwise, restore(...) an older version or repair the "
+            "store; force=True claims the stream nevertheless",
+        )
+        self.url = url
+        self.version = version
+        self.head = head
+        self.reason = reason
+
+
 class TakeoverFailedError(StreamError, RuntimeError):
     """The takeover of the stream at ``url`` failed with ``reason`` after it was claimed by the entry ``version``.
 
     The claim is kept, and the next call completes the takeover. Until then, the model raises :class:`FollowingError`.
+    If a version before the claim cannot be read, :func:`~delta_tracker.recovery.restore.restore` an older one instead,
+    and build the publisher with the url.
     """
 
     def __init__(self, url: str, version: int, reason: str) -> None:
         super().__init__(
             f"the takeover of {url} failed after the claim of version {version}: {reason.removesuffix('.')}",
             "The former trainer is fenced and no job trains: fix the problem and call take_over() again; the claim is "
-            "kept",
+            "kept. If a version is damaged, call restore(...) with an older version instead",
         )
         self.url = url
         self.version = version

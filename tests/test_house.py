@@ -80,6 +80,7 @@ _TESTED_THROUGH = {
     "recovery.objects": "recovery.test_restore",
     "recovery.pending": "recovery.test_path",
     "recovery.row_writer": "recovery.test_restore",
+    "recovery.serving_streams": "recovery.test_standby",
     "recovery.standby_gauges": "recovery.test_standby",
     "recovery.training_states": "recovery.test_restore",
     "sharding.dense": "publisher.test_publisher",

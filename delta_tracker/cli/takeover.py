@@ -103,6 +103,9 @@ def _silent_head(stream: Stream, silence: float) -> tuple[Manifest, float | None
         stream.storage.delete(heartbeat_path(name))  # it is not a predictor
     if signs is None:
         return head, None
+    if signs.heartbeat_seconds is not None and silence < signs.heartbeat_seconds:
+        remedy = f"The publisher leaves a heartbeat every {signs.heartbeat_seconds:g} s: pass more, or --force"
+        raise InvalidArgumentError("--silence", silence, remedy)
     if signs.silent_seconds < silence:
         head = signs.head
         raise LivePublisherError(stream.storage.url, head.generation, head.version, signs.silent_seconds)

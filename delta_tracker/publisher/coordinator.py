@@ -150,6 +150,11 @@ class Coordinator:
         self._follow(exchange(Phase.CLAIMING, Message.of(lambda: self._take_stream(claim) if self._rank == 0 else {})))
         exchange(Phase.CHECKING, Message.of(self._check_same_store))
 
+    def release(self) -> None:
+        """Let another publisher use the claim, because this one could not be built. No-op if it is not used."""
+        if self._claim is not None:
+            self._claim.release()
+
     def declare(self, messages: Sequence[Mapping[str, Any]], tables: Mapping[str, TableSpec]) -> None:
         """Write versions with the states that the ranks declare from now on.
 

@@ -123,7 +123,7 @@ class Publisher:
         RankLostError: if a rank dies, or does not build a publisher in time.
     """
 
-    def __init__(  # noqa: PLR0913  all but two have a default that most users keep
+    def __init__(  # noqa: PLR0913, PLR0915  all but two have a default that most users keep
         self,
         tracker: ModelDeltaTracker,
         url: str | Storage | ClaimedStream,
@@ -201,6 +201,7 @@ class Publisher:
             if retention is not None or compact_every is not None:
                 self._upkeep = Upkeep(self._writer.storage, retention, compact_every=compact_every)
         except BaseException:
+            self._writer.release()
             self.close()
             raise
         self._is_open = True
@@ -237,6 +238,14 @@ class Publisher:
         return self._error
 
     @property
+    def is_fenced(self) -> bool:
+        """True if a newer publisher has claimed the stream, so that this one publishes no more versions.
+
+        It becomes True on all ranks in the same call of :meth:`step`, so that all training loops end at one batch.
+        """
+        return isinstance(self._error, FencedError)
+
+    @property
     def upkeep_error(self) -> Exception | None:
         """Error of the last compaction or of the last retention.
 
@@ -265,7 +274,7 @@ class Publisher:
         If a version cannot be published, this method does not raise the error. The error is logged and kept in
         :attr:`error`, all rows stay pending, and the next version contains them. After a
         :class:`~delta_tracker.errors.FencedError` or a :class:`~delta_tracker.errors.RankLostError`, the publisher does
-        not try to publish another version.
+        not try to publish another version: end the training loop if :attr:`is_fenced`.
 
         Raises:
             InvalidArgumentError: if the publisher has no cadence or is closed, or if called from another thread or
@@ -579,7 +588,8 @@ class Publisher:
         former, self._failure = self._failure, kind_of(error)
         self._error = unraised(error)
         if self._failure != former:
-            _logger.warning("version %d was not published: %s", self.version + 1, error)
+            level = logging.ERROR if isinstance(error, FencedError) else logging.WARNING  # it ends training
+            _logger.log(level, "version %d was not published: %s", self.version + 1, error)
         self._gauges.failed(error)
         if flight is not None:
             try:

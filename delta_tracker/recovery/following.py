@@ -75,6 +75,11 @@ class Following:
         """Last version whose rows are written; None before the first, and while older rows are written again."""
         return None if self._applied is None else self._applied.version
 
+    @property
+    def newest(self) -> Manifest | None:
+        """Last entry whose rows are written, see :attr:`version`."""
+        return self._applied
+
     def applied(self) -> Manifest | None:
         """Return the entry from which a path may begin, see :func:`~delta_tracker.recovery.path.recovery_path`.
 
@@ -105,7 +110,7 @@ class Following:
                 as :func:`~delta_tracker.recovery.restore.restore` raises them.
         """
         has_moved = False
-        while time.monotonic() >= self._next_try and self._survives(self._step):
+        while time.monotonic() >= self._next_try and self._try(self._step):
             has_moved = True
             if time.monotonic() >= until:
                 break
@@ -127,7 +132,7 @@ class Following:
         self._applied = self._partial = self._cursor.place = None
         self._ahead.clear()
 
-    def _survives(self, call: Callable[[], bool]) -> bool:
+    def _try(self, call: Callable[[], bool]) -> bool:
         """Return the result of ``call``. Record an error of the store or of the stream, and return False."""
         try:
             has_moved = call()
@@ -164,9 +169,9 @@ class Following:
                 return False
             self._apply(entry)
         except _FAULTS as fault:
-            if not self._goes_around(entry):
+            if not self._finds_other_path(entry):
                 raise
-            _logger.warning("standby takes another way: %s", str(fault))
+            _logger.warning("standby continues past a version that cannot be applied: %s", str(fault))
             return True
         if self._ahead:
             self._ahead.popleft()
@@ -201,7 +206,7 @@ class Following:
         if entry.kind == "snapshot" or entry.version >= self._partial.version:
             self._partial = None
 
-    def _goes_around(self, faulty: Manifest | None) -> bool:
+    def _finds_other_path(self, faulty: Manifest | None) -> bool:
         """Find a path to the newest version that does not contain an entry. Return False if there is none.
 
         Args:
@@ -214,7 +219,7 @@ class Following:
                 return False
             self._take_path(path[1:] if applied is not None and path[0].link == applied.link else path)
         except (StorageError, *_FAULTS) as error:
-            _logger.info("standby found no other way: %s", str(error))
+            _logger.info("standby found no other path: %s", str(error))
             return False
         return bool(self._ahead)
 

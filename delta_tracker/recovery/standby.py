@@ -16,12 +16,13 @@ from torch import nn
 
 from delta_tracker.distributed import DEFAULT_TIMEOUT
 from delta_tracker.errors import (
-    FencedError,
+    CorruptPartError,
     InvalidArgumentError,
     LivePublisherError,
     MalformedError,
     NotRecoverableError,
     RestoreFailedError,
+    StandbyBehindError,
     StorageError,
     StreamError,
     StreamReplacedError,
@@ -36,15 +37,17 @@ from delta_tracker.publisher.training import Stateful
 from delta_tracker.recovery.following import Following
 from delta_tracker.recovery.job import LocalJob
 from delta_tracker.recovery.objects import Objects
+from delta_tracker.recovery.path import recovery_path
 from delta_tracker.recovery.preparation import check_model
 from delta_tracker.recovery.restore import Restoration, Restored
+from delta_tracker.recovery.serving_streams import ATTEMPTS, ServingStreams
 from delta_tracker.recovery.standby_gauges import StandbyGauges
 from delta_tracker.sharding.interrupted import mark_following, unmark
 from delta_tracker.stream.claimed import ClaimedStream
 from delta_tracker.stream.format.manifest import Link, Manifest
 from delta_tracker.stream.format.parse import parse_manifest
 from delta_tracker.stream.heartbeat import PublisherPulse, check_name
-from delta_tracker.stream.liveness import Liveness
+from delta_tracker.stream.liveness import Liveness, Signs
 from delta_tracker.stream.log import Claim, StreamLog
 from delta_tracker.stream.storage.storage import Storage, open_storage
 from delta_tracker.stream.takeover_request import read_request
@@ -53,7 +56,7 @@ from delta_tracker.tracker.tracker import ModelDeltaTracker
 
 _logger = logging.getLogger(__name__)
 
-_ATTEMPTS = 100  # claims of a stream that may be lost to versions of the former publisher
+_MIN_HEARTBEATS = 3  # a silence below this number of heartbeats is logged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -163,11 +166,12 @@ class Standby:
         )
         self._liveness = Liveness(self._storage, name)
         self._following = Following(self._log, self._job)
-        # The ids of the claims are drawn before the claims, which are found again if the store's answer is lost.
+        # The id of the claim is drawn before the claim, which is found again if the store's answer is lost.
         self._writer = secrets.token_hex(16)
-        self._serving_writers = [secrets.token_hex(16) for _ in serving]
         self._claimed: Manifest | None = None  # this job's claim of the recovery stream
         self._next_look = 0.0
+        self._shown: tuple[int | None, str | None] = None, None  # version and error of all ranks, for the heartbeat
+        self._checked_silence: tuple[float, float] | None = None  # and time between heartbeats
         self._reason = ""  # why there was no takeover
         self._ended = ""  # why no further call is possible
 
@@ -186,8 +190,9 @@ class Standby:
 
         Args:
             silence: take over when neither a version nor a heartbeat of the trainer's publisher was seen for more than
-                this number of seconds, by the store's clock, and all ranks can read the store. None to take over only
-                if ``delta-tracker takeover`` was called. The same on all ranks.
+                this number of seconds, by the store's clock. None to take over only if ``delta-tracker takeover`` was
+                called. The same on all ranks. In both cases, the stream is claimed only while no rank has an
+                :attr:`error`, because the takeover could not be completed.
 
         Raises:
             NotRecoverableError: on all ranks with ``version`` None, if there is no stream, or if its publisher is
@@ -202,19 +207,25 @@ class Standby:
         with self._meeting("Standby.follow(...)") as exchange:
             while True:
                 messages = exchange.exchange(Phase.FOLLOWING, Message.of(lambda: self._turn(silence)))
-                check_alike(messages, "silence", failed=RestoreFailedError)
+                check_alike(messages, "call", failed=RestoreFailedError)
                 verdict = messages[0]["verdict"]
                 self._raise_if_nothing(verdict)
-                # A rank that cannot read the store could not complete the takeover.
-                if verdict.get("is_due") and all(message["reads"] for message in messages):
+                self._shown = _lowest(messages), _first(messages, "obstacle") or None
+                is_due = verdict.get("is_due", False)
+                # A takeover that has begun goes on as soon as all ranks can read the store.
+                reason = _first(messages, "outage" if verdict.get("is_own") else "obstacle") if is_due else ""
+                if is_due and not reason:
                     began = time.monotonic()
-                    claimed = self._claim(exchange, verdict)
+                    found = exchange.exchange(Phase.CHECKING, Message.of(self._serving_obstacle))
+                    reason = _first(found, "obstacle")
+                    claimed = None if reason else self._claim(exchange, verdict)
                     if isinstance(claimed, ClaimedStream):
                         return self._complete(exchange, claimed, began)
-                    self._log_once(f"standby continues to follow: {claimed}")
-                elif any(message["has_moved"] for message in messages):
-                    continue
-                time.sleep(self._look_seconds)
+                    reason = reason or str(claimed)
+                if reason:
+                    self._log_once(f"standby does not take over: {reason}")
+                if not any(message["has_moved"] for message in messages):
+                    time.sleep(self._look_seconds)
 
     def sync(self) -> int | None:
         """Apply the versions that are committed, on all ranks. A collective.
@@ -231,11 +242,11 @@ class Standby:
         with self._meeting("Standby.sync()") as exchange:
             self._following.retry()
             while True:
-                messages = exchange.exchange(Phase.FOLLOWING, Message.of(self._advanced))
+                messages = exchange.exchange(Phase.FOLLOWING, Message.of(lambda: self._advanced("sync()")))
+                check_alike(messages, "call", failed=RestoreFailedError)
                 if not any(message["has_moved"] for message in messages):
                     break
-            versions = [message["version"] for message in messages]
-            return None if None in versions else min(versions)
+            return _lowest(messages)
 
     def take_over(self, *, force: bool = False, silence: float = 30.0) -> Takeover:
         """Take over now. A collective.
@@ -244,12 +255,13 @@ class Standby:
         claim.
 
         Args:
-            force: True to fence a publisher that may be alive.
+            force: True to fence a publisher that may be alive, also if this standby cannot apply its last version.
             silence: without ``force``, number of seconds without a version or heartbeat of the publisher, by the
                 store's clock, after which it is considered dead.
 
         Raises:
             LivePublisherError: on all ranks, if the publisher is alive, or if another job claimed the stream meanwhile.
+            StandbyBehindError: on all ranks, without ``force``, if a version cannot be applied. Nothing was claimed.
             StorageError: if the store fails. If the stream was claimed nevertheless, the next call uses that claim.
             NotRecoverableError, TakeoverFailedError, InvalidArgumentError, RestoreFailedError, RankLostError: as
                 :meth:`follow` raises them.
@@ -258,11 +270,15 @@ class Standby:
         with self._meeting("Standby.take_over(...)") as exchange:
             judge = Message.of(lambda: self._judged(force=force, silence=silence))
             messages = exchange.exchange(Phase.FOLLOWING, judge)
-            check_alike(messages, "force", failed=RestoreFailedError)
+            check_alike(messages, "call", failed=RestoreFailedError)
             verdict = messages[0]["verdict"]
             self._raise_if_nothing(verdict)
             if "live" in verdict:
                 raise LivePublisherError(self._storage.url, *verdict["live"])
+            if not verdict["is_own"]:
+                if not force:
+                    self._catch_up(exchange, messages[0]["call"], verdict["after"][0])
+                exchange.exchange(Phase.CHECKING, Message.of(self._check_serving))
             claimed = self._claim(exchange, verdict)
             if not isinstance(claimed, ClaimedStream):
                 raise claimed
@@ -287,14 +303,12 @@ class Standby:
         job = self._job
         job.check()
         check_name(name)
-        if isinstance(self._serving_urls, str | Storage) or not isinstance(self._serving_urls, Sequence):
-            raise InvalidArgumentError("serving", self._serving_urls, "Pass a list of urls")
         if not 0 <= self._look_seconds < threading.TIMEOUT_MAX:
             raise InvalidArgumentError("look_seconds", self._look_seconds, "Pass seconds, 0 or more")
         check_model(job)
         self._storage = open_storage(url)
         self._log = StreamLog(self._storage)
-        self._serving = [open_storage(each, create=True) for each in self._serving_urls]
+        self._serving = ServingStreams(self._log, self._serving_urls)
         return {
             "ignore": f"ignore={sorted(map(str, job.ignore))}",
             "serving": f"{len(self._serving)} serving streams",
@@ -303,20 +317,78 @@ class Standby:
     def _turn(self, silence: float | None) -> dict[str, Any]:
         """Apply versions for about the time of a look. On rank 0, decide on a takeover."""
         self._check_open()
-        if silence is not None and not 0 <= silence < threading.TIMEOUT_MAX:
-            raise InvalidArgumentError("silence", silence, "Pass seconds, 0 or more, or None")
+        if silence is not None:
+            _check_silence(silence)
         has_moved = self._following.advance(time.monotonic() + self._look_seconds)
-        verdict = self._decided(silence) if self._is_first else {}
-        reads = not isinstance(self._following.error, StorageError)
-        return {"silence": f"silence={silence}", "has_moved": has_moved, "reads": reads, "verdict": verdict}
+        error = self._following.error
+        obstacle = "" if error is None else _text(error)
+        if not obstacle and self.version is not None and not self._serving.is_checked:
+            obstacle = self._serving_obstacle()["obstacle"]
+        return {
+            "call": f"follow(silence={silence})",
+            "has_moved": has_moved,
+            "version": self.version,
+            "obstacle": obstacle,  # why this rank could not complete a takeover
+            "outage": obstacle if isinstance(error, StorageError) else "",
+            "verdict": self._decided(silence) if self._is_first else {},
+        }
 
-    def _advanced(self) -> dict[str, Any]:
-        """Apply versions for about the time of a look, and raise the error that ended this."""
+    def _advanced(self, call: str, *, raises: bool = True) -> dict[str, Any]:
+        """Apply versions for about the time of a look, and raise the error that ended this.
+
+        Args:
+            call: text of the call.
+            raises: False to raise only errors of the store.
+        """
         self._check_open()
         has_moved = self._following.advance(time.monotonic() + self._look_seconds)
-        if self._following.error is not None:
-            raise unraised(self._following.error)
-        return {"has_moved": has_moved, "version": self.version}
+        error = self._following.error
+        if error is not None and (raises or isinstance(error, StorageError)):
+            raise unraised(error)
+        obstacle = "" if error is None else _text(error)
+        return {"call": call, "has_moved": has_moved, "version": self.version, "obstacle": obstacle}
+
+    def _catch_up(self, exchange: Exchange, call: str, head: int) -> None:
+        """Apply the versions that are committed, on all ranks.
+
+        Args:
+            exchange: communication with the other ranks.
+            call: text of the call.
+            head: newest version.
+
+        Raises:
+            StorageError: if this rank cannot read the store.
+            StandbyBehindError: on all ranks, if a rank cannot apply a version.
+            RestoreFailedError: if another rank failed.
+        """
+        self._following.retry()
+        while True:
+            messages = exchange.exchange(Phase.FOLLOWING, Message.of(lambda: self._advanced(call, raises=False)))
+            if not any(message["has_moved"] for message in messages):
+                break
+        if reason := _first(messages, "obstacle"):
+            raise StandbyBehindError(self._storage.url, _lowest(messages), head, reason)
+
+    def _check_serving(self) -> dict[str, Any]:
+        """Check the serving streams against the last applied version or, before the first, against the newest one."""
+        if not len(self._serving):
+            return {}
+        version = self._following.newest
+        if version is None:
+            try:
+                version = recovery_path(self._log)[-1]
+            except (MalformedError, NotRecoverableError) as error:
+                _logger.info("the ids of the serving streams are not checked: %s", str(error))
+        self._serving.check(version)
+        return {}
+
+    def _serving_obstacle(self) -> dict[str, Any]:
+        """Check the serving streams. Return an error of the store, and raise it if they are other streams."""
+        try:
+            self._check_serving()
+        except (CorruptPartError, MalformedError, StorageError) as error:
+            return {"obstacle": _text(error)}
+        return {"obstacle": ""}
 
     def _decided(self, silence: float | None) -> dict[str, Any]:
         """Return the decision of rank 0 whether to take over now. Looks at the store at most once per interval."""
@@ -324,14 +396,16 @@ class Standby:
             return {}
         self._next_look = time.monotonic() + self._look_seconds
         try:
-            signs = self._liveness.look()
+            signs = self._liveness.look(*self._shown)
             if signs is None:
                 return {"nothing": "the stream is empty"}
             request = read_request(self._storage, signs.head, signs.last)
         except (MalformedError, StorageError) as error:
             self._log_once(f"standby cannot look at the publisher: {error}")
             return {}
-        self._gauges.saw(self.version, signs.head)
+        if silence is not None:
+            self._check_interval(silence, signs)
+        self._gauges.saw(self._shown[0], signs.head)
         is_silent = silence is not None and signs.silent_seconds > silence
         if request is None and not is_silent and not self._is_own(signs.head):
             return {}
@@ -340,11 +414,12 @@ class Standby:
     def _judged(self, *, force: bool, silence: float) -> dict[str, Any]:
         """Return the decision of rank 0 whether it may take over."""
         self._check_open()
-        if not 0 <= silence < threading.TIMEOUT_MAX:
-            raise InvalidArgumentError("silence", silence, "Pass seconds, 0 or more")
+        _check_silence(silence)
         verdict: dict[str, Any] = {}
         if self._is_first:
-            signs = None if force else self._liveness.look()
+            signs = None if force else self._liveness.look(*self._shown)
+            if signs is not None:
+                self._check_interval(silence, signs)
             head = signs.head if signs is not None else self._log.head() if force else None
             if head is None:
                 verdict = {"nothing": "the stream is empty"}
@@ -352,7 +427,7 @@ class Standby:
                 verdict = {"live": [head.generation, head.version, signs.silent_seconds]}
             else:
                 verdict = self._due(head, is_forced=force)
-        return {"force": f"force={bool(force)}, silence={silence}", "verdict": verdict}
+        return {"call": f"take_over(force={bool(force)}, silence={silence})", "verdict": verdict}
 
     def _due(self, head: Manifest, *, is_forced: bool) -> dict[str, Any]:
         """Return the decision to take over, if there is a version.
@@ -368,6 +443,7 @@ class Standby:
             "after": [head.version, head.xxh3],
             "generation": head.generation,
             "is_forced": bool(is_forced),
+            "is_own": self._is_own(head),
         }
 
     def _is_own(self, head: Manifest) -> bool:
@@ -377,6 +453,24 @@ class Standby:
     def _raise_if_nothing(self, verdict: Mapping[str, Any]) -> None:
         if "nothing" in verdict:
             raise NotRecoverableError(self._storage.url, None, verdict["nothing"])
+
+    def _check_interval(self, silence: float, signs: Signs) -> None:
+        """Check a number of seconds of silence against the time between two heartbeats of the publisher.
+
+        Raises:
+            InvalidArgumentError: if it is lower, so that a live publisher looks dead.
+        """
+        seconds = signs.heartbeat_seconds
+        if seconds is None or self._checked_silence == (silence, seconds):
+            return
+        if silence < seconds:
+            remedy = (
+                f"The publisher leaves a heartbeat every {seconds:g} s: pass at least {_MIN_HEARTBEATS * seconds:g}"
+            )
+            raise InvalidArgumentError("silence", silence, remedy)
+        if silence < _MIN_HEARTBEATS * seconds:
+            _logger.warning("a live publisher may look dead: silence=%g heartbeat_seconds=%g", silence, seconds)
+        self._checked_silence = silence, seconds
 
     def _log_once(self, reason: str) -> None:
         """Log on rank 0 why there is no takeover, unless the last call had the same reason."""
@@ -435,7 +529,7 @@ class Standby:
         writer, after = self._new_writer(), Link(*verdict["after"])
         if not verdict["is_forced"]:
             return self._log.claim(after=after, writer=writer)
-        for _ in range(_ATTEMPTS):
+        for _ in range(ATTEMPTS):
             head = self._log.head()
             if head is None:
                 raise StreamReplacedError(self._storage.url, after.version)
@@ -445,7 +539,7 @@ class Standby:
                 return self._log.claim(after=head.link, writer=writer)
             except LivePublisherError:
                 continue  # the former publisher has committed a version
-        raise StorageError(self._storage.url, f"lost {_ATTEMPTS} claims to versions of the former publisher")
+        raise StorageError(self._storage.url, f"lost {ATTEMPTS} claims to versions of the former publisher")
 
     def _new_writer(self) -> str:
         """Return the id of the next claim: that of the last one, unless another publisher has followed it."""
@@ -459,8 +553,9 @@ class Standby:
         """Restore the version before the claim, and claim the serving streams. Removes the mark of the model."""
         try:
             pulse = PublisherPulse(self._storage) if self._is_first else None
-            restored = self._restore(exchange, claimed, lambda: None if pulse is None else pulse.leave(claimed.entry))
-            serving = [self._claim_serving(exchange, claimed, number) for number in range(len(self._serving))]
+            restored, serving = self._restore_and_claim(
+                exchange, claimed, lambda: None if pulse is None else pulse.leave(claimed.entry)
+            )
         except Exception as error:
             self._gauges.failed(error)
             reason = f"{type(error).__name__}: {str(error).removesuffix('.')}"
@@ -476,8 +571,10 @@ class Standby:
             _logger.warning("took over at version %d in %.1f s: url=%s", version, seconds, url)
         return Takeover(restored=restored, recovery=claimed, serving=tuple(serving), seconds=seconds)
 
-    def _restore(self, exchange: Exchange, claimed: ClaimedStream, beat: Callable[[], None]) -> Restored:
-        """Restore the newest version before the claim."""
+    def _restore_and_claim(
+        self, exchange: Exchange, claimed: ClaimedStream, beat: Callable[[], None]
+    ) -> tuple[Restored, list[ClaimedStream]]:
+        """Restore the newest version before the claim, and claim the serving streams."""
         applied: Manifest | None = None
 
         def check() -> dict[str, Any]:
@@ -496,49 +593,50 @@ class Standby:
         restoration = Restoration(exchange, self._storage, version, self._job, applied=applied, keeps_mark=True)
         try:
             restored = restoration.run()
+            beat()
+            serving = [self._claim_serving(exchange, claimed, number) for number in range(len(self._serving))]
         except BaseException:
             if restoration.plan is not None:
                 self._following.overwritten(restoration.plan)
             raise
-        beat()
-        return restored
+        return restored, serving
 
     def _claim_serving(self, exchange: Exchange, claimed: ClaimedStream, number: int) -> ClaimedStream:
         """Claim a serving stream, unless another job has claimed the recovery stream."""
-        storage = self._serving[number]
         claim: Claim | None = None
 
         def act() -> dict[str, Any]:
             nonlocal claim
             if not self._is_first:
                 return {}
-            storage.probe()
-            claim = self._serving_claim(storage, claimed.entry, self._serving_writers[number])
+            claim = self._serving.claim(number, claimed.entry)
             return {"entry": claim.data.decode()}
 
         found = exchange.exchange(Phase.CLAIMING, Message.of(act))[0]
         entry = claim.head if claim is not None else parse_manifest("claim of rank 0", found["entry"].encode())
-        return ClaimedStream(storage=storage, claim=claim, entry=entry)
+        return ClaimedStream(storage=self._serving.storage(number), claim=claim, entry=entry)
 
-    def _serving_claim(self, storage: Storage, recovery: Manifest, writer: str) -> Claim:
-        """Claim a serving stream on rank 0.
 
-        The order of the reads keeps a job that was suspended from fencing the job that has taken over from it: that job
-        claims the recovery stream first. If its claim of the serving stream is not the head yet, it comes later.
+def _check_silence(silence: float) -> None:
+    """Check a number of seconds of silence.
 
-        Raises:
-            FencedError: if another job has claimed the recovery stream.
-            StorageError: if the store fails.
-        """
-        log = StreamLog(storage)
-        for _ in range(_ATTEMPTS):
-            head = log.head()
-            newest = self._log.head()
-            if newest is None or newest.link != recovery.link:
-                owner = recovery if newest is None else newest
-                raise FencedError(recovery.generation, owner.generation, owner.version)
-            try:
-                return log.claim(after=None if head is None else head.link, writer=writer)
-            except LivePublisherError:
-                continue  # the former publisher has committed a version
-        raise StorageError(storage.url, f"lost {_ATTEMPTS} claims to versions of the former publisher")
+    Raises:
+        InvalidArgumentError: if it is invalid.
+    """
+    if type(silence) not in (int, float) or not 0 < silence < threading.TIMEOUT_MAX:
+        raise InvalidArgumentError("silence", silence, "Pass seconds above 0, at least three heartbeats")
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _first(messages: Sequence[Mapping[str, Any]], key: str) -> str:
+    """Return the first text under a key with its rank; "" if all ranks have none."""
+    return next((f"rank {rank} has {each[key]}" for rank, each in enumerate(messages) if each[key]), "")
+
+
+def _lowest(messages: Sequence[Mapping[str, Any]]) -> int | None:
+    """Return the lowest version that a rank has applied; None if a rank has applied none."""
+    versions = [message["version"] for message in messages]
+    return None if None in versions else min(versions)

@@ -2,11 +2,50 @@
 
 from __future__ import annotations
 
-from delta_tracker.errors import RankLostError, RestoreFailedError, StorageError
+from delta_tracker.errors import (
+    CorruptPartError,
+    FencedError,
+    InvalidArgumentError,
+    MalformedError,
+    MissingVersionError,
+    NotRecoverableError,
+    RankLostError,
+    ReservedConsumerError,
+    RestoreFailedError,
+    RestoreMismatchError,
+    StateRejectedError,
+    StorageError,
+    StreamReplacedError,
+    TableMismatchError,
+    UnsafeStoreError,
+    UnsupportedModuleError,
+    UnsupportedOptimizerError,
+    UnsupportedTableError,
+)
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.stream.format.manifest import Manifest
 
-_FAILURES = (RankLostError, RestoreFailedError, StorageError)
+_FAILURES = (
+    CorruptPartError,
+    FencedError,
+    InvalidArgumentError,
+    MalformedError,
+    MissingVersionError,
+    NotRecoverableError,
+    RankLostError,
+    ReservedConsumerError,
+    RestoreFailedError,
+    RestoreMismatchError,
+    StateRejectedError,
+    StorageError,
+    StreamReplacedError,
+    TableMismatchError,
+    UnsafeStoreError,
+    UnsupportedModuleError,
+    UnsupportedOptimizerError,
+    UnsupportedTableError,
+)
+_OTHER = "other"  # reason of an error of another class
 
 
 class StandbyGauges:
@@ -20,8 +59,8 @@ class StandbyGauges:
     def __init__(self, recorder: Recorder, *, counts_versions: bool) -> None:
         self._recorder = recorder
         self._counts_versions = counts_versions
-        for failure in _FAILURES:  # alerts then see the first one
-            recorder.takeover_failures.cell(reason=failure.__name__)
+        for reason in (*(failure.__name__ for failure in _FAILURES), _OTHER):  # alerts then see the first one
+            recorder.takeover_failures.cell(reason=reason)
         if counts_versions:
             recorder.takeovers.cell()
 
@@ -37,14 +76,18 @@ class StandbyGauges:
         self._recorder.standby_lag_versions.set(head.version - (-1 if version is None else version))
 
     def took_over(self, seconds: float) -> None:
-        """Count a takeover. No-op on ranks that do not count versions."""
+        """Count a takeover, and remove the gauges. No-op on ranks that do not count versions."""
         if self._counts_versions:
+            for gauge in (self._recorder.standby_version, self._recorder.standby_lag_versions):
+                gauge.remove()
             self._recorder.takeovers.cell().add(1)
             self._recorder.takeover_seconds.cell().add(seconds)
 
     def failed(self, error: Exception) -> None:
         """Count a takeover that failed after the claim."""
-        self._recorder.takeover_failures.cell(reason=type(error).__name__).add(1)
+        kinds = type(error).__mro__
+        reason = next((failure.__name__ for failure in _FAILURES if failure in kinds), _OTHER)
+        self._recorder.takeover_failures.cell(reason=reason).add(1)
 
     def close(self) -> None:
         """Stop recording and remove the gauges."""

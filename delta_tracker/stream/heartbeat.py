@@ -237,7 +237,13 @@ def leave_publisher_heartbeat(storage: Storage, beat: PublisherHeartbeat) -> Non
 
 
 def publisher_beat_time(storage: Storage, head: Manifest) -> float | None:
-    """Return when the publisher of an entry left its last heartbeat, in Unix seconds by the store's clock.
+    """Return the time of the last heartbeat of the publisher of an entry, see :func:`see_publisher`; None if none."""
+    seen = see_publisher(storage, head)
+    return None if seen is None else seen[1]
+
+
+def see_publisher(storage: Storage, head: Manifest) -> tuple[PublisherHeartbeat, float | None] | None:
+    """Return the last heartbeat of the publisher of an entry, and its time in Unix seconds by the store's clock.
 
     Returns None if there is none of the same generation and claim, or if it is malformed, which is logged.
 
@@ -254,7 +260,7 @@ def publisher_beat_time(storage: Storage, head: Manifest) -> float | None:
         _logger.warning("ignored malformed heartbeat: name=%s error=%s", name, str(error)[:_MAX_TEXT])
         return None
     is_its = (beat.stream, beat.generation, beat.writer) == (head.stream, head.generation, head.writer)
-    return response.modified if is_its else None
+    return (beat, response.modified) if is_its else None
 
 
 class PublisherPulse:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from delta_tracker.errors import StorageError
 from delta_tracker.stream.format.manifest import Manifest
-from delta_tracker.stream.heartbeat import Heartbeat, check_name, heartbeat_path, leave_heartbeat, publisher_beat_time
+from delta_tracker.stream.heartbeat import Heartbeat, check_name, heartbeat_path, leave_heartbeat, see_publisher
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage, Transfer
 
@@ -22,12 +22,14 @@ class Signs:
         head: newest entry.
         silent_seconds: time since the newest entry or, if it is later, its publisher's last heartbeat, by the store's
             clock.
+        heartbeat_seconds: time between two heartbeats of the publisher; None if it has left none.
         last: time of that entry or heartbeat, in Unix seconds by the store's clock.
     """
 
     head: Manifest
     silent_seconds: float
     last: float
+    heartbeat_seconds: float | None
 
 
 class Liveness:
@@ -51,10 +53,14 @@ class Liveness:
         self._log = StreamLog(storage)
         self._head: Manifest | None = None  # newest entry of the last look
 
-    def look(self) -> Signs | None:
+    def look(self, version: int | None = None, error: str | None = None) -> Signs | None:
         """Return the signs of life; None if there is no stream.
 
         Leaves a heartbeat first, so that a sign of life during the look makes the publisher look alive.
+
+        Args:
+            version: version of the observer, for its heartbeat; None if it has none.
+            error: error of the observer, for its heartbeat; None if it has none.
 
         Raises:
             MalformedError: if the newest entry does not follow the format.
@@ -62,26 +68,26 @@ class Liveness:
         """
         if not self._storage.has_directory("log"):
             return None
-        now = self._store_time()
+        now = self._store_time(version, error)
         head = self._head = self._newest()
         if head is None:
             return None
-        beat = publisher_beat_time(self._storage, head)
-        last = max((time for time in (head.modified, beat) if time is not None), default=now)
-        return Signs(head, max(0.0, now - last), last)
+        beat, modified = see_publisher(self._storage, head) or (None, None)
+        last = max((time for time in (head.modified, modified) if time is not None), default=now)
+        return Signs(head, max(0.0, now - last), last, None if beat is None else beat.seconds)
 
-    def _store_time(self) -> float:
+    def _store_time(self, version: int | None, error: str | None) -> float:
         """Leave a heartbeat, and return its modification time."""
         head = self._head
         beat = Heartbeat(
             name=self._name,
             time=time.time(),
             stream=None if head is None else head.stream,
-            version=None if head is None else head.version,
-            lag_versions=None,
+            version=version,
+            lag_versions=None if head is None or version is None else max(0, head.version - version),
             lag_seconds=None,
             resyncs=0,
-            error=None,
+            error=error,
         )
         leave_heartbeat(self._storage, beat)
         response = Transfer()

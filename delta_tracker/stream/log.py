@@ -512,6 +512,10 @@ class Claim:
             raise InvalidArgumentError("url", "a used claim", "Build the publisher with the url")
         self._is_used = True
 
+    def release(self) -> None:
+        """Let another publisher use this claim, because the one that was to use it could not be built."""
+        self._is_used = False
+
     @property
     def head(self) -> Manifest:
         """Newest entry of this generation."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ from unittest import mock
 from torch import distributed as dist
 
 from delta_tracker import Predictor, Publisher, Standby, Takeover
-from delta_tracker.errors import StorageError
+from delta_tracker.errors import StorageError, UnsafeStoreError
 from delta_tracker.monitor import Monitor
 from delta_tracker.publisher import coordinator
 from delta_tracker.recovery import plan, preparation
@@ -38,6 +41,8 @@ NUM_MORE = 3  # batches that are trained after a takeover
 
 class Job(Trainer):
     """Trainer that can stand by."""
+
+    last: Publisher  # the publisher after a takeover
 
     def standby(self, path: str, **kwargs: Any) -> Standby:
         arguments = {
@@ -191,11 +196,13 @@ def overtaken(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> li
     barrier()
     trainer.train(1)
     last = publisher.publish()
-    with mock.patch.object(type(standby._liveness), "look", return_value=before):
-        messages = [attempt(partial(standby.take_over, silence=0.0))]
+    late = None if before is None else replace(before, silent_seconds=100.0)
+    with mock.patch.object(type(standby._liveness), "look", return_value=late):
+        messages = [attempt(standby.take_over)]
     assert log_of(path).head() == last
     assert standby.sync() == last.version
-    taken = standby.take_over(silence=0.0)
+    make_silent(path)
+    taken = standby.take_over()
     check_successor(trainer, publisher, job, taken, trainer.held())
     return messages
 
@@ -316,24 +323,16 @@ def followed_until(rank: int, world_size: int, path: str, spec: dict[str, Any]) 
     barrier()
     trainer = Job(spec_of(**spec), rank)
     publisher = trainer.publisher(path)
-    messages.append(attempt(partial(job.standby(path).follow, silence=0.0)))
+    make_silent(path)
+    messages.append(attempt(partial(job.standby(path).follow, silence=30.0)))
     trainer.train(1)
     publisher.snapshot()
     standby = job.standby(path)
-    looks: list[Any] = []
-    look = Liveness.look
-
-    def looked(each: Liveness) -> Any:
-        looks.append(each)
-        if len(looks) == 3:
-            request(path, force=True)
-        return look(each)
-
     if rank == 0:  # the publisher was silent for a while
         request(path)
         PublisherPulse(Storage(f"file://{path}/stream")).leave(log_of(path).head())
     expected = trainer.held()
-    with mock.patch.object(Liveness, "look", looked):
+    with _at_the_third_look(partial(request, path, force=True)) as looks:
         taken = standby.follow()
     assert len(looks) in (0, 3), "the first request has lapsed"
     check_successor(trainer, publisher, job, taken, expected)
@@ -348,7 +347,8 @@ def followed_until(rank: int, world_size: int, path: str, spec: dict[str, Any]) 
         return following(cursor)
 
     with mock.patch.object(StreamCursor, "next", unreachable) if rank == world_size - 1 else nullcontext():
-        silent = other.follow(silence=0.0)
+        make_silent(path)
+        silent = other.follow(silence=30.0)
     assert len(calls) > 2 or rank < world_size - 1, "a rank that is cut off prevents the claim"
     assert silent.recovery.entry.generation == taken.recovery.entry.generation + 1
     assert silent.seconds > 0
@@ -388,6 +388,139 @@ def asked_once(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> l
     assert not same(other.held(), expected)
     check_successor(job, found[0], other, taken, job.held())
     return [attempt(publisher.publish)]
+
+
+@contextmanager
+def _at_the_third_look(act: Callable[[], object]) -> Iterator[list[Any]]:
+    """Context manager that calls ``act`` before the third look at the publisher. Yields a list of the looks so far."""
+    looks: list[Any] = []
+    look = Liveness.look
+
+    def looked(each: Liveness, *args: Any, **kwargs: Any) -> Any:
+        looks.append(each)
+        if len(looks) == 3:
+            act()
+        return look(each, *args, **kwargs)
+
+    with mock.patch.object(Liveness, "look", looked):
+        yield looks
+
+
+def make_silent(path: str) -> None:
+    """Let the publisher have been silent for 100 s. A collective."""
+    barrier()
+    if dist.get_rank() == 0:
+        for each in (*(Path(path) / "stream").glob("log/*"), *(Path(path) / "stream").glob("publishers/*")):
+            os.utime(each, (time.time() - 100, time.time() - 100))
+    barrier()
+
+
+def stuck(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> list[str]:
+    """A standby that cannot apply the newest version does not take over until it can, or is forced to.
+
+    After a forced takeover that fails, an older version is restored.
+    """
+    job, other = Job(spec_of(**spec), rank), made(spec, rank)
+    publisher = job.publisher(path)
+    messages = []
+    for what in ("part", "entry"):
+        messages.append(_repaired(path, what, job, other, publisher))
+        job, other = other, job
+        publisher = job.last
+    standby = other.standby(path)
+    job.train(1)
+    older = publisher.publish()
+    expected = copy.deepcopy(job.held())
+    standby.sync()
+    job.train(1)
+    last = publisher.publish()
+    barrier()
+    if rank == 0:
+        (Path(path) / "stream" / last.parts[0].name).unlink()
+    barrier()
+    messages.append(attempt(partial(standby.take_over, force=True)))
+    standby.close()
+    assert attempt(publisher.publish).startswith("FencedError")
+    publisher.close()
+    other.restore(path, older.version)
+    assert same(other.held(), expected)
+    publisher = other.publisher(path)
+    other.train(1)
+    publisher.publish()
+    publisher.close()
+    job.restore(path)
+    assert same(job.held(), other.held())
+    return messages
+
+
+def _repaired(path: str, what: str, job: Job, other: Job, publisher: Publisher) -> str:
+    """Check that ``other`` takes over from ``job`` when a damaged version is repaired, and not before.
+
+    Returns:
+        The error of a takeover before.
+    """
+    is_entry, is_first = what == "entry", dist.get_rank() == 0
+    job.train(1)
+    publisher.snapshot()
+    standby = other.standby(path)
+    standby.sync()
+    job.train(1)
+    last = publisher.publish()
+    expected = job.held()
+    damaged = Path(path) / "stream" / (entry_name(last.version) if is_entry else last.parts[0].name)
+    data = damaged.read_bytes()
+    make_silent(path)
+    if is_first:
+        request(path, force=True)
+        damaged.write_bytes(b"") if is_entry else damaged.unlink()
+    barrier()
+    message = attempt(standby.take_over)
+
+    def repair() -> None:
+        damaged.write_bytes(data)
+        os.utime(damaged, (time.time() - 100, time.time() - 100))
+
+    unsafe = mock.patch.object(Storage, "probe", side_effect=[UnsafeStoreError("file:///unsafe"), None])
+    with _at_the_third_look(repair) as looks, unsafe if is_entry else nullcontext():
+        taken = standby.follow(silence=30.0)
+    assert not is_first or len(looks) > 2 + is_entry, "it took over before"
+    assert taken.recovery.entry.parent == last.link
+    assert same(other.held(), expected)
+    assert attempt(publisher.publish).startswith("FencedError")
+    publisher.close()
+    other.last = other.successor(taken)
+    return message
+
+
+def misplaced(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> list[str]:
+    """A standby with other serving streams than the trainer's claims nothing, and creates no directory."""
+    trainer, job = Job(spec_of(**spec), rank), made(spec, rank)
+    root = Path(path)
+    publisher, serving = trainer.publisher(path), Publisher(trainer.tracker, f"file://{path}/serving", "other")
+    trainer.train(1)
+    serving.publish()
+    publisher.publish()
+    if rank == 0:
+        StreamLog(Storage(f"file://{path}/another", create=True)).claim()
+        (root / "serving").rename(root / "mounted")
+    barrier()
+    messages = []
+    for name in ("serving", "another"):
+        standby = job.standby(path, serving=[f"file://{path}/{name}"])
+        messages += [attempt(partial(standby.take_over, force=True)), attempt(standby.follow)]
+        assert (root / name).exists() == (name == "another")
+    for names in (["stream"], ["mounted", "mounted"]):
+        urls = [f"file://{path}/{name}" for name in names]
+        messages.append(attempt(lambda urls=urls: job.standby(path, serving=urls)))
+    standby = job.standby(path, serving=[f"file://{path}/serving"])
+    barrier()
+    if rank == 0:
+        (root / "mounted").rename(root / "serving")
+    barrier()
+    assert publisher.publish().generation == 1, "the trainer is not fenced"
+    taken = standby.take_over(force=True)
+    assert taken.serving[0].entry.stream == serving.stream
+    return messages
 
 
 def beating(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> int:
@@ -476,21 +609,35 @@ def served(rank: int, world_size: int, path: str, spec: dict[str, Any], later: s
     return first.kind, resyncs
 
 
-def replaced(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> None:
-    """Rows of a version that was applied in part, and that is not in the log any more, do not stay."""
+def replaced(rank: int, world_size: int, path: str, spec: dict[str, Any], where: str) -> None:
+    """Rows of a version that was applied, at least in part, and that is not in the log any more, do not stay.
+
+    Args:
+        rank: this rank.
+        world_size: number of ranks.
+        path: directory.
+        spec: the model.
+        where: the step that failed: ``rows`` while the version was followed, or ``serving`` after a takeover.
+    """
     trainer, job = Job(spec_of(**spec), rank), made(spec, rank)
     publisher = trainer.publisher(path)
     trainer.train(2)
     publisher.snapshot()
-    standby = job.standby(path)
+    serving = f"file://{path}/serving"
+    StreamLog(Storage(serving, create=True)).claim()
+    standby = job.standby(path, serving=[serving])
     standby.sync()
     log = Path(path) / "stream" / "log"
     before = sorted(log.iterdir())
     trainer.train(3)
     publisher.publish()
     publisher.close()
-    with _fault("rows"):
-        assert attempt(standby.sync).startswith("StorageError")
+    if where == "rows":
+        with _fault("rows"):
+            assert attempt(standby.sync).startswith("StorageError")
+    else:
+        with _without_second_claim(serving):
+            assert attempt(partial(standby.take_over, force=True)).startswith("TakeoverFailedError")
     assert standby.version == 1
     for each in set(log.iterdir()) - set(before):  # as in a backup from before the version
         each.unlink()

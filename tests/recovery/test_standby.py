@@ -78,12 +78,35 @@ def test_one_request_lets_one_standby_take_over(two_ranks: RankPool, tmp_path: P
         assert fenced.startswith("FencedError")
 
 
+def test_a_standby_that_cannot_apply_a_version_does_not_fence_the_trainer(two_ranks: RankPool, tmp_path: Path) -> None:
+    for part, entry, failed in two_ranks.run(f"{_CASES}:stuck", path=str(tmp_path), spec=spec(2)):
+        assert part.startswith("StandbyBehindError: the standby of file://"), part
+        assert "is at version 1 and cannot apply version 2: rank " in part
+        assert "CorruptPartError" in part
+        assert "MalformedError" in entry
+        assert failed.startswith("TakeoverFailedError")
+        assert "call restore(...) with an older version" in failed
+
+
+def test_other_serving_streams_than_those_of_the_trainer_are_refused(two_ranks: RankPool, tmp_path: Path) -> None:
+    for messages in two_ranks.run(f"{_CASES}:misplaced", path=str(tmp_path), spec=spec(2)):
+        assert all(message.startswith("InvalidArgumentError: serving=") for message in messages), messages
+        missing, *_, recovery, twice = messages
+        assert "There is no stream: check the url, and that its directory is mounted" in missing
+        assert ["this is stream" in message for message in messages[2:4]] == [True, True]
+        assert "Pass each stream once, without the recovery stream" in recovery
+        assert "Pass each stream once" in twice
+
+
 def test_a_publisher_leaves_heartbeats_while_another_rank_writes(two_ranks: RankPool, tmp_path: Path) -> None:
     assert two_ranks.run(f"{_CASES}:beating", path=str(tmp_path), spec=spec(2)) == [1, 1]
 
 
-def test_rows_of_a_version_that_is_not_in_the_log_any_more_do_not_stay(one_rank: RankPool, tmp_path: Path) -> None:
-    one_rank.run(f"{_CASES}:replaced", path=str(tmp_path), spec=spec(1))
+@pytest.mark.parametrize("where", ["rows", "serving"])
+def test_rows_of_a_version_that_is_not_in_the_log_any_more_do_not_stay(
+    one_rank: RankPool, tmp_path: Path, where: str
+) -> None:
+    one_rank.run(f"{_CASES}:replaced", path=str(tmp_path), spec=spec(1), where=where)
 
 
 def test_managed_collisions_follow(two_ranks: RankPool, tmp_path: Path) -> None:

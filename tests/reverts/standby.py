@@ -7,7 +7,11 @@ from tests.reverts.revert import Revert
 _TESTS = "tests/recovery/test_standby.py::"
 _FAILED = _TESTS + "test_a_failure_after_the_claim_keeps_it_and_a_retry_completes"
 _DAMAGED = _TESTS + "test_a_missing_or_damaged_version_is_passed_by_a_snapshot"
+_STUCK = _TESTS + "test_a_standby_that_cannot_apply_a_version_does_not_fence_the_trainer"
+_MISPLACED = _TESTS + "test_other_serving_streams_than_those_of_the_trainer_are_refused"
+_CLAIMS = "[self._claim_serving(exchange, claimed, number) for number in range(len(self._serving))]"
 _STANDBY = "delta_tracker/recovery/standby.py"
+_SERVING = "delta_tracker/recovery/serving_streams.py"
 _FOLLOWING = "delta_tracker/recovery/following.py"
 
 REVERTS = [
@@ -87,12 +91,70 @@ REVERTS = [
     Revert(
         defect="a standby with a rank that cannot read the store fences the trainer",
         generator=_TESTS + "test_follow_ends_by_a_request_by_silence_or_without_a_stream",
-        edits={_STANDBY: [(' and all(message["reads"] for message in messages):\n', ":\n")]},
+        edits={
+            _STANDBY: [('_first(messages, "outage" if verdict.get("is_own") else "obstacle") if is_due else ""', '""')]
+        },
+    ),
+    Revert(
+        defect="a standby that cannot apply a version claims the stream after a request",
+        generator=_STUCK,
+        edits={_STANDBY: [('"outage" if verdict.get("is_own") else "obstacle") if is_due', '"outage") if is_due')]},
+    ),
+    Revert(
+        defect="take_over() claims the stream although a version cannot be applied",
+        generator=_STUCK,
+        edits={_STANDBY: [("                if not force:\n", "                if False:\n")]},
+    ),
+    Revert(
+        defect="a malformed head ends follow()",
+        generator=_STUCK,
+        edits={
+            _STANDBY: [
+                (
+                    "        except (MalformedError, StorageError) as error:\n            self._log_once(",
+                    "        except StorageError as error:\n            self._log_once(",
+                )
+            ]
+        },
+    ),
+    Revert(
+        defect="a standby creates the directory of a wrong serving url, and claims a new stream there",
+        generator=_MISPLACED,
+        edits={
+            _SERVING: [
+                ("open_storage(each) for each in urls]  # a", "open_storage(each, create=True) for each in urls]  # a"),
+                (
+                    '    if head is None:\n        remedy = "There is',
+                    '    if head is None:\n        return ""\n        remedy = "There is',
+                ),
+            ]
+        },
+    ),
+    Revert(
+        defect="a standby claims another serving stream than the trainer's",
+        generator=_MISPLACED,
+        edits={_SERVING: [("            if len(others) > sum(", "            if False and len(others) > sum(")]},
+    ),
+    Revert(
+        defect="rows of a failed takeover stay, although the log does not have them any more",
+        generator=_TESTS + "test_rows_of_a_version_that_is_not_in_the_log_any_more_do_not_stay",
+        edits={
+            _STANDBY: [
+                (
+                    f"            beat()\n            serving = {_CLAIMS}\n        except BaseException:\n",
+                    "            beat()\n        except BaseException:\n",
+                ),
+                (
+                    "            raise\n        return restored, serving\n",
+                    f"            raise\n        return restored, {_CLAIMS}\n",
+                ),
+            ]
+        },
     ),
     Revert(
         defect="a standby that was suspended takes the serving stream from the job that has taken over",
         generator=_TESTS + "test_a_suspended_standby_does_not_fence_the_job_that_has_taken_over",
-        edits={_STANDBY: [("after=None if head is None else head.link, writer=writer", "writer=writer")]},
+        edits={_SERVING: [("after=head.link, writer=self._writers[number]", "writer=self._writers[number]")]},
     ),
     Revert(
         defect="rows of a snapshot that was written in part stay after the next takeover",

@@ -1,0 +1,130 @@
+"""Serving streams that a trainer publishes next to its recovery stream: :class:`ServingStreams`."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+from delta_tracker.errors import FencedError, InvalidArgumentError, LivePublisherError, StorageError
+from delta_tracker.recovery.library import Library
+from delta_tracker.recovery.training_states import TrainingStates
+from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.log import Claim, StreamLog
+from delta_tracker.stream.storage.storage import Storage, open_storage
+
+ATTEMPTS = 100  # claims of a stream that may be lost to versions of the former publisher
+
+
+class ServingStreams:
+    """Serving streams of a trainer, as its standby sees them on one rank. Makes no collective call.
+
+    Args:
+        recovery: log of the recovery stream.
+        urls: urls or storages of the serving streams.
+
+    Raises:
+        InvalidArgumentError: if ``urls`` is no list, has a url twice, or has that of the recovery stream.
+        StorageError: if a store cannot be opened.
+    """
+
+    def __init__(self, recovery: StreamLog, urls: Sequence[str | Storage]) -> None:
+        if isinstance(urls, str | Storage) or not isinstance(urls, Sequence):
+            raise InvalidArgumentError("serving", urls, "Pass a list of urls")
+        self._recovery = recovery
+        self._urls = urls
+        self._storages = [open_storage(each) for each in urls]  # a wrong url must not create a directory
+        self._streams: list[str] = []  # ids of the streams, from check()
+        # The ids of the claims are drawn before the claims, which are found again if the store's answer is lost.
+        self._writers = [secrets.token_hex(16) for _ in urls]
+        self._check_distinct([recovery.storage.url, *(each.url for each in self._storages)])
+
+    def __len__(self) -> int:
+        """Return the number of streams."""
+        return len(self._urls)
+
+    @property
+    def is_checked(self) -> bool:
+        """True after :meth:`check` has succeeded."""
+        return len(self._streams) == len(self._urls)
+
+    def check(self, version: Manifest | None) -> None:
+        """Check that the streams exist, and that the trainer publishes them.
+
+        A version of the recovery stream has the positions of the streams of the tracker's other consumers. A stream
+        that is not among them is accepted only for a consumer whose position is unknown.
+
+        Args:
+            version: a version of the recovery stream; None if there is none.
+
+        Raises:
+            InvalidArgumentError: if a stream is missing, or is another one.
+            CorruptPartError, MalformedError, StorageError: if a stream or the version cannot be read.
+        """
+        storages = [open_storage(each) for each in self._urls]  # the directory may have been mounted meanwhile
+        streams = [_stream_of(each) for each in storages]
+        head = version or self._recovery.head()
+        self._check_distinct([*([] if head is None else [head.stream]), *streams])
+        if version is not None and version.training:
+            saved = Library(TrainingStates(self._recovery.storage, version)).consumers(0).values()
+            known = {each.place.get("stream") for each in saved if each.place is not None}
+            others = [number for number, stream in enumerate(streams) if stream not in known]
+            if len(others) > sum(each.place is None for each in saved):
+                number = others[0]
+                remedy = (
+                    f"Pass the streams that the trainer publishes: this is stream {streams[number]}, and version "
+                    f"{version.version} of {self._recovery.storage.url} belongs to {sorted(map(str, known)) or 'none'}"
+                )
+                raise InvalidArgumentError("serving", storages[number].url, remedy)
+        self._storages, self._streams = storages, streams
+
+    def storage(self, number: int) -> Storage:
+        """Return the store of a stream."""
+        return self._storages[number]
+
+    def claim(self, number: int, recovery: Manifest) -> Claim:
+        """Claim a stream, unless another job has claimed the recovery stream.
+
+        The order of the reads keeps a job that was suspended from fencing the job that has taken over from it: that job
+        claims the recovery stream first. If its claim of the serving stream is not the head yet, it comes later.
+
+        Args:
+            number: number of the stream.
+            recovery: claim of the recovery stream.
+
+        Raises:
+            FencedError: if another job has claimed the recovery stream.
+            InvalidArgumentError: if the stream is missing, or is another one than :meth:`check` has seen.
+            StorageError: if the store fails.
+        """
+        storage = self._storages[number]
+        storage.probe()
+        log = StreamLog(storage)
+        for _ in range(ATTEMPTS):
+            head = log.head()
+            if head is None or head.stream != self._streams[number]:
+                remedy = f"It was replaced: it was the stream {self._streams[number]}. Mount or restore it"
+                raise InvalidArgumentError("serving", storage.url, remedy)
+            newest = self._recovery.head()
+            if newest is None or newest.link != recovery.link:
+                owner = recovery if newest is None else newest
+                raise FencedError(recovery.generation, owner.generation, owner.version)
+            try:
+                return log.claim(after=head.link, writer=self._writers[number])
+            except LivePublisherError:
+                continue  # the former publisher has committed a version
+        raise StorageError(storage.url, f"lost {ATTEMPTS} claims to versions of the former publisher")
+
+    def _check_distinct(self, names: Sequence[str]) -> None:
+        if len(set(names)) < len(names):
+            urls = [each.url for each in self._storages]
+            remedy = f"Pass each stream once, without the recovery stream {self._recovery.storage.url}"
+            raise InvalidArgumentError("serving", urls, remedy)
+
+
+def _stream_of(storage: Storage) -> str:
+    """Return the id of the stream in a store."""
+    head = StreamLog(storage).head() if storage.has_directory("log") else None
+    if head is None:
+        remedy = "There is no stream: check the url, and that its directory is mounted"
+        raise InvalidArgumentError("serving", storage.url, remedy)
+    return head.stream
