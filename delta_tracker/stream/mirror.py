@@ -250,11 +250,11 @@ class Mirror:
                 raise
             except MalformedError as error:
                 fault = error
-                data = self._destination.read(entry_name(version), max_bytes=MAX_ENTRY_BYTES)
-                malformed.append((version, b"" if data is None else data.tobytes()))
+                found = self._destination.read(entry_name(version), max_bytes=MAX_ENTRY_BYTES)
+                malformed.append((version, b"" if found is None else found.tobytes()))
                 continue
-            for number, data in reversed(malformed) if entry is not None else ():
-                entry = _unreadable(number, data, entry)
+            for number, data in reversed(malformed):
+                entry = None if entry is None else _unreadable(number, data, entry)
             return entry
         if fault is not None:
             raise fault
