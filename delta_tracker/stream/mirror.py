@@ -8,12 +8,12 @@ mirror stops.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -410,23 +410,19 @@ class Mirror:
     def _copy(self, source: Storage, stored: Part | Stored) -> None:
         """Copy an object. It becomes visible only if its bytes match its record."""
         pieces = self._checked(source, stored)
-        first = next(pieces)
-        faults: list[CorruptPartError] = []  # a remote store converts the errors of what it sends
+        if stored.num_bytes <= self._memory_bytes:
+            self._destination.put(stored.name, (piece.data for piece in pieces))
+            return
 
-        def buffers() -> Iterator[memoryview]:
-            try:
-                for piece in itertools.chain([first], pieces):
-                    yield piece.data
-            except CorruptPartError as error:
-                faults.append(error)
-                raise
+        def buffers(reader: ThreadPoolExecutor) -> Iterator[memoryview]:
+            pending = reader.submit(next, pieces, None)
+            while (piece := pending.result()) is not None:
+                pending = reader.submit(next, pieces, None)
+                yield piece.data
 
-        try:
-            self._destination.put(stored.name, buffers())
-        except StorageError:
-            if faults:
-                raise faults[0] from None
-            raise
+        # obstore requests the buffers in a thread of its runtime, which must not call obstore.
+        with ThreadPoolExecutor(1) as reader:
+            self._destination.put(stored.name, buffers(reader))
 
     def _checked(self, storage: Storage, stored: Part | Stored) -> Iterator[NDArray[np.uint8]]:
         """Yield the bytes of an object, in order. The last piece is yielded only if all bytes match the record.

@@ -18,7 +18,7 @@ from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.mirror import Mirror
 from delta_tracker.stream.promotion import promote
 from delta_tracker.stream.storage.storage import Storage
-from tests.predictor.serving import Flaky, assert_holds, empty_model
+from tests.predictor.serving import Flaky, assert_holds, beside, empty_model, eventually
 from tests.stream.histories import Clock, History
 from tests.stream.streams import FQN, Writer
 from tests.sweeps import SWEEPS_ARE_WHOLE, num_examples
@@ -91,6 +91,24 @@ def test_a_predictor_continues_from_a_mirror_with_the_same_entry() -> None:
     assert mirror.step()
     assert predictor.sync() == 4
     assert torch.equal(table, writer.table)
+
+
+def test_follow_continues_from_a_mirror() -> None:
+    writer = Writer(Storage("memory://"))
+    writer.snapshot()
+    first, other = beside(writer.storage), Storage("memory://")
+    mirror = mirrored(writer, other)
+    table = torch.zeros(20, 4)
+    predictor = Predictor({FQN: table}, [first, other])
+    predictor.follow(poll_seconds=0.001)
+    eventually(lambda: predictor.version == 1)
+    cut(first, is_down=True)
+    writer.delta([1])
+    assert mirror.step()
+    eventually(lambda: predictor.version == 2 and predictor.error is None)
+    predictor.stop()
+    assert torch.equal(table, writer.table)
+    assert predictor.status().resyncs == 0
 
 
 def test_only_a_source_with_the_same_entry_qualifies() -> None:

@@ -17,9 +17,11 @@ from delta_tracker.errors import (
     MirrorDivergedError,
     MissingVersionError,
     NoSnapshotError,
+    NotRecoverableError,
     StreamReplacedError,
 )
 from delta_tracker.publisher.repair import rows_to_repair
+from delta_tracker.recovery.path import recovery_path
 from delta_tracker.stream.cursor import Place, StreamCursor
 from delta_tracker.stream.format.manifest import Fork, Manifest
 from delta_tracker.stream.format.parse import parse_manifest
@@ -29,7 +31,7 @@ from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.mirror import Mirror
 from delta_tracker.stream.promotion import promote
 from delta_tracker.stream.storage.storage import Storage
-from delta_tracker.types import ShardSpec
+from delta_tracker.types import ShardSpec, StateSpec, TableStates
 from tests.stream.streams import FQN, Writer
 
 _ALL = Retention(versions=1, grace_seconds=0.0)
@@ -207,3 +209,17 @@ def test_invalid_forks_are_rejected(writer: Writer) -> None:
         assert entry is not None
         assert replace(parsed(entry, forked_from=fields | {"version": -1}), xxh3="") == replace(entry, xxh3="")
     assert b"forked_from" not in StreamLog(writer.storage).claim().data
+
+
+def test_a_trainer_is_restored_from_a_mirror_before_the_promotion() -> None:
+    states = TableStates("ADAM", ((0, 4),), (StateSpec("momentum1", torch.float32, "columns"),))
+    writer = Writer(Storage("memory://"), states=states)
+    writer.training = [b"rank 0"]
+    writer.snapshot()
+    writer.snapshot()
+    writer.delta([1])
+    _, destination = mirrored(writer)
+    assert recovery_path(StreamLog(destination)) == recovery_path(StreamLog(writer.storage))
+    promote(destination)
+    with pytest.raises(NotRecoverableError):
+        recovery_path(StreamLog(destination))

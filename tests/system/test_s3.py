@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from delta_tracker import Predictor
-from delta_tracker.errors import FencedError, NameConflictError, StorageError, UnsafeStoreError
+from delta_tracker.errors import CorruptPartError, FencedError, NameConflictError, StorageError, UnsafeStoreError
 from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.mirror import Mirror
+from delta_tracker.stream.promotion import promote
 from delta_tracker.stream.storage.storage import Storage
 from tests.servers import S3, Proxy, free_ports, proxy
 from tests.stream.streams import FQN, Writer
@@ -211,3 +213,30 @@ def test_a_claim_that_was_altered_on_the_way_is_followed_by_another_one(
     model = writer.model()
     assert Predictor(model, storage).sync() == writer.claim.head.version == head + 4
     assert torch.equal(model[FQN], writer.table)
+
+
+def test_a_mirror_on_s3_sends_only_whole_and_intact_objects(s3: S3, url: str, bad: Proxy) -> None:
+    """An object is sent in several requests, and found to be corrupt only after the first ones."""
+    writer = Writer(Storage("memory://"), num_rows=100_000, dim=64)
+    (part,) = writer.snapshot().parts
+    assert part.num_bytes > 24 << 20, "more pieces than are read before the upload begins"
+    intact = writer.storage.read(part.name, max_bytes=part.num_bytes)
+    assert intact is not None
+    corrupt = intact.copy()
+    corrupt[0] ^= 1
+    writer.storage.replace(part.name, corrupt.tobytes())
+    destination = Storage(url, options=s3.through(bad.port))
+    mirror = Mirror(writer.storage, destination, memory_bytes=1 << 20)
+    with pytest.raises(CorruptPartError, match="do not match"):
+        mirror.step()
+    assert destination.size(part.name) is None
+    writer.storage.replace(part.name, intact.tobytes())
+    bad.lose_answers = 1
+    assert mirror.step()
+    writer.delta([1])
+    bad.lose_answers = 1
+    assert mirror.step()
+    late = writer.model()
+    Predictor(late, Storage(url, options=s3.options)).sync()
+    assert torch.equal(late[FQN], writer.table)
+    assert promote(destination).version == 3
