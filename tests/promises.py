@@ -29,7 +29,8 @@ PROMISES = {
     "each consumer has the same pending rows, with their old values and ages. A checkpoint without tracker state makes "
     "every row pending",
     "resumed": "After `restore` or a takeover by a `Standby`, at the same number of ranks and under the same plan, "
-    "training continues bit for bit. At another number of ranks, the state at the cut is equal",
+    "training continues bit for bit. At another number of ranks, the state at the cut is "
+    "equal, except for the default rows of unknown raw ids",
     "contained": "An error inside a hook never reaches the training step. It is counted, and all rows of the table "
     "become pending",
     "refused": "Invalid input is rejected whole, with a typed error that names the offender and the next step",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
 
+from delta_tracker.cli.text import count
 from delta_tracker.errors import MalformedError
 from delta_tracker.stream.format.manifest import Manifest
 
@@ -51,7 +52,9 @@ class Entry:
         part_bytes: bytes of the parts, which are what predictors read.
         num_parts: number of parts.
         tables: FQN to amount of data, for each table that has rows in this version.
-        owners: FQN to the number of rows that got a raw id, and of rows that lost theirs, for each table with raw ids.
+        owners: FQN to the number of rows that got a raw id, and of rows that lost theirs, for each table with raw ids
+            whose numbers the publisher knew.
+        num_mapped: number of tables with raw ids.
     """
 
     version: int
@@ -68,16 +71,20 @@ class Entry:
     num_parts: int
     tables: dict[str, Amount]
     owners: Mapping[str, tuple[int, int]]
+    num_mapped: int
 
     @property
-    def admitted(self) -> int:
-        """Number of rows that got a raw id, or another one."""
-        return sum(admitted for admitted, _ in self.owners.values())
+    def owner_changes(self) -> str:
+        """Numbers of rows that got a raw id or another one, and that lost theirs, as text.
 
-    @property
-    def evicted(self) -> int:
-        """Number of rows that lost their raw id."""
-        return sum(evicted for _, evicted in self.owners.values())
+        ``?`` if they are unknown, as in the first version of a publisher that continues a stream; empty without such
+        tables, as in a claim.
+        """
+        if not self.num_mapped:
+            return ""
+        if len(self.owners) < self.num_mapped:
+            return "?"
+        return " / ".join(count(sum(numbers)) for numbers in zip(*self.owners.values(), strict=True))
 
     @property
     def skew(self) -> float:
@@ -102,6 +109,7 @@ class Entry:
             len(manifest.parts),
             amounts(manifest),
             manifest.owner_changes,
+            len(manifest.identities),
         )
 
     def to_dict(self) -> dict[str, object]:

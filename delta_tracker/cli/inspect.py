@@ -24,7 +24,8 @@ Reads every entry of the log, but no rows. Predictors are listed by their heartb
 a heartbeat, and omitted after an hour. A publisher of versions with states leaves heartbeats too. Exit code 1 if an
 entry is malformed, or if a new predictor cannot reach the newest version. Times are by the store's clock; a host whose
 clock differs from it by more than a minute is reported.
-For tables with managed collisions, "ids in / out" are the numbers of raw ids that were admitted and evicted.
+For tables with managed collisions, "ids in / out" are the numbers of raw ids that were admitted and evicted, or ? if
+the publisher did not know them.
 
 \b
 Examples:
@@ -148,7 +149,7 @@ def _versions(entries: Sequence[Entry], now: float) -> Table:
             count(entry.num_rows),
             size(entry.num_bytes),
             count(entry.pending_rows),
-            *([f"{count(entry.admitted)} / {count(entry.evicted)}"] if has_owners else []),
+            *([entry.owner_changes] if has_owners else []),
         )
         for entry in entries
     )

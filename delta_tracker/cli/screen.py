@@ -157,7 +157,7 @@ def _versions(entries: Sequence[Entry], now: float) -> Table:
             cell(len(entry.tables)),
             cell(count(entry.pending_rows)),
             cell(delay),
-            *([cell(f"{count(entry.admitted)} / {count(entry.evicted)}")] if has_owners else []),
+            *([cell(entry.owner_changes)] if has_owners else []),
         )
     return made
 

@@ -203,6 +203,7 @@ class Predictor(Forkable):
         self._manifest: Manifest | None = None
         self._identities: Mapping[str, Identity] = {}  # those by which unknown raw ids are routed now
         self._begun: Manifest | None = None  # newest version that may be partly written
+        self._applying: int | None = None  # last version of which rows were written, until it is complete
         self._is_mixed = False  # True if the tables may mix rows of unrelated versions; only a snapshot repairs that
         self._pinned: int | None = None
         self._rows = self._num_bytes = self._resyncs = self._num_failures = 0
@@ -267,7 +268,7 @@ class Predictor(Forkable):
         with self._lock.reading():
             if self._is_torn:
                 raise ForkedError("rows were being written and may be torn", "Call sync() in this process first")
-            served = Served(self.version, None if self._begun is None else self._begun.version)
+            served = Served(self.version, self._applying)
             if not self._fence.devices:  # all tables are on the CPU
                 yield served
                 return
@@ -516,6 +517,7 @@ class Predictor(Forkable):
             self._identities = identities
             self._cursor.place, self._is_mixed = place, False
             self._manifest = self._begun = None
+            self._applying = None
             self._is_torn = False
             self._ways.clear()
             if self._settling is not None:
@@ -916,6 +918,7 @@ class Predictor(Forkable):
         begun = self._begun
         if begun is None or begun.stream != manifest.stream or begun.version <= manifest.version:
             self._begun = manifest
+        self._applying = manifest.version
 
     def _leaves_rows(self, manifest: Manifest) -> bool:
         """Return True if rows of another entry with the same version number may remain once ``manifest`` is applied."""
@@ -933,6 +936,7 @@ class Predictor(Forkable):
         begun = self._begun
         if begun is None or manifest.kind == "snapshot" or begun.version <= manifest.version:
             self._begun, self._is_torn = None, False
+        self._applying = None if self._begun is None else self._begun.version
 
 
 def _subject(fault: StreamError) -> str:

@@ -13,7 +13,11 @@ class Served(NamedTuple):
     version: int | None
     """Last version that was applied completely; None before the first."""
     applying: int | None
-    """Version of which only some rows are written so far; None if there is no such version."""
+    """Version of which only some rows are written so far; None if there is no such version.
+
+    If several versions were interrupted, such as a rollback after a failed version, this is the last one. Some rows may
+    then be those of the others.
+    """
 
 
 @dataclass(frozen=True, slots=True)

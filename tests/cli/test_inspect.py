@@ -212,4 +212,7 @@ def test_inspect_and_top_show_admissions_and_evictions(
         shown = cli(name, url_of(writer), *options)
         assert "ids in / out" in shown
         assert "2 / 1" in shown
+        lines = [line.split() for line in shown.splitlines() if "snapshot" in line or "claim" in line]
+        assert "?" in next(line for line in lines if line[:2] == ["1", "snapshot"])
+        assert "?" not in next(line for line in lines if line[:2] == ["0", "claim"])
     assert "ids in / out" not in cli("inspect", url_of(make(tmp_path / "t")))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from delta_tracker import Predictor
+from delta_tracker import Predictor, RowTarget
 from delta_tracker.errors import (
     CorruptPartError,
     InvalidArgumentError,
@@ -27,6 +27,7 @@ from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.storage.storage import Storage
 from tests.predictor.serving import Flaky, assert_holds, empty_model, eventually
 from tests.stream.histories import Clock, ClockedStorage, History
+from tests.stream.streams import FQN, Writer
 
 
 @pytest.fixture
@@ -355,3 +356,39 @@ def test_snapshots_that_lead_to_each_other_are_not_followed_for_ever() -> None:
     with pytest.raises(StreamReplacedError):
         predictor.sync()
     assert_holds(model, history, predictor.version)
+
+
+class _Failing(RowTarget):
+    """Table of which writes fail on request, after the first row."""
+
+    num_rows, dim, dtype, rows, columns = 20, 4, torch.float32, (0, 20), ((0, 4),)
+
+    def __init__(self) -> None:
+        self.held = torch.zeros(20, 4)
+        self.fails = False
+
+    def write(self, ids: torch.Tensor | slice, values: torch.Tensor, columns: tuple[int, int]) -> None:
+        if self.fails:
+            self.held[ids][:1] = values[:1]
+            raise OSError("out of order")
+        self.held[ids] = values
+
+
+def test_a_lookup_sees_the_version_that_a_failed_rollback_has_begun() -> None:
+    writer, target = Writer(Storage("memory://")), _Failing()
+    writer.snapshot()
+    predictor = Predictor({FQN: target}, writer.storage)
+    for row in range(3):
+        writer.delta([row])
+    predictor.sync()
+    writer.delta([3])
+    target.fails = True
+    for call, expected in ((predictor.sync, (4, 5)), (lambda: predictor.rollback(2), (4, 1)), (predictor.sync, (4, 1))):
+        with pytest.raises(OSError, match="out of order"):
+            call()
+        with predictor.reading() as view:
+            assert tuple(view) == expected
+    target.fails = False
+    assert predictor.sync() == 2
+    with predictor.reading() as view:
+        assert tuple(view) == (2, None)
