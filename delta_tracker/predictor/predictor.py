@@ -807,7 +807,7 @@ class Predictor(Forkable):
 
     def _take(self, manifest: Manifest, *, is_elsewhere: bool = False, storage: Storage | None = None) -> None:
         """Read and validate a version, then write it. See :meth:`_apply` for ``is_elsewhere``."""
-        if self._leaves_rows(manifest):
+        if self._begun is not None and self._leaves_rows(manifest):
             raise StreamReplacedError(self._storage.url, manifest.version)
         gate = self._gate if manifest.kind != "claim" else None
         receiver = self._applier.resolve(manifest)

@@ -146,10 +146,13 @@ class StreamCursor:
         if manifest.version > self._newest[0]:
             self._newest = manifest.version, now
         self._log_skew(manifest)
+        applied = self._applied
+        is_known = applied is not None and applied[0] is self.place
+        generation = applied[1] if applied is not None and is_known else self._generation(self.place)
         if (
             manifest.stream != self.place.stream
             or manifest.parent != self.place.link
-            or manifest.generation < self._generation(self.place)
+            or manifest.generation < generation
         ):
             raise StreamReplacedError(self.log.storage.url, held)
         if manifest.kind == "claim" and not self.log.is_committed(manifest):

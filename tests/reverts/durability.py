@@ -68,7 +68,7 @@ REVERTS = [
         generator="tests/stream/test_format_rules.py::test_a_generation_that_falls_is_not_applied",
         edits={
             "delta_tracker/stream/cursor.py": [
-                ("            or manifest.generation < self._generation(self.place)\n", ""),
+                ("            or manifest.generation < generation\n", ""),
             ],
         },
     ),
