@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import xxhash
@@ -31,7 +32,6 @@ from delta_tracker.stream.storage.storage import Storage
 _logger = logging.getLogger(__name__)
 
 _WAIT_SECONDS = 0.01  # between two looks at the file that another process fetches
-_DRAFT_SECONDS = 3600.0  # age after which the file of a dead process is deleted
 _TOUCH_SECONDS = 60.0  # a file's time of use is updated at most this often
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
@@ -238,41 +238,59 @@ class HostCache:
             return 0
 
     def _make_room(self, part: Part, draft: int) -> bool:
-        """Allocate the disk space of a part's draft. Return False if there is not enough, even without other parts."""
-        os.utime(draft)  # progress
-        self._evict(self._max_bytes - part.num_bytes, part)
-        if part.num_bytes == 0:
-            return True
-        try:
-            os.posix_fallocate(draft, 0, part.num_bytes)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            self._evict(0, part)
-            try:
-                os.posix_fallocate(draft, 0, part.num_bytes)
-            except OSError as again:
-                if again.errno not in (errno.ENOSPC, errno.EDQUOT):
-                    raise
+        """Reserve the size of a part's draft within ``max_bytes``, and allocate its disk space.
+
+        Returns:
+            False if there is not enough space without the other parts, or if another process holds the lock of the
+            directory without progress.
+        """
+        with self._locked() as is_locked:
+            if not is_locked or not self._evict(part):
                 return False
+            os.ftruncate(draft, part.num_bytes)  # counts for other processes once the lock is released
+        if _is_allocated(draft, part.num_bytes):
+            return True
+        with self._locked() as is_locked:
+            for name, _ in _sizes(self._directory / "objects") if is_locked else ():
+                (self._directory / "objects" / name).unlink(missing_ok=True)
+        return _is_allocated(draft, part.num_bytes)
+
+    def _evict(self, part: Part) -> bool:
+        """Delete the least recently used files until ``max_bytes`` holds a part. The directory must be locked.
+
+        Returns:
+            False if the drafts of other parts leave too little; nothing is deleted then but drafts of dead processes.
+        """
+        num_bytes = self._max_bytes - part.num_bytes
+        for name, status in _sizes(self._directory / "drafts"):
+            if name != _key(part) and not delete_draft(self._directory / "drafts" / name):  # it is being written
+                num_bytes -= status.st_size
+        if num_bytes < 0:
+            return False
+        objects = sorted(_sizes(self._directory / "objects"), key=lambda item: item[1].st_mtime)
+        total = sum(status.st_size for _, status in objects)
+        for name, status in objects:
+            if total <= num_bytes:
+                break
+            (self._directory / "objects" / name).unlink(missing_ok=True)
+            total -= status.st_size
         return True
 
-    def _evict(self, num_bytes: int, part: Part) -> None:
-        """Delete the least recently used files until the others, and other drafts, have at most ``num_bytes``."""
-        with (self._directory / "lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            drafts = dict(_sizes(self._directory / "drafts"))
-            for name, status in drafts.items():
-                if time.time() - status.st_mtime > _DRAFT_SECONDS and name != _key(part):
-                    delete_draft(self._directory / "drafts" / name)  # only if no process holds its lock
-            objects = sorted(_sizes(self._directory / "objects"), key=lambda item: item[1].st_mtime)
-            total = sum(status.st_size for name, status in drafts.items() if name != _key(part))
-            total += sum(status.st_size for _, status in objects)
-            for name, status in objects:
-                if total <= num_bytes:
-                    return
-                (self._directory / "objects" / name).unlink(missing_ok=True)
-                total -= status.st_size
+    @contextmanager
+    def _locked(self) -> Iterator[bool]:
+        """Context manager that locks the directory; its value is False if another process holds the lock too long."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        descriptor = os.open(self._directory / "lock", flags, 0o600)
+        deadline = time.monotonic() + self._patience_seconds
+        try:
+            while not (is_locked := _is_locked(descriptor)) and time.monotonic() < deadline:
+                check()
+                time.sleep(_WAIT_SECONDS)
+            yield is_locked
+        finally:
+            # A process that was forked meanwhile has the descriptor too, so that closing it does not release the lock.
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            os.close(descriptor)
 
     def _object(self, part: Part) -> Path:
         return self._directory / "objects" / _key(part)
@@ -289,12 +307,10 @@ class HostCache:
                 raise BrokenCacheError(str(path), "it belongs to another user, or others can write to it")
         path = self._directory / "lock"
         with path.open("a") as first, path.open("a") as second:
-            fcntl.flock(first, fcntl.LOCK_EX)
-            try:
-                fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return
-        raise BrokenCacheError(str(self._directory), "its file system has no locks")
+            has_locks = not (_is_locked(first) and _is_locked(second))  # another process may hold the lock
+            fcntl.flock(first, fcntl.LOCK_UN)
+        if not has_locks:
+            raise BrokenCacheError(str(self._directory), "its file system has no locks")
 
 
 class _DirectoryError(Exception):
@@ -322,6 +338,27 @@ def _sizes(directory: Path) -> Iterator[tuple[str, os.stat_result]]:
             with suppress(FileNotFoundError):
                 if entry.is_file(follow_symlinks=False):
                     yield entry.name, entry.stat(follow_symlinks=False)
+
+
+def _is_locked(file: int | IO[str]) -> bool:
+    """Lock a file if no other descriptor has locked it, and return whether it is locked now."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_allocated(descriptor: int, num_bytes: int) -> bool:
+    """Allocate the disk space of a file; return False if the disk or the user's quota is full."""
+    try:
+        if num_bytes:
+            os.posix_fallocate(descriptor, 0, num_bytes)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        return False
+    return True
 
 
 def _write(descriptor: int, data: memoryview, position: int) -> None:

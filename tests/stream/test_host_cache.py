@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import math
+import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -218,3 +220,56 @@ def test_files_are_closed_with_the_version(tmp_path: Path) -> None:
         writer.delta([step])
         predictor.sync()
     assert len(list(Path("/proc/self/fd").iterdir())) <= before + 1
+
+
+def test_a_process_that_holds_the_lock_of_the_directory_blocks_nobody(tmp_path: Path) -> None:
+    writer = Writer(Counted())
+    writer.snapshot()
+    cache = HostCache(tmp_path, patience_seconds=0.05)
+    with (tmp_path / "lock").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)  # as a process does that is suspended while it deletes old parts
+        with ThreadPoolExecutor(1) as threads:
+            try:
+                predictor, table = reader(writer, cache)
+                threads.submit(predictor.sync).result(20)
+                threads.submit(HostCache, tmp_path).result(20)
+            finally:
+                fcntl.flock(held, fcntl.LOCK_UN)
+    assert torch.equal(table, writer.table)
+    assert cache.counts == {"hits": 0, "misses": 0, "bypasses": 1}
+    assert not any((tmp_path / "drafts").iterdir())
+
+
+def test_parts_that_are_fetched_at_once_stay_within_the_limit(tmp_path: Path) -> None:
+    writer = Writer(Counted(), num_rows=1000)
+    parts = []
+    for _ in range(2):
+        parts.append(writer.snapshot().parts[0])
+        writer.change(list(range(1000)))
+    max_bytes = 3 * parts[0].num_bytes // 2
+    caches = [HostCache(tmp_path, max_bytes=max_bytes) for _ in parts]
+
+    class Nested(Storage):
+        """Store that opens the other part through another cache while it serves the first."""
+
+        def read_range(self, name: str, begin: int, end: int) -> Any:
+            assert caches[1].open(writer.storage, parts[1]) is None
+            return writer.storage.read_range(name, begin, end)
+
+    opened = caches[0].open(Nested("memory://"), parts[0])
+    assert opened is not None
+    os.close(opened)
+    assert sum(path.stat().st_size for path in files(tmp_path)) <= max_bytes
+    assert caches[1].counts == {"hits": 0, "misses": 0, "bypasses": 1}
+
+
+def test_the_draft_of_a_dead_process_takes_no_room(tmp_path: Path) -> None:
+    writer = Writer(Counted(), num_rows=1000)
+    size = writer.snapshot().parts[0].num_bytes
+    cache = HostCache(tmp_path, max_bytes=size)
+    (tmp_path / "drafts" / f"0123-{size}-0").write_bytes(bytes(size))
+    predictor, table = reader(writer, cache)
+    predictor.sync()
+    assert torch.equal(table, writer.table)
+    assert cache.counts == {"hits": 0, "misses": 1, "bypasses": 0}
+    assert not any((tmp_path / "drafts").iterdir())
