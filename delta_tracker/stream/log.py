@@ -20,7 +20,7 @@ the versions that it replaces.
 
 from __future__ import annotations
 
-import re
+import random
 import secrets
 import time
 from collections import deque
@@ -38,49 +38,27 @@ from delta_tracker.errors import (
     NameConflictError,
     NewerFormatError,
     NotDurableError,
+    StaleCacheError,
     StorageError,
     StreamReplacedError,
     unraised,
 )
+from delta_tracker.stream.entry_names import Merged, entry_name
 from delta_tracker.stream.format.manifest import Fork, Link, Manifest
 from delta_tracker.stream.format.parse import parse_manifest
-from delta_tracker.stream.pointer import PointerView
+from delta_tracker.stream.interruption import sleep
+from delta_tracker.stream.log_index import ListedIndex, LogIndex, PointedIndex
+from delta_tracker.stream.pointer import HeadPointer, PointerView
 from delta_tracker.stream.storage.storage import Storage, Transfer, back_off
 
-_DIGITS = 20  # zero-padded, so that names sort by version, up to 2**63
 _CLAIM_ATTEMPTS = 100  # attempts that may be lost to other publishers
 _ALTERATIONS = 3  # consecutive altered claims that are created; each stays in the log
 _REFUSALS = 5  # attempts at one name that the store refuses, although its listing does not show the name
 _MAX_REFUSED = 16  # malformed entries that are remembered
 MAX_ENTRY_BYTES = 64 << 20  # a manifest has about 300 bytes per rank and table
-_ENTRY_NAME = re.compile(rf"log/([0-9]{{{_DIGITS}}})\.json")
-_MERGED_NAME = re.compile(rf"merged/([0-9]{{{_DIGITS}}})-([0-9]{{{_DIGITS}}})-(delta|snapshot)\.json")
-
-
-@dataclass(frozen=True, slots=True)
-class Merged:
-    """Reference to a merged entry, which replaces the versions ``first`` to ``last``.
-
-    Args:
-        last: last replaced version.
-        first: first replaced version; 0 for a snapshot.
-        kind: ``delta`` or ``snapshot``.
-    """
-
-    last: int
-    first: int
-    kind: str
-
-    @property
-    def name(self) -> str:
-        """Name of the entry in the store; names sort by ``last``."""
-        return f"merged/{self.last:0{_DIGITS}d}-{self.first:0{_DIGITS}d}-{self.kind}.json"
-
-    @classmethod
-    def of(cls, manifest: Manifest) -> Merged:
-        """Return the reference to a merged entry."""
-        first = 0 if manifest.parent is None else manifest.parent.version + 1
-        return cls(manifest.version, first, manifest.kind)
+_PROBE_SECONDS = 10.0  # after which a reader over http asks for an entry that the pointer does not show
+_DOUBT_SECONDS = 10.0  # between two reads of an entry past the caches
+_SPREAD_SECONDS = 1.0  # readers that meet the same fault of a cache spread their requests over this time
 
 
 class StreamLog:
@@ -97,30 +75,87 @@ class StreamLog:
         self.storage = storage
         self.is_listed = storage.lists
         self.pointer = PointerView(storage)
+        self._index: LogIndex = ListedIndex(storage) if self.is_listed else PointedIndex(self.pointer)
+        self._awaited: tuple[int, float] | None = None  # version of may_have(), and monotonic time to ask for it
+        self._doubted: tuple[str, float] | None = None  # entry read past the caches last, and the monotonic time
         self._parsed: tuple[str, Manifest] | None = None  # name and manifest of the entry that was read last
         # Names, hashes and errors of malformed entries, which readers read again and again.
         self._refused: deque[tuple[str, str, MalformedError]] = deque(maxlen=_MAX_REFUSED)
 
-    def may_have(self, version: int) -> bool:  # noqa: ARG002  skeleton
-        """Return False if the entry of a version need not be requested yet, by the pointer."""
-        return True
+    def may_have(self, version: int) -> bool:
+        """Return False if the entry of a version need not be requested yet, by the pointer.
 
-    def newest_version(self, after: int, *, past_cache: bool = False) -> int:  # noqa: ARG002  skeleton
-        """Return the newest version at or above ``after``."""
-        return max(self.versions(after=after), default=after)
+        A request for an entry that does not exist yet leaves a "not found" in caches, which the next reader then gets
+        although the entry exists. Over http, the answer is True if the pointer reaches the version, and otherwise once
+        every 10 to 15 seconds, because the publisher may be unable to write the pointer.
+
+        Raises:
+            StorageError: if the pointer object cannot be read.
+        """
+        if self.is_listed:
+            return True
+        pointer = self.pointer.newest()
+        if pointer is not None and pointer.version >= version:
+            return True
+        now, awaited = time.monotonic(), self._awaited
+        if awaited is not None and awaited[0] == version and now < awaited[1]:
+            return False
+        self._awaited = version, now + _PROBE_SECONDS * random.uniform(1, 1.5)  # noqa: S311  no secret
+        return awaited is not None and awaited[0] == version
+
+    def newest_version(self, after: int, *, past_cache: bool = False) -> int:
+        """Return the newest version at or above ``after``, without a listing.
+
+        Over http, it is that of the pointer and of the entries read so far. Otherwise, the entries above the pointer's
+        are looked for by name: the result is exact if no entry between is missing, and takes one request if there is
+        none. If ``after`` is negative and there is no pointer, the log is listed.
+
+        Args:
+            after: a version of the log, or -1.
+            past_cache: True to read the pointer now, past all caches.
+
+        Raises:
+            StorageError: if the store cannot be read.
+        """
+        pointer = self.pointer.newest(past_cache=past_cache)
+        pointed = -1 if pointer is None else pointer.version
+        if not self.is_listed:
+            return max(after, pointed)
+        if pointed > after and self._has(pointed):
+            after = pointed
+        if after < 0:
+            return max(self.versions(after=after), default=after)
+        present, step = after, 1
+        while self._has(present + step):
+            present, step = present + step, 2 * step
+        missing = present + step
+        while missing - present > 1:
+            middle = (present + missing) // 2
+            present, missing = (middle, missing) if self._has(middle) else (present, middle)
+        return present
+
+    def _has(self, version: int) -> bool:
+        return self.storage.size(entry_name(version)) is not None
 
     def read(self, version: int) -> Manifest | None:
         """Return the entry of a version, None if it does not exist.
+
+        Over http, entries below the oldest one of the pointer do not exist: a cache may still have them, but not their
+        parts or successors.
 
         Raises:
             MalformedError: if the entry does not follow the format, belongs to another version, or is a merged entry.
                 It is a :class:`NewerFormatError` if only newer releases can read the entry.
             StorageError: if the store cannot be read.
         """
+        if not self.is_listed and (pointer := self.pointer.newest(is_due=False)) and version < pointer.oldest:
+            return None
         name = entry_name(version)
         manifest = self._read(name)
         if manifest is not None and (manifest.version != version or manifest.merges is not None):
             raise MalformedError(name, f"it is the entry of version {manifest.version}, merged: {manifest.merges}")
+        if manifest is not None and not self.is_listed:
+            self._index.saw(manifest)
         return manifest
 
     def versions(self, *, after: int = -1) -> list[int]:
@@ -138,17 +173,19 @@ class StreamLog:
 
         Lists the log as :meth:`versions` does, with the same errors.
         """
-        found = self.storage.objects("log", after=entry_name(after) if after >= 0 else None)
-        matches = [(_ENTRY_NAME.fullmatch(stored.name), stored.modified) for stored in found]
-        return {int(match[1]): modified for match, modified in matches if match is not None}
+        return self._index.listed(after)
 
     def head(self) -> Manifest | None:
         """Return the newest entry, None if the store is empty.
 
         Raises:
             MalformedError: if an entry does not follow the format.
+            StaleCacheError: if the store is read over http, and the entry is not the one of the pointer.
             StorageError: if the store cannot be read.
         """
+        if not self.is_listed:
+            pointer = self.pointer.newest()
+            return None if pointer is None else self._pointed_head(pointer)
         while versions := self.versions():
             head = self.read(versions[-1])
             if head is not None:
@@ -156,17 +193,41 @@ class StreamLog:
             # The head is never deleted, so the listing is old: list again.
         return None
 
+    def _pointed_head(self, pointer: HeadPointer) -> Manifest:
+        """Return the entry of the pointer, read past the caches if a cache has another one or none."""
+        name = entry_name(pointer.version)
+        for past_cache in (False, True):
+            head = self._read_past_cache(name) if past_cache else self._read(name)
+            if (
+                head is not None
+                and (head.version, head.merges) == (pointer.version, None)
+                and (head.generation != pointer.generation or head.xxh3 == pointer.xxh3)
+            ):
+                return head
+        raise StaleCacheError(self.storage.url, name, _DOUBT_SECONDS)
+
+    def _read_past_cache(self, name: str) -> Manifest | None:
+        """Return an entry, read past the caches; None if it does not exist, or was read so less than 10 s ago.
+
+        Waits up to one second, so that the readers that meet the same fault do not all ask the origin: the first
+        answer replaces the copy in the cache.
+        """
+        now = time.monotonic()
+        if self._doubted is not None and self._doubted[0] == name and now - self._doubted[1] < _DOUBT_SECONDS:
+            return None
+        self._doubted = name, now
+        sleep(random.uniform(0, _SPREAD_SECONDS))  # noqa: S311  no secret
+        return self._read(name, past_cache=True)
+
     def merged(self, *, after: int = -1) -> list[Merged]:
         """Return references to the merged entries with a last version above ``after``, sorted by last version.
 
-        Lists the merged entries, which is slow in a remote store.
+        Lists the merged entries, which is slow in a remote store. Over http, only those that the pointer names.
 
         Raises:
             StorageError: if the store cannot be listed.
         """
-        names = self.storage.names("merged", after=f"merged/{after + 1:0{_DIGITS}d}")
-        matches = [match for match in map(_MERGED_NAME.fullmatch, names) if match is not None]
-        return [Merged(int(match[1]), int(match[2]), match[3]) for match in matches]
+        return self._index.merged(after)
 
     def read_merged(self, merged: Merged) -> Manifest | None:
         """Return the merged entry that ``merged`` refers to, None if it does not exist.
@@ -244,7 +305,7 @@ class StreamLog:
         return None
 
     def is_committed(self, entry: Manifest) -> bool:
-        """Return True if an entry that was read is part of the log. Lists the log.
+        """Return True if an entry that was read is part of the log. Lists the log, or reads the pointer over http.
 
         Use this method for claims. A publisher that read the head long ago may have given its claim the name of an
         entry that retention has since deleted. The log then continues above the claim, and no entry names the claim as
@@ -259,6 +320,8 @@ class StreamLog:
         if not self.versions(after=entry.version):
             return True
         following = self.read(entry.version + 1)
+        if following is None and not self.is_listed:
+            following = self._read_past_cache(entry_name(entry.version + 1))
         return following is not None and following.parent == entry.link
 
     def precedes_claim(self, entry: Manifest) -> bool:
@@ -412,9 +475,10 @@ class StreamLog:
         self.storage.delete(entry_name(entry.version))
         return False
 
-    def _read(self, name: str) -> Manifest | None:
+    def _read(self, name: str, *, past_cache: bool = False) -> Manifest | None:
         response = Transfer()
-        data = self.storage.read(name, max_bytes=MAX_ENTRY_BYTES, transfer=response)
+        storage = self.storage.uncached if past_cache else self.storage
+        data = storage.read(name, max_bytes=MAX_ENTRY_BYTES, transfer=response)
         if data is None:
             return None
         digest = xxhash.xxh3_128_hexdigest(data.data)
@@ -622,11 +686,6 @@ def _is_readable(name: str, data: bytes) -> bool:
     except MalformedError:
         return False
     return True
-
-
-def entry_name(version: int) -> str:
-    """Return the name of a version's entry in the store."""
-    return f"log/{version:0{_DIGITS}d}.json"
 
 
 def generation_error(entry: Manifest, before: Manifest) -> MalformedError:

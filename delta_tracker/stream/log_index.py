@@ -1,1 +1,98 @@
-"""Ways to find the entries of a log: by listing the store, or by the pointer object."""
+"""Ways to find the entries of a log: by listing the store, or by the pointer object if the store cannot list."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from delta_tracker.stream.entry_names import ENTRY_NAME, Merged, entry_name, merged_after
+from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.pointer import PointerView
+from delta_tracker.stream.storage.storage import Storage
+
+
+class LogIndex(Protocol):
+    """Knowledge of which entries a log has."""
+
+    def listed(self, after: int) -> dict[int, float]:
+        """Return the versions above ``after``, ascending, with their modification times in Unix seconds."""
+
+    def merged(self, after: int) -> list[Merged]:
+        """Return references to merged entries with a last version above ``after``, sorted by last version."""
+
+    def saw(self, entry: Manifest) -> None:
+        """Record that an entry of the log was read."""
+
+
+class ListedIndex:
+    """Index of a store that can list.
+
+    Args:
+        storage: the store.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+
+    def listed(self, after: int) -> dict[int, float]:
+        """Return the versions above ``after``, ascending, with the modification times of their entries.
+
+        Raises:
+            StorageError: if the store cannot be listed.
+        """
+        found = self._storage.objects("log", after=entry_name(after) if after >= 0 else None)
+        matches = [(ENTRY_NAME.fullmatch(stored.name), stored.modified) for stored in found]
+        return {int(match[1]): modified for match, modified in matches if match is not None}
+
+    def merged(self, after: int) -> list[Merged]:
+        """Return references to all merged entries with a last version above ``after``.
+
+        Raises:
+            StorageError: if the store cannot be listed.
+        """
+        found = map(Merged.named, self._storage.names("merged", after=merged_after(after)))
+        return [merged for merged in found if merged is not None]
+
+    def saw(self, entry: Manifest) -> None:
+        """Do nothing: the next listing has the entry."""
+
+
+class PointedIndex:
+    """Index of a store that cannot list: the maximum of the pointers and entries that were read.
+
+    Versions have no gap from the oldest to the newest one. Modification times are unknown, and returned as 0.
+
+    Args:
+        pointer: view of the pointer object.
+    """
+
+    def __init__(self, pointer: PointerView) -> None:
+        self._pointer = pointer
+
+    def listed(self, after: int) -> dict[int, float]:
+        """Return the versions above ``after`` from the oldest to the newest one of the pointer.
+
+        Raises:
+            StorageError: if the pointer object cannot be read.
+        """
+        found = self._pointer.newest()
+        if found is None:
+            return {}
+        return dict.fromkeys(range(max(after + 1, found.oldest), found.version + 1), 0.0)
+
+    def merged(self, after: int) -> list[Merged]:
+        """Return references to the merged deltas and the merged snapshot of the pointer.
+
+        Raises:
+            StorageError: if the pointer object cannot be read.
+        """
+        found = self._pointer.newest()
+        if found is None:
+            return []
+        merged = [Merged(last, first, "delta") for first, last in found.merged]
+        if found.snapshot is not None and found.snapshot.merged:
+            merged.append(Merged(found.snapshot.version, 0, "snapshot"))
+        return sorted((each for each in merged if each.last > after), key=lambda each: each.name)
+
+    def saw(self, entry: Manifest) -> None:
+        """Raise the newest version of the pointer to an entry that was read."""
+        self._pointer.saw(entry)

@@ -86,7 +86,8 @@ class Transfer:
         out: memory for all requested bytes; None until the object's size is known.
         num_bytes: number of bytes received so far.
         source: size, ETag and modification time of the object; None before the first response.
-        modified: modification time of the object in Unix seconds, by the store's clock; None before the first response.
+        modified: modification time of the object in Unix seconds, by the store's clock; None before the first response,
+            and if a web server sends none.
     """
 
     out: NDArray[np.uint8] | None = None
@@ -587,15 +588,25 @@ class Storage:
             try:
                 result = self._request(name, begin + transfer.num_bytes, end)
                 found = result.meta["size"], result.meta["e_tag"], result.meta["last_modified"]
+                if self._is_http and transfer.source is not None:
+                    # Two caches of one object may differ in its ETag and date; its hash is checked in the end.
+                    found = found[0], *transfer.source[1:]
                 if transfer.source not in (None, found):
                     transfer.out, transfer.num_bytes, transfer.source = None, 0, None
                     raise StorageError(self.url, f"{name} changed while it was read")
                 if transfer.out is None:
                     transfer.out = self._allocate(name, found[0], begin, end, max_bytes, out)
-                    transfer.source, transfer.modified = found, found[2].timestamp()
+                    seconds = found[2].timestamp()
+                    transfer.source = found
+                    transfer.modified = None if self._is_http and seconds <= 0 else seconds  # 0: the server sent none
                 self._fill(name, result, transfer, begin)
             except FileNotFoundError:
                 return None
+            except NotSupportedError as error:
+                if not self._is_http:
+                    raise
+                reason = "the server answers a range with the whole object. Make it pass ranges on, or cache slices"
+                raise StorageError(self.url, f"{name}: {reason}") from error
             except (BaseError, OSError) as error:
                 if transfer.num_bytes <= before:
                     raise
