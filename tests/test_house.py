@@ -91,6 +91,7 @@ _TESTED_THROUGH = {
     "stream.claimed": "recovery.test_standby",
     "stream.cursor": "predictor.test_resync",
     "stream.doubted_storage": "predictor.test_settling",
+    "stream.entry_names": "stream.test_log_index",
     "stream.format.block_rows": "stream.test_part_reader",
     "stream.format.contents": "predictor.test_gate",
     "stream.format.field_types": "stream.test_parse",

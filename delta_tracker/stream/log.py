@@ -24,7 +24,7 @@ import random
 import secrets
 import time
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import xxhash
 
@@ -50,6 +50,8 @@ from delta_tracker.stream.interruption import sleep
 from delta_tracker.stream.log_index import ListedIndex, LogIndex, PointedIndex
 from delta_tracker.stream.pointer import HeadPointer, PointerView
 from delta_tracker.stream.storage.storage import Storage, Transfer, back_off
+
+__all__ = ["MAX_ENTRY_BYTES", "Claim", "Merged", "StreamLog", "entry_name", "generation_error", "part_name"]
 
 _CLAIM_ATTEMPTS = 100  # attempts that may be lost to other publishers
 _ALTERATIONS = 3  # consecutive altered claims that are created; each stays in the log
@@ -126,9 +128,9 @@ class StreamLog:
         if after < 0:
             return max(self.versions(after=after), default=after)
         present, step = after, 1
-        while self._has(present + step):
-            present, step = present + step, 2 * step
-        missing = present + step
+        while self._has(after + step):
+            present, step = after + step, 2 * step
+        missing = after + step
         while missing - present > 1:
             middle = (present + missing) // 2
             present, missing = (middle, missing) if self._has(middle) else (present, middle)
@@ -702,4 +704,4 @@ def part_name(version: int, generation: int, author: str) -> str:
         generation: generation of the publisher.
         author: writer of the part, such as ``r3`` for rank 3.
     """
-    return f"parts/{version:0{_DIGITS}d}-g{generation}-{author}-{secrets.token_hex(8)}.safetensors"
+    return f"parts/{version:020d}-g{generation}-{author}-{secrets.token_hex(8)}.safetensors"

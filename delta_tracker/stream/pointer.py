@@ -167,7 +167,9 @@ class PointerView:
             return
         with self._lock:
             if self._newest is known:  # otherwise, the next entry or pointer raises it
-                snapshot = PointedSnapshot(entry.version, merged=False) if entry.kind == "snapshot" else known.snapshot
+                snapshot = (
+                    PointedSnapshot(version=entry.version, merged=False) if entry.kind == "snapshot" else known.snapshot
+                )
                 self._newest = replace(
                     known, generation=entry.generation, version=entry.version, xxh3=entry.xxh3, snapshot=snapshot
                 )
