@@ -108,7 +108,7 @@ def test_the_lag_of_a_predictor_is_read_while_it_lives(monkeypatch: pytest.Monke
     def fails(*_: object, **__: object) -> None:
         raise StorageError(writer.storage.url, "it does not answer")
 
-    for operation in ("read", "objects"):
+    for operation in ("read", "objects", "size", "stat"):
         monkeypatch.setattr(writer.storage, operation, fails, raising=False)
     assert figures.of("predictor_lag_versions", predictor="predictor") is None, "a store that does not answer is no lag"
 
