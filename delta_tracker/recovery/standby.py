@@ -112,8 +112,8 @@ class Standby:
         data: position in the training data.
         ignore: names that are not restored.
         serving: urls of the serving streams that the trainer publishes, or their storages.
-        name: name of the heartbeat of this job in the store, which must differ from those of predictors, and label
-            ``standby`` of the metrics.
+        name: name of the heartbeat of this job in the store, and label ``standby`` of the metrics. It must differ from
+            those of predictors. Standbys with the same name replace each other's heartbeat in ``delta-tracker inspect``.
         look_seconds: time between two looks at the stream, in seconds. A rank that applies versions answers the others
             after this time and the version in progress.
         timeout: maximum wait for the slowest rank, which may read and write a whole snapshot meanwhile.
@@ -246,6 +246,7 @@ class Standby:
                 check_alike(messages, "call", failed=RestoreFailedError)
                 if not any(message["has_moved"] for message in messages):
                     break
+            self._shown = _lowest(messages), None
             return _lowest(messages)
 
     def take_over(self, *, force: bool = False, silence: float = 30.0) -> Takeover:
@@ -366,7 +367,9 @@ class Standby:
             messages = exchange.exchange(Phase.FOLLOWING, Message.of(lambda: self._advanced(call, raises=False)))
             if not any(message["has_moved"] for message in messages):
                 break
-        if reason := _first(messages, "obstacle"):
+        reason = _first(messages, "obstacle")
+        self._shown = _lowest(messages), reason or None
+        if reason:
             raise StandbyBehindError(self._storage.url, _lowest(messages), head, reason)
 
     def _check_serving(self) -> dict[str, Any]:

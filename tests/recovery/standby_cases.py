@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import os
 import random
@@ -17,17 +18,18 @@ from unittest import mock
 
 from torch import distributed as dist
 
-from delta_tracker import Predictor, Publisher, Standby, Takeover
+from delta_tracker import Cadence, Predictor, Publisher, Standby, Takeover
 from delta_tracker.errors import StorageError, UnsafeStoreError
 from delta_tracker.monitor import Monitor
 from delta_tracker.publisher import coordinator
+from delta_tracker.publisher.version_source import VersionSource
 from delta_tracker.recovery import plan, preparation
 from delta_tracker.recovery.path import _Search
 from delta_tracker.recovery.random_states import RandomStates
 from delta_tracker.recovery.row_writer import RowWriter
 from delta_tracker.sharding.interrupted import check_complete
 from delta_tracker.stream.cursor import StreamCursor
-from delta_tracker.stream.heartbeat import PublisherPulse
+from delta_tracker.stream.heartbeat import PublisherPulse, read_heartbeats
 from delta_tracker.stream.liveness import Liveness
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
@@ -203,6 +205,9 @@ def overtaken(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> li
     assert standby.sync() == last.version
     make_silent(path)
     taken = standby.take_over()
+    fault = StorageError("file:///gone", "the disk is gone")
+    with mock.patch.object(VersionSource, "resume", side_effect=fault):
+        assert attempt(lambda: job.successor(taken)).startswith("StorageError"), "this does not use the claim up"
     check_successor(trainer, publisher, job, taken, trainer.held())
     return messages
 
@@ -361,7 +366,8 @@ def asked_once(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> l
     publisher = trainer.publisher(path)
     trainer.train(1)
     publisher.snapshot()
-    first, second = job.standby(path, name="first"), other.standby(path, name="second")
+    monitor = Monitor()
+    first, second = job.standby(path, name="first", monitor=monitor), other.standby(path, name="second")
     if rank == 0:
         request(path, force=True)
     found: list[Publisher] = []
@@ -371,6 +377,8 @@ def asked_once(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> l
         if standby is first or found:
             return claim(standby, *args)
         found.append(job.successor(first.follow()))  # while the second one waits for its slowest rank
+        metrics = monitor.metrics
+        assert not metrics.standby_version.cells + metrics.standby_lag_versions.cells, "an alert would fire"
         job.train(1)
         found[0].publish()
         result = claim(standby, *args)
@@ -477,6 +485,9 @@ def _repaired(path: str, what: str, job: Job, other: Job, publisher: Publisher) 
     message = attempt(standby.take_over)
 
     def repair() -> None:
+        (beat,) = read_heartbeats(Storage(f"file://{path}/stream"))
+        assert (beat.name, beat.version, beat.error is None) == ("standby", last.version - 1, False)
+        assert is_entry or beat.lag_versions == 1
         damaged.write_bytes(data)
         os.utime(damaged, (time.time() - 100, time.time() - 100))
 
@@ -521,6 +532,76 @@ def misplaced(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> li
     taken = standby.take_over(force=True)
     assert taken.serving[0].entry.stream == serving.stream
     return messages
+
+
+class _Log(logging.Handler):
+    """Context manager that collects the messages of the library."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[tuple[str, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append((record.levelname, record.getMessage()))
+
+    def __enter__(self) -> list[tuple[str, str]]:
+        logging.getLogger("delta_tracker").addHandler(self)
+        return self.messages
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("delta_tracker").removeHandler(self)
+
+
+def misused(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> list[str]:
+    """Different calls of the ranks, and invalid seconds, raise typed errors."""
+    trainer, job = Job(spec_of(**spec), rank), made(spec, rank)
+    publisher = trainer.publisher(path)
+    trainer.train(1)
+    last = publisher.snapshot()
+    standby = job.standby(path)
+    if rank == 0:
+        PublisherPulse(Storage(f"file://{path}/stream"), 5.0).leave(last)
+    barrier()
+    different = (
+        (partial(standby.follow, 30.0), standby.take_over),
+        (standby.sync, standby.follow),
+        (partial(standby.take_over, silence=30.0), partial(standby.take_over, silence=40.0)),
+    )
+    messages = [attempt(calls[rank]) for calls in different]
+    for seconds in ("30", 0, -1, math.nan, True, 4.9):
+        messages += [attempt(partial(standby.follow, seconds)), attempt(partial(standby.take_over, silence=seconds))]
+    assert log_of(path).head() == last
+    with _Log() as logged:
+        assert attempt(partial(standby.take_over, silence=14.9)).startswith("LivePublisherError")
+        assert attempt(partial(standby.take_over, silence=15.0)).startswith("LivePublisherError")
+    found = [message for _, message in logged if "may look dead" in message]
+    assert found == ["a live publisher may look dead: silence=14.9 heartbeat_seconds=5"][rank:]
+    return messages
+
+
+def stopped(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> tuple[int, list[str]]:
+    """A training loop with ``step()`` ends on all ranks at the same batch after a takeover.
+
+    Returns:
+        Number of batches after the takeover, and the errors in the log.
+    """
+    trainer, job = Job(spec_of(**spec), rank), made(spec, rank)
+    publisher = trainer.publisher(path, cadence=Cadence(batches=1))
+    trainer.train(1)
+    publisher.snapshot()
+    standby = job.standby(path)
+    standby.take_over(force=True)
+    num_batches = 0
+    with _Log() as logged:
+        while not publisher.is_fenced and num_batches < 1000:
+            trainer.train(1)
+            publisher.step()
+            num_batches += 1
+        for _ in range(3):
+            publisher.step()
+    publisher.close()
+    assert publisher.is_fenced
+    return num_batches, [message for level, message in logged if level == "ERROR"]
 
 
 def beating(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> int:

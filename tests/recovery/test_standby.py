@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from delta_tracker.errors import StreamError
+from delta_tracker.monitor import Monitor
+from delta_tracker.monitor.recorder import Recorder
+from delta_tracker.recovery.standby_gauges import StandbyGauges
 from tests.ranks import RankPool
 from tests.recovery.test_restore import spec
 from tests.sweeps import SWEEPS_ARE_WHOLE
@@ -13,6 +17,11 @@ from tests.sweeps import SWEEPS_ARE_WHOLE
 _CASES = "tests.recovery.standby_cases"
 _COPIED = {"name": "copied", "rows": 7, "sharding": "data"}
 _PLAIN = {"name": "plain", "rows": 8, "sharding": "row", "kernel": "dense"}
+
+
+def _stream_errors(kind: type[StreamError] = StreamError) -> set[type[StreamError]]:
+    """Return all classes of errors of streams."""
+    return {kind}.union(*map(_stream_errors, kind.__subclasses__()))
 
 
 @pytest.mark.promise("resumed")
@@ -96,6 +105,37 @@ def test_other_serving_streams_than_those_of_the_trainer_are_refused(two_ranks: 
         assert ["this is stream" in message for message in messages[2:4]] == [True, True]
         assert "Pass each stream once, without the recovery stream" in recovery
         assert "Pass each stream once" in twice
+
+
+def test_different_calls_and_invalid_seconds_raise_typed_errors(two_ranks: RankPool, tmp_path: Path) -> None:
+    for calls, others, silences, *invalid in two_ranks.run(f"{_CASES}:misused", path=str(tmp_path), spec=spec(2)):
+        assert calls.startswith("RestoreFailedError")
+        assert "take_over(force=False, silence=30.0) where rank 0 has follow(silence=30.0)" in calls
+        assert "follow(silence=None) where rank 0 has sync()" in others
+        assert "silence=40.0) where rank 0 has" in silences
+        for message in invalid[:-2]:
+            assert message.startswith("InvalidArgumentError: silence=")
+        for message in invalid[-2:]:  # rank 0 reads the heartbeats
+            assert "The publisher leaves a heartbeat every 5 s: pass at least 15" in message
+
+
+@pytest.mark.promise("fenced")
+def test_a_training_loop_with_step_ends_when_its_publisher_is_fenced(two_ranks: RankPool, tmp_path: Path) -> None:
+    (num_batches, logged), other = two_ranks.run(f"{_CASES}:stopped", path=str(tmp_path), spec=spec(2))
+    assert num_batches < 1000
+    assert other == [num_batches, logged]
+    assert [message.partition(":")[0] for message in logged] == ["version 2 was not published"]
+
+
+@pytest.mark.parametrize("kind", [*sorted(_stream_errors(), key=lambda kind: kind.__name__), KeyError])
+def test_an_alert_sees_each_failed_takeover(kind: type[Exception]) -> None:
+    monitor = Monitor()
+    gauges = StandbyGauges(Recorder("standby", monitor, monitor=monitor), counts_versions=True)
+    before = {cell.labels for cell in monitor.metrics.takeover_failures.cells}
+    gauges.failed(kind.__new__(kind))
+    counted = [each for each in monitor.collect().totals if each.definition.name.endswith("takeover_failures")]
+    assert {cell.labels for cell in monitor.metrics.takeover_failures.cells} == before, "it began at 0"
+    assert sum(each.figures.total for each in counted) == 1
 
 
 def test_a_publisher_leaves_heartbeats_while_another_rank_writes(two_ranks: RankPool, tmp_path: Path) -> None:
