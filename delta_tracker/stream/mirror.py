@@ -293,7 +293,7 @@ class Mirror:
         None if only malformed entries follow it yet.
         """
         # Look for newer versions first, so that one committed between the two calls does not look like a gap.
-        if self._from.newest_version(claim.version) == claim.version:
+        if not self._from.versions(after=claim.version):
             return True
         return self._read_entry(entry_name(claim.version + 1)) is not None and self._is_followed(claim)
 
@@ -345,7 +345,7 @@ class Mirror:
         data = self._read_entry(entry_name(head.version))
         if data is not None and xxhash.xxh3_128_hexdigest(data) != head.xxh3:
             raise self._diverged(head.version, "the entries have other bytes")
-        has_newer = self._from.newest_version(head.version) > head.version
+        has_newer = bool(self._from.versions(after=head.version))
         if data is None and not has_newer:
             raise self._diverged(head.version, "the source has neither this version nor a newer one")
         if has_newer and self._read_entry(entry_name(head.version + 1)) is None:
