@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
+from msgspec.json import Decoder
 
 from delta_tracker.errors import (
     CorruptPartError,
@@ -33,6 +34,7 @@ from delta_tracker.stream.format.parse import parse_manifest
 from delta_tracker.stream.format.part_reader import check_object
 from delta_tracker.stream.log import MAX_ENTRY_BYTES, Merged, StreamLog, entry_name
 from delta_tracker.stream.maintenance.retention import Retention, retain
+from delta_tracker.stream.pin import Pin
 from delta_tracker.stream.storage.storage import Storage
 
 if TYPE_CHECKING:
@@ -42,6 +44,10 @@ _logger = logging.getLogger(__name__)
 
 _MEMORY_BYTES = 256 << 20  # objects up to this size are held in memory while they are copied
 _PIECE_BYTES = 8 << 20
+_PIN_SECONDS = 5.0  # interval of the copies of pins
+_MAX_PIN_BYTES = 16 << 10
+_MAX_REASON = 1000
+_PINS = Decoder(Pin)
 _CHECK_SECONDS = 60.0  # interval of the checks of the source, and of the copies of merged entries
 _RETENTION_ENTRIES = 16
 _MAX_BACK_OFF_SECONDS = 30.0
@@ -88,7 +94,8 @@ class Mirror:
         self._memory_bytes = memory_bytes
         self._head: Manifest | None = None  # newest entry of the destination
         self._is_checked = False  # that the destination is a prefix of the source
-        self._checked_at = self._merged_at = float("-inf")  # monotonic times
+        self._checked_at = self._merged_at = self._pinned_at = float("-inf")  # monotonic times
+        self._num_pins = 0  # that this object has copied, or found at the destination
         self._waits_after = -1  # malformed version that was logged
         self._num_copied = 0
 
@@ -130,6 +137,37 @@ class Mirror:
         if head is None:
             return 0
         return sum(self._copy_merged(each, head) for each in _useful(self._from.merged(), head, set(self._to.merged())))
+
+    def copy_pins(self) -> int:
+        """Copy the pins of the source in the order of their counters, and return their number.
+
+        They wait until the destination has the entry that the newest one names, because predictors could not follow it
+        before.
+
+        Raises:
+            MirrorDivergedError: if the destination has another pin with the same counter.
+            MalformedError: if the newest pin does not follow the format.
+            StorageError: if a store fails. Call again to continue.
+        """
+        found: list[tuple[str, bytes]] = []
+        while (data := self._read_pin(name := _pin_name(self._num_pins + len(found) + 1))) is not None:
+            found.append((name, data))
+        if not found:
+            return 0
+        try:
+            pin = _PINS.decode(found[-1][1])
+        except ValueError as error:
+            raise MalformedError(found[-1][0], str(error)[:_MAX_REASON]) from error
+        entry = self._to.read(pin.version)
+        if entry is None or (entry.stream, entry.xxh3) != (pin.stream, pin.xxh3):
+            return 0
+        for name, data in found:
+            if not self._destination.create(name, data):
+                there = self._destination.read(name, max_bytes=_MAX_PIN_BYTES)
+                if there is None or there.tobytes() != data:
+                    raise self._diverged(pin.version, f"another program has written {name}")
+            self._num_pins += 1
+        return len(found)
 
     def run(
         self,
@@ -179,11 +217,14 @@ class Mirror:
             if is_due or now - self._merged_at >= _CHECK_SECONDS:
                 self._merged_at = now
                 self.copy_merged()
+            if is_due or now - self._pinned_at >= _PIN_SECONDS:
+                self._pinned_at = now
+                self.copy_pins()
             if self._retention is not None and self._num_copied >= (1 if is_due else _RETENTION_ENTRIES):
                 self._num_copied = 0
                 retain(self._to, self._retention)
         except MalformedError as error:  # a later pass may succeed
-            _logger.warning("merged entries or the retention were skipped: %s", error)
+            _logger.warning("merged entries, pins or the retention were skipped: %s", error)
 
     def _step(self) -> bool:
         if not self._is_checked:
@@ -466,8 +507,16 @@ class Mirror:
         array = self._entries.read(name, max_bytes=MAX_ENTRY_BYTES)
         return None if array is None else array.tobytes()
 
+    def _read_pin(self, name: str) -> bytes | None:
+        array = self._entries.read(name, max_bytes=_MAX_PIN_BYTES)
+        return None if array is None else array.tobytes()
+
     def _diverged(self, version: int, reason: str) -> MirrorDivergedError:
         return MirrorDivergedError(self._source.url, self._destination.url, version, reason)
+
+
+def _pin_name(counter: int) -> str:
+    return f"control/pins/{counter:020d}.json"
 
 
 def _unreadable(version: int, data: bytes, before: Manifest) -> Manifest:

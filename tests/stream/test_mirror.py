@@ -6,6 +6,7 @@ import threading
 import time
 from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
 import xxhash
@@ -25,6 +26,7 @@ from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.mirror import Mirror
+from delta_tracker.stream.pin import Pin
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import StateSpec, TableStates
 from tests.stream.streams import FQN, Writer
@@ -341,6 +343,48 @@ def test_merged_entries_are_copied_once_the_log_has_reached_them(writer: Writer)
     copy(mirror)
     assert everything(destination).items() <= everything(writer.storage).items()
     assert StreamLog(destination).longest_merged(2) == StreamLog(writer.storage).longest_merged(2)
+
+
+def pinned(writer: Writer, counter: int, version: int) -> bytes:
+    entry = StreamLog(writer.storage).read(version)
+    assert entry is not None
+    pin = Pin(
+        counter=counter,
+        stream=entry.stream,
+        kind="pin",
+        version=version,
+        xxh3=entry.xxh3,
+        bad=version + 1,
+        reason="",
+        time=0.0,
+    )
+    data = msgspec.json.encode(pin)
+    assert writer.storage.create(f"control/pins/{counter:020d}.json", data)
+    return data
+
+
+def test_pins_are_copied_once_the_destination_has_the_pinned_version(writer: Writer) -> None:
+    destination = Storage("memory://")
+    mirror = Mirror(writer.storage, destination)
+    data = [pinned(writer, 1, 1), pinned(writer, 2, 4)]
+    assert mirror.step()
+    assert mirror.copy_pins() == 0, "the destination has version 2"
+    copy(mirror)
+    names = [f"control/pins/{counter:020d}.json" for counter in (1, 2)]
+    assert {name: each for name, each in everything(destination).items() if name in names} == dict(
+        zip(names, data, strict=True)
+    )
+    data.append(pinned(writer, 3, 5))
+    again = Mirror(writer.storage, destination)
+    assert again.copy_pins() == 3
+    assert again.copy_pins() == mirror.copy_pins() - 1 == 0
+    pinned(writer, 4, 2)
+    destination.create(f"control/pins/{4:020d}.json", b"another")
+    with pytest.raises(MirrorDivergedError, match=f"{4:020d}"):
+        again.copy_pins()
+    writer.storage.create(f"control/pins/{5:020d}.json", b"{}")
+    with pytest.raises(MalformedError):
+        Mirror(writer.storage, Storage("memory://")).copy_pins()
 
 
 def test_the_destination_has_its_own_retention(writer: Writer) -> None:
