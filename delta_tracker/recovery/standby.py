@@ -113,7 +113,7 @@ class Standby:
         ignore: names that are not restored.
         serving: urls of the serving streams that the trainer publishes, or their storages.
         name: name of the heartbeat of this job in the store, and label ``standby`` of the metrics. It must differ from
-            those of predictors. Standbys with the same name replace each other's heartbeat in ``delta-tracker inspect``.
+            those of predictors. Standbys with the same name replace each other's heartbeat.
         look_seconds: time between two looks at the stream, in seconds. A rank that applies versions answers the others
             after this time and the version in progress.
         timeout: maximum wait for the slowest rank, which may read and write a whole snapshot meanwhile.
