@@ -22,7 +22,7 @@ from tests.recovery import restore_cases
 from tests.recovery.restore_cases import Trainer, same, spec_of, warm
 
 _STEP = 0.51 / 255  # of INT8, as a part of the difference between the largest and the smallest value of a row
-_TURNS = {"train": 4, "publish": 4, "snapshot": 1, "step": 2, "close": 1, "reopen": 1, "restart": 1}
+_TURNS = {"train": 4, "publish": 4, "snapshot": 1, "step": 2, "close": 1, "reopen": 1, "restart": 1, "kill": 1}
 
 
 class _Job:
@@ -37,14 +37,14 @@ class _Job:
         self._publishers = {name: self._publisher(name) for name in self._urls}
         self._held = {name: empty_model(self._trainer.tracker) for name in self._urls}
         self._predictors = {name: Predictor(self._held[name], url, dense=False) for name, url in self._urls.items()}
-        self.num_restarts = 0
+        self.num_killed = 0  # versions that were in progress when the job was killed
         self._train()
         for publisher in self._publishers.values():
             publisher.publish()
 
     def run(self, num_turns: int) -> None:
         turns, weights = list(_TURNS), list(_TURNS.values())
-        for turn in [*self._draw.choices(turns, weights, k=num_turns), "restart"]:
+        for turn in [*self._draw.choices(turns, weights, k=num_turns), "restart", "kill"]:
             getattr(self, f"_{turn}")()
         for name, publisher in self._publishers.items():
             publisher.snapshot()
@@ -123,13 +123,30 @@ class _Job:
         for publisher in self._publishers.values():
             publisher.close()
         self._trainer.tracker.detach()
+        self._resume()
+
+    def _kill(self) -> None:
+        """End the job while versions are in progress. Some are committed, although no publisher has learned of it."""
+        for name in self._urls:
+            if name not in self._publishers:
+                self._publishers[name] = self._publisher(name)
+        self._train()
+        for _ in range(self._draw.choice([2, 3, 4, 5])):
+            for publisher in self._publishers.values():
+                publisher.step()
+                if publisher._flight is not None:  # a process is killed with its worker
+                    publisher._flight.job.exception()
+            dist.barrier()
+        self.num_killed += sum(publisher._flight is not None for publisher in self._publishers.values())
+        self._resume()
+
+    def _resume(self) -> None:
         self._trainer = self._made(warm)  # with other values
         found = self._trainer.restore(self._path)
         assert same(self._trainer.held(), self._states[found.num_batches])
         self._publishers.clear()
         for name in self._draw.sample(list(self._urls), 2):
             self._publishers[name] = self._publisher(name)
-        self.num_restarts += 1
 
     def _check(self, name: str) -> None:
         """Check that a predictor differs from the model only in rows that are pending, unless there is no version."""
@@ -152,7 +169,11 @@ class _Job:
 
 
 def interleaved(rank: int, world_size: int, path: str, spec: dict[str, Any], seed: int, num_turns: int) -> int:
-    """Each stream's predictor differs from the model only in pending rows, in any order of calls and restarts."""
+    """Each stream's predictor differs from the model only in pending rows, in any order of calls, restarts and kills.
+
+    Returns:
+        Number of versions that were in progress when the job was killed.
+    """
     job = _Job(rank, path, spec, seed)
     job.run(num_turns)
-    return job.num_restarts
+    return job.num_killed

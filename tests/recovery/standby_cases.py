@@ -534,6 +534,47 @@ def misplaced(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> li
     return messages
 
 
+def believed_failed(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> list[str]:
+    """A version that was committed, although its publisher saw an error, is followed by the retry, or restored."""
+    trainer, job = Job(spec_of(**spec), rank), made(spec, rank)
+    publisher = trainer.publisher(path)
+    trainer.train(1)
+    publisher.snapshot()
+    standby = job.standby(path)
+    standby.sync()
+    messages = []
+    for is_retried in (True, False):
+        trainer.train(1)
+        with _cut_off_after_the_commit():
+            messages.append(attempt(publisher.publish))
+        expected, last = trainer.held(), log_of(path).head()
+        assert last.version == publisher.version + 1
+        if is_retried:
+            assert standby.sync() == last.version
+            assert same(job.rows(), trainer.rows())
+            trainer.train(1)
+            assert publisher.publish().parent == last.link
+            assert standby.sync() == last.version + 1
+            assert same(job.rows(), trainer.rows())
+    taken = standby.take_over(force=True)
+    assert taken.recovery.entry.parent == last.link
+    check_successor(trainer, publisher, job, taken, expected)
+    return messages
+
+
+@contextmanager
+def _cut_off_after_the_commit() -> Iterator[None]:
+    """Context manager in which no publisher learns that its entry was created."""
+    create, fault = Storage.create, StorageError("file:///gone", "the network is gone")
+
+    def created(storage: Storage, name: str, data: Any) -> bool:
+        create(storage, name, data)
+        raise fault
+
+    with mock.patch.object(Storage, "create", created), mock.patch.object(Storage, "read", side_effect=fault):
+        yield
+
+
 class _Log(logging.Handler):
     """Context manager that collects the messages of the library."""
 

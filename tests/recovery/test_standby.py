@@ -107,6 +107,14 @@ def test_other_serving_streams_than_those_of_the_trainer_are_refused(two_ranks: 
         assert "Pass each stream once" in twice
 
 
+def test_a_version_that_was_believed_to_have_failed_is_part_of_the_history(two_ranks: RankPool, tmp_path: Path) -> None:
+    found = two_ranks.run(f"{_CASES}:believed_failed", path=str(tmp_path), spec=spec(2))
+    assert [{message.partition(":")[0] for message in messages} for messages in found] == [
+        {"StorageError"},
+        {"PublishError"},
+    ]
+
+
 def test_different_calls_and_invalid_seconds_raise_typed_errors(two_ranks: RankPool, tmp_path: Path) -> None:
     for calls, others, silences, *invalid in two_ranks.run(f"{_CASES}:misused", path=str(tmp_path), spec=spec(2)):
         assert calls.startswith("RestoreFailedError")

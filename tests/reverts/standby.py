@@ -216,6 +216,57 @@ REVERTS = [
         },
     ),
     Revert(
+        defect="an alert does not see the first failure of a takeover for most reasons",
+        generator=_TESTS + "test_an_alert_sees_each_failed_takeover",
+        edits={
+            "delta_tracker/recovery/standby_gauges.py": [
+                ("(*(failure.__name__ for failure in _FAILURES), _OTHER):", '("StorageError",):')
+            ]
+        },
+    ),
+    Revert(
+        defect="a loop that calls step() goes on after its publisher is fenced",
+        generator=_TESTS + "test_a_training_loop_with_step_ends_when_its_publisher_is_fenced",
+        edits={
+            "delta_tracker/publisher/publisher.py": [
+                ("        return isinstance(self._error, FencedError)\n", "        return False\n")
+            ]
+        },
+    ),
+    Revert(
+        defect="a publisher that could not be built uses up the claim of a takeover",
+        generator=_TESTS + "test_a_version_committed_during_the_decision_prevents_the_claim",
+        edits={"delta_tracker/publisher/publisher.py": [("            self._writer.release()\n", "")]},
+    ),
+    Revert(
+        defect="a standby that is stuck looks healthy",
+        generator=_STUCK,
+        edits={
+            "delta_tracker/stream/liveness.py": [
+                ("            version=version,\n", "            version=None if head is None else head.version,\n")
+            ]
+        },
+    ),
+    Revert(
+        defect="the lag of a standby stays in the metrics after it has taken over",
+        generator=_TESTS + "test_one_request_lets_one_standby_take_over",
+        edits={
+            "delta_tracker/recovery/standby_gauges.py": [("                gauge.remove()\n", "                pass\n")]
+        },
+    ),
+    Revert(
+        defect="a publisher is fenced by its own version, of which it did not learn",
+        generator=_TESTS + "test_a_version_that_was_believed_to_have_failed_is_part_of_the_history",
+        edits={
+            "delta_tracker/stream/log.py": [
+                (
+                    "            return taken\n        is_other = taken is not None and taken.writer != head.writer\n",
+                    "            pass\n        is_other = taken is not None\n",
+                ),
+            ]
+        },
+    ),
+    Revert(
         defect="the heartbeats of publishers that have ended stay",
         generator="tests/stream/test_retention.py::test_heartbeats_of_publishers_that_have_ended_are_removed",
         edits={
