@@ -153,7 +153,7 @@ def test_a_resting_follower_sends_few_requests_and_lists_nothing(
     eventually(lambda: predictor.version == 1)
     eventually(lambda: (predictor.status().poll_seconds or 0) >= (0.02 if poll_seconds else 0.1))
     before, began = dict(storage.requests), time.monotonic()
-    time.sleep(0.5)
+    time.sleep(0.3)
     after, seconds = dict(storage.requests), time.monotonic() - began
     predictor.stop()
     found = {name: after[name] - before[name] for name in after}
