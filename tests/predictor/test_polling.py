@@ -13,7 +13,6 @@ from delta_tracker import Predictor, Storage
 from delta_tracker.errors import StorageError
 from delta_tracker.predictor.polling import PollSchedule
 from delta_tracker.stream import heartbeat as heartbeat_module
-from delta_tracker.stream import pointer
 from delta_tracker.stream.notify.notifier import LocalNotifier
 from delta_tracker.stream.storage.url import default_poll_seconds
 from tests.predictor.pointed import point_at_the_head
@@ -138,7 +137,6 @@ def test_polls_after_a_hint_are_quick_while_a_cache_may_have_an_old_pointer() ->
     assert min(pauses[12:]) >= 1.0
 
 
-@pytest.mark.skipif(not hasattr(pointer, "read_pointer"), reason="pointers are not read yet")
 @pytest.mark.parametrize("poll_seconds", [None, 0.02])
 def test_a_resting_follower_sends_few_requests_and_lists_nothing(
     monkeypatch: pytest.MonkeyPatch, poll_seconds: float | None

@@ -23,7 +23,6 @@ from delta_tracker.errors import (
 from delta_tracker.predictor import follower
 from delta_tracker.predictor import predictor as predictor_module
 from delta_tracker.predictor.settling import Settling
-from delta_tracker.stream import pointer
 from delta_tracker.stream.cursor import Place
 from delta_tracker.stream.doubted_storage import DoubtedStorage
 from delta_tracker.stream.format.manifest import Link, Manifest
@@ -36,8 +35,6 @@ from tests.predictor.serving import eventually
 from tests.predictor.waits import shorten_waits
 from tests.stream.streams import FQN, Writer
 from tests.sweeps import SWEEPS_ARE_WHOLE
-
-pytestmark = pytest.mark.skipif(not hasattr(pointer, "read_pointer"), reason="pointers are not read yet")
 
 
 @pytest.fixture(autouse=True)
