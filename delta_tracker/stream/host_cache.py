@@ -107,7 +107,8 @@ class HostCache:
             StorageError: if ``storage`` cannot be read.
         """
         if part.num_bytes > self._max_bytes:
-            return self._bypassed()
+            self.counts["bypasses"] += 1
+            return None
         try:
             descriptor = self._found(storage, part)
         except _DirectoryError as error:
@@ -115,7 +116,8 @@ class HostCache:
             if not self._is_broken:
                 _logger.warning("read past the host cache: directory=%s error=%s", self._directory, error)
             self._is_broken = True
-            return self._bypassed()
+            self.counts["bypasses"] += 1
+            return None
         self._is_broken = False
         return descriptor
 
@@ -141,11 +143,9 @@ class HostCache:
             if seen is None or seen[0] != progress:
                 seen = progress, now
             elif now - seen[1] > self._patience_seconds:
-                return self._bypassed()
+                self.counts["bypasses"] += 1
+                return None
             time.sleep(_WAIT_SECONDS)
-
-    def _bypassed(self) -> None:
-        self.counts["bypasses"] += 1
 
     def _fetch(self, storage: Storage, part: Part, draft: int) -> int | None:
         """Fetch a part into its locked draft, verify it, and rename it. Return the draft's descriptor as :meth:`open`.
@@ -159,9 +159,7 @@ class HostCache:
                 has_room = descriptor is None and self._make_room(part, draft)
             if not has_room:
                 self._drop(part, draft)
-                if descriptor is None:
-                    return self._bypassed()
-                self.counts["hits"] += 1
+                self.counts["bypasses" if descriptor is None else "hits"] += 1
                 return descriptor
             self._download(storage, part, draft)
             with _own_errors():

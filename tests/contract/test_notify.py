@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 
 import nats
 import pytest
@@ -338,6 +338,31 @@ def test_a_reader_that_connects_to_nats_later_gets_the_last_hint(nats_url: str, 
     assert later.wait(stream, 6, LONG)
     assert not later.wait(stream, 7, 0.01)
     for each in (first, later):
+        each.close()
+
+
+def test_a_deleted_stream_of_nats_is_created_again(nats_url: str, stream: str) -> None:
+    # Short, because the server does not answer for a deleted stream.
+    publisher = NatsNotifier(nats_url, subject="deleted", timeout_seconds=0.3)
+    reader = NatsNotifier(nats_url, subject="deleted", timeout_seconds=LONG / 4)
+
+    def is_announced(version: int) -> bool:
+        with suppress(nats.errors.Error, TimeoutError):
+            publisher.announce(stream, version)
+            return True
+        return False
+
+    async def delete() -> None:
+        client = await nats.connect(nats_url)
+        await client.jetstream().delete_stream("deleted")
+        await client.close()
+
+    assert any(is_announced(1) for _ in range(20))
+    asyncio.run(delete())
+    assert not is_announced(2)
+    assert any(is_announced(3) for _ in range(20))
+    assert reader.wait(stream, 2, LONG)
+    for each in (publisher, reader):
         each.close()
 
 

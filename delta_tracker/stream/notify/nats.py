@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import re
 import threading
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -20,6 +22,7 @@ _JOIN_SECONDS = 5.0
 _MAX_DIGITS = 19
 _MAX_STREAMS = 16  # streams that one notifier listens to; the least recently used one is dropped
 _MAX_BYTES = 1 << 20  # of all hints in the server
+_SUBJECT = re.compile(r"[A-Za-z0-9_-]+")
 
 
 class NatsNotifier(Forkable):
@@ -31,7 +34,7 @@ class NatsNotifier(Forkable):
     ``--jetstream``.
 
     A thread of this object runs the connection. It starts at the first call and ends at :meth:`close`. After the
-    connection was lost, the next call connects again.
+    connection was lost or a call failed, the next call connects again.
 
     Args:
         url: ``nats://host:port`` or ``tls://host:port``, with a user and a password if the server needs them.
@@ -49,10 +52,10 @@ class NatsNotifier(Forkable):
     """
 
     def __init__(self, url: str, *, subject: str = "delta_tracker", timeout_seconds: float = 0.25) -> None:
-        if not isinstance(url, str) or urlsplit(url).scheme not in ("nats", "tls") or not _has_port(url):
+        if type(url) is not str or urlsplit(url).scheme not in ("nats", "tls") or not _has_port(url):
             # the URL may contain a password, so the error does not show it
             raise InvalidArgumentError("url", "...", "Write it as nats://host:port or tls://host:port")
-        if not isinstance(subject, str) or not subject.replace("_", "").replace("-", "").isalnum():
+        if type(subject) is not str or not _SUBJECT.fullmatch(subject):
             raise InvalidArgumentError("subject", subject, "Use letters, digits, underscores and hyphens")
         if not 0 < timeout_seconds < float("inf"):
             raise InvalidArgumentError("timeout_seconds", timeout_seconds, "Pass a positive number of seconds")
@@ -73,7 +76,8 @@ class NatsNotifier(Forkable):
         """
 
         async def send() -> None:
-            await (await self._connected()).announce(stream, version)
+            async with self._connected() as connection:
+                await connection.announce(stream, version)
 
         self._run(send())
 
@@ -88,7 +92,8 @@ class NatsNotifier(Forkable):
         seconds = min(timeout_seconds, self._timeout_seconds)
 
         async def hear() -> bool:
-            return await (await self._connected()).wait(stream, after, seconds)
+            async with self._connected() as connection:
+                return await connection.wait(stream, after, seconds)
 
         return self._run(hear())
 
@@ -135,15 +140,24 @@ class NatsNotifier(Forkable):
             running.cancel()
             raise
 
-    async def _connected(self) -> _Connection:
-        """Return the connection; open a new one if there is none or it was lost."""
+    @asynccontextmanager
+    async def _connected(self) -> AsyncIterator[_Connection]:
+        """Context manager that returns the connection; opens a new one if there is none or it was lost.
+
+        A failed call closes the connection: the next one connects again, and creates a missing JetStream stream.
+        """
         async with self._connecting:
             if self._connection is None or self._connection.is_lost:
                 self._connection = None
                 connection = _Connection(self._subject, self._api, self._timeout_seconds)
                 await connection.open(self._client(), self._url)
                 self._connection = connection
-            return self._connection
+            connection = self._connection
+        try:
+            yield connection
+        except BaseException:
+            await connection.close()
+            raise
 
 
 class _Connection:
