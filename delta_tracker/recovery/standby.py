@@ -555,7 +555,7 @@ class Standby:
     def _complete(self, exchange: Exchange, claimed: ClaimedStream, began: float) -> Takeover:
         """Restore the version before the claim, and claim the serving streams. Removes the mark of the model."""
         try:
-            pulse = PublisherPulse(self._storage) if self._is_first else None
+            pulse = PublisherPulse(self._storage, 0.0) if self._is_first else None  # the only heartbeat, without period
             restored, serving = self._restore_and_claim(
                 exchange, claimed, lambda: None if pulse is None else pulse.leave(claimed.entry)
             )

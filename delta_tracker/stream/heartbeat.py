@@ -214,7 +214,7 @@ class PublisherHeartbeat:
         generation: generation of the claim.
         writer: id of the claim.
         version: newest entry of the publisher.
-        seconds: time between two heartbeats.
+        seconds: time between two heartbeats; 0 if none follows until a publisher is built.
         time: Unix time of the publisher's host, in seconds. The heartbeat's age is computed from its modification time
             in the store instead.
     """

@@ -22,7 +22,7 @@ class Signs:
         head: newest entry.
         silent_seconds: time since the newest entry or, if it is later, its publisher's last heartbeat, by the store's
             clock.
-        heartbeat_seconds: time between two heartbeats of the publisher; None if it has left none.
+        heartbeat_seconds: time between two heartbeats of the publisher; None if it is unknown.
         last: time of that entry or heartbeat, in Unix seconds by the store's clock.
     """
 
@@ -74,7 +74,7 @@ class Liveness:
             return None
         beat, modified = see_publisher(self._storage, head) or (None, None)
         last = max((time for time in (head.modified, modified) if time is not None), default=now)
-        return Signs(head, max(0.0, now - last), last, None if beat is None else beat.seconds)
+        return Signs(head, max(0.0, now - last), last, None if beat is None else beat.seconds or None)
 
     def _store_time(self, version: int | None, error: str | None) -> float:
         """Leave a heartbeat, and return its modification time."""

@@ -376,7 +376,10 @@ def asked_once(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> l
     def overtaken(standby: Standby, *args: Any) -> Any:
         if standby is first or found:
             return claim(standby, *args)
-        found.append(job.successor(first.follow()))  # while the second one waits for its slowest rank
+        taken = first.follow()  # while the second one waits for its slowest rank
+        signs = Liveness(Storage(f"file://{path}/stream"), f"observer-{rank}").look()
+        assert signs.heartbeat_seconds is None, "the time between heartbeats is that of the new publisher"
+        found.append(job.successor(taken))
         metrics = monitor.metrics
         assert not metrics.standby_version.cells + metrics.standby_lag_versions.cells, "an alert would fire"
         job.train(1)

@@ -239,6 +239,11 @@ REVERTS = [
         edits={"delta_tracker/publisher/publisher.py": [("            self._writer.release()\n", "")]},
     ),
     Revert(
+        defect="another standby refuses its silence, because the one that takes over leaves one heartbeat",
+        generator=_TESTS + "test_one_request_lets_one_standby_take_over",
+        edits={_STANDBY: [("PublisherPulse(self._storage, 0.0)", "PublisherPulse(self._storage)")]},
+    ),
+    Revert(
         defect="a standby that is stuck looks healthy",
         generator=_STUCK,
         edits={
