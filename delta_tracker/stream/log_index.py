@@ -9,6 +9,8 @@ from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.pointer import PointerView
 from delta_tracker.stream.storage.storage import Storage
 
+_MAX_POINTED = 1 << 20  # versions that a pointed index returns: a forged pointer may have any version
+
 
 class LogIndex(Protocol):
     """Knowledge of which entries a log has."""
@@ -71,13 +73,16 @@ class PointedIndex:
     def listed(self, after: int) -> dict[int, float]:
         """Return the versions above ``after`` from the oldest to the newest one of the pointer.
 
+        Of more than 1,048,576 versions, the newest are returned.
+
         Raises:
             StorageError: if the pointer object cannot be read.
         """
         found = self._pointer.newest()
         if found is None:
             return {}
-        return dict.fromkeys(range(max(after + 1, found.oldest), found.version + 1), 0.0)
+        first = max(after + 1, found.oldest, found.version + 1 - _MAX_POINTED)
+        return dict.fromkeys(range(first, found.version + 1), 0.0)
 
     def merged(self, after: int) -> list[Merged]:
         """Return references to the merged deltas and the merged snapshot of the pointer.

@@ -112,6 +112,16 @@ def test_entries_below_the_oldest_are_refused(writer: Writer, served: CacheServe
     assert log.read(3) is not None
 
 
+def test_the_list_of_a_forged_pointer_is_bounded(writer: Writer, served: CacheServer) -> None:
+    newest = point_at_the_head(writer.storage, version=1 << 22).version
+    log = _over_http(served)
+    versions = log.versions()
+    assert versions == list(range(newest - len(versions) + 1, newest + 1))
+    assert len(versions) <= 1 << 20
+    with pytest.raises(StaleCacheError):
+        log.head()
+
+
 def test_the_newest_version_takes_few_requests_and_no_listing(writer: Writer) -> None:
     log = StreamLog(writer.storage)
     log.pointer._seconds = 3600.0
