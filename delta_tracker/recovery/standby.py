@@ -93,10 +93,13 @@ class Standby:
     ranks and any plan that ``restore`` accepts. Then it claims the serving streams.
 
     A former trainer that still runs is fenced at its next version. Until then it trains, and publishes to the serving
-    streams. Its batches after its last version are lost, and the new publishers take those serving rows back.
+    streams. Its batches after its last version are lost, and the new publishers take those serving rows back. A loop
+    with ``step()`` has to end when :attr:`~delta_tracker.publisher.publisher.Publisher.is_fenced` is True.
 
-    If a takeover fails after the claim, the claim is kept, so that no job trains: call :meth:`take_over` again. The
-    position of a standby is only in memory. After a restart, it reads a snapshot.
+    Before a claim, all ranks must be able to apply the newest version, and the serving streams must be those of the
+    trainer. If a takeover fails after the claim, the claim is kept, so that no job trains: call :meth:`take_over`
+    again, or :func:`~delta_tracker.recovery.restore.restore` an older version if one is damaged. The position of a
+    standby is only in memory. After a restart, it reads a snapshot.
 
     The arguments ``tracker``, ``training_state``, ``rank_state``, ``data`` and ``ignore`` are those of ``restore``. A
     model with ``DistributedDataParallel`` must have trained two batches, as for ``restore``. The constructor and the
@@ -111,7 +114,8 @@ class Standby:
         rank_state: objects whose states differ by rank.
         data: position in the training data.
         ignore: names that are not restored.
-        serving: urls of the serving streams that the trainer publishes, or their storages.
+        serving: urls of the serving streams that the trainer publishes, or their storages. They are compared with the
+            ids of the streams in the recovery stream when the first version is applied, and before a claim.
         name: name of the heartbeat of this job in the store, and label ``standby`` of the metrics. It must differ from
             those of predictors. Standbys with the same name replace each other's heartbeat.
         look_seconds: time between two looks at the stream, in seconds. A rank that applies versions answers the others
@@ -199,7 +203,9 @@ class Standby:
                 silent and no version was published: start a job without a restore. Also if the versions have no states.
             RestoreMismatchError: if the stream does not fit the job.
             TakeoverFailedError: if the takeover failed after the claim. Call :meth:`take_over` or this method again.
-            InvalidArgumentError: if an argument is invalid, or this job has taken over already.
+            InvalidArgumentError: if an argument is invalid, if ``silence`` is below the time between two heartbeats of
+                the publisher, if a serving stream is missing or is not the trainer's, or if this job has taken over
+                already.
             TableMismatchError: if a table cannot be written.
             RestoreFailedError: if another rank raised one of these errors.
             RankLostError: if a rank dies, is interrupted, or does not make the call in time.
