@@ -52,4 +52,21 @@ REVERTS: list[Revert] = [
         generator="tests/stream/test_log_index.py::test_the_list_of_a_forged_pointer_is_bounded",
         edits={"delta_tracker/stream/log_index.py": [(", found.version + 1 - _MAX_POINTED)", ")")]},
     ),
+    Revert(
+        defect="a late writer of the pointer moves readers back",
+        generator="tests/stream/test_pointer.py::test_late_writers_never_move_a_reader_back",
+        edits={
+            "delta_tracker/stream/pointer.py": [
+                (
+                    "    is_newer = (pointer.generation, pointer.version) >= (known.generation, known.version)",
+                    "    is_newer = True",
+                )
+            ]
+        },
+    ),
+    Revert(
+        defect="entries below the oldest of the pointer are read from caches",
+        generator="tests/stream/test_log_index.py::test_entries_below_the_oldest_are_refused",
+        edits={"delta_tracker/stream/log.py": [("and version < pointer.oldest:", "and version < 0:")]},
+    ),
 ]

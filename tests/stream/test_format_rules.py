@@ -187,6 +187,16 @@ _RULES = {
         "recovery/test_path.py::test_a_delta_after_other_tables_or_states_is_refused",
         "recovery/test_path.py::test_a_claim_stands_for_the_version_before_it",
     ],
+    "A reader MUST take the maximum of each field over the pointers": [
+        "stream/test_pointer.py::test_late_writers_never_move_a_reader_back"
+    ],
+    "It MUST check each object that a pointer leads to": [
+        "stream/test_log_index.py::test_an_entry_of_another_hash_than_the_pointers_is_a_stale_cache"
+    ],
+    "It MUST NOT read entries below": ["stream/test_log_index.py::test_entries_below_the_oldest_are_refused"],
+    "It MUST NOT follow a pointer to another stream": [
+        "stream/test_pointer.py::test_another_stream_is_believed_once_its_entry_is_there"
+    ],
     "All objects that an entry names MUST be in the mirror": [
         "system/test_mirror_sweep.py::test_a_killed_mirror_leaves_a_prefix_and_is_completed"
     ],
