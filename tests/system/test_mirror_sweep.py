@@ -1,6 +1,6 @@
 """The sweep of a mirror: killed, or its stores fail, before, within and after each storage operation.
 
-Runs one point in five with exceptions instead of kills; ``make test-sweeps`` runs all of them, and kills processes.
+Runs one point in nine with exceptions instead of kills; ``make test-sweeps`` runs all of them, and kills processes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tests import forked
 from tests.sweeps import SWEEPS_ARE_WHOLE
 from tests.system.mirror_sweep import Killed, Scenario, check_killed, fail_at, kill_at, points_of
 
-_EVERY = 1 if SWEEPS_ARE_WHOLE else 5
+_EVERY = 1 if SWEEPS_ARE_WHOLE else 9
 
 
 def _die() -> None:
