@@ -101,6 +101,7 @@ class StreamCursor:
         self._merged: tuple[int, list[Merged]] | None = (
             None  # merged entries, and the version at which they were listed
         )
+        self._bound = -1  # version up to which ahead() leads
         self._avoided: set[str] = set()  # names of merged entries that could not be applied
 
     def through(self, log: StreamLog) -> StreamCursor:
@@ -222,7 +223,9 @@ class StreamCursor:
         if self.place is None:
             return None
         held = self.place.link.version
-        newest = self.log.newest_version(held)
+        if self._bound < held + _MIN_MERGED:  # otherwise, it need not be looked for again
+            self._bound = self.log.newest_version(held)
+        newest = self._bound
         if newest < held + _MIN_MERGED:
             return None
         merged = self._merged_ahead(held, newest)

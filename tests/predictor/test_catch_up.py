@@ -75,6 +75,7 @@ def test_without_merged_versions_each_version_is_read_once() -> None:
     assert torch.equal(model[FQN], writer.table)
     assert len(_entries(storage)) == 30
     assert storage.names_read.count("merged") <= 1
+    assert storage.requests["size"] <= 20
 
 
 def test_a_reader_that_keeps_up_never_looks_for_merged_versions() -> None:
