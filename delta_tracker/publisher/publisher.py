@@ -32,6 +32,7 @@ from delta_tracker.stream.format.manifest import Kind, Manifest, Part
 from delta_tracker.stream.maintenance.retention import Retention
 from delta_tracker.stream.maintenance.upkeep import Upkeep
 from delta_tracker.stream.notify.notifier import Hints, Notifier
+from delta_tracker.stream.pointer_writer import PointerWriter
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.tracker.top_k import TopK
 from delta_tracker.tracker.tracker import ModelDeltaTracker
@@ -99,6 +100,9 @@ class Publisher:
         heartbeat_seconds: time between two heartbeats, which show a :class:`~delta_tracker.recovery.standby.Standby`
             that training advances. Rank 0 writes them in a thread of its own while :meth:`step`, :meth:`publish` or
             :meth:`snapshot` is called, with ``states`` only. None for no heartbeats.
+        pointer_seconds: minimum time between two writes of the pointer object ``control/head.json``, by which readers
+            over http find new versions. Rank 0 writes it in a thread of its own, only after commits. Its failures are
+            logged. None to write none: readers over http then find no version.
         name: label ``publisher`` of the metrics; None for ``"publisher"``. If another publisher of this process has the
             same name, a suffix ``-2``, ``-3``, ... is added.
 
@@ -143,10 +147,12 @@ class Publisher:
         training_state: Mapping[str, Stateful] | None = None,
         rank_state: Mapping[str, Stateful] | None = None,
         heartbeat_seconds: float | None = 5.0,
+        pointer_seconds: float | None = 1.0,
     ) -> None:
         self._tracker = tracker
         self._thread, self._process = threading.get_ident(), os.getpid()
         self._upkeep: Upkeep | None = None
+        self._pointer: PointerWriter | None = None
         self._beats: Heartbeats | None = None
         self._source: VersionSource | None = None
         self._flight: Flight | None = None
@@ -160,7 +166,7 @@ class Publisher:
         self._is_open = False
 
         def prepare() -> dict[str, Any]:
-            _check(cadence, retention, heartbeat_seconds)
+            _check(cadence, retention, heartbeat_seconds, pointer_seconds)
             if cadence is not None:
                 self._vote_every = cadence.calls_per_vote(self._exchange.group.world_size)
             check_complete(tracker.model)
@@ -198,8 +204,11 @@ class Publisher:
             self._writer.open(url)
             self._checked_source().resume(self._exchange, self._writer)
             self._start_heartbeats(None if states is None else heartbeat_seconds)
+            if pointer_seconds is not None and self._is_first:
+                self._pointer = PointerWriter(self._writer.storage, seconds=pointer_seconds)
             if retention is not None or compact_every is not None:
-                self._upkeep = Upkeep(self._writer.storage, retention, compact_every=compact_every)
+                on_pass = None if self._pointer is None else self._pointer.rescan
+                self._upkeep = Upkeep(self._writer.storage, retention, compact_every=compact_every, on_pass=on_pass)
         except BaseException:
             self._writer.release()
             self.close()
@@ -362,6 +371,8 @@ class Publisher:
         self._hints.close()
         if self._upkeep is not None:
             self._upkeep.close()
+        if self._pointer is not None:
+            self._pointer.close()
         self._exchange.close()
         self._recorder.close()
 
@@ -562,6 +573,8 @@ class Publisher:
         def commit() -> dict[str, Any]:
             manifest = self._writer.commit(share, messages)
             self._hints.announce(manifest.stream, manifest.version)
+            if self._pointer is not None:
+                self._pointer.after(manifest)
             if self._upkeep is not None:
                 self._upkeep.after(manifest.version)
             return self._writer.answer()
@@ -598,7 +611,7 @@ class Publisher:
                 _logger.exception("the read of a version that failed could not be aborted: the next one replaces it")
 
 
-def _check(cadence: object, retention: object, heartbeat_seconds: float | None) -> None:
+def _check(cadence: object, retention: object, heartbeat_seconds: float | None, pointer_seconds: float | None) -> None:
     """Check some arguments of a publisher.
 
     Raises:
@@ -607,8 +620,9 @@ def _check(cadence: object, retention: object, heartbeat_seconds: float | None) 
     for argument, value, kind in (("cadence", cadence, Cadence), ("retention", retention, Retention)):
         if value is not None and not isinstance(value, kind):
             raise InvalidArgumentError(argument, value, f"Pass a {kind.__name__}")
-    if heartbeat_seconds is not None and not 0 < heartbeat_seconds < threading.TIMEOUT_MAX:
-        raise InvalidArgumentError("heartbeat_seconds", heartbeat_seconds, "Pass seconds above 0, or None")
+    for argument, seconds in (("heartbeat_seconds", heartbeat_seconds), ("pointer_seconds", pointer_seconds)):
+        if seconds is not None and not 0 < seconds < threading.TIMEOUT_MAX:
+            raise InvalidArgumentError(argument, seconds, "Pass seconds above 0, or None")
 
 
 def _training(

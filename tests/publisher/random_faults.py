@@ -220,7 +220,9 @@ def case(rank: int, world_size: int, url: str, seed: int) -> tuple[bool, list[st
     tracker = ModelDeltaTracker(shard(spec), mode=TrackingMode.EMBEDDING)
     counter = Counter()
     states: dict[str, Any] = {"states": "optimizer", "rank_state": {"counter": counter}} if schedule.has_states else {}
-    publisher = Publisher(tracker, url, top_k=schedule.top_k, cadence=schedule.cadence, timeout=_TIMEOUT, **states)
+    publisher = Publisher(
+        tracker, url, top_k=schedule.top_k, cadence=schedule.cadence, timeout=_TIMEOUT, pointer_seconds=None, **states
+    )
     run = Run(rank, tracker, publisher, torch.Generator().manual_seed(seed * 10 + rank), counter)
     for number, name in enumerate(schedule.calls):
         run.train()

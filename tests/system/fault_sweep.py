@@ -43,6 +43,7 @@ from delta_tracker.stream.format.part_reader import PartReader, dense_of, read_p
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
+from delta_tracker.stream.pointer_writer import PointerWriter
 from delta_tracker.stream.storage.storage import Storage, StoredObject
 from tests.models import Spec, Table, batch, kernels_of, shard
 
@@ -136,6 +137,7 @@ class Trainer:
             self.storage,
             dense=self.model.module.dense,
             states="optimizer" if self.has_states else None,
+            pointer_seconds=None,  # its thread would make the number of operations random
             training_state={"optimizer": self.optimizer} if self.has_states else None,
         )
 
@@ -384,6 +386,13 @@ def _retention(stage: Stage) -> None:
     stage.try_again(lambda: retain(stage.storage, Retention(versions=1, grace_seconds=0.0)))
 
 
+def _pointer(stage: Stage) -> None:
+    _some_versions(stage)
+    head = StreamLog(Storage(stage.storage.url)).head()
+    stage.storage.is_armed = True
+    stage.try_again(lambda: PointerWriter(stage.storage).write_now(head))
+
+
 def _states(stage: Stage) -> None:
     stage.trainer.has_states = True
     stage.trainer.claim()
@@ -427,11 +436,12 @@ SCENARIOS: dict[str, Callable[[Stage], None]] = {
     "compaction": _compaction,
     "fold": _fold,
     "retention": _retention,
+    "pointer": _pointer,
     "states": _states,
     "restore": _restore,
 }
 # Only kills are swept here: tests/stream/test_upkeep_faults.py sweeps failures, and races need two publishers.
-_UPKEEP = ("compaction", "fold", "retention")
+_UPKEEP = ("compaction", "fold", "retention", "pointer")
 # A restore writes nothing to the store, so that only its failures are swept.
 _LEFT_OUT = {"kills": ("restore",), "failures": _UPKEEP, "races": (*_UPKEEP, "restore")}
 

@@ -35,7 +35,7 @@ def full(rank: int, world_size: int, directory: str) -> list[str]:
     generator = torch.Generator().manual_seed(rank)
     said = []
     with ModelDeltaTracker(model) as tracker:
-        publisher = Publisher(tracker, url)
+        publisher = Publisher(tracker, url, pointer_seconds=None)
         held = empty_model(tracker)
         predictor = Predictor(held, url, name=f"rank-{rank}")
         publisher.snapshot()

@@ -31,6 +31,8 @@ class Upkeep:
         fold: see :func:`~delta_tracker.stream.maintenance.compaction.compact`.
         max_bytes: maximum bytes of versions that a compaction holds in memory, in addition to the publisher's memory.
         close_seconds: time that :meth:`close` waits for a running pass before it interrupts the pass.
+        on_pass: called in the background thread after each pass, also after one that failed or was interrupted: it may
+            have deleted or merged entries. Must not raise.
 
     Raises:
         InvalidArgumentError: for an invalid bound.
@@ -46,6 +48,7 @@ class Upkeep:
         fold: float = 0.5,
         max_bytes: int = DEFAULT_MAX_BYTES,
         close_seconds: float = 10.0,
+        on_pass: Callable[[], None] | None = None,
     ) -> None:
         if type(retain_every) is not int or retain_every < 1:
             raise InvalidArgumentError("retain_every", retain_every, "Pass an integer of 1 or more")
@@ -59,6 +62,7 @@ class Upkeep:
         self._fold = fold
         self._max_bytes = max_bytes
         self._close_seconds = close_seconds
+        self._on_pass = on_pass
         self._stop = threading.Event()
         # Version at the last pass of each kind. The first call of after() sets both to the preceding version.
         self._compacted: int | None = None
@@ -124,6 +128,9 @@ class Upkeep:
             _logger.info("close() interrupted the upkeep pass: url=%s", self._log.storage.url)
         except Exception as error:  # noqa: BLE001  a failure must not reach training; it is logged and kept
             self._fail("start", error)
+        finally:
+            if self._on_pass is not None:
+                self._on_pass()
 
     def _try(self, step: str, run: Callable[[], None]) -> None:
         """Run one step of a pass. Its error does not keep the next step from running: a store without space needs it.

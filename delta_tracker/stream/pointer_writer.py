@@ -1,0 +1,233 @@
+"""Writer of the pointer object, in a thread of its own: :class:`PointerWriter`."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import replace
+
+from delta_tracker.errors import MalformedError, kind_of
+from delta_tracker.stream.entry_names import Merged
+from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.interruption import Interrupted, interruptible
+from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.pointer import (
+    MAX_POINTED_MERGED,
+    POINTER_NAME,
+    HeadPointer,
+    PointedSnapshot,
+    read_pointer,
+)
+from delta_tracker.stream.storage.storage import Storage
+
+_logger = logging.getLogger(__name__)
+
+_SCAN_SECONDS = 600.0  # between two listings
+_MAX_PAUSE_SECONDS = 30.0  # between two attempts while the store fails
+_CLOSE_SECONDS = 2.0  # for the last write, of which the last quarter is for its interruption
+
+
+class PointerWriter:
+    """Writer of the pointer object after commits. Its failures are logged, and never reach the publisher.
+
+    A thread, which the first :meth:`after` starts, writes the newest head at most once per ``seconds``, and only if
+    something has changed. The thread lists the log at first, after :meth:`rescan` and every ten minutes. If a newer
+    publisher has taken over the stream, the listing shows it, and the pointer is written for the newest entry.
+
+    Args:
+        storage: store of the stream.
+        seconds: minimum time between two writes.
+    """
+
+    def __init__(self, storage: Storage, *, seconds: float = 1.0) -> None:
+        self._log = StreamLog(storage)
+        self._seconds = seconds
+        self._head: Manifest | None = None
+        self._scan: HeadPointer | None = None  # the last listing, for the head at that time
+        self._scanned_at = 0.0
+        self._is_stale = True  # the listing must be repeated
+        self._written: HeadPointer | None = None  # with a time of 0
+        self._failure: tuple[object, ...] | None = None  # kind of the last failure
+        self._num_failures = 0  # consecutive ones
+        self._thread: threading.Thread | None = None
+        self._wake = threading.Event()
+        self._stop = threading.Event()
+        self._abort = threading.Event()
+        self._writing = threading.Lock()
+
+    def after(self, head: Manifest) -> None:
+        """Write the pointer to a committed entry soon. Never blocks or raises."""
+        self._head = head
+        self._wake.set()
+        if self._thread is None:
+            self._start()
+
+    def rescan(self) -> None:
+        """List the log before the next write, because entries were deleted or merged. Never blocks or raises."""
+        self._is_stale = True
+        self._wake.set()
+
+    def write_now(self, head: Manifest | None = None) -> None:
+        """Write the pointer in this thread, if it has changed.
+
+        Args:
+            head: a committed entry; None for the one of the last call. No-op if there was none.
+
+        Raises:
+            MalformedError: if an entry that the pointer must name does not follow the format.
+            StorageError: if the store cannot be listed or written.
+        """
+        with self._writing:
+            self._head = self._head if head is None else head
+            if self._head is None:
+                return
+            if self._is_stale or self._scan is None or time.monotonic() - self._scanned_at >= _SCAN_SECONDS:
+                self._is_stale = False
+                try:
+                    self._scan = self._scanned()
+                except BaseException:
+                    self._is_stale = True
+                    raise
+                self._scanned_at = time.monotonic()
+            pointer = _raised(self._scan, self._head)
+            if pointer != self._written:
+                self._log.storage.replace(POINTER_NAME, replace(pointer, time=time.time()).to_json())
+                self._written = pointer
+
+    def close(self) -> None:
+        """Write the newest head, and end the thread. Waits two seconds at most; a longer write is interrupted."""
+        self._stop.set()
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(0.75 * _CLOSE_SECONDS)
+            self._abort.set()
+            self._thread.join(0.25 * _CLOSE_SECONDS)
+
+    def _start(self) -> None:
+        # A daemon: a write that hangs must not keep the process from ending. No other object depends on the pointer.
+        thread = threading.Thread(target=self._run, name="head-pointer", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system cannot start a thread, or the interpreter shuts down
+            self._failed(error)
+        else:
+            self._thread = thread
+
+    def _run(self) -> None:
+        with interruptible(self._abort):
+            while not self._stop.is_set():
+                self._wake.wait(_SCAN_SECONDS)
+                self._wake.clear()
+                try:
+                    self.write_now()
+                except Interrupted:
+                    return
+                except Exception as error:  # noqa: BLE001  the pointer is a hint: a failure is logged, and retried
+                    self._failed(error)
+                    self._wake.set()
+                else:
+                    self._succeeded()
+                self._stop.wait(min(self._seconds * 2**self._num_failures, max(self._seconds, _MAX_PAUSE_SECONDS)))
+            try:
+                self.write_now()
+            except Interrupted:
+                return
+            except Exception as error:  # noqa: BLE001  as above
+                self._failed(error)
+
+    def _scanned(self) -> HeadPointer:
+        """Return the pointer to the newest entry, by a listing."""
+        versions = self._log.versions()
+        merged = self._log.merged()
+        head = self._head
+        assert head is not None, "checked by write_now()"
+        if versions and versions[-1] > head.version:  # by another publisher, which has fenced this one
+            try:
+                head = self._log.read(versions[-1]) or head
+            except MalformedError as error:
+                _logger.warning("the pointer stays at version %d: %s", head.version, error)
+        found = read_pointer(self._log.storage)
+        if found is None or replace(found, time=0.0) != self._written:
+            self._written = None  # deleted, or replaced by another publisher
+        return HeadPointer(
+            stream=head.stream,
+            generation=head.generation,
+            version=head.version,
+            xxh3=head.xxh3,
+            oldest=_oldest(versions, head.version),
+            snapshot=self._snapshot(head, versions, merged),
+            merged=_uncovered(merged, head.version),
+            time=0.0,
+        )
+
+    def _snapshot(self, head: Manifest, versions: list[int], merged: list[Merged]) -> PointedSnapshot | None:
+        """Return the newest snapshot of the stream of ``head``."""
+        present = versions[:1]
+        in_log = head.snapshot if head.snapshot is not None and (not present or head.snapshot >= present[0]) else None
+        for each in reversed(merged):
+            if each.kind != "snapshot" or each.last > head.version or (in_log is not None and each.last <= in_log):
+                continue
+            try:
+                manifest = self._log.read_merged(each)
+            except MalformedError as error:
+                _logger.warning("left a malformed merged snapshot out of the pointer: %s", error)
+                continue
+            if manifest is not None and manifest.stream == head.stream:
+                return PointedSnapshot(version=each.last, merged=True)
+        return None if in_log is None else PointedSnapshot(version=in_log, merged=False)
+
+    def _failed(self, error: Exception) -> None:
+        self._num_failures = min(self._num_failures + 1, 10)
+        failure = kind_of(error)
+        if failure != self._failure:
+            self._failure = failure
+            url = self._log.storage.url
+            _logger.warning("the pointer was not written, which is repeated: url=%s error=%s", url, error)
+
+    def _succeeded(self) -> None:
+        self._num_failures = 0
+        if self._failure is not None:
+            self._failure = None
+            _logger.warning("the pointer is written again: url=%s", self._log.storage.url)
+
+
+def _raised(scan: HeadPointer, head: Manifest) -> HeadPointer:
+    """Return the pointer of the last listing, raised to a newer head of the same log."""
+    if head.version <= scan.version:
+        return scan
+    snapshot = scan.snapshot
+    if head.stream != scan.stream:
+        snapshot = None
+    if head.snapshot is not None and (snapshot is None or head.snapshot > snapshot.version):
+        snapshot = PointedSnapshot(version=head.snapshot, merged=False)
+    return replace(
+        scan,
+        stream=head.stream,
+        generation=head.generation,
+        version=head.version,
+        xxh3=head.xxh3,
+        snapshot=snapshot,
+    )
+
+
+def _oldest(versions: list[int], head: int) -> int:
+    """Return the lowest version from which there is no gap up to ``head``, given the listed versions, ascending."""
+    # The publisher may have committed versions without a gap after the listing.
+    oldest = min(head, versions[-1]) if versions else head
+    for version in reversed(versions):
+        if version == oldest - 1:
+            oldest = version
+        elif version < oldest:
+            break
+    return oldest
+
+
+def _uncovered(merged: list[Merged], head: int) -> tuple[tuple[int, int], ...]:
+    """Return the ranges of the newest merged deltas that no other one covers, ascending."""
+    found: list[tuple[int, int]] = []
+    for each in sorted(merged, key=lambda each: (-each.last, each.first)):
+        if each.kind != "delta" or each.last > head or any(first <= each.first for first, _ in found):
+            continue
+        found.append((each.first, each.last))
+    return tuple(found[:MAX_POINTED_MERGED][::-1])

@@ -1,0 +1,80 @@
+"""Cases for the pointer object that a publisher writes."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from delta_tracker import ModelDeltaTracker, Publisher
+from delta_tracker.errors import InvalidArgumentError, StorageError
+from delta_tracker.stream.pointer import POINTER_NAME, read_pointer
+from delta_tracker.stream.storage.storage import Storage
+from tests.models import Spec, shard
+
+_DEADLINE = 20.0
+
+
+class _Faulty(Storage):
+    """A store that does not write the pointer object before ``ends`` is set."""
+
+    def __init__(self, url: str, *, hangs: bool) -> None:
+        super().__init__(url, create=True)
+        self.hangs = hangs
+        self.tried, self.ends = threading.Event(), threading.Event()
+
+    def replace(self, name: str, data: bytes) -> None:
+        if name == POINTER_NAME:
+            self.tried.set()
+            if self.hangs:
+                self.ends.wait(_DEADLINE)
+            raise StorageError(self.url, "it is full")
+        super().replace(name, data)
+
+
+def publishes_without_the_pointer(rank: int, world_size: int, url: str, hangs: bool) -> None:
+    """Check that versions are published while the pointer cannot be written."""
+    storage = _Faulty(url, hangs=hangs)
+    with ModelDeltaTracker(shard(Spec.every_sharding(world_size))) as tracker:
+        publisher = Publisher(tracker, storage, pointer_seconds=0.001)
+        for _ in range(3):
+            publisher.publish()
+        assert storage.tried.wait(_DEADLINE) is (rank == 0)
+        publisher.publish()
+        assert not storage.ends.is_set()
+        assert publisher.error is None
+        storage.ends.set()
+        publisher.close()
+    assert read_pointer(storage) is None
+
+
+def points_at_the_head(rank: int, world_size: int, url: str) -> dict[str, Any]:
+    """Publish with upkeep, and return the pointer after the end."""
+    storage = Storage(url, create=True)
+    with ModelDeltaTracker(shard(Spec.every_sharding(world_size))) as tracker:
+        publisher = Publisher(tracker, storage, compact_every=4, pointer_seconds=0.001)
+        threads = [each.name for each in threading.enumerate()]
+        assert "head-pointer" not in threads, "nothing is committed yet"
+        for _ in range(6):
+            publisher.publish()
+        publisher.close()
+        assert "head-pointer" not in [each.name for each in threading.enumerate()]
+        head = publisher.version
+    pointer = read_pointer(storage)
+    assert pointer is not None
+    return {"head": head, "pointer": replace(pointer, time=0.0).to_json().decode()}
+
+
+def writes_no_pointer(rank: int, world_size: int, url: str) -> None:
+    """Check the argument of the publisher."""
+    storage = Storage(url, create=True)
+    with ModelDeltaTracker(shard(Spec.every_sharding(world_size)), ["a", "b"]) as tracker:
+        for seconds in (0, -1.0, float("nan"), float("inf")):
+            with pytest.raises(InvalidArgumentError, match="pointer_seconds"):
+                Publisher(tracker, storage, "a", pointer_seconds=seconds)
+        publisher = Publisher(tracker, storage, "b", pointer_seconds=None)
+        publisher.publish()
+        publisher.close()
+    assert read_pointer(storage) is None
