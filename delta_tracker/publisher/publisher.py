@@ -196,6 +196,7 @@ class Publisher:
         self._writer = Coordinator(self._exchange, self._recorder)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._hints = Hints(notifier)
+        self._announces = notifier is not None
         try:
             messages = self._exchange.exchange(Phase.BUILDING, Message.of(prepare))
             check_alike(messages, "arguments", "vote_every", "kind")
@@ -572,7 +573,8 @@ class Publisher:
 
         def commit() -> dict[str, Any]:
             manifest = self._writer.commit(share, messages)
-            self._hints.announce(manifest.stream, manifest.version)
+            if self._announces:
+                self._hints.announce(manifest.stream, manifest.version)
             if self._pointer is not None:
                 self._pointer.after(manifest)
             if self._upkeep is not None:

@@ -65,7 +65,9 @@ def _expected(storage: Storage) -> HeadPointer:
         version=head.version,
         xxh3=head.xxh3,
         oldest=oldest,
-        snapshot=snapshot and PointedSnapshot(version=snapshot.version, merged=snapshot.merges is not None),
+        snapshot=None
+        if snapshot is None
+        else PointedSnapshot(version=snapshot.version, merged=snapshot.merges is not None),
         merged=tuple(sorted(kept, key=lambda each: each[1])[-64:]),
         time=0.0,
     )

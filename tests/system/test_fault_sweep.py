@@ -30,7 +30,7 @@ def test_every_operation(tmp_path: Path, mode: str) -> None:
     expected["states"] = 29
     if mode == "kills":
         # The pointer takes two listings, a look at the one before, and a write.
-        expected |= {"compaction": 31, "fold": 38, "retention": 46, "pointer": 4}
+        expected |= {"compaction": 31, "fold": 38, "retention": 46, "pointer": 8}
     if mode == "failures":
         expected["restore"] = 50
     assert counts == expected
