@@ -109,8 +109,8 @@ class StreamLog:
         """Return the newest version at or above ``after``, without a listing.
 
         Over http, it is that of the pointer and of the entries read so far. Otherwise, the entries above the pointer's
-        are looked for by name: the result is exact if no entry between is missing, and takes one request if there is
-        none. If ``after`` is negative and there is no pointer, the log is listed.
+        are looked for by name: the result is exact if no entry between is missing, and takes one or two requests if
+        there is none. If there is no pointer, and ``after`` is negative or its entry is missing, the log is listed.
 
         Args:
             after: a version of the log, or -1.
@@ -130,6 +130,8 @@ class StreamLog:
         present, step = after, 1
         while self._has(after + step):
             present, step = after + step, 2 * step
+        if present == after > pointed and not self._has(after):
+            return max(self.versions(after=after), default=after)  # retention may have deleted both entries
         missing = after + step
         while missing - present > 1:
             middle = (present + missing) // 2

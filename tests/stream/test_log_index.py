@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -77,7 +78,7 @@ def test_a_pointed_log_equals_the_listed_one_in_random_histories(monkeypatch: py
                 if random_.random() < 0.5:
                     compact(listed, fold=random_.choice([1e-9, 0.5, 1e9]))
                 if random_.random() < 0.3:
-                    retain(listed, Retention(grace_seconds=0.0))
+                    retain(listed, Retention(versions=1, grace_seconds=0.0), now=lambda: time.time() + 1)
                 point_at_the_head(writer.storage, oldest=_oldest(listed))
                 _equal(_over_http(cache), listed)
 
@@ -133,13 +134,23 @@ def test_the_newest_version_takes_few_requests_and_no_listing(writer: Writer) ->
         assert log.newest_version(held) == writer.claim.head.version
         asked = {kind: count - before[kind] for kind, count in log.storage.requests.items()}
         assert asked["list"] == 0
-        assert asked["size"] <= 1 + 2 * num_versions.bit_length()
+        assert asked["size"] <= 2 + 2 * num_versions.bit_length()
     pointer = point_at_the_head(writer.storage)
     before = dict(log.storage.requests)
     assert log.newest_version(1, past_cache=True) == pointer.version
     assert log.storage.requests["size"] - before["size"] == 2
     point_at_the_head(writer.storage, version=10**9)  # forged: the store has no such entry
     assert log.newest_version(1, past_cache=True) == pointer.version
+
+
+def test_the_newest_version_is_exact_without_a_pointer_after_a_retention(writer: Writer) -> None:
+    for _ in range(4):
+        writer.delta([1])
+    writer.snapshot()
+    log = StreamLog(writer.storage)
+    retain(log, Retention(versions=1, grace_seconds=0.0), now=lambda: time.time() + 1)
+    assert log.read(2) is None
+    assert log.newest_version(2) == writer.claim.head.version
 
 
 def test_no_entry_above_the_pointer_is_requested_at_once(

@@ -97,7 +97,7 @@ def test_the_pointer_is_right_in_random_histories() -> None:
                 if random_.random() < 0.7:
                     compact(log, fold=random_.choice([1e-9, 0.5, 1e9]))
                 else:
-                    retain(log, Retention(grace_seconds=0.0))
+                    retain(log, Retention(versions=1, grace_seconds=0.0), now=lambda: time.time() + 1)
                 pointer.rescan()
                 entry = writer.claim.head
             if random_.random() < 0.8:
