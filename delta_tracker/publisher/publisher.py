@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -207,6 +208,8 @@ class Publisher:
             self._start_heartbeats(None if states is None else heartbeat_seconds)
             if pointer_seconds is not None and self._is_first:
                 self._pointer = PointerWriter(self._writer.storage, seconds=pointer_seconds)
+                # The thread of a publisher that is dropped without close() ends, too.
+                weakref.finalize(self, self._pointer.end).atexit = False
             if retention is not None or compact_every is not None:
                 on_pass = None if self._pointer is None else self._pointer.rescan
                 self._upkeep = Upkeep(self._writer.storage, retention, compact_every=compact_every, on_pass=on_pass)

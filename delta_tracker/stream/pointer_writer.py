@@ -95,10 +95,14 @@ class PointerWriter:
                 self._log.storage.replace(POINTER_NAME, replace(pointer, time=time.time()).to_json())
                 self._written = pointer
 
-    def close(self) -> None:
-        """Write the newest head, and end the thread. Waits two seconds at most; a longer write is interrupted."""
+    def end(self) -> None:
+        """Let the thread write the newest head, and end. Does not wait for it."""
         self._stop.set()
         self._wake.set()
+
+    def close(self) -> None:
+        """Write the newest head, and end the thread. Waits two seconds at most; a longer write is interrupted."""
+        self.end()
         if self._thread is not None:
             self._thread.join(0.75 * _CLOSE_SECONDS)
             self._abort.set()

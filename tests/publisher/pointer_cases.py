@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +36,10 @@ class _Faulty(Storage):
         super().replace(name, data)
 
 
+def _threads() -> set[threading.Thread]:
+    return {each for each in threading.enumerate() if each.name == "head-pointer"}
+
+
 def publishes_without_the_pointer(rank: int, world_size: int, url: str, hangs: bool) -> None:
     """Check that versions are published while the pointer cannot be written."""
     storage = _Faulty(url, hangs=hangs)
@@ -52,19 +58,35 @@ def publishes_without_the_pointer(rank: int, world_size: int, url: str, hangs: b
 
 def points_at_the_head(rank: int, world_size: int, url: str) -> dict[str, Any]:
     """Publish with upkeep, and return the pointer after the end."""
+    before = _threads()
     storage = Storage(url, create=True)
     with ModelDeltaTracker(shard(Spec.every_sharding(world_size))) as tracker:
         publisher = Publisher(tracker, storage, compact_every=4, pointer_seconds=0.001)
-        threads = [each.name for each in threading.enumerate()]
-        assert "head-pointer" not in threads, "nothing is committed yet"
+        assert _threads() <= before, "nothing is committed yet"
         for _ in range(6):
             publisher.publish()
         publisher.close()
-        assert "head-pointer" not in [each.name for each in threading.enumerate()]
+        assert _threads() <= before
         head = publisher.version
     pointer = read_pointer(storage)
     assert pointer is not None
     return {"head": head, "pointer": replace(pointer, time=0.0).to_json().decode()}
+
+
+def ends_with_the_publisher(rank: int, world_size: int, url: str) -> None:
+    """Drop a publisher without closing it, and check that its thread ends."""
+    before = _threads()
+    with ModelDeltaTracker(shard(Spec.every_sharding(world_size))) as tracker:
+        publisher: Publisher | None = Publisher(tracker, url, pointer_seconds=0.001)
+        assert publisher is not None
+        publisher.publish()
+        assert _threads() - before
+        publisher = None
+        gc.collect()
+        deadline = time.monotonic() + _DEADLINE
+        while _threads() - before:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
 
 def writes_no_pointer(rank: int, world_size: int, url: str) -> None:

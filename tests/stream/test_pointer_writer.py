@@ -220,5 +220,9 @@ def test_a_publisher_writes_the_pointer_and_lists_after_upkeep(two_ranks: RankPo
         }
 
 
+def test_the_thread_of_a_dropped_publisher_ends(one_rank: RankPool, tmp_path: Path) -> None:
+    one_rank.run(f"{_CASES}:ends_with_the_publisher", url=f"file://{tmp_path}/stream")
+
+
 def test_a_publisher_may_write_no_pointer(one_rank: RankPool, tmp_path: Path) -> None:
     one_rank.run(f"{_CASES}:writes_no_pointer", url=f"file://{tmp_path}/stream")
