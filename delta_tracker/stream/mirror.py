@@ -35,6 +35,7 @@ from delta_tracker.stream.format.part_reader import check_object
 from delta_tracker.stream.log import MAX_ENTRY_BYTES, Merged, StreamLog, entry_name
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.pin import Pin
+from delta_tracker.stream.pointer_writer import PointerWriter
 from delta_tracker.stream.storage.storage import Storage
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ class Mirror:
         destination: store of the copy.
         retention: bounds on the versions at the destination; None deletes nothing.
         memory_bytes: maximum size of an object that is held in memory. Larger ones are copied in pieces of 8 MiB.
+        pointer_seconds: minimum time between two writes of the pointer object of the destination, which readers over
+            http need; None for no writes. Only :meth:`run` writes it.
 
     Raises:
         InvalidArgumentError: if both stores have the same url, or the destination is read-only.
@@ -81,6 +84,7 @@ class Mirror:
         *,
         retention: Retention | None = None,
         memory_bytes: int = _MEMORY_BYTES,
+        pointer_seconds: float | None = 1.0,
     ) -> None:
         if destination.is_read_only:
             raise InvalidArgumentError("destination", destination.url, "Pass the url of a bucket or directory")
@@ -92,6 +96,8 @@ class Mirror:
         self._from, self._to = StreamLog(self._entries), StreamLog(destination)
         self._retention = retention
         self._memory_bytes = memory_bytes
+        self._pointer_seconds = pointer_seconds
+        self._pointer: PointerWriter | None = None
         self._head: Manifest | None = None  # newest entry of the destination
         self._is_checked = False  # that the destination is a prefix of the source
         self._checked_at = self._merged_at = self._pinned_at = float("-inf")  # monotonic times
@@ -189,6 +195,26 @@ class Mirror:
             MirrorDivergedError, CorruptPartError, MalformedError: as :meth:`step`.
             StorageError: with ``once``, as :meth:`step`.
         """
+        self._pointer = (
+            None if self._pointer_seconds is None else PointerWriter(self._destination, seconds=self._pointer_seconds)
+        )
+        if self._pointer is not None and self._is_checked and self._head is not None:
+            self._pointer.after(self._head)
+        try:
+            self._run(stop, poll_seconds, on_entry, once=once)
+        finally:
+            if self._pointer is not None:
+                self._pointer.close()
+            self._pointer = None
+
+    def _run(
+        self,
+        stop: threading.Event,
+        poll_seconds: float,
+        on_entry: Callable[[Manifest], None] | None,
+        *,
+        once: bool,
+    ) -> None:
         pause = poll_seconds
         while not stop.is_set():
             try:
@@ -216,13 +242,15 @@ class Mirror:
         try:
             if is_due or now - self._merged_at >= _CHECK_SECONDS:
                 self._merged_at = now
-                self.copy_merged()
+                if self.copy_merged():
+                    self._rescan()
             if is_due or now - self._pinned_at >= _PIN_SECONDS:
                 self._pinned_at = now
                 self.copy_pins()
             if self._retention is not None and self._num_copied >= (1 if is_due else _RETENTION_ENTRIES):
                 self._num_copied = 0
                 retain(self._to, self._retention)
+                self._rescan()
         except MalformedError as error:  # a later pass may succeed
             _logger.warning("merged entries, pins or the retention were skipped: %s", error)
 
@@ -231,6 +259,7 @@ class Mirror:
             self._head = self._newest()
             if self._head is not None:
                 self._check(self._head)
+                self._point_at(self._head)
             self._is_checked = True
         version = self._first() if self._head is None else self._head.version + 1
         if version is None:
@@ -255,8 +284,17 @@ class Mirror:
         self._copy_objects(entry)
         self._create(name, data, version)
         self._head = entry
+        self._point_at(entry)
         self._num_copied += 1
         return True
+
+    def _point_at(self, entry: Manifest) -> None:
+        if self._pointer is not None:
+            self._pointer.after(entry)
+
+    def _rescan(self) -> None:
+        if self._pointer is not None:
+            self._pointer.rescan()
 
     def _first(self) -> int | None:
         """Return the version at which an empty destination starts; None if the source has no snapshot.

@@ -27,6 +27,7 @@ from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.mirror import Mirror
 from delta_tracker.stream.pin import Pin
+from delta_tracker.stream.pointer import POINTER_NAME, read_pointer
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import StateSpec, TableStates
 from tests.predictor.cache_server import cache_server
@@ -57,7 +58,7 @@ class Prefix(Storage):
 
 def everything(storage: Storage) -> dict[str, bytes]:
     found = {}
-    for name in (name for prefix in _PREFIXES for name in storage.names(prefix)):
+    for name in (name for prefix in _PREFIXES for name in storage.names(prefix) if name != POINTER_NAME):
         data = storage.read(name, max_bytes=1 << 30)
         assert data is not None
         found[name] = data.tobytes()
@@ -178,7 +179,7 @@ def test_an_object_of_an_interrupted_copy_is_checked(writer: Writer, memory_byte
     assert intact is not None
     destination.replace(delta.parts[0].name, intact.tobytes())
     before = destination.requests["write"]
-    copy(Mirror(writer.storage, destination, memory_bytes=memory_bytes))
+    copy(Mirror(writer.storage, destination, memory_bytes=memory_bytes, pointer_seconds=None))
     assert everything(destination).items() <= everything(writer.storage).items()
     assert destination.requests["write"] - before == 4 + 3, "four entries, and all objects but the intact one"
 
@@ -385,6 +386,27 @@ def test_a_source_behind_a_cache_is_copied_exactly(writer: Writer) -> None:
         cache.origin = other.storage
         with pytest.raises(MirrorDivergedError):
             Mirror(Storage(cache.url), destination).step()
+
+
+def test_a_copy_is_read_over_http_by_its_own_pointer(writer: Writer) -> None:
+    destination = Storage("memory://")
+    mirror = Mirror(writer.storage, destination)
+    copy(mirror)
+    with cache_server(destination) as cache:
+        for number in range(3):
+            version, table = table_at(Storage(cache.url))
+            assert version == 5 + number
+            assert torch.equal(table, writer.table)
+            if number == 2:
+                destination.delete(POINTER_NAME)
+                mirror = Mirror(writer.storage, destination)
+            writer.delta([number])
+            copy(mirror)
+        compact(writer.storage, fold=10.0)
+        copy(mirror)
+        pointer = read_pointer(destination)
+        assert pointer is not None
+        assert (pointer.version, pointer.oldest, pointer.merged) == (8, 2, ((3, 8),))
 
 
 def pinned(writer: Writer, counter: int, version: int) -> bytes:

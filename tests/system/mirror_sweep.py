@@ -138,7 +138,13 @@ class Scenario:
 
     def mirror(self, destination: Storage) -> Mirror:
         """Return a mirror that copies the larger objects in several pieces."""
-        return Mirror(self.source, destination, retention=Retention(versions=3, grace_seconds=0.0), memory_bytes=300)
+        return Mirror(
+            self.source,
+            destination,
+            retention=Retention(versions=3, grace_seconds=0.0),
+            memory_bytes=300,
+            pointer_seconds=None,  # another thread writes it, so that the operations would be random
+        )
 
     def play(self, mirror: Callable[[], Mirror], stages: Iterable[int] | None = None) -> None:
         """Copy the source up to each of the versions ``stages``, with a new mirror for each."""
