@@ -34,11 +34,6 @@ REVERTS: list[Revert] = [
         edits={_PUBLISHER: [("weakref.finalize(self, self._pointer.end).atexit = False", "pass")]},
     ),
     Revert(
-        defect="a late pointer moves a reader back",
-        generator="tests/stream/test_pointer.py::test_late_writers_never_move_a_reader_back",
-        edits={_VIEW: [("else _maximum(known, pointer)", "else pointer")]},
-    ),
-    Revert(
         defect="a reader believes a pointer to another stream without its entry",
         generator="tests/stream/test_pointer.py::test_another_stream_is_believed_once_its_entry_is_there",
         edits={_VIEW: [("        if not self._has_entry(pointer):\n            return False\n", "")]},
@@ -47,11 +42,6 @@ REVERTS: list[Revert] = [
         defect="a reader reads the pointer at each poll",
         generator="tests/stream/test_pointer.py::test_a_view_reads_at_most_once_in_its_interval",
         edits={_VIEW: [(">= self._seconds", ">= 0.0")]},
-    ),
-    Revert(
-        defect="a reader over http reads entries below the oldest one",
-        generator="tests/stream/test_log_index.py::test_entries_below_the_oldest_are_refused",
-        edits={_LOG: [("and version < pointer.oldest:", "and False:")]},
     ),
     Revert(
         defect="a reader over http asks for entries that do not exist yet",

@@ -168,10 +168,11 @@ def _another_stream(replaced: Storage) -> HeadPointer:
     [
         (_another_stream, True),
         (lambda storage: point_at_the_head(storage, stream="0" * 32, xxh3="0" * 32), False),  # its entry is missing
+        (lambda storage: point_at_the_head(storage, stream="0" * 32, generation=9, xxh3="0" * 32), False),
         (lambda storage: point_at_the_head(storage, stream="0" * 32, generation=9), True),  # a fork of this stream
         (lambda storage: point_at_the_head(storage, stream="0" * 32, generation=0), False),  # of a fenced publisher
     ],
-    ids=["replaced", "forged", "fork", "late"],
+    ids=["replaced", "forged", "forged fork", "fork", "late"],
 )
 def test_another_stream_is_believed_once_its_entry_is_there(
     writer: Writer, another: Callable[[Storage], HeadPointer], *, is_believed: bool
