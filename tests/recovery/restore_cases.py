@@ -138,7 +138,7 @@ class Trainer:
             losses.append(float(loss))
         return losses
 
-    def publisher(self, path: str) -> Publisher:
+    def publisher(self, path: str, **options: Any) -> Publisher:
         return Publisher(
             self.tracker,
             f"file://{path}/stream",
@@ -147,6 +147,7 @@ class Trainer:
             states="optimizer",
             training_state=self.training_state,
             rank_state=self.rank_state,
+            **options,
         )
 
     def restore(self, path: str, version: int | None = None, **kwargs: Any) -> Any:

@@ -777,7 +777,8 @@ def replaced(rank: int, world_size: int, path: str, spec: dict[str, Any], where:
 def disturbed(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> list[str]:
     """A version that is damaged or missing is passed as soon as there is a way; a stream that does not fit raises."""
     trainer, job = Job(spec_of(**spec), rank), made(spec, rank)
-    publisher = trainer.publisher(path)
+    # Readers notice a damaged log once the pointer passes it, up to a second later: here at once.
+    publisher = trainer.publisher(path, pointer_seconds=None)
     standby = job.standby(path)
     messages = []
     for what in ("part", "entry", "merged"):
