@@ -16,6 +16,7 @@ import xxhash
 from msgspec import convert
 
 from delta_tracker.errors import MalformedError
+from delta_tracker.forking import Forkable, protect
 from delta_tracker.stream.entry_names import entry_name
 from delta_tracker.stream.format.field_types import Count, Hex, Time
 from delta_tracker.stream.format.manifest import Manifest
@@ -112,7 +113,7 @@ def read_pointer(storage: Storage) -> HeadPointer | None:
     return None
 
 
-class PointerView:
+class PointerView(Forkable):
     """Maximum of the pointers that one reader has read. Thread-safe.
 
     Of the pointers of one stream, each field has its greatest value. The pointer of another stream is believed only
@@ -132,6 +133,11 @@ class PointerView:
         self._doubted_at: float | None = None  # monotonic time of the last check of another stream's pointer
         self._lock = threading.Lock()  # for the fields
         self._reading = threading.Lock()  # one request at a time
+        protect(self)
+
+    def after_fork_in_child(self) -> None:
+        """Replace the locks, which another thread may have held during the fork."""
+        self._lock, self._reading = threading.Lock(), threading.Lock()
 
     def newest(self, *, is_due: bool = True, past_cache: bool = False) -> HeadPointer | None:
         """Return the maximum of the pointers read so far; None if there was none.
