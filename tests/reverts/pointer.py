@@ -40,7 +40,7 @@ REVERTS: list[Revert] = [
     ),
     Revert(
         defect="a forked process waits for ever for the pointer that its parent was reading",
-        generator="tests/stream/test_pointer.py::test_a_forked_process_reads_the_pointer_while_a_thread_of_its_parent_does",
+        generator="tests/system/test_pointer_forks.py::test_a_forked_process_reads_the_pointer_while_a_thread_of_its_parent_does",
         edits={_VIEW: [("        protect(self)\n", "")]},
     ),
     Revert(

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
-import threading
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,36 +124,6 @@ def test_late_writers_never_move_a_reader_back(writer: Writer) -> None:
             assert found.oldest == max(each.oldest for each in read)
             assert found.snapshot.version == max(each.snapshot.version for each in read if each.snapshot is not None)
             assert found.problem is None
-
-
-def test_a_forked_process_reads_the_pointer_while_a_thread_of_its_parent_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    storage, reads, ends = Storage(tmp_path.as_uri()), threading.Event(), threading.Event()
-    writer = Writer(storage)
-    writer.snapshot()
-    pointer = point_at_the_head(storage)
-    read = storage.read
-
-    def waits(*args: Any, **options: Any) -> Any:
-        if not reads.is_set():
-            reads.set()
-            ends.wait(20)
-        return read(*args, **options)
-
-    monkeypatch.setattr(storage, "read", waits)
-    view = PointerView(storage, seconds=0.0)
-    thread = threading.Thread(target=view.newest)
-    thread.start()
-    assert reads.wait(20)
-    pid = os.fork()
-    if pid == 0:
-        signal.alarm(20)
-        os._exit(0 if view.newest(past_cache=True) == pointer else 1)
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    ends.set()
-    thread.join()
-    assert status == 0
 
 
 def test_a_malformed_or_missing_pointer_keeps_the_one_before(writer: Writer) -> None:
