@@ -7,6 +7,7 @@ import http.server
 import json
 import os
 import pwd
+import random
 import shutil
 import socket
 import subprocess
@@ -15,17 +16,19 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
+import delta_tracker
 from delta_tracker.errors import StorageError
 from delta_tracker.stream.storage.storage import Storage
 
 _START_SECONDS = 60
 _HOST = "127.0.0.1"
+_CONF = Path(delta_tracker.__file__).parent / "stream" / "nginx.conf"
 REQUIRED = "DELTA_TRACKER_REQUIRE_SERVERS"
 
 
@@ -197,6 +200,89 @@ def nginx(http: str, port: int, directory: Path) -> Iterator[None]:
     command = [path, "-p", str(directory), "-c", str(directory / "nginx.conf"), "-e", str(directory / "error.log")]
     with _process([*command, "-g", "master_process off;"], directory, port):
         yield
+
+
+def cache_conf(zone: str, port: int, upstream: int, directory: Path) -> str:
+    """Return the example configuration of nginx that ships with the package, for other ports and directories.
+
+    Args:
+        zone: name of the cache, which tells several caches of one nginx apart.
+        port: port of the cache.
+        upstream: port of the server behind it.
+        directory: existing directory for the cached files.
+    """
+    text = _CONF.read_text()
+    for before, after in (
+        ("/var/cache/nginx/streams", f"{directory}/{zone}"),
+        ("keys_zone=streams:64m", f"keys_zone={zone}:1m"),
+        ("proxy_cache streams;", f"proxy_cache {zone};"),
+        ("$past_cache", f"$past_{zone}"),
+        ("upstream origin", f"upstream {zone}"),
+        ("http://origin;", f"http://{zone};"),
+        ("listen 127.0.0.1:8080;", f"listen {_HOST}:{port};"),
+        ("server 127.0.0.1:8333;", f"server {_HOST}:{upstream};"),
+    ):
+        if before not in text:
+            raise ValueError(f"{_CONF.name} has no {before!r}")
+        text = text.replace(before, after)
+    return text
+
+
+class TcpProxy:
+    """TCP proxy on loopback that delays what it forwards and cuts connections, in threads of this process.
+
+    Args:
+        upstream: port of the server.
+
+    Attributes:
+        port: port of the proxy.
+        delay_seconds: delay of each piece of up to 64 KiB that the server sends.
+        cut_chance: probability that a connection is cut before such a piece.
+        num_cut: number of connections that were cut.
+    """
+
+    def __init__(self, upstream: int) -> None:
+        self._upstream = upstream
+        self._server = socket.create_server((_HOST, 0))
+        self._random = random.Random(0)
+        self.port: int = self._server.getsockname()[1]
+        self.delay_seconds, self.cut_chance, self.num_cut = 0.0, 0.0, 0
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        """Accept no more connections."""
+        self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._server.accept()
+            except OSError:
+                return
+            try:
+                server = socket.create_connection((_HOST, self._upstream))
+            except OSError:
+                client.close()
+                continue
+            threading.Thread(target=self._pump, args=(client, server, False), daemon=True).start()
+            threading.Thread(target=self._pump, args=(server, client, True), daemon=True).start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket, is_answer: bool) -> None:
+        try:
+            while data := source.recv(1 << 16):
+                if is_answer and self.cut_chance and self._random.random() < self.cut_chance:
+                    self.num_cut += 1
+                    break
+                if is_answer and self.delay_seconds:
+                    time.sleep(self.delay_seconds)
+                sink.sendall(data)
+        except OSError:
+            pass
+        for each in (source, sink):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
 
 
 @dataclass
