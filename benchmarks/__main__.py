@@ -23,6 +23,7 @@ PROGRAMS: dict[str, list[str]] = {
     "bench_freshness": [],
     "bench_quality": [],
     "bench_recovery": [],
+    "bench_fleet": [],
 }
 """Arguments of each program."""
 PRINTING: dict[str, list[str]] = {

@@ -33,7 +33,14 @@ _IN_SWEEPS = pytest.mark.skipif(not SWEEPS_ARE_WHOLE, reason="some 10 s each: `m
         *("bench_predict", "bench_publish", "bench_step"),
         *(
             pytest.param(name, marks=_IN_SWEEPS)
-            for name in ("bench_freshness", "bench_quality", "bench_read", "bench_recovery", "bench_store")
+            for name in (
+                "bench_fleet",
+                "bench_freshness",
+                "bench_quality",
+                "bench_read",
+                "bench_recovery",
+                "bench_store",
+            )
         ),
     ],
 )

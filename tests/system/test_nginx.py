@@ -13,16 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
-import delta_tracker
 from delta_tracker.predictor.predictor import Predictor
 from delta_tracker.stream import log as log_module
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.storage.storage import Storage
 from tests.predictor.pointed import point_at_the_head
-from tests.servers import free_ports, nginx
+from tests.servers import cache_conf, free_ports, nginx
 from tests.stream.streams import FQN, Writer
 
-_CONF = Path(delta_tracker.__file__).parent / "stream" / "nginx.conf"
 _PART_BYTES = 9 << 20  # three slices
 _PREFIX = "bucket/stream"
 
@@ -45,24 +43,6 @@ class Tiers:
         return sum(int(size) for _, path, _, size in self.requests() if path == f"/{_PREFIX}/{name}")
 
 
-def _cache(zone: str, port: int, upstream: int, directory: Path) -> str:
-    """Return the shipped example, with this test's ports and directory."""
-    text = _CONF.read_text()
-    for before, after in (
-        ("/var/cache/nginx/streams", f"{directory}/{zone}"),
-        ("keys_zone=streams:64m", f"keys_zone={zone}:1m"),
-        ("proxy_cache streams;", f"proxy_cache {zone};"),
-        ("$past_cache", f"$past_{zone}"),
-        ("upstream origin", f"upstream {zone}"),
-        ("http://origin;", f"http://{zone};"),
-        ("listen 127.0.0.1:8080;", f"listen 127.0.0.1:{port};"),
-        ("server 127.0.0.1:8333;", f"server 127.0.0.1:{upstream};"),
-    ):
-        assert before in text
-        text = text.replace(before, after)
-    return text
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tiers]:
     directory = tmp_path_factory.mktemp("nginx")
@@ -77,8 +57,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tiers]:
             access_log {directory}/access.log short;
             location ~ /denied {{ return 403; }}
         }}
-        {_cache("first", first, origin, directory)}
-        {_cache("second", second, first, directory)}
+        {cache_conf("first", first, origin, directory)}
+        {cache_conf("second", second, first, directory)}
     """
     with nginx(conf, second, run):
         urls = (f"http://127.0.0.1:{first}/{_PREFIX}", f"http://127.0.0.1:{second}/{_PREFIX}")
