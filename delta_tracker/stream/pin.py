@@ -5,12 +5,28 @@ The counters are dense, and each object is created only if it does not exist. Th
 
 from __future__ import annotations
 
+import json
+import logging
+import random
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
+from msgspec import convert
+
+from delta_tracker.errors import MalformedError, StorageError
 from delta_tracker.stream.format.field_types import Count, Hex, Time
+from delta_tracker.stream.format.parse import load_json
 from delta_tracker.stream.storage.storage import Storage
+
+_logger = logging.getLogger(__name__)
+
+PINS = "control/pins"
+MAX_PIN_BYTES = 16 << 10
+MAX_REASON = 1000
+_reported: set[str] = set()  # malformed pins that were logged
+_MAX_REPORTED = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +53,103 @@ class Pin:
     reason: str
     time: Time
 
+    def to_json(self) -> bytes:
+        """Return the bytes of the object."""
+        return json.dumps(asdict(self)).encode()
+
+
+def pin_name(counter: int) -> str:
+    """Return the name of the object with a pin."""
+    return f"{PINS}/{counter:020d}.json"
+
+
+def newest_counter(storage: Storage, *, after: int = 0) -> int:
+    """Return the highest counter of the pins, ``after`` if there is none above it. Lists nothing.
+
+    Args:
+        storage: store of the stream.
+        after: counter of a pin, or 0.
+
+    Raises:
+        StorageError: if the store cannot be read.
+    """
+
+    def is_there(counter: int) -> bool:
+        return storage.size(pin_name(counter)) is not None
+
+    present, step = after, 1
+    while is_there(after + step):
+        present, step = after + step, 2 * step
+    missing = after + step
+    while missing - present > 1:
+        middle = (present + missing) // 2
+        present, missing = (middle, missing) if is_there(middle) else (present, middle)
+    return present
+
+
+def newest_pin(storage: Storage, *, after: int = 0) -> Pin | None:
+    """Return the pin with the highest counter above ``after``; None if there is none. Lists nothing.
+
+    A malformed pin is logged once, and the one before it counts.
+
+    Args:
+        storage: store of the stream.
+        after: counter of a pin that was read before, or 0.
+
+    Raises:
+        StorageError: if the store cannot be read.
+
+    Example:
+        >>> pin = newest_pin(storage)
+        >>> None if pin is None else (pin.kind, pin.version)
+        ('pin', 41)
+    """
+    for counter in range(newest_counter(storage, after=after), after, -1):
+        pin = read_pin(storage, counter)
+        if pin is not None:
+            return pin
+    return None
+
+
+def read_pin(storage: Storage, counter: int) -> Pin | None:
+    """Return the pin with a counter, None if it is missing or malformed. A malformed one is logged once.
+
+    Raises:
+        StorageError: if the store cannot be read.
+    """
+    name = pin_name(counter)
+    try:
+        data = storage.read(name, max_bytes=MAX_PIN_BYTES)
+        if data is None:
+            return None
+        pin = convert(load_json(data.tobytes()), Pin)
+        reason = _problem(pin, counter)
+    except (ValueError, RecursionError, MalformedError) as error:
+        pin, reason = None, str(error)[:MAX_REASON]
+    if reason is None:
+        return pin
+    text = f"url={storage.url} name={name} error={reason}"
+    if text not in _reported and len(_reported) < _MAX_REPORTED:
+        _reported.add(text)
+        _logger.warning("ignored malformed pin: %s", text)
+    return None
+
+
+def _problem(pin: Pin, counter: int) -> str | None:
+    """Return why the fields of a pin contradict each other or its name; None if they do not."""
+    if pin.counter != counter:
+        return f"its counter is {pin.counter}"
+    if len(pin.reason) > MAX_REASON:
+        return f"its reason has {len(pin.reason)} characters, more than {MAX_REASON}"
+    if (pin.version <= pin.bad) != (pin.kind == "pin"):
+        return f"a {pin.kind} of version {pin.version} contradicts its newest bad version {pin.bad}"
+    return None
+
 
 class PinFollower:
     """Reader of the newest pin, for one predictor.
+
+    The counter never goes back, also if the store is replaced by one with fewer pins.
 
     Args:
         storage: function that returns the store of the stream.
@@ -49,11 +159,26 @@ class PinFollower:
     def __init__(self, storage: Callable[[], Storage], seconds: float = 5.0) -> None:
         self._storage = storage
         self._seconds = seconds
+        self._newest: Pin | None = None
+        self._next: float | None = None  # monotonic time of the next look; None before the first one succeeded
 
     def order(self) -> Pin | None:
         """Return the newest pin that is known; None before the first.
 
+        If the store cannot be read, the pin is the one of the last look.
+
         Raises:
             StorageError: if the store cannot be read at the first look.
         """
-        return None
+        now = time.monotonic()
+        if self._next is not None and now < self._next:
+            return self._newest
+        known = 0 if self._newest is None else self._newest.counter
+        try:
+            self._newest = newest_pin(self._storage(), after=known) or self._newest
+        except StorageError as error:
+            if self._next is None:
+                raise
+            _logger.warning("could not look for a pin, which is looked for again: error=%s", error)
+        self._next = now + self._seconds * random.uniform(0.75, 1.25)  # noqa: S311  no secret
+        return self._newest

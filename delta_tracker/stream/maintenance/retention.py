@@ -22,21 +22,30 @@ host's time counts as this host's time: an object that is dated in the future ex
 host that is behind only delays deletions. An *orphan* is an object that no process needs any more: an object below
 ``parts/`` that no entry names, the draft of an interrupted write, the object of an interrupted probe, or the heartbeat
 of a predictor or a publisher that has ended.
+
+The entries and objects that lead to the version of the newest pin are kept. A pass looks for a newer pin before its
+first deletion and again before each 100 more, and ends if there is one.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import islice, takewhile
 
-from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.errors import InvalidArgumentError, MissingVersionError, NoSnapshotError
+from delta_tracker.stream.cursor import StreamCursor
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import Merged, StreamLog, entry_name
+from delta_tracker.stream.pin import Pin, newest_counter, newest_pin
 from delta_tracker.stream.storage.storage import Storage, StoredObject
 
+_logger = logging.getLogger(__name__)
+
+_DELETIONS_PER_LOOK = 100
 # Minimum age of a deleted orphan. A part with a version up to the head's must get its entry within this time.
 ORPHAN_SECONDS = 3600.0
 HEARTBEAT_SECONDS = 86_400.0  # predictors and publishers replace their heartbeats every few seconds
@@ -132,6 +141,7 @@ def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], 
         StorageError: if the store cannot be read, or fails during the pass.
     """
     log = stream if isinstance(stream, StreamLog) else StreamLog(stream)
+    pin = newest_pin(log.storage)
     # List parts before entries, so that a part committed between the two listings does not look like an orphan.
     leftovers = _Leftovers.list(log.storage)
     held = _Held.read(log)
@@ -145,9 +155,12 @@ def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], 
     floor = start if start in held.entries and held.entries[start].kind == "snapshot" else start + 1
     # Keep the head's parent: its presence proves to a publisher that the name of its own entry was not freed.
     floor = min(floor, held.head.version - 1)
+    path = _pinned_path(log, held, pin)
+    floor = min([floor, *(each.version for each in path if each.merges is None)])
+    pinned = {Merged.of(each) for each in path if each.merges is not None}
     expired = _expired(held, retention, clock)
     old = [version for version in takewhile(expired.__contains__, sorted(held.entries)) if version < floor]
-    stale = _superseded(held, start, clock - retention.grace_seconds)
+    stale = [each for each in _superseded(held, start, clock - retention.grace_seconds) if each not in pinned]
     kept = {each.name for manifest in held.without(old, stale) for each in manifest.objects}
 
     removed = [*sorted(version for version in held.below if version not in guards)]
@@ -170,19 +183,73 @@ def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], 
     # The entries that were read make these objects unnecessary, so they must be on disk first. An entry whose deletion
     # is not on disk may be there again after a power loss, and must find its objects then.
     _sync_entries(log.storage)
-    for name, _ in gone:
-        log.storage.delete(name)
-    if gone:
+    deletions = _Deletions(log.storage, 0 if pin is None else pin.counter)
+    num_gone = deletions.of(name for name, _ in gone)
+    if num_gone:
         _sync_entries(log.storage)
-    for name in unused:
-        log.storage.delete(name)
-    orphans = [orphan for orphan in orphans if _discard(log.storage, orphan)]
+    num_unused = deletions.of(unused)
+    num_orphans, orphan_bytes = 0, 0
+    for orphan in orphans:
+        if deletions.may_continue() and _discard(log.storage, orphan):
+            num_orphans, orphan_bytes = num_orphans + 1, orphan_bytes + orphan.num_bytes
     return Retained(
-        versions=len(removed),
-        merged=len(stale),
-        orphans=len(orphans),
-        num_bytes=sum(unused.values()) + sum(orphan.num_bytes for orphan in orphans),
+        versions=min(num_gone, len(removed)),
+        merged=max(0, num_gone - len(removed)),
+        orphans=num_orphans,
+        num_bytes=sum(islice(unused.values(), num_unused)) + orphan_bytes,
     )
+
+
+class _Deletions:
+    """Deletions of one pass. They end when an operator writes a pin.
+
+    The pass has computed what nobody needs without that pin. The next pass keeps what leads to it.
+
+    Args:
+        storage: store of the stream.
+        counter: counter of the newest pin that the pass knows, 0 if none.
+    """
+
+    def __init__(self, storage: Storage, counter: int) -> None:
+        self._storage = storage
+        self._counter = counter
+        self._left = 0  # deletions before the next look
+        self._is_over = False
+
+    def of(self, names: Iterable[str]) -> int:
+        """Delete objects. Return how many were deleted before a pin was written."""
+        num_deleted = 0
+        for name in names:
+            if not self.may_continue():
+                break
+            self._storage.delete(name)
+            num_deleted += 1
+        return num_deleted
+
+    def may_continue(self) -> bool:
+        """Return True if the next object may be deleted. Looks for a pin before the first and each 100 more."""
+        if not self._left and not self._is_over:
+            self._is_over = newest_counter(self._storage, after=self._counter) > self._counter
+            self._left = _DELETIONS_PER_LOOK
+        self._left -= 1
+        return not self._is_over
+
+
+def _pinned_path(log: StreamLog, held: _Held, pin: Pin | None) -> list[Manifest]:
+    """Return the entries that lead to the version of a pin, with the log's entry of it.
+
+    Returns an empty list if there is no pin of the stream.
+    """
+    if pin is None or pin.kind != "pin" or pin.stream != held.head.stream:
+        return []
+    try:
+        path = StreamCursor(log).path_to(pin.version)
+    except (MissingVersionError, NoSnapshotError, InvalidArgumentError) as error:
+        text = "the pinned version cannot be reached, so nothing is kept for it: counter=%d version=%d error=%s"
+        _logger.warning(text, pin.counter, pin.version, error)
+        return []
+    entry = held.entries.get(pin.version)
+    return path if entry is None or path[-1].merges is None else [*path, entry]
 
 
 @dataclass(frozen=True, slots=True)

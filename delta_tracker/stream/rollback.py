@@ -1,0 +1,211 @@
+"""Orders to all predictors of a stream that follow pins: return to a version, and continue from a snapshot.
+
+Each order is a new object with the next counter, created if absent. Of two operators who write at the same time, one
+gets :class:`~delta_tracker.errors.PinConflictError`.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from delta_tracker.errors import (
+    CorruptPartError,
+    InvalidArgumentError,
+    MissingVersionError,
+    NoReleaseError,
+    NoSnapshotError,
+    PinConflictError,
+    PinnedError,
+    ReadOnlyStoreError,
+)
+from delta_tracker.stream.cursor import StreamCursor
+from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.pin import MAX_PIN_BYTES, MAX_REASON, Pin, newest_counter, newest_pin, pin_name
+from delta_tracker.stream.storage.storage import Storage
+
+_FAULTS = (CorruptPartError, MissingVersionError, NoSnapshotError)
+
+
+def pin_version(storage: Storage, version: int, *, reason: str = "", replaces: bool = False) -> Pin:
+    """Return all predictors that follow pins to a version, and keep them there until a release.
+
+    The entries that lead to the version, and the sizes of their objects, are checked before the pin is written and
+    again afterwards, because a retention pass may run at the same time. Retention keeps them while the pin applies.
+
+    Args:
+        storage: store of the stream.
+        version: version to return to.
+        reason: text for people, at most 1,000 characters.
+        replaces: True to replace the pin that applies.
+
+    Returns:
+        The pin.
+
+    Raises:
+        InvalidArgumentError: if the version is not in the stream or is a claim, or the reason is too long.
+        MissingVersionError: if an entry that leads to the version is missing.
+        NoSnapshotError: if there is no snapshot at or below the version.
+        CorruptPartError: if an object that leads to the version is missing, or has another size.
+        PinnedError: if the stream is pinned, and ``replaces`` is False.
+        PinConflictError: if another operator wrote a pin or a release meanwhile.
+        ReadOnlyStoreError: if the store is at an http url.
+        StorageError: if the store fails. The pin may have been written.
+
+    Example:
+        >>> pin_version(storage, 41, reason="AUC fell").bad
+        57
+    """
+    log = _log(storage, "a rollback", reason)
+    counter, former = newest_counter(storage), newest_pin(storage)
+    entry = checked_path(log, version)
+    head = log.head() or entry
+    is_pinned = former is not None and former.kind == "pin" and former.stream == head.stream
+    if former is not None and is_pinned and not replaces:
+        raise PinnedError(storage.url, former.version, former.counter)
+    pin = Pin(
+        counter=counter + 1,
+        stream=entry.stream,
+        kind="pin",
+        version=version,
+        xxh3=entry.xxh3,
+        bad=max(head.version, former.bad if former is not None and is_pinned else 0),
+        reason=reason,
+        time=time.time(),
+    )
+    _create(storage, pin)
+    try:
+        checked_path(log, version)
+    except _FAULTS:
+        _correct(log, pin, former if is_pinned else None)
+        raise
+    return pin
+
+
+def release_pin(storage: Storage, *, reason: str = "") -> Pin:
+    """Let the predictors that are held by a pin continue from the newest snapshot of the log.
+
+    The snapshot must be above all versions that existed when the pin was written. Merged snapshots are not considered:
+    they contain rows of earlier versions, which may be bad.
+
+    Args:
+        storage: store of the stream.
+        reason: text for people, at most 1,000 characters.
+
+    Returns:
+        The release.
+
+    Raises:
+        InvalidArgumentError: if the stream is not pinned, or the reason is too long.
+        NoReleaseError: if the log has no such snapshot yet.
+        CorruptPartError: if an object of the snapshot is missing, or has another size.
+        PinConflictError: if another operator wrote a pin or a release meanwhile.
+        ReadOnlyStoreError: if the store is at an http url.
+        StorageError: if the store fails. The release may have been written.
+
+    Example:
+        >>> release_pin(storage).version
+        60
+    """
+    log = _log(storage, "a release", reason)
+    counter, pin, head = newest_counter(storage), newest_pin(storage), log.head()
+    if pin is None or head is None or pin.kind != "pin" or pin.stream != head.stream:
+        raise InvalidArgumentError("url", storage.url, "The stream is not pinned, so there is nothing to release")
+    snapshot = _snapshot(log, head)
+    if snapshot is None or snapshot.version <= pin.bad:
+        raise NoReleaseError(storage.url, pin.bad)
+    _check_objects(storage, snapshot)
+    release = Pin(
+        counter=counter + 1,
+        stream=head.stream,
+        kind="release",
+        version=snapshot.version,
+        xxh3=snapshot.xxh3,
+        bad=pin.bad,
+        reason=reason,
+        time=time.time(),
+    )
+    _create(storage, release)
+    return release
+
+
+def checked_path(log: StreamLog, version: int) -> Manifest:
+    """Return the log's entry of a version, after a check that the versions leading to it can be applied.
+
+    Raises:
+        InvalidArgumentError, MissingVersionError, NoSnapshotError, CorruptPartError, StorageError: see
+            :func:`pin_version`.
+    """
+    path = StreamCursor(log).path_to(version)
+    entry = log.read(version)  # the path may end with a merged snapshot instead
+    if entry is None or path[-1].link != entry.link:
+        raise MissingVersionError(version, (log.head() or path[-1]).version)
+    if entry.kind == "claim":
+        raise InvalidArgumentError("version", version, "It is a claim without rows: pass the version before or after")
+    for each in path:
+        _check_objects(log.storage, each)
+    return entry
+
+
+def _check_objects(storage: Storage, manifest: Manifest) -> None:
+    for each in manifest.objects:
+        size = storage.size(each.name)
+        if size != each.num_bytes:
+            found = "it is missing" if size is None else f"it has {size} bytes instead of {each.num_bytes}"
+            raise CorruptPartError(each.name, found)
+
+
+def _snapshot(log: StreamLog, head: Manifest) -> Manifest | None:
+    """Return the newest snapshot of the log in the head's stream, None if there is none."""
+    snapshot = None if head.snapshot is None else log.read(head.snapshot)
+    return snapshot if snapshot is not None and snapshot.stream == head.stream else None
+
+
+def _log(storage: Storage, operation: str, reason: str) -> StreamLog:
+    """Return the log, after a check of the arguments."""
+    if storage.is_read_only:
+        raise ReadOnlyStoreError(storage.url, operation)
+    if not isinstance(reason, str) or len(reason) > MAX_REASON:
+        raise InvalidArgumentError("reason", reason, f"Pass a text of at most {MAX_REASON:,} characters")
+    return StreamLog(storage)
+
+
+def _create(storage: Storage, pin: Pin) -> None:
+    """Write a pin.
+
+    Raises:
+        PinConflictError: if another one has its counter.
+    """
+    name, data = pin_name(pin.counter), pin.to_json()
+    if not storage.create(name, data):
+        there = storage.read(name, max_bytes=MAX_PIN_BYTES)  # the response of an earlier attempt may have been lost
+        if there is None or there.tobytes() != data:
+            raise PinConflictError(storage.url, pin.counter)
+    storage.sync(name.rpartition("/")[0])
+
+
+def _correct(log: StreamLog, pin: Pin, former: Pin | None) -> None:
+    """Replace a pin whose path is broken by the former one, or by a release to the newest snapshot.
+
+    Another operator's newer order is left alone.
+    """
+    head = log.head()
+    snapshot = None if head is None else _snapshot(log, head)
+    reason = f"version {pin.version} cannot be reached"
+    if former is not None:
+        correction = replace(former, counter=pin.counter + 1, bad=pin.bad, reason=reason, time=time.time())
+    elif snapshot is not None:
+        correction = replace(
+            pin,
+            counter=pin.counter + 1,
+            kind="release",
+            version=snapshot.version,
+            xxh3=snapshot.xxh3,
+            bad=max(0, snapshot.version - 1),
+            reason=reason,
+            time=time.time(),
+        )
+    else:
+        return
+    log.storage.create(pin_name(correction.counter), correction.to_json())
