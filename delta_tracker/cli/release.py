@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import click
 
 from delta_tracker.cli.stream_command import Stream, stream_command
+from delta_tracker.stream.rollback import release_pin
 
 _HELP = """Let the predictors of a rolled back stream continue from a snapshot.
+
+The newest snapshot of the log must be above every version that existed at the rollback. Otherwise, the command fails
+with exit code 2: call publisher.snapshot() in the repaired trainer first.
 
 \b
 Examples:
@@ -16,6 +22,12 @@ Examples:
 
 @click.command("release", help=_HELP)
 @stream_command
-def command(stream: Stream) -> int:
-    """Let the predictors of a rolled back stream continue."""
-    raise NotImplementedError(stream.storage.url)
+@click.option("--reason", default="", metavar="TEXT", help="Text that is stored with the release.")
+def command(stream: Stream, reason: str) -> int:
+    """Release the pin of the stream."""
+    pin = release_pin(stream.storage, reason=reason)
+    if stream.out.is_json:
+        stream.out.json(asdict(pin))
+    else:
+        stream.out.line(f"released: predictors continue from the snapshot {pin.version}, counter {pin.counter}")
+    return 0

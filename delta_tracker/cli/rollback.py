@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import click
 
 from delta_tracker.cli.stream_command import Stream, stream_command
+from delta_tracker.stream.rollback import pin_version
 
-_HELP = """Return all predictors that follow pins to a version.
+_HELP = """Return all predictors that follow pins to VERSION, and keep them there until a release.
+
+Predictors built with follows_pins=True look for pins every few seconds. The entries and objects that lead to the version
+are checked, and retention keeps them. Of two commands at the same time, one fails with exit code 2.
 
 \b
 Examples:
-  delta-tracker rollback s3://bucket/ctr 41
+  delta-tracker rollback s3://bucket/ctr 41 --reason "AUC fell by 2 %"
+  delta-tracker rollback s3://bucket/ctr 40 --replace
 """
 
 
 @click.command("rollback", help=_HELP)
 @stream_command
-def command(stream: Stream) -> int:
-    """Return all predictors that follow pins to a version."""
-    raise NotImplementedError(stream.storage.url)
+@click.argument("version", type=click.IntRange(0))
+@click.option("--reason", default="", metavar="TEXT", help="Text that is stored with the pin.")
+@click.option("--replace", "replaces", is_flag=True, help="Replace the pin that applies.")
+def command(stream: Stream, version: int, reason: str, *, replaces: bool) -> int:
+    """Pin the stream to a version."""
+    pin = pin_version(stream.storage, version, reason=reason, replaces=replaces)
+    if stream.out.is_json:
+        stream.out.json(asdict(pin))
+    else:
+        stream.out.line(f"pinned to version {pin.version} of {pin.bad}, counter {pin.counter}")
+    return 0

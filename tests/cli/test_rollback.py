@@ -1,0 +1,26 @@
+"""``rollback``: output, and the exit codes of refused calls."""
+
+from __future__ import annotations
+
+from delta_tracker.stream.pin import newest_pin
+from tests.cli.commands import Cli, url_of
+from tests.stream.streams import Writer
+
+
+def test_a_rollback_prints_the_pin(cli: Cli, writer: Writer) -> None:
+    assert cli("rollback", url_of(writer), 2, "--reason", "bad") == "pinned to version 2 of 4, counter 1\n"
+    pin = newest_pin(writer.storage)
+    assert pin is not None
+    assert (pin.kind, pin.version, pin.bad, pin.reason) == ("pin", 2, 4, "bad")
+    assert cli.json("rollback", url_of(writer), 3, "--replace")["counter"] == 2
+
+
+def test_refused_rollbacks_have_exit_code_2(cli: Cli, writer: Writer) -> None:
+    for arguments in ([99], [0], [2, "--reason", "x" * 1001]):
+        cli("rollback", url_of(writer), *arguments, code=2)
+    assert newest_pin(writer.storage) is None
+    cli("rollback", url_of(writer), 2)
+    cli("rollback", url_of(writer), 3, code=2)
+    assert "already pinned to version 2" in cli.err
+    cli("rollback", "http://127.0.0.1:1/stream", 2, code=2)
+    assert "over http" in cli.err

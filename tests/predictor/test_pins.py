@@ -1,0 +1,238 @@
+"""Pins: all predictors that follow them end at one version, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from delta_tracker import Predictor
+from delta_tracker.errors import MissingVersionError, NoReleaseError, PinConflictError, PinnedError, StreamError
+from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.maintenance.compaction import compact
+from delta_tracker.stream.maintenance.retention import Retention, retain
+from delta_tracker.stream.pin import PinFollower, newest_pin, pin_name
+from delta_tracker.stream.rollback import pin_version, release_pin
+from delta_tracker.stream.storage.storage import Storage
+from tests.stream.streams import FQN, Writer
+from tests.sweeps import SWEEPS_ARE_WHOLE
+
+
+class Fleet:
+    """A writer, the bits of each of its versions, and predictors."""
+
+    def __init__(self, path: Path) -> None:
+        self.storage = Storage(path.as_uri(), create=True)
+        self.writer = Writer(self.storage)
+        self.bits: dict[int, torch.Tensor] = {}
+        self.models: list[dict[str, torch.Tensor]] = []
+        self.predictors: list[Predictor] = []
+        self.published("snapshot")
+
+    def published(self, kind: str) -> int:
+        if kind == "claim":
+            self.writer.claim = StreamLog(self.storage).claim()
+            kind = "snapshot"
+        if kind == "snapshot":
+            self.writer.change([0])
+        entry = self.writer.snapshot() if kind == "snapshot" else self.writer.delta(random.sample(range(20), 3))
+        self.bits[entry.version] = self.writer.table.clone()
+        return entry.version
+
+    def join(self, *, follows_pins: bool = True) -> Predictor:
+        model = self.writer.model()
+        predictor = Predictor(model, self.storage, follows_pins=follows_pins)
+        if follows_pins:
+            predictor._pins = PinFollower(lambda: self.storage, seconds=0.0)
+        self.models.append(model)
+        self.predictors.append(predictor)
+        return predictor
+
+    def assert_holds(self, predictor: Predictor, version: int) -> None:
+        assert predictor.version == version
+        held = self.models[self.predictors.index(predictor)][FQN]
+        assert torch.equal(held, self.bits[version])
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Fleet:
+    fleet = Fleet(tmp_path)
+    for _ in range(4):
+        fleet.published("delta")
+    return fleet
+
+
+def test_a_pin_holds_old_and_new_predictors_until_a_release(fleet: Fleet) -> None:
+    old, other = fleet.join(), fleet.join(follows_pins=False)
+    for each in (old, other):
+        each.sync()
+    pin_version(fleet.storage, 3)
+    bad = fleet.published("delta")
+    new = fleet.join()
+    for each in (old, new, other):
+        each.sync()
+    fleet.assert_holds(old, 3)
+    fleet.assert_holds(new, 3)
+    fleet.assert_holds(other, bad)  # opted out
+    assert old.status().pinned == 3
+    with pytest.raises(NoReleaseError):
+        release_pin(fleet.storage)
+    snapshot = fleet.published("snapshot")
+    old.sync()
+    fleet.assert_holds(old, 3)
+    assert release_pin(fleet.storage).version == snapshot
+    newest = fleet.published("delta")
+    for each in (old, new, other):
+        each.sync()
+        fleet.assert_holds(each, newest)
+
+
+def test_a_claim_of_another_publisher_ends_no_pin(fleet: Fleet) -> None:
+    predictor = fleet.join()
+    pin_version(fleet.storage, 2)
+    newest = fleet.published("claim")
+    predictor.sync()
+    fleet.assert_holds(predictor, 2)
+    release_pin(fleet.storage)
+    predictor.sync()
+    fleet.assert_holds(predictor, newest)
+
+
+def test_retention_keeps_the_path_of_a_pin(fleet: Fleet) -> None:
+    pin_version(fleet.storage, 3)
+    for _ in range(3):
+        fleet.published("snapshot")
+    retain(fleet.storage, Retention(versions=1, grace_seconds=0.0))
+    assert StreamLog(fleet.storage).versions()[:2] == [0, 1]
+    predictor = fleet.join()
+    predictor.sync()
+    fleet.assert_holds(predictor, 3)
+    release_pin(fleet.storage)
+    assert retain(fleet.storage, Retention(versions=1, grace_seconds=0.0)).versions > 0
+
+
+def test_retention_keeps_a_merged_snapshot_that_a_pin_needs(fleet: Fleet) -> None:
+    compact(fleet.storage)
+    pin_version(fleet.storage, 5)
+    for _ in range(3):
+        fleet.published("snapshot")
+        compact(fleet.storage)
+    retain(fleet.storage, Retention(versions=1, grace_seconds=0.0))
+    predictor = fleet.join()
+    predictor.sync()
+    fleet.assert_holds(predictor, 5)
+
+
+def test_a_pin_written_during_a_retention_pass_ends_the_pass(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(3):
+        fleet.published("snapshot")
+    sync = Storage.sync
+
+    def pinned_sync(storage: Storage, prefix: str) -> None:
+        if prefix == "log" and newest_pin(storage) is None:
+            pin_version(storage, 3)
+        sync(storage, prefix)
+
+    monkeypatch.setattr(Storage, "sync", pinned_sync)  # after the pass has chosen what to delete
+    retain(fleet.storage, Retention(versions=1, grace_seconds=0.0))
+    predictor = fleet.join()
+    predictor.sync()
+    fleet.assert_holds(predictor, 3)
+
+
+def test_a_pin_whose_path_is_deleted_meanwhile_is_corrected(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    newest = fleet.published("snapshot")
+    create = Storage.create
+
+    def late_create(storage: Storage, name: str, data: bytes) -> bool:
+        created = create(storage, name, data)
+        if name == pin_name(1):
+            storage.delete("log/00000000000000000002.json")
+        return created
+
+    monkeypatch.setattr(Storage, "create", late_create)
+    with pytest.raises(MissingVersionError):
+        pin_version(fleet.storage, 3)
+    pin = newest_pin(fleet.storage)
+    assert pin is not None
+    assert (pin.counter, pin.kind, pin.version) == (2, "release", newest)
+    predictor = fleet.join()
+    predictor.sync()
+    fleet.assert_holds(predictor, newest)
+
+
+def test_one_of_two_operators_is_refused(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    create = Storage.create
+
+    def raced_create(storage: Storage, name: str, data: bytes) -> bool:
+        monkeypatch.setattr(Storage, "create", create)
+        pin_version(storage, 2)
+        return create(storage, name, data)
+
+    monkeypatch.setattr(Storage, "create", raced_create)
+    with pytest.raises(PinConflictError):
+        pin_version(fleet.storage, 3)
+    with pytest.raises(PinnedError):
+        pin_version(fleet.storage, 3)
+    assert pin_version(fleet.storage, 3, replaces=True).counter == 2
+    predictor = fleet.join()
+    predictor.sync()
+    fleet.assert_holds(predictor, 3)
+
+
+def test_a_malformed_pin_leaves_the_one_before(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
+    pin = pin_version(fleet.storage, 3)
+    for counter, data in enumerate((b"{", b"[" * 99_999, pin.to_json(), b"x" * (17 << 10)), 2):
+        fleet.storage.create(pin_name(counter), data)
+    predictor = fleet.join()
+    for _ in range(2):
+        predictor.sync()
+    fleet.assert_holds(predictor, 3)
+    assert caplog.text.count("ignored malformed pin") == 4
+    assert pin_version(fleet.storage, 2, replaces=True).counter == 6
+    predictor.sync()
+    fleet.assert_holds(predictor, 2)
+
+
+@pytest.mark.parametrize("seed", range(300 if SWEEPS_ARE_WHOLE else 20))
+def test_all_predictors_end_at_one_version(tmp_path: Path, seed: int) -> None:
+    random.seed(seed)
+    chance = random.Random(seed)
+    torch.manual_seed(seed)
+    fleet = Fleet(tmp_path)
+    for _ in range(5):
+        fleet.join()
+    for _ in range(40):
+        action = chance.choice(["delta", "delta", "delta", "snapshot", "claim", "pin", "release", "keep", "merge"])
+        if action == "pin":
+            _tried(lambda: pin_version(fleet.storage, chance.choice(list(fleet.bits)), replaces=True))
+        elif action == "release":
+            _tried(lambda: release_pin(fleet.storage))
+        elif action == "keep":
+            retain(fleet.storage, Retention(versions=chance.randrange(1, 9), grace_seconds=0.0))
+        elif action == "merge":
+            compact(fleet.storage)
+        else:
+            fleet.published(action)
+        place = chance.randrange(5)
+        if chance.random() < 0.2:  # a restart
+            model = fleet.writer.model()
+            fleet.models[place] = model
+            fleet.predictors[place] = Predictor(model, fleet.storage, follows_pins=True)
+            fleet.predictors[place]._pins = PinFollower(lambda: fleet.storage, seconds=0.0)
+        fleet.predictors[place].sync()
+    newest, pin = fleet.writer.claim.head.version, newest_pin(fleet.storage)
+    expected = pin.version if pin is not None and pin.kind == "pin" else newest
+    for predictor in fleet.predictors:
+        predictor.sync()
+        fleet.assert_holds(predictor, expected)
+
+
+def _tried(call) -> None:
+    """Call an operator's command, which may be refused."""
+    try:
+        call()
+    except (StreamError, ValueError):
+        pass
