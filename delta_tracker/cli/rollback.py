@@ -11,8 +11,8 @@ from delta_tracker.stream.rollback import pin_version
 
 _HELP = """Return all predictors that follow pins to VERSION, and keep them there until a release.
 
-Predictors built with follows_pins=True look for pins every few seconds. The entries and objects that lead to the version
-are checked, and retention keeps them. Of two commands at the same time, one fails with exit code 2.
+Predictors built with follows_pins=True look for pins every few seconds. The entries and objects that lead to the
+version are checked, and retention keeps them. Of two commands at the same time, one fails with exit code 2.
 
 \b
 Examples:

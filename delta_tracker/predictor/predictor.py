@@ -615,9 +615,10 @@ class Predictor(Forkable):
             head = self._cursor.log.head()
             if head is None or head.stream != order.stream:
                 return False
-        entry = self._cursor.log.read(order.version)
-        if entry is None or (entry.stream, entry.xxh3) != (order.stream, order.xxh3):
-            raise MissingVersionError(order.version, order.bad)
+        elif order.kind == "release" and place.link.version >= order.version and not self._is_mixed:
+            self._pinned, self._obeyed = None, order.counter  # nothing to do: the snapshot may be deleted meanwhile
+            return False
+        entry = self._ordered(order)
         is_allowed = self._cursor.allows is None or self._cursor.allows(entry)
         if not is_allowed and order.kind == "release":
             if place is None:
@@ -628,6 +629,24 @@ class Predictor(Forkable):
         has_moved = self._goes_to(order, entry)
         self._obeyed = order.counter
         return has_moved
+
+    def _ordered(self, order: Pin) -> Manifest:
+        """Return the entry to go to for a pin or a release.
+
+        For a release, any later snapshot will do, and retention may have deleted the one that it names.
+
+        Raises:
+            MissingVersionError: if there is no such entry.
+        """
+        if order.kind == "release":
+            newest = self._cursor.log.newest_snapshot()
+            is_later = newest is not None and newest.stream == order.stream and newest.link.version > order.version
+            if newest is not None and is_later and (self._cursor.allows is None or self._cursor.allows(newest)):
+                return newest
+        entry = self._cursor.log.read(order.version)
+        if entry is None or (entry.stream, entry.xxh3) != (order.stream, order.xxh3):
+            raise MissingVersionError(order.version, order.bad)
+        return entry
 
     def _goes_to(self, order: Pin, entry: Manifest) -> bool:
         """Apply the versions that lead to a pin or a release. Return False if there are none."""

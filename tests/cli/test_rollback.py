@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.pin import newest_pin
 from tests.cli.commands import Cli, url_of
 from tests.stream.streams import Writer
@@ -16,7 +17,8 @@ def test_a_rollback_prints_the_pin(cli: Cli, writer: Writer) -> None:
 
 
 def test_refused_rollbacks_have_exit_code_2(cli: Cli, writer: Writer) -> None:
-    for arguments in ([99], [0], [2, "--reason", "x" * 1001]):
+    StreamLog(writer.storage).claim()
+    for arguments in ([99], [5], [2, "--reason", "x" * 1001]):
         cli("rollback", url_of(writer), *arguments, code=2)
     assert newest_pin(writer.storage) is None
     cli("rollback", url_of(writer), 2)

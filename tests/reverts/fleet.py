@@ -4,4 +4,55 @@ from __future__ import annotations
 
 from tests.reverts.revert import Revert
 
-REVERTS: list[Revert] = []
+_PINS = "tests/predictor/test_pins.py"
+
+REVERTS = [
+    Revert(
+        defect="retention does not look for a pin again before it deletes",
+        generator=f"{_PINS}::test_a_pin_written_during_a_retention_pass_ends_the_pass",
+        edits={
+            "delta_tracker/stream/maintenance/retention.py": [
+                ("        if not self._left and not self._is_over:\n", "        if False:\n"),
+            ],
+        },
+    ),
+    Revert(
+        defect="retention deletes what leads to a pinned version",
+        generator=f"{_PINS}::test_retention_keeps_the_path_of_a_pin",
+        edits={
+            "delta_tracker/stream/maintenance/retention.py": [
+                ("    path = _pinned_path(log, held, pin)\n", "    path = _pinned_path(log, held, None)\n"),
+            ],
+        },
+    ),
+    Revert(
+        defect="a pin is written over that of another operator",
+        generator=f"{_PINS}::test_one_of_two_operators_is_refused",
+        edits={
+            "delta_tracker/stream/rollback.py": [
+                ("    if not storage.create(name, data):\n", "    if storage.replace(name, data):\n"),
+            ],
+        },
+    ),
+    Revert(
+        defect="the path of a pin is not checked again after the pin was written",
+        generator=f"{_PINS}::test_a_pin_whose_path_is_deleted_meanwhile_is_corrected",
+        edits={
+            "delta_tracker/stream/rollback.py": [
+                ("    try:\n        checked_path(log, version)\n    except", "    try:\n        pass\n    except"),
+            ],
+        },
+    ),
+    Revert(
+        defect="a release leads only to the snapshot that it names, which retention may have deleted",
+        generator=f"{_PINS}::test_all_predictors_end_at_one_version",
+        edits={
+            "delta_tracker/predictor/predictor.py": [
+                (
+                    "            if newest is not None and is_later and (",
+                    "            if False and (newest is not None) and (",
+                ),
+            ],
+        },
+    ),
+]
