@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -182,6 +183,24 @@ def test_one_of_two_operators_is_refused(fleet: Fleet, monkeypatch: pytest.Monke
     predictor = fleet.join()
     predictor.sync()
     fleet.assert_holds(predictor, 3)
+
+
+def test_a_pin_of_another_entry_is_refused(fleet: Fleet) -> None:
+    predictor = fleet.join()
+    predictor.sync()
+    pin = pin_version(fleet.storage, 3)
+    forged = replace(pin, counter=2, version=2)  # with the hash of version 3
+    fleet.storage.create(pin_name(2), forged.to_json())
+    with pytest.raises(MissingVersionError):
+        predictor.sync()
+    fleet.assert_holds(predictor, 5)
+    pin_version(fleet.storage, 2, replaces=True)
+    predictor.sync()
+    fleet.assert_holds(predictor, 2)
+    fleet.storage.delete(pin_name(3))  # a store with fewer pins, such as a mirror
+    fleet.storage.delete(pin_name(2))
+    predictor.sync()
+    fleet.assert_holds(predictor, 2)
 
 
 def test_a_malformed_pin_leaves_the_one_before(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:

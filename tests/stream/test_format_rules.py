@@ -200,6 +200,14 @@ _RULES = {
     "All objects that an entry names MUST be in the mirror": [
         "system/test_mirror_sweep.py::test_a_killed_mirror_leaves_a_prefix_and_is_completed"
     ],
+    "It MUST check the entry's hash": ["predictor/test_pins.py::test_a_pin_of_another_entry_is_refused"],
+    "A writer MUST check the entries and objects": [
+        "predictor/test_pins.py::test_a_pin_whose_path_is_deleted_meanwhile_is_corrected"
+    ],
+    "Retention MUST keep all entries and objects": ["predictor/test_pins.py::test_retention_keeps_the_path_of_a_pin"],
+    "It MUST look for a newer pin between": [
+        "predictor/test_pins.py::test_a_pin_written_during_a_retention_pass_ends_the_pass"
+    ],
     "A mirror MUST NOT create an entry of its own": [
         "stream/test_mirror.py::test_a_mirror_stops_if_another_program_appends_to_the_destination",
         "stream/test_mirror.py::test_a_copy_has_the_same_bytes_from_the_newest_snapshot_on",

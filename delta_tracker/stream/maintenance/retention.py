@@ -185,7 +185,7 @@ def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], 
     _sync_entries(log.storage)
     deletions = _Deletions(log.storage, 0 if pin is None else pin.counter)
     num_gone = deletions.of(name for name, _ in gone)
-    if num_gone:
+    if gone:
         _sync_entries(log.storage)
     num_unused = deletions.of(unused)
     num_orphans, orphan_bytes = 0, 0
