@@ -10,7 +10,10 @@ from __future__ import annotations
 import json
 import logging
 import re
+import socket
 import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
@@ -20,7 +23,7 @@ from delta_tracker.errors import InvalidArgumentError, MalformedError, StorageEr
 from delta_tracker.stream.format.field_types import Count, Hex, Time
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.parse import load_json
-from delta_tracker.stream.storage.storage import Storage, Transfer
+from delta_tracker.stream.storage.storage import Storage, StoredObject, Transfer
 from delta_tracker.stream.store_clock import StoreClock
 
 _logger = logging.getLogger(__name__)
@@ -28,6 +31,12 @@ _logger = logging.getLogger(__name__)
 _NAME = r"\A[A-Za-z0-9][A-Za-z0-9_-]{0,63}\Z"
 _MAX_BYTES = 16 << 10
 _MAX_TEXT = 1000
+_MAX_HOST = 253
+_NUM_READERS = 32  # threads that read heartbeats from a remote store
+_WINDOW = 10  # heartbeats in a window
+
+Look = tuple[Time, Count | None, Count | None]
+"""Age in seconds by the predictor's monotonic clock, version and lag in versions of a heartbeat in a window."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +55,9 @@ class Heartbeat:
         error: error that currently delays the predictor, None if there is none.
         canary: distance that the predictor keeps from the newest version, such as ``3 versions``; None if none.
         pin: counter of the last pin that the predictor has followed, 0 if none.
+        host: name of the predictor's host, cut to 253 characters; empty in heartbeats of older releases.
+        seconds: time between two heartbeats.
+        window: the last ten heartbeats, oldest first, this one included.
     """
 
     name: Annotated[str, Meta(pattern=_NAME)]
@@ -58,6 +70,9 @@ class Heartbeat:
     error: str | None
     canary: str | None = None
     pin: Count = 0
+    host: Annotated[str, Meta(max_length=_MAX_HOST)] = ""
+    seconds: Time = 5.0
+    window: Annotated[tuple[Look, ...], Meta(max_length=16)] = ()
 
 
 def check_name(name: object) -> None:
@@ -103,6 +118,7 @@ class Pulse:
         self._seconds = seconds
         self._next = 0.0
         self._fails = False
+        self._looks: deque[tuple[float, int | None, int | None]] = deque(maxlen=_WINDOW)  # with monotonic times
 
     def is_due(self) -> bool:
         """Return True if it is time for the next heartbeat."""
@@ -114,14 +130,18 @@ class Pulse:
         If the directory was replaced, the heartbeat is written to the new one.
 
         Args:
-            **fields: fields of the :class:`Heartbeat`, except ``name`` and ``time``.
+            **fields: fields of the :class:`Heartbeat`, except ``name``, ``time``, ``host``, ``seconds`` and ``window``.
         """
-        self._next = time.monotonic() + self._seconds
+        now = time.monotonic()
+        self._next = now + self._seconds
+        self._looks.append((now, fields["version"], fields["lag_versions"]))
+        window = tuple((now - then, version, lag) for then, version, lag in self._looks)
         try:
             if not self._storage.has_directory("log"):
                 return
             self._storage = self._storage.reopened()
-            leave_heartbeat(self._storage, Heartbeat(name=self._name, time=time.time(), **fields))
+            own = {"host": socket.gethostname()[:_MAX_HOST], "seconds": self._seconds, "window": window}
+            leave_heartbeat(self._storage, Heartbeat(name=self._name, time=time.time(), **own, **fields))
         except StorageError as error:
             if fields["stream"] is None:
                 return  # a predictor may start before the stream's directory exists
@@ -152,7 +172,9 @@ class SeenHeartbeat:
         return self.beat.time - self.modified
 
 
-def see_heartbeats(storage: Storage, clock: StoreClock, *, max_age: float = float("inf")) -> list[SeenHeartbeat | None]:
+def see_heartbeats(
+    storage: Storage, clock: StoreClock, *, max_age: float = float("inf"), limit: int | None = None
+) -> list[SeenHeartbeat | None]:
     """Return the heartbeats of a stream's predictors, sorted by object name. Logs and skips malformed heartbeats.
 
     Args:
@@ -160,6 +182,8 @@ def see_heartbeats(storage: Storage, clock: StoreClock, *, max_age: float = floa
         clock: estimate of the store's time; it is updated with the modification times of the heartbeats.
         max_age: maximum age in seconds, by the store's clock. For an older heartbeat, which is not read, the list
             contains None.
+        limit: maximum number of heartbeats to read, newest first; the list contains None for the others. None for no
+            maximum.
 
     Raises:
         StorageError: if the store cannot be read.
@@ -167,18 +191,34 @@ def see_heartbeats(storage: Storage, clock: StoreClock, *, max_age: float = floa
     began = clock.reader_time()
     listed = storage.objects("predictors")
     clock.saw("predictors", (stored.modified for stored in listed), began=began)
+    now = clock.now()
+    young = sorted((each for each in listed if now - each.modified <= max_age), key=lambda each: -each.modified)
+    read = {each.name for each in young[:limit]}
+    wanted = [each for each in listed if each.name in read]
+    if storage.is_remote and len(wanted) > 1:
+        with ThreadPoolExecutor(_NUM_READERS) as pool:
+            answers = dict(
+                zip([each.name for each in wanted], pool.map(lambda each: _seen(storage, each), wanted), strict=True)
+            )
+    else:
+        answers = {each.name: _seen(storage, each) for each in wanted}
     found: list[SeenHeartbeat | None] = []
     for stored in listed:
-        if clock.now() - stored.modified > max_age:
+        if stored.name not in read:
             found.append(None)
-            continue
-        try:
-            data = storage.read(stored.name, max_bytes=_MAX_BYTES)
-            if data is not None:
-                found.append(SeenHeartbeat(_parse(stored.name, data.tobytes()), stored.modified))
-        except (ValueError, RecursionError) as error:
-            _logger.warning("ignored malformed heartbeat: name=%s error=%s", stored.name, str(error)[:_MAX_TEXT])
+        elif (seen := answers[stored.name]) is not None:
+            found.append(seen)
     return found
+
+
+def _seen(storage: Storage, stored: StoredObject) -> SeenHeartbeat | None:
+    """Return a heartbeat, None if it is gone or malformed, which is logged."""
+    try:
+        data = storage.read(stored.name, max_bytes=_MAX_BYTES)
+        return None if data is None else SeenHeartbeat(_parse(stored.name, data.tobytes()), stored.modified)
+    except (ValueError, RecursionError) as error:
+        _logger.warning("ignored malformed heartbeat: name=%s error=%s", stored.name, str(error)[:_MAX_TEXT])
+        return None
 
 
 def read_heartbeats(storage: Storage) -> list[Heartbeat]:

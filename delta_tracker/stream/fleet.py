@@ -1,0 +1,50 @@
+"""State of a predictor by the window of its last heartbeats, instead of by one threshold."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from delta_tracker.stream.heartbeat import Heartbeat
+
+State = Literal["current", "applying", "behind", "stuck", "silent", "pinned", "failing"]
+_MIN_LOOKS = 3
+
+
+def evaluate(beat: Heartbeat, seconds_since: float, *, pin: int = 0) -> State:
+    """Return the state of a predictor.
+
+    ``silent``: three heartbeats, or as many seconds as the window has, are missing. ``pinned``: it has followed the pin
+    that applies. ``failing``: it has an error, and its version did not move in the window. ``current``: a heartbeat had
+    no lag. ``stuck``: it lags, and its version did not move. ``behind``: its version moves, but the lag never falls.
+    ``applying``: otherwise, and with fewer than three heartbeats.
+
+    Args:
+        beat: last heartbeat.
+        seconds_since: age of the heartbeat in seconds, by the store's clock.
+        pin: counter of the pin that applies, 0 if none.
+
+    Example:
+        >>> evaluate(beat, 1.0)
+        'current'
+    """
+    window = beat.window
+    span = max((age for age, _, _ in window), default=0.0)
+    if seconds_since > max(3 * beat.seconds, span):
+        return "silent"
+    if pin and beat.pin == pin:
+        return "pinned"
+    if len(window) < _MIN_LOOKS:
+        return "applying"
+    has_moved = len({version for _, version, _ in window}) > 1
+    lags = [lag for _, _, lag in window]
+    if beat.error is not None and not has_moved:
+        return "failing"
+    if 0 in lags:
+        return "current"
+    known = [lag for lag in lags if lag is not None]
+    if len(known) < len(lags):
+        return "applying"
+    if not has_moved:
+        return "stuck"
+    falls = any(later < earlier for earlier, later in zip(known, known[1:], strict=False))
+    return "applying" if falls else "behind"
