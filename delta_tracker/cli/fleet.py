@@ -2,20 +2,99 @@
 
 from __future__ import annotations
 
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+
 import click
 
+from delta_tracker.cli.followers import GONE_SECONDS
+from delta_tracker.cli.output import table
 from delta_tracker.cli.stream_command import Stream, stream_command
+from delta_tracker.stream.fleet import State, evaluate
+from delta_tracker.stream.heartbeat import SeenHeartbeat, see_heartbeats
+from delta_tracker.stream.pin import newest_pin
+from delta_tracker.stream.store_clock import StoreClock
+
+_BAD = ("failing", "stuck")
 
 _HELP = """Show the version, the lag and the state of every predictor, by host.
+
+A state is judged by the last ten heartbeats of a predictor, not by one: a predictor is stuck if its version did not move
+while it lagged, failing if it also has an error, and silent if it left no heartbeat in this time. The exit code is 1 if
+a predictor is stuck or failing.
 
 \b
 Examples:
   delta-tracker fleet s3://bucket/ctr
+  delta-tracker fleet s3://bucket/ctr --limit 10000 --json
 """
 
 
 @click.command("fleet", help=_HELP)
 @stream_command
-def command(stream: Stream) -> int:
-    """Show the version, the lag and the state of every predictor."""
-    raise NotImplementedError(stream.storage.url)
+@click.option(
+    "--limit", type=click.IntRange(1), default=4096, show_default=True, help="Heartbeats to read, newest first."
+)
+def command(stream: Stream, limit: int) -> int:
+    """Show the predictors with a heartbeat in the last hour. Return 1 if one is stuck or failing."""
+    head, clock, pin = stream.head(), StoreClock(), newest_pin(stream.storage)
+    before = sum(stream.storage.requests.values())
+    listed = see_heartbeats(stream.storage, clock, max_age=GONE_SECONDS, limit=limit)
+    num_requests = sum(stream.storage.requests.values()) - before
+    counter = pin.counter if pin is not None and pin.kind == "pin" and pin.stream == head.stream else 0
+    seen = [each for each in listed if each is not None]
+    states: list[tuple[SeenHeartbeat, State]] = [
+        (each, evaluate(each.beat, max(0.0, clock.now() - each.modified), pin=counter)) for each in seen
+    ]
+    totals = dict(sorted(Counter(state for _, state in states).items()))
+    hosts = {
+        host: [each for each, _ in states if each.beat.host == host] for host in sorted({e.beat.host for e in seen})
+    }
+    slowest = sorted(states, key=lambda each: each[0].beat.version or 0)[: -(-len(states) // 10)]
+    shown = [each for each in states if each in slowest or each[1] in (*_BAD, "silent")]
+    if stream.out.is_json:
+        stream.out.json(
+            {
+                "version": head.version,
+                "states": totals,
+                "hosts": {host: _versions(of_host) for host, of_host in hosts.items()},
+                "shown": [{"state": state, **asdict(each.beat)} for each, state in shown],
+                "pin": None if pin is None else asdict(pin),
+                "left_out": len(listed) - len(seen),
+                "requests": num_requests,
+            }
+        )
+    else:
+        counts = ", ".join(f"{number} {state}" for state, number in totals.items()) or "none"
+        stream.out.line(f"predictors at version {head.version}: {counts}; {num_requests} requests")
+        if len(listed) > len(seen):
+            stream.out.line(f"{len(listed) - len(seen)} heartbeats are older than an hour or above --limit")
+        if pin is not None:
+            stream.out.line(f"{pin.kind} {pin.counter}: version {pin.version} of {pin.bad} {pin.reason}")
+        rows = [[host or "unknown", *_versions(of_host).values()] for host, of_host in hosts.items()]
+        stream.out.show(table(["host", "predictors", "lowest", "median", "highest", "worst lag"], rows))
+        stream.out.show(
+            table(
+                ["predictor", "host", "state", "version", "lag", "error"],
+                [
+                    [e.beat.name, e.beat.host, state, e.beat.version, e.beat.lag_versions, e.beat.error]
+                    for e, state in shown
+                ],
+            )
+        )
+    return 1 if any(state in _BAD for _, state in states) else 0
+
+
+def _versions(seen: Sequence[SeenHeartbeat]) -> dict[str, object]:
+    """Return the number of predictors of one host, and the range of their versions."""
+    versions = [each.beat.version for each in seen if each.beat.version is not None]
+    lags = [each.beat.lag_versions for each in seen if each.beat.lag_versions is not None]
+    return {
+        "predictors": len(seen),
+        "lowest": min(versions, default=None),
+        "median": statistics.median_low(versions) if versions else None,
+        "highest": max(versions, default=None),
+        "worst_lag": max(lags, default=None),
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Literal
 
 from delta_tracker.stream.heartbeat import Heartbeat
@@ -27,24 +28,24 @@ def evaluate(beat: Heartbeat, seconds_since: float, *, pin: int = 0) -> State:
         >>> evaluate(beat, 1.0)
         'current'
     """
-    window = beat.window
-    span = max((age for age, _, _ in window), default=0.0)
+    span = max((age for age, _, _ in beat.window), default=0.0)
     if seconds_since > max(3 * beat.seconds, span):
         return "silent"
     if pin and beat.pin == pin:
         return "pinned"
-    if len(window) < _MIN_LOOKS:
-        return "applying"
-    has_moved = len({version for _, version, _ in window}) > 1
-    lags = [lag for _, _, lag in window]
+    return "applying" if len(beat.window) < _MIN_LOOKS else _progress(beat)
+
+
+def _progress(beat: Heartbeat) -> State:
+    """Return the state by the versions and lags of a full window."""
+    has_moved = len({version for _, version, _ in beat.window}) > 1
+    lags = [lag for _, _, lag in beat.window]
+    known = [lag for lag in lags if lag is not None]
     if beat.error is not None and not has_moved:
         return "failing"
     if 0 in lags:
         return "current"
-    known = [lag for lag in lags if lag is not None]
-    if len(known) < len(lags):
-        return "applying"
-    if not has_moved:
+    if len(known) == len(lags) and not has_moved:
         return "stuck"
-    falls = any(later < earlier for earlier, later in zip(known, known[1:], strict=False))
+    falls = len(known) < len(lags) or any(later < earlier for earlier, later in pairwise(known))
     return "applying" if falls else "behind"

@@ -141,7 +141,7 @@ class Pulse:
                 return
             self._storage = self._storage.reopened()
             own = {"host": socket.gethostname()[:_MAX_HOST], "seconds": self._seconds, "window": window}
-            leave_heartbeat(self._storage, Heartbeat(name=self._name, time=time.time(), **own, **fields))
+            leave_heartbeat(self._storage, Heartbeat(name=self._name, time=time.time(), **(own | fields)))
         except StorageError as error:
             if fields["stream"] is None:
                 return  # a predictor may start before the stream's directory exists
@@ -206,7 +206,7 @@ def see_heartbeats(
     for stored in listed:
         if stored.name not in read:
             found.append(None)
-        elif (seen := answers[stored.name]) is not None:
+        elif (seen := by_name[stored.name]) is not None:
             found.append(seen)
     return found
 

@@ -166,7 +166,7 @@ def _log(storage: Storage, operation: str, reason: str) -> StreamLog:
     """Return the log, after a check of the arguments."""
     if storage.is_read_only:
         raise ReadOnlyStoreError(storage.url, operation)
-    if not isinstance(reason, str) or len(reason) > MAX_REASON:
+    if len(reason) > MAX_REASON:
         raise InvalidArgumentError("reason", reason, f"Pass a text of at most {MAX_REASON:,} characters")
     return StreamLog(storage)
 
