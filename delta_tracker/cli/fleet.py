@@ -21,9 +21,9 @@ _BAD = ("failing", "stuck")
 
 _HELP = """Show the version, the lag and the state of every predictor, by host.
 
-A state is judged by the last ten heartbeats of a predictor, not by one: a predictor is stuck if its version did not move
-while it lagged, failing if it also has an error, and silent if it left no heartbeat in this time. The exit code is 1 if
-a predictor is stuck or failing.
+A state is judged by the last ten heartbeats of a predictor, not by one: a predictor is stuck if its version did not
+move while it lagged, failing if it also has an error, and silent if it left no heartbeat in this time. The exit code is
+1 if a predictor is stuck or failing.
 
 \b
 Examples:

@@ -197,11 +197,10 @@ def see_heartbeats(
     wanted = [each for each in listed if each.name in read]
     if storage.is_remote and len(wanted) > 1:
         with ThreadPoolExecutor(_NUM_READERS) as pool:
-            answers = dict(
-                zip([each.name for each in wanted], pool.map(lambda each: _seen(storage, each), wanted), strict=True)
-            )
+            answers = list(pool.map(lambda each: _seen(storage, each), wanted))
     else:
-        answers = {each.name: _seen(storage, each) for each in wanted}
+        answers = [_seen(storage, each) for each in wanted]
+    by_name = {stored.name: answer for stored, answer in zip(wanted, answers, strict=True)}
     found: list[SeenHeartbeat | None] = []
     for stored in listed:
         if stored.name not in read:

@@ -22,7 +22,9 @@ _BEAT = Heartbeat(
     name="p-1", time=1e9, stream="0" * 32, version=7, lag_versions=2, lag_seconds=0.5, resyncs=1, error="late"
 )
 _FIELDS = {field: getattr(_BEAT, field) for field in Heartbeat.__slots__}
-_REQUIRED = [field for field in _FIELDS if field not in ("canary", "pin")]  # those of all releases
+_REQUIRED = [
+    field for field in _FIELDS if field not in ("canary", "pin", "host", "seconds", "window")
+]  # those of all releases
 
 
 class _Clock:
@@ -80,6 +82,9 @@ def test_a_long_error_is_cut() -> None:
             ("lag_versions", "1"), ("lag_seconds", math.nan), ("lag_seconds", -0.1), ("resyncs", None), ("error", 1),
         ]),
         *(_FIELDS | {field: value} for field, value in [("canary", 1), ("pin", None), ("pin", -1)]),
+        *(_FIELDS | {field: value} for field, value in [
+            ("host", "x" * 254), ("seconds", -1.0), ("window", [(-1.0, 1, 0)]), ("window", [(0.0, 1, 0)] * 17),
+        ]),
         *({key: value for key, value in _FIELDS.items() if key != field} for field in _REQUIRED),
     ],
 )  # fmt: skip
