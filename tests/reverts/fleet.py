@@ -55,4 +55,13 @@ REVERTS = [
             ],
         },
     ),
+    Revert(
+        defect="a predictor counts as stuck although it had no lag in its window",
+        generator="tests/stream/test_fleet.py::test_a_state_is_judged_by_the_window",
+        edits={
+            "delta_tracker/stream/fleet.py": [
+                ("    if 0 in lags:\n", "    if lags[-1] == 0:\n"),
+            ],
+        },
+    ),
 ]

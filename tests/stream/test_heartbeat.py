@@ -130,6 +130,18 @@ def test_a_pulse_beats_every_few_seconds(clock: _Clock) -> None:
     assert (beat.time, beat.version) == (1e9 + 105.1, 8), "its age tells who is gone"
 
 
+def test_a_heartbeat_has_the_window_of_the_last_ten(clock: _Clock) -> None:
+    storage = Storage("memory://")
+    pulse = Pulse(storage, "p", seconds=5.0)
+    fields = {key: value for key, value in _FIELDS.items() if key in ("stream", "lag_seconds", "resyncs", "error")}
+    for version in range(12):
+        pulse.leave(version=version, lag_versions=20 - version, **fields)
+        clock.seconds += 5.0
+    (beat,) = read_heartbeats(storage)
+    assert beat.window == tuple((5.0 * (11 - each), each, 20 - each) for each in range(2, 12))
+    assert (beat.seconds, bool(beat.host)) == (5.0, True)
+
+
 def test_a_store_that_cannot_be_written_is_named_once(clock: _Clock, caplog, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = Storage("memory://")
     pulse = Pulse(storage, "p")
