@@ -140,7 +140,7 @@ class Pulse:
             if not self._storage.has_directory("log"):
                 return
             self._storage = self._storage.reopened()
-            own = {"host": socket.gethostname()[:_MAX_HOST], "seconds": self._seconds, "window": window}
+            own: dict[str, Any] = {"host": socket.gethostname()[:_MAX_HOST], "seconds": self._seconds, "window": window}
             leave_heartbeat(self._storage, Heartbeat(name=self._name, time=time.time(), **(own | fields)))
         except StorageError as error:
             if fields["stream"] is None:
