@@ -767,6 +767,18 @@ class PinnedError(StreamError, RuntimeError):
         self.counter = counter
 
 
+class RetentionRunningError(StreamError, RuntimeError):
+    """A retention pass deletes versions below ``before``, which the pin needs. The pin was undone."""
+
+    def __init__(self, url: str, before: int) -> None:
+        super().__init__(
+            f"a retention pass of {url} deletes versions below {before}, or was interrupted",
+            "Pin again after the next pass, or pin a version from a newer snapshot on",
+        )
+        self.url = url
+        self.before = before
+
+
 class NoReleaseError(StreamError, LookupError):
     """A pin cannot be released, because the stream has no snapshot above the newest version that may be bad."""
 

@@ -92,8 +92,6 @@ _TESTED_THROUGH = {
     "stream.cursor": "predictor.test_resync",
     "stream.doubted_storage": "predictor.test_settling",
     "stream.entry_names": "stream.test_log_index",
-    "stream.pin": "predictor.test_pins",
-    "stream.rollback": "predictor.test_pins",
     "stream.format.block_rows": "stream.test_part_reader",
     "stream.format.contents": "predictor.test_gate",
     "stream.format.field_types": "stream.test_parse",

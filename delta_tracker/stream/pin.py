@@ -25,6 +25,7 @@ _logger = logging.getLogger(__name__)
 PINS = "control/pins"
 MAX_PIN_BYTES = 16 << 10
 MAX_REASON = 1000
+_DELETIONS_NAME = "control/retention.json"
 _reported: set[str] = set()  # malformed pins that were logged
 _MAX_REPORTED = 64
 
@@ -144,6 +145,56 @@ def _problem(pin: Pin, counter: int) -> str | None:
     if (pin.version <= pin.bad) != (pin.kind == "pin"):
         return f"a {pin.kind} of version {pin.version} contradicts its newest bad version {pin.bad}"
     return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deletions:
+    """Announcement of a retention pass, the object ``control/retention.json``, which exists while it deletes entries.
+
+    Args:
+        stream: id of the stream.
+        before: entries of lower versions may be deleted.
+        time: Unix time of the host that runs the pass, in seconds.
+    """
+
+    stream: Hex
+    before: Count
+    time: Time
+
+
+def announce_deletions(storage: Storage, stream: str, before: int) -> None:
+    """Announce that entries with versions below ``before`` may be deleted.
+
+    Raises:
+        StorageError: if the store cannot be written.
+    """
+    record = Deletions(stream=stream, before=before, time=time.time())
+    storage.replace(_DELETIONS_NAME, json.dumps(asdict(record)).encode())
+
+
+def end_deletions(storage: Storage) -> None:
+    """Delete the announcement.
+
+    Raises:
+        StorageError: if the store cannot be written.
+    """
+    storage.delete(_DELETIONS_NAME)
+
+
+def running_deletions(storage: Storage) -> Deletions | None:
+    """Return the announcement of a retention pass that runs, or was interrupted; None if there is none.
+
+    Raises:
+        MalformedError: if the object does not follow the format.
+        StorageError: if the store cannot be read.
+    """
+    data = storage.read(_DELETIONS_NAME, max_bytes=MAX_PIN_BYTES)
+    if data is None:
+        return None
+    try:
+        return convert(load_json(data.tobytes()), Deletions)
+    except (ValueError, RecursionError) as error:
+        raise MalformedError(_DELETIONS_NAME, str(error)[:MAX_REASON]) from error
 
 
 class PinFollower:

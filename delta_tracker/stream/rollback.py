@@ -12,20 +12,30 @@ from dataclasses import replace
 from delta_tracker.errors import (
     CorruptPartError,
     InvalidArgumentError,
+    MalformedError,
     MissingVersionError,
     NoReleaseError,
     NoSnapshotError,
     PinConflictError,
     PinnedError,
     ReadOnlyStoreError,
+    RetentionRunningError,
 )
 from delta_tracker.stream.cursor import StreamCursor
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
-from delta_tracker.stream.pin import MAX_PIN_BYTES, MAX_REASON, Pin, newest_counter, newest_pin, pin_name
+from delta_tracker.stream.pin import (
+    MAX_PIN_BYTES,
+    MAX_REASON,
+    Pin,
+    newest_counter,
+    newest_pin,
+    pin_name,
+    running_deletions,
+)
 from delta_tracker.stream.storage.storage import Storage
 
-_FAULTS = (CorruptPartError, MissingVersionError, NoSnapshotError)
+_FAULTS = (CorruptPartError, MalformedError, MissingVersionError, NoSnapshotError, RetentionRunningError)
 
 
 def pin_version(storage: Storage, version: int, *, reason: str = "", replaces: bool = False) -> Pin:
@@ -48,6 +58,9 @@ def pin_version(storage: Storage, version: int, *, reason: str = "", replaces: b
         MissingVersionError: if an entry that leads to the version is missing.
         NoSnapshotError: if there is no snapshot at or below the version.
         CorruptPartError: if an object that leads to the version is missing, or has another size.
+        RetentionRunningError: if a retention pass deletes versions that lead to this one, or was interrupted. The pin
+            is undone.
+        MalformedError: if an entry cannot be read.
         PinnedError: if the stream is pinned, and ``replaces`` is False.
         PinConflictError: if another operator wrote a pin or a release meanwhile.
         ReadOnlyStoreError: if the store is at an http url.
@@ -59,7 +72,7 @@ def pin_version(storage: Storage, version: int, *, reason: str = "", replaces: b
     """
     log = _log(storage, "a rollback", reason)
     counter, former = newest_counter(storage), newest_pin(storage)
-    entry = checked_path(log, version)
+    entry, _ = checked_path(log, version)
     head = log.head() or entry
     is_pinned = former is not None and former.kind == "pin" and former.stream == head.stream
     if former is not None and is_pinned and not replaces:
@@ -76,7 +89,11 @@ def pin_version(storage: Storage, version: int, *, reason: str = "", replaces: b
     )
     _create(storage, pin)
     try:
-        checked_path(log, version)
+        _, oldest = checked_path(log, version)
+        # A retention pass that has not seen the pin has announced its deletions before.
+        deletions = running_deletions(storage)
+        if deletions is not None and deletions.stream == pin.stream and deletions.before > oldest:
+            raise RetentionRunningError(storage.url, deletions.before)
     except _FAULTS:
         _correct(log, pin, former if is_pinned else None)
         raise
@@ -130,8 +147,8 @@ def release_pin(storage: Storage, *, reason: str = "") -> Pin:
     return release
 
 
-def checked_path(log: StreamLog, version: int) -> Manifest:
-    """Return the log's entry of a version, after a check that the versions leading to it can be applied.
+def checked_path(log: StreamLog, version: int) -> tuple[Manifest, int]:
+    """Return the log's entry of a version and the oldest version that leads to it, after a check of their objects.
 
     Raises:
         InvalidArgumentError, MissingVersionError, NoSnapshotError, CorruptPartError, StorageError: see
@@ -145,7 +162,7 @@ def checked_path(log: StreamLog, version: int) -> Manifest:
         raise InvalidArgumentError("version", version, "It is a claim without rows: pass the version before or after")
     for each in path:
         _check_objects(log.storage, each)
-    return entry
+    return entry, min(each.version for each in path)
 
 
 def _check_objects(storage: Storage, manifest: Manifest) -> None:

@@ -8,6 +8,18 @@ _PINS = "tests/predictor/test_pins.py"
 
 REVERTS = [
     Revert(
+        defect="a retention pass that has looked for pins deletes what leads to a later one",
+        generator="tests/stream/test_rollback.py::test_a_pin_during_a_retention_pass_keeps_its_versions_or_is_undone",
+        edits={
+            "delta_tracker/stream/rollback.py": [
+                (
+                    "        if deletions is not None and deletions.stream",
+                    "        if False and deletions is not None and deletions.stream",
+                ),
+            ],
+        },
+    ),
+    Revert(
         defect="retention does not look for a pin again before it deletes",
         generator=f"{_PINS}::test_a_pin_written_during_a_retention_pass_ends_the_pass",
         edits={
@@ -39,7 +51,7 @@ REVERTS = [
         generator=f"{_PINS}::test_a_pin_whose_path_is_deleted_meanwhile_is_corrected",
         edits={
             "delta_tracker/stream/rollback.py": [
-                ("    try:\n        checked_path(log, version)\n    except", "    try:\n        pass\n    except"),
+                ("        _, oldest = checked_path(log, version)\n", "        oldest = version\n"),
             ],
         },
     ),

@@ -205,8 +205,15 @@ _RULES = {
         "predictor/test_pins.py::test_a_pin_whose_path_is_deleted_meanwhile_is_corrected"
     ],
     "Retention MUST keep all entries and objects": ["predictor/test_pins.py::test_retention_keeps_the_path_of_a_pin"],
-    "It MUST look for a newer pin between": [
-        "predictor/test_pins.py::test_a_pin_written_during_a_retention_pass_ends_the_pass"
+    "Before a pass deletes entries or their objects, it MUST write": [
+        "stream/test_rollback.py::test_a_pin_between_the_look_and_the_deletions_of_a_pass_ends_the_pass",
+        "predictor/test_pins.py::test_a_pin_written_during_a_retention_pass_ends_the_pass",
+    ],
+    "A writer of a pin MUST read it": [
+        "stream/test_rollback.py::test_a_pin_during_a_retention_pass_keeps_its_versions_or_is_undone"
+    ],
+    "If `before` is above the lowest version": [
+        "stream/test_rollback.py::test_an_interrupted_pass_is_announced_until_the_next_one"
     ],
     "A mirror MUST NOT create an entry of its own": [
         "stream/test_mirror.py::test_a_mirror_stops_if_another_program_appends_to_the_destination",

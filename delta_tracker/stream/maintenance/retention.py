@@ -23,8 +23,9 @@ host that is behind only delays deletions. An *orphan* is an object that no proc
 ``parts/`` that no entry names, the draft of an interrupted write, the object of an interrupted probe, or the heartbeat
 of a predictor or a publisher that has ended.
 
-The entries and objects that lead to the version of the newest pin are kept. A pass looks for a newer pin before its
-first deletion and again before each 100 more, and ends if there is one.
+The entries and objects that lead to the version of the newest pin are kept. A pass announces its deletions in the
+object ``control/retention.json``, then looks for a newer pin, and ends if there is one. Who writes a pin looks for an
+announcement afterwards. So one of the two finds the other.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from delta_tracker.errors import InvalidArgumentError, MissingVersionError, NoSn
 from delta_tracker.stream.cursor import StreamCursor
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import Merged, StreamLog, entry_name
-from delta_tracker.stream.pin import Pin, newest_counter, newest_pin
+from delta_tracker.stream.pin import Pin, announce_deletions, end_deletions, newest_counter, newest_pin
 from delta_tracker.stream.storage.storage import Storage, StoredObject
 
 _logger = logging.getLogger(__name__)
@@ -183,11 +184,16 @@ def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], 
     # The entries that were read make these objects unnecessary, so they must be on disk first. An entry whose deletion
     # is not on disk may be there again after a power loss, and must find its objects then.
     _sync_entries(log.storage)
+    # Announced before the look for a pin: a pin that is written after this look finds the announcement.
+    announce_deletions(
+        log.storage, held.head.stream, 1 + max([*old, *held.below, *(each.last for each in stale)], default=-1)
+    )
     deletions = _Deletions(log.storage, 0 if pin is None else pin.counter)
     num_gone = deletions.of(name for name, _ in gone)
     if gone:
         _sync_entries(log.storage)
     num_unused = deletions.of(unused)
+    end_deletions(log.storage)
     num_orphans, orphan_bytes = 0, 0
     for orphan in orphans:
         if deletions.may_continue() and _discard(log.storage, orphan):

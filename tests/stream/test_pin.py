@@ -1,0 +1,92 @@
+"""Pins in a store: counters without listings, malformed pins, and a store that fails."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from delta_tracker.errors import StorageError
+from delta_tracker.stream.pin import Pin, PinFollower, newest_counter, newest_pin, pin_name
+from delta_tracker.stream.storage.storage import Storage
+
+_HASH = "0" * 32
+
+
+def pin(counter: int, **fields: Any) -> Pin:
+    made = {"stream": _HASH, "kind": "pin", "version": 3, "xxh3": _HASH, "bad": 7, "reason": "", "time": 1.0} | fields
+    return Pin(counter=counter, **made)
+
+
+def write(storage: Storage, made: Pin) -> None:
+    assert storage.create(pin_name(made.counter), made.to_json())
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 8, 9, 100])
+def test_the_newest_pin_is_found_without_a_listing(count: int) -> None:
+    storage = Storage("memory://")
+    for counter in range(1, count + 1):
+        write(storage, pin(counter))
+    for after in range(count + 1):
+        before = dict(storage.requests)
+        assert newest_counter(storage, after=after) == count
+        sent = {name: number - before[name] for name, number in storage.requests.items()}
+        assert sent["list"] == 0
+        assert sent["size"] <= 2 + 2 * (count - after).bit_length()
+        assert newest_pin(storage, after=after) == (pin(count) if count > after else None)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"[]", b"{", b"\xff", b" " * 20_000, {"counter": 3}, {"counter": 0}, {"kind": "other"}, {"stream": "x"},
+        {"version": -1}, {"version": 8}, {"kind": "release"}, {"reason": "x" * 1001}, {"time": -1}, {"bad": None},
+    ],
+)  # fmt: skip
+def test_a_malformed_pin_is_logged_and_the_one_before_it_applies(content: object, caplog) -> None:
+    storage = Storage("memory://")
+    write(storage, pin(1))
+    data = content if isinstance(content, bytes) else json.dumps(asdict(pin(2)) | content).encode()  # type: ignore[operator]
+    storage.create(pin_name(2), data)
+    with caplog.at_level(logging.WARNING):
+        assert newest_pin(storage) == pin(1)
+    assert [record.message.split(":")[0] for record in caplog.records] == ["ignored malformed pin"]
+    write(storage, pin(3, kind="release", version=9))
+    assert newest_pin(storage) == pin(3, kind="release", version=9)
+
+
+class Flaky(Storage):
+    fails = False
+
+    def size(self, name: str) -> int | None:
+        if self.fails:
+            raise StorageError(self.url, "down")
+        return super().size(name)
+
+
+def test_a_store_that_fails_keeps_the_pin_but_not_at_the_first_look() -> None:
+    storage = Flaky("memory://")
+    write(storage, pin(1))
+    follower = PinFollower(lambda: storage, 0.0)
+    storage.fails = True
+    for _ in range(2):
+        with pytest.raises(StorageError, match="down"):
+            follower.order()
+    storage.fails = False
+    assert follower.order() == pin(1)
+    storage.fails = True
+    assert follower.order() == pin(1)
+    storage.fails = False
+    write(storage, pin(2))
+    assert follower.order() == pin(2)
+
+
+def test_a_follower_looks_rarely() -> None:
+    storage = Storage("memory://")
+    follower = PinFollower(lambda: storage)
+    for _ in range(100):
+        assert follower.order() is None
+    assert storage.requests["size"] == 1

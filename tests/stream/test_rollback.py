@@ -1,0 +1,270 @@
+"""Rollbacks and releases of a stream: what is refused, what retention keeps, and races with it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from delta_tracker.errors import (
+    CorruptPartError,
+    InvalidArgumentError,
+    MissingVersionError,
+    NoReleaseError,
+    NoSnapshotError,
+    PinConflictError,
+    PinnedError,
+    ReadOnlyStoreError,
+    RetentionRunningError,
+)
+from delta_tracker.stream.log import StreamLog, entry_name
+from delta_tracker.stream.maintenance.compaction import compact
+from delta_tracker.stream.maintenance.retention import Retention, retain
+from delta_tracker.stream.pin import announce_deletions, newest_pin, pin_name, running_deletions
+from delta_tracker.stream.rollback import pin_version, release_pin
+from delta_tracker.stream.storage.storage import Storage
+from tests.stream.streams import Writer
+
+_ALL = Retention(versions=1, grace_seconds=0.0)
+
+
+class Hooked(Storage):
+    """Store that calls a function before it deletes or creates an object."""
+
+    on: Callable[[str, str], None] | None = None
+
+    def delete(self, name: str) -> None:
+        self._call("delete", name)
+        super().delete(name)
+
+    def create(self, name: str, data: bytes) -> bool:
+        self._call("create", name)
+        return super().create(name, data)
+
+    def _call(self, what: str, name: str) -> None:
+        on, self.on = self.on, None
+        if on is not None:
+            on(what, name)
+            self.on = self.on or on
+
+
+def stream(num_deltas: int = 4) -> Writer:
+    writer = Writer(Hooked("memory://"))
+    writer.snapshot()
+    for row in range(num_deltas):
+        writer.delta([row])
+    return writer
+
+
+def test_a_pin_and_its_release() -> None:
+    writer = stream()
+    pin = pin_version(writer.storage, 3, reason="bad feature")
+    entry = StreamLog(writer.storage).read(3)
+    assert entry is not None
+    assert (pin.counter, pin.kind, pin.version, pin.xxh3, pin.bad) == (1, "pin", 3, entry.xxh3, 5)
+    assert newest_pin(writer.storage) == pin
+    writer.delta([1])
+    with pytest.raises(NoReleaseError, match="no snapshot above version 5"):
+        release_pin(writer.storage)
+    assert newest_pin(writer.storage) == pin
+    snapshot = writer.snapshot()
+    writer.delta([2])
+    release = release_pin(writer.storage)
+    assert (release.counter, release.kind, release.version, release.bad) == (2, "release", snapshot.version, 5)
+    with pytest.raises(InvalidArgumentError, match="not pinned"):
+        release_pin(writer.storage)
+    assert pin_version(writer.storage, 2).counter == 3
+
+
+def test_a_merged_snapshot_is_no_release() -> None:
+    writer = stream()
+    pin_version(writer.storage, 2)
+    for row in range(4):
+        writer.delta([row])
+    compact(writer.storage, fold=1e-9)
+    assert any(each.kind == "snapshot" and each.last > 5 for each in StreamLog(writer.storage).merged())
+    with pytest.raises(NoReleaseError):
+        release_pin(writer.storage)
+
+
+def test_a_second_pin_must_replace_the_first() -> None:
+    writer = stream()
+    pin_version(writer.storage, 2)
+    with pytest.raises(PinnedError, match="already pinned to version 2, counter 1"):
+        pin_version(writer.storage, 3)
+    writer.delta([1])
+    again = pin_version(writer.storage, 1, replaces=True)
+    assert (again.counter, again.version, again.bad) == (2, 1, 6)
+
+
+@pytest.mark.parametrize("version", [0, 6, -1, True, 1.0])
+def test_claims_and_versions_that_do_not_exist_are_refused(version: int) -> None:
+    writer = stream()
+    with pytest.raises((InvalidArgumentError, NoSnapshotError)):
+        pin_version(writer.storage, version)
+    assert newest_pin(writer.storage) is None
+    with pytest.raises(InvalidArgumentError, match="at most 1,000 characters"):
+        pin_version(writer.storage, 1, reason="x" * 1001)
+    with pytest.raises(ReadOnlyStoreError):
+        pin_version(Storage("http://127.0.0.1:1/x"), 1)
+
+
+def test_versions_with_missing_or_short_parts_are_refused() -> None:
+    writer = stream()
+    manifest = StreamLog(writer.storage).read(2)
+    assert manifest is not None
+    writer.storage.replace(manifest.parts[0].name, b"short")
+    with pytest.raises(CorruptPartError, match="has 5 bytes"):
+        pin_version(writer.storage, 3)
+    writer.storage.delete(manifest.parts[0].name)
+    with pytest.raises(CorruptPartError, match="missing"):
+        pin_version(writer.storage, 3)
+    writer.storage.delete(entry_name(2))
+    with pytest.raises(MissingVersionError):
+        pin_version(writer.storage, 3)
+    assert newest_pin(writer.storage) is None
+
+
+def test_of_two_pins_at_once_one_is_refused() -> None:
+    writer = stream()
+    barrier = threading.Barrier(2)
+    found: list[object] = []
+
+    def pin(version: int) -> None:
+        storage = Hooked("memory://")
+        vars(storage).update(vars(writer.storage))
+        storage.on = lambda *_: barrier.wait() and None
+        try:
+            found.append(pin_version(storage, version).version)
+        except PinConflictError as error:
+            found.append(type(error))
+
+    threads = [threading.Thread(target=pin, args=(version,)) for version in (2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert PinConflictError in found
+    newest = newest_pin(writer.storage)
+    assert newest is not None
+    assert newest.version in found
+    assert newest.counter == 1
+
+
+@pytest.mark.parametrize("is_folded", [False, True])
+def test_retention_keeps_what_leads_to_a_pin(is_folded: bool) -> None:
+    writer = stream()
+    if is_folded:
+        compact(writer.storage, fold=1e-9)
+    pin = pin_version(writer.storage, 5 if is_folded else 3)
+    for _ in range(3):
+        writer.snapshot()
+        writer.delta([1])
+    retain(writer.storage, _ALL)
+    assert pin_version(writer.storage, pin.version, replaces=True).version == pin.version
+    for _ in range(2):
+        writer.snapshot()
+    release_pin(writer.storage)
+    assert retain(writer.storage, _ALL).versions > 0
+    with pytest.raises((MissingVersionError, NoSnapshotError, CorruptPartError)):
+        pin_version(writer.storage, pin.version)
+
+
+@pytest.mark.parametrize("operation", ["size", "replace", "delete"])
+def test_a_pin_during_a_retention_pass_keeps_its_versions_or_is_undone(operation: str) -> None:
+    """Pin before each look, announcement and deletion of a pass in turn."""
+    outcomes = set()
+    for number in range(40):
+        writer = stream()
+        for _ in range(2):
+            writer.snapshot()
+            writer.delta([1])
+        count, outcome = 0, ""
+        original = getattr(writer.storage, operation)
+
+        def pins(*arguments: object, writer: Writer = writer, original: Callable[..., object] = original) -> object:
+            nonlocal count, outcome
+            count += 1
+            if count == number + 1:  # noqa: B023  called in this round
+                try:
+                    pin_version(writer.storage, 3)
+                    outcome = "pinned"
+                except (MissingVersionError, NoSnapshotError, CorruptPartError, RetentionRunningError):
+                    outcome = "refused"
+            return original(*arguments)
+
+        setattr(writer.storage, operation, pins)
+        retain(writer.storage, _ALL)
+        setattr(writer.storage, operation, original)
+        if not outcome:
+            break
+        outcomes.add(outcome)
+        newest = newest_pin(writer.storage)
+        if outcome == "pinned":
+            assert pin_version(writer.storage, 3, replaces=True).version == 3
+        else:
+            assert newest is None or newest.kind == "release"
+    assert number >= (5 if operation == "delete" else 1)
+    assert "refused" in outcomes if operation == "delete" else "pinned" in outcomes
+
+
+def test_an_interrupted_pass_is_announced_until_the_next_one() -> None:
+    writer = stream()
+    for _ in range(2):
+        writer.snapshot()
+    announce_deletions(writer.storage, writer.claim.head.stream, 3)
+    with pytest.raises(RetentionRunningError, match="versions below 3"):
+        pin_version(writer.storage, 2)
+    newest = newest_pin(writer.storage)
+    assert newest is not None
+    assert newest.kind == "release"
+    assert pin_version(writer.storage, 6).version == 6
+    release_pin_after_a_snapshot(writer)
+    retain(writer.storage, _ALL)
+    assert running_deletions(writer.storage) is None
+
+
+def release_pin_after_a_snapshot(writer: Writer) -> None:
+    for _ in range(2):
+        writer.snapshot()
+    release_pin(writer.storage)
+
+
+def test_a_pin_between_the_look_and_the_deletions_of_a_pass_ends_the_pass() -> None:
+    writer = stream()
+    for _ in range(2):
+        writer.snapshot()
+    reads = 0
+    storage = writer.storage
+    size = storage.size
+
+    def counted(name: str) -> int | None:
+        nonlocal reads
+        if name == pin_name(1):
+            reads += 1
+            if reads == 2:
+                storage.size = size  # type: ignore[method-assign]
+                with pytest.raises(RetentionRunningError):
+                    pin_version(storage, 3)
+        return size(name)
+
+    storage.size = counted  # type: ignore[method-assign]
+    assert retain(storage, _ALL).versions == 0
+    assert running_deletions(storage) is None
+    assert pin_version(storage, 3).counter == 3
+
+
+def test_a_pin_whose_versions_are_deleted_meanwhile_is_undone() -> None:
+    for has_pin in (False, True):
+        writer = stream()
+        if has_pin:
+            pin_version(writer.storage, 4)
+        writer.storage.on = lambda what, _, writer=writer: (  # type: ignore[attr-defined, misc]
+            writer.storage.delete(entry_name(2)) if what == "create" else None
+        )
+        with pytest.raises(MissingVersionError):
+            pin_version(writer.storage, 2, replaces=True)
+        newest = newest_pin(writer.storage)
+        assert newest is not None
+        assert (newest.kind, newest.version) == (("pin", 4) if has_pin else ("release", 1))
