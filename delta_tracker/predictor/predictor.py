@@ -579,17 +579,16 @@ class Predictor(Forkable):
             looks_for_gap: True to check, if the next version is missing, whether it was deleted or is not committed
                 yet.
         """
-        if self._pins is not None and (order := self._pins.order()) is not None:
-            has_moved = self._obeys(order)
-            if has_moved or has_moved is None:
-                return bool(has_moved)
-        if self._pinned is not None:
-            if self._pinned == self.version and not self._is_mixed:
-                return False
-            self._return_to(self._pinned)  # an interrupted rollback
-            return True
+        has_moved: bool | None = False
         try:
-            has_moved = self._take_next(looks_for_gap=looks_for_gap)
+            if self._pins is not None and (order := self._pins.order()) is not None:
+                has_moved = self._obeys(order)
+            pinned = self._pinned
+            if has_moved is False and pinned is None:
+                has_moved = self._take_next(looks_for_gap=looks_for_gap)
+            elif has_moved is False and pinned is not None and (pinned != self.version or self._is_mixed):
+                self._return_to(pinned)  # an interrupted rollback
+                has_moved = True
         except StaleCacheError:
             raise
         except StorageError:
@@ -599,7 +598,7 @@ class Predictor(Forkable):
             self._use(other)
             return True  # sync() must not end here
         self._num_failures = 0
-        return has_moved
+        return bool(has_moved)
 
     def _obeys(self, order: Pin) -> bool | None:
         """Follow a pin or a release that was not followed yet.

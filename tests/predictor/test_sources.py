@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 import torch
@@ -91,6 +92,46 @@ def test_a_predictor_continues_from_a_mirror_with_the_same_entry() -> None:
     assert mirror.step()
     assert predictor.sync() == 4
     assert torch.equal(table, writer.table)
+
+
+def test_a_predictor_that_follows_pins_starts_from_a_mirror() -> None:
+    writer = Writer(flaky())
+    writer.snapshot()
+    writer.delta([1])
+    other = flaky()
+    mirrored(writer, other)
+    cut(writer.storage, is_down=True)
+    table = torch.zeros(20, 4)
+    predictor = Predictor({FQN: table}, [writer.storage, other], follows_pins=True)
+    with pytest.raises(StorageError):
+        predictor.sync()
+    assert predictor.sync() == 2
+    assert torch.equal(table, writer.table)
+
+
+def test_an_interrupted_rollback_is_completed_at_a_mirror() -> None:
+    writer = Writer(flaky())
+    writer.snapshot()
+    first = writer.table.clone()
+    for row in range(3):
+        writer.delta([row])
+    other = flaky()
+    mirrored(writer, other)
+    table = torch.zeros(20, 4)
+    predictor = Predictor({FQN: table}, [writer.storage, other])
+    predictor.sync()
+    for number in range(100):  # the first failure after the rollback has begun
+        reads = writer.storage.num_reads
+        writer.storage.is_down = lambda count, last=reads + number: count > last
+        with suppress(StorageError):
+            predictor.rollback(1)
+        if predictor.status().pinned == 1:
+            break
+    cut(writer.storage, is_down=True)
+    with suppress(StorageError):  # the second failure in a row leads to the mirror
+        predictor.sync()
+    assert predictor.sync() == 1
+    assert torch.equal(table, first)
 
 
 def test_follow_continues_from_a_mirror() -> None:
