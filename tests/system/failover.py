@@ -341,7 +341,9 @@ class Member:
     def _save_record(self) -> None:
         """Save the state before a publish, because a version may be committed without an answer."""
         path = self._root / f"record-{self._slot.number}-{self._num_batches}-{self._rank}.pt"
-        torch.save(self._trainer.record(), path)
+        draft = path.with_suffix(".draft")  # a kill while it is saved again must not damage it
+        torch.save(self._trainer.record(), draft)
+        draft.replace(path)
 
     def _acknowledge(self, stream: str, manifest: Any) -> None:
         if self._rank == 0:
