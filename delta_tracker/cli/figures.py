@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from delta_tracker.cli.entries import read_all
-from delta_tracker.cli.followers import read_followers
+from delta_tracker.cli.followers import hosts_of, read_followers
 from delta_tracker.cli.history import History
 from delta_tracker.cli.movement import Movement, TableMovement
 from delta_tracker.cli.stream_command import Stream
@@ -17,6 +17,7 @@ from delta_tracker.monitor.buckets import PER_OCTAVE, LogBuckets, upper_bound
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.manifest import DTYPE_NAMES, Manifest
 from delta_tracker.stream.log import entry_name
+from delta_tracker.stream.pin import newest_pin
 from delta_tracker.stream.store_clock import StoreClock
 
 Figures = dict[str, Any]
@@ -25,6 +26,7 @@ MAX_TABLES = 40
 _HOT_ROWS = 10
 _MAX_BARS = 48
 _MAX_FAULTS = 20
+_HEALTH = ("failing", "stuck", "silent", "behind", "applying", "pinned", "current")  # order of the predictors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +76,11 @@ def gather(stream: Stream, limits: Limits) -> Figures:
     reading = _read_rows(stream, movement, sizes, faults)
     clock = StoreClock()
     clock.saw("log", [(history.newest or head).committed], began=clock.reader_time())
-    followers, num_gone = read_followers(stream.storage, head, clock)
+    pin = newest_pin(stream.storage)
+    if pin is not None and (pin.kind == "release" or pin.stream != head.stream):
+        pin = None
+    followers, num_gone = read_followers(stream.storage, head, clock, pin=0 if pin is None else pin.counter)
+    followers.sort(key=lambda each: (_HEALTH.index(each.health), each.beat.version or 0, each.beat.name))
     return {
         "url": stream.storage.url,
         "stream": head.stream,
@@ -100,6 +106,8 @@ def gather(stream: Stream, limits: Limits) -> Figures:
         },
         "predictors": [follower.to_dict() | {"behind": follower.behind} for follower in followers],
         "predictors_gone": num_gone,
+        "hosts": hosts_of([follower.beat for follower in followers]),
+        "pin": None if pin is None else asdict(pin),
         "skews": history.skews.problems(followers, clock),
         "faults": faults[:_MAX_FAULTS],
         "more_faults": len(faults[_MAX_FAULTS:]),

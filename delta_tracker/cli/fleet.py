@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict
 
 import click
 
-from delta_tracker.cli.followers import GONE_SECONDS
+from delta_tracker.cli.followers import GONE_SECONDS, hosts_of
 from delta_tracker.cli.output import table
 from delta_tracker.cli.stream_command import Stream, stream_command
+from delta_tracker.cli.text import duration
 from delta_tracker.stream.fleet import State, evaluate
-from delta_tracker.stream.heartbeat import SeenHeartbeat, see_heartbeats
+from delta_tracker.stream.heartbeat import SeenHeartbeat, remove_heartbeats, see_heartbeats
 from delta_tracker.stream.pin import newest_pin
 from delta_tracker.stream.store_clock import StoreClock
 
@@ -29,6 +28,7 @@ move while it lagged, failing if it also has an error, and silent if it left no 
 Examples:
   delta-tracker fleet s3://bucket/ctr
   delta-tracker fleet s3://bucket/ctr --limit 10000 --json
+  delta-tracker fleet s3://bucket/ctr --remove
 """
 
 
@@ -37,11 +37,13 @@ Examples:
 @click.option(
     "--limit", type=click.IntRange(1), default=4096, show_default=True, help="Heartbeats to read, newest first."
 )
-def command(stream: Stream, limit: int) -> int:
+@click.option("--remove", "removes", is_flag=True, help="Delete heartbeats that were not replaced for a day.")
+def command(stream: Stream, limit: int, *, removes: bool) -> int:
     """Show the predictors with a heartbeat in the last hour. Return 1 if one is stuck or failing."""
-    head, clock, pin = stream.head(), StoreClock(), newest_pin(stream.storage)
     before = sum(stream.storage.requests.values())
+    head, clock, pin = stream.head(), StoreClock(), newest_pin(stream.storage)
     listed = see_heartbeats(stream.storage, clock, max_age=GONE_SECONDS, limit=limit)
+    num_removed = remove_heartbeats(stream.storage, clock) if removes else 0
     num_requests = sum(stream.storage.requests.values()) - before
     counter = pin.counter if pin is not None and pin.kind == "pin" and pin.stream == head.stream else 0
     seen = [each for each in listed if each is not None]
@@ -49,9 +51,7 @@ def command(stream: Stream, limit: int) -> int:
         (each, evaluate(each.beat, max(0.0, clock.now() - each.modified), pin=counter)) for each in seen
     ]
     totals = dict(sorted(Counter(state for _, state in states).items()))
-    hosts = {
-        host: [each for each, _ in states if each.beat.host == host] for host in sorted({e.beat.host for e in seen})
-    }
+    hosts = hosts_of([each.beat for each in seen])
     slowest = sorted(states, key=lambda each: each[0].beat.version or 0)[: -(-len(states) // 10)]
     shown = [each for each in states if each in slowest or each[1] in (*_BAD, "silent")]
     if stream.out.is_json:
@@ -59,10 +59,11 @@ def command(stream: Stream, limit: int) -> int:
             {
                 "version": head.version,
                 "states": totals,
-                "hosts": {host: _versions(of_host) for host, of_host in hosts.items()},
+                "hosts": hosts,
                 "shown": [{"state": state, **asdict(each.beat)} for each, state in shown],
                 "pin": None if pin is None else asdict(pin),
                 "left_out": len(listed) - len(seen),
+                "removed": num_removed,
                 "requests": num_requests,
             }
         )
@@ -71,9 +72,12 @@ def command(stream: Stream, limit: int) -> int:
         stream.out.line(f"predictors at version {head.version}: {counts}; {num_requests} requests")
         if len(listed) > len(seen):
             stream.out.line(f"{len(listed) - len(seen)} heartbeats are older than an hour or above --limit")
+        if removes:
+            stream.out.line(f"removed {num_removed} heartbeats that are older than a day")
         if pin is not None:
-            stream.out.line(f"{pin.kind} {pin.counter}: version {pin.version} of {pin.bad} {pin.reason}")
-        rows = [[host or "unknown", *_versions(of_host).values()] for host, of_host in hosts.items()]
+            age = duration(max(0.0, clock.now() - pin.time))
+            stream.out.line(f"{pin.kind} {pin.counter}, {age} ago: version {pin.version} of {pin.bad} {pin.reason}")
+        rows = [[host or "unknown", *of_host.values()] for host, of_host in hosts.items()]
         stream.out.show(table(["host", "predictors", "lowest", "median", "highest", "worst lag"], rows))
         stream.out.show(
             table(
@@ -85,16 +89,3 @@ def command(stream: Stream, limit: int) -> int:
             )
         )
     return 1 if any(state in _BAD for _, state in states) else 0
-
-
-def _versions(seen: Sequence[SeenHeartbeat]) -> dict[str, object]:
-    """Return the number of predictors of one host, and the range of their versions."""
-    versions = [each.beat.version for each in seen if each.beat.version is not None]
-    lags = [each.beat.lag_versions for each in seen if each.beat.lag_versions is not None]
-    return {
-        "predictors": len(seen),
-        "lowest": min(versions, default=None),
-        "median": statistics.median_low(versions) if versions else None,
-        "highest": max(versions, default=None),
-        "worst_lag": max(lags, default=None),
-    }

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from delta_tracker.stream.fleet import State as Health
+from delta_tracker.stream.fleet import evaluate
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.heartbeat import Heartbeat, SeenHeartbeat, see_heartbeats
 from delta_tracker.stream.storage.storage import Storage
@@ -26,6 +30,7 @@ class FollowerView:
         state: ``live``, or ``silent`` if the last heartbeat is more than 30 seconds old.
         seconds_ago: age of the heartbeat in seconds, by the store's clock.
         skew: predictor's clock minus the store's, in seconds.
+        health: state by the window of the last heartbeats, see :func:`~delta_tracker.stream.fleet.evaluate`.
         lag_versions: number of versions in the log after the version in the heartbeat; None if the predictor has no
             version or follows another stream.
     """
@@ -35,6 +40,7 @@ class FollowerView:
     seconds_ago: float
     skew: float
     lag_versions: int | None
+    health: Health
 
     @property
     def behind(self) -> int | None:
@@ -52,7 +58,9 @@ class FollowerView:
         """Return the state as JSON values. Times are in seconds."""
         return {
             "name": self.beat.name,
+            "host": self.beat.host,
             "state": self.state,
+            "health": self.health,
             "seconds_ago": self.seconds_ago,
             "skew_seconds": self.skew,
             "stream": self.beat.stream,
@@ -64,24 +72,45 @@ class FollowerView:
         }
 
 
-def read_followers(storage: Storage, head: Manifest, clock: StoreClock) -> tuple[list[FollowerView], int]:
+def read_followers(
+    storage: Storage, head: Manifest, clock: StoreClock, *, pin: int = 0
+) -> tuple[list[FollowerView], int]:
     """Return the predictors with a heartbeat in the last hour, sorted by name, and the number of older heartbeats.
 
     Args:
         storage: store of the stream.
         head: newest entry of the stream.
         clock: estimate of the store's time; it is updated with the modification times of the heartbeats.
+        pin: counter of the pin that applies, 0 if none.
 
     Raises:
         StorageError: if the store cannot be read.
     """
     seen = see_heartbeats(storage, clock, max_age=GONE_SECONDS)
-    found = [_follower(each, head, max(0.0, clock.now() - each.modified)) for each in seen if each is not None]
+    found = [_follower(each, head, max(0.0, clock.now() - each.modified), pin) for each in seen if each is not None]
     return found, len(seen) - len(found)
 
 
-def _follower(seen: SeenHeartbeat, head: Manifest, seconds_ago: float) -> FollowerView:
+def hosts_of(beats: Sequence[Heartbeat]) -> dict[str, dict[str, int | None]]:
+    """Return the number of predictors of each host, the range of their versions, and their worst lag in versions."""
+    found: dict[str, dict[str, int | None]] = {}
+    for host in sorted({beat.host for beat in beats}):
+        of_host = [beat for beat in beats if beat.host == host]
+        versions = [beat.version for beat in of_host if beat.version is not None]
+        lags = [beat.lag_versions for beat in of_host if beat.lag_versions is not None]
+        found[host] = {
+            "predictors": len(of_host),
+            "lowest": min(versions, default=None),
+            "median": statistics.median_low(versions) if versions else None,
+            "highest": max(versions, default=None),
+            "worst_lag": max(lags, default=None),
+        }
+    return found
+
+
+def _follower(seen: SeenHeartbeat, head: Manifest, seconds_ago: float, pin: int) -> FollowerView:
     beat = seen.beat
     is_here = beat.stream == head.stream and beat.version is not None
     lag = max(0, head.version - beat.version) if is_here and beat.version is not None else None
-    return FollowerView(beat, "live" if seconds_ago <= SILENT_SECONDS else "silent", seconds_ago, seen.skew, lag)
+    state: State = "live" if seconds_ago <= SILENT_SECONDS else "silent"
+    return FollowerView(beat, state, seconds_ago, seen.skew, lag, evaluate(beat, seconds_ago, pin=pin))

@@ -31,6 +31,8 @@ _logger = logging.getLogger(__name__)
 _NAME = r"\A[A-Za-z0-9][A-Za-z0-9_-]{0,63}\Z"
 _MAX_BYTES = 16 << 10
 _MAX_TEXT = 1000
+_OBJECT = re.compile(r"predictors/[A-Za-z0-9][A-Za-z0-9_-]{0,63}\.json")
+_MIN_REMOVED_SECONDS = 3600.0
 _MAX_HOST = 253
 _NUM_READERS = 32  # threads that read heartbeats from a remote store
 _WINDOW = 10  # heartbeats in a window
@@ -218,6 +220,31 @@ def _seen(storage: Storage, stored: StoredObject) -> SeenHeartbeat | None:
     except (ValueError, RecursionError) as error:
         _logger.warning("ignored malformed heartbeat: name=%s error=%s", stored.name, str(error)[:_MAX_TEXT])
         return None
+
+
+def remove_heartbeats(storage: Storage, clock: StoreClock, *, seconds: float = 86_400.0) -> int:
+    """Delete the heartbeats of predictors that were not replaced for a while, and return their number.
+
+    A retention pass does the same; this function is for streams without one.
+
+    Args:
+        storage: store of the stream.
+        clock: estimate of the store's time; it is updated with the modification times of the heartbeats.
+        seconds: minimum age of a deleted heartbeat, at least an hour, by the store's clock.
+
+    Raises:
+        InvalidArgumentError: if ``seconds`` is less than 3600.
+        StorageError: if the store cannot be listed or written.
+    """
+    if not seconds >= _MIN_REMOVED_SECONDS:
+        raise InvalidArgumentError("seconds", seconds, "Pass 3600 seconds or more")
+    began = clock.reader_time()
+    listed = storage.objects("predictors")
+    clock.saw("predictors", (stored.modified for stored in listed), began=began)
+    old = [each.name for each in listed if _OBJECT.fullmatch(each.name) and clock.now() - each.modified > seconds]
+    for name in old:
+        storage.delete(name)
+    return len(old)
 
 
 def read_heartbeats(storage: Storage) -> list[Heartbeat]:
