@@ -519,7 +519,7 @@ class StreamCursor:
         """
         head = self.log.head()
         if head is None or type(version) is not int or not 0 <= version <= head.version:
-            newest = "nothing" if head is None else f"versions up to {head.version}"
+            newest = "no version" if head is None else f"versions up to {head.version}"
             raise InvalidArgumentError("version", version, f"The stream has {newest}")
         if self.place is not None and self.place.stream != head.stream:
             raise StreamReplacedError(self.log.storage.url, self.place.link.version)

@@ -25,7 +25,9 @@ def evaluate(beat: Heartbeat, seconds_since: float, *, pin: int = 0) -> State:
         pin: counter of the pin that applies, 0 if none.
 
     Example:
-        >>> evaluate(beat, 1.0)
+        >>> window = ((20.0, 40, 2), (10.0, 41, 1), (0.0, 42, 0))  # age in seconds, version, lag in versions
+        >>> fields = {"stream": None, "version": 42, "lag_versions": 0, "lag_seconds": 0.0, "resyncs": 0, "error": None}
+        >>> evaluate(Heartbeat(name="a", time=0.0, window=window, **fields), seconds_since=1.0)
         'current'
     """
     span = max((age for age, _, _ in beat.window), default=0.0)

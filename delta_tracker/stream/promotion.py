@@ -34,12 +34,12 @@ def promote(storage: Storage) -> Manifest:
         >>> promote(Storage("memory://"))
         Traceback (most recent call last):
         ...
-        delta_tracker.errors.InvalidArgumentError: url='memory://': There is no stream to promote. Check the url
+        delta_tracker.errors.InvalidArgumentError: url='memory://' cannot be used. It has no stream to promote.
     """
     log = StreamLog(storage)
     head = log.head()
     if head is None:
-        raise InvalidArgumentError("url", storage.url, "There is no stream to promote. Check the url")
+        raise InvalidArgumentError("url", storage.url, "It has no stream to promote")
     if head.forked_from is not None:
         return head
     return log.claim(after=head.link, forks=True).head

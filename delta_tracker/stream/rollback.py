@@ -67,8 +67,10 @@ def pin_version(storage: Storage, version: int, *, reason: str = "", replaces: b
         StorageError: if the store fails. The pin may have been written.
 
     Example:
-        >>> pin_version(storage, 41, reason="AUC fell").bad
-        57
+        >>> pin_version(Storage("memory://"), 41, reason="AUC fell")
+        Traceback (most recent call last):
+        ...
+        delta_tracker.errors.InvalidArgumentError: version=41 cannot be used. The stream has no version.
     """
     log = _log(storage, "a rollback", reason)
     counter, former = newest_counter(storage), newest_pin(storage)
@@ -122,13 +124,15 @@ def release_pin(storage: Storage, *, reason: str = "") -> Pin:
         StorageError: if the store fails. The release may have been written.
 
     Example:
-        >>> release_pin(storage).version
-        60
+        >>> release_pin(Storage("memory://"))
+        Traceback (most recent call last):
+        ...
+        delta_tracker.errors.InvalidArgumentError: url='memory://' cannot be used. The stream is not pinned.
     """
     log = _log(storage, "a release", reason)
     counter, pin, head = newest_counter(storage), newest_pin(storage), log.head()
     if pin is None or head is None or pin.kind != "pin" or pin.stream != head.stream:
-        raise InvalidArgumentError("url", storage.url, "The stream is not pinned, so there is nothing to release")
+        raise InvalidArgumentError("url", storage.url, "The stream is not pinned")
     snapshot = _snapshot(log, head)
     if snapshot is None or snapshot.version <= pin.bad:
         raise NoReleaseError(storage.url, pin.bad)
