@@ -21,7 +21,8 @@ _BAD = ("failing", "stuck")
 _HELP = """Show the version, the lag and the state of every predictor, by host.
 
 A state is judged by the last ten heartbeats of a predictor, not by one: a predictor is stuck if its version did not
-move while it lagged, failing if it also has an error, and silent if it left no heartbeat in this time. The exit code is
+move while it lagged, failing if it also has an error, silent if it left no heartbeat in this time, and elsewhere if it
+has a version of another stream. The exit code is
 1 if a predictor is stuck or failing.
 
 \b
@@ -48,7 +49,7 @@ def command(stream: Stream, limit: int, *, removes: bool) -> int:
     counter = pin.counter if pin is not None and pin.kind == "pin" and pin.stream == head.stream else 0
     seen = [each for each in listed if each is not None]
     states: list[tuple[SeenHeartbeat, State]] = [
-        (each, evaluate(each.beat, max(0.0, clock.now() - each.modified), pin=counter)) for each in seen
+        (each, evaluate(each.beat, max(0.0, clock.now() - each.modified), head, pin=counter)) for each in seen
     ]
     totals = dict(sorted(Counter(state for _, state in states).items()))
     hosts = hosts_of([each.beat for each in seen])

@@ -113,4 +113,4 @@ def _follower(seen: SeenHeartbeat, head: Manifest, seconds_ago: float, pin: int)
     is_here = beat.stream == head.stream and beat.version is not None
     lag = max(0, head.version - beat.version) if is_here and beat.version is not None else None
     state: State = "live" if seconds_ago <= SILENT_SECONDS else "silent"
-    return FollowerView(beat, state, seconds_ago, seen.skew, lag, evaluate(beat, seconds_ago, pin=pin))
+    return FollowerView(beat, state, seconds_ago, seen.skew, lag, evaluate(beat, seconds_ago, head, pin=pin))

@@ -5,41 +5,51 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Literal
 
+from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.heartbeat import Heartbeat
 
-State = Literal["current", "applying", "behind", "stuck", "silent", "pinned", "failing"]
+State = Literal["current", "applying", "behind", "stuck", "silent", "pinned", "failing", "elsewhere"]
 _MIN_LOOKS = 3
 
 
-def evaluate(beat: Heartbeat, seconds_since: float, *, pin: int = 0) -> State:
+def evaluate(beat: Heartbeat, seconds_since: float, head: Manifest, *, pin: int = 0) -> State:
     """Return the state of a predictor.
 
-    ``silent``: three heartbeats, or as many seconds as the window has, are missing. ``pinned``: it has followed the pin
-    that applies. ``failing``: it has an error, and its version did not move in the window. ``current``: a heartbeat had
-    no lag. ``stuck``: it lags, and its version did not move. ``behind``: its version moves, but the lag never falls.
-    ``applying``: otherwise, and with fewer than three heartbeats.
+    ``silent``: three heartbeats, or as many seconds as the window has, are missing. ``elsewhere``: its version belongs
+    to another stream. ``pinned``: it has followed the pin that applies. ``failing``: it has an error, is behind the
+    newest version, and its version did not move in the window. ``current``: a heartbeat had no lag, or the version is
+    the newest. ``stuck``: it lags, and its version did not move. ``behind``: its version moves, but the lag never
+    falls. ``applying``: otherwise, and with fewer than three heartbeats.
 
     Args:
         beat: last heartbeat.
         seconds_since: age of the heartbeat in seconds, by the store's clock.
+        head: newest entry of the stream.
         pin: counter of the pin that applies, 0 if none.
 
     Example:
-        >>> window = ((20.0, 40, 2), (10.0, 41, 1), (0.0, 42, 0))  # age in seconds, version, lag in versions
-        >>> fields = {"stream": None, "version": 42, "lag_versions": 0, "lag_seconds": 0.0, "resyncs": 0, "error": None}
-        >>> evaluate(Heartbeat(name="a", time=0.0, window=window, **fields), seconds_since=1.0)
+        >>> from delta_tracker.stream.log import StreamLog
+        >>> from delta_tracker.stream.storage.storage import Storage
+        >>> head = StreamLog(Storage("memory://")).claim().head
+        >>> window = ((20.0, None, 1), (10.0, 0, 0), (0.0, 0, 0))  # age in seconds, version, lag in versions
+        >>> fields = {"version": 0, "lag_versions": 0, "lag_seconds": 0.0, "resyncs": 0, "error": None}
+        >>> evaluate(Heartbeat(name="a", time=0.0, stream=head.stream, window=window, **fields), 1.0, head)
         'current'
     """
     span = max((age for age, _, _ in beat.window), default=0.0)
     if seconds_since > max(3 * beat.seconds, span):
         return "silent"
+    if beat.stream is not None and beat.stream != head.stream:
+        return "elsewhere"
     if pin and beat.pin == pin:
         return "pinned"
-    return "applying" if len(beat.window) < _MIN_LOOKS else _progress(beat)
+    return "applying" if len(beat.window) < _MIN_LOOKS else _progress(beat, head)
 
 
-def _progress(beat: Heartbeat) -> State:
+def _progress(beat: Heartbeat, head: Manifest) -> State:
     """Return the state by the versions and lags of a full window."""
+    if beat.version == head.version:
+        return "current"  # an error, such as that of one poll, delays nothing
     has_moved = len({version for _, version, _ in beat.window}) > 1
     lags = [lag for _, _, lag in beat.window]
     known = [lag for lag in lags if lag is not None]

@@ -19,13 +19,14 @@ _logger = logging.getLogger(__name__)
 
 GONE_SECONDS = 3600.0
 _NS_PER_SECOND = 10**9
+_LIMIT = 4096  # heartbeats that are read at each collection, newest first
 
 
 def show_heartbeats(url: str | Storage, monitor: Monitor | None = None, *, gone_seconds: float = GONE_SECONDS) -> None:
     """Export the heartbeats of a stream's predictors as the built-in gauges ``heartbeat_*``.
 
     At each collection of metrics, a thread of the monitor reads the heartbeats, so training does not wait. A failed
-    read is counted in the metric ``outlet_errors``.
+    read is counted in the metric ``outlet_errors``. One listing, and one request for each of at most 4,096 heartbeats.
 
     Args:
         url: URL or storage of the stream.
@@ -66,7 +67,7 @@ class _Heartbeats(Source):
         """
         del is_last
         readings: dict[tuple[str, str], float] = {}
-        for seen in see_heartbeats(self._storage, self._clock, max_age=self._gone_seconds):
+        for seen in see_heartbeats(self._storage, self._clock, max_age=self._gone_seconds, limit=_LIMIT):
             if seen is None:
                 continue
             beat, age = seen.beat, max(0.0, self._clock.now() - seen.modified)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from delta_tracker.stream.fleet import evaluate
 from delta_tracker.stream.heartbeat import Heartbeat
+from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.storage.storage import Storage
+
+HEAD = replace(StreamLog(Storage("memory://")).claim().head, version=9)
 
 
 @pytest.mark.parametrize(
@@ -28,14 +34,35 @@ from delta_tracker.stream.heartbeat import Heartbeat
 def test_a_state_is_judged_by_the_window(
     versions: list[int], lags: list[int | None], error: str | None, seconds: float, state: str
 ) -> None:
+    beat = beat_of(versions, lags, error)
+    assert evaluate(beat, seconds, HEAD) == state
+    assert evaluate(beat, seconds, HEAD, pin=2) == ("silent" if state == "silent" else "pinned")
+    assert evaluate(beat, seconds, HEAD, pin=3) == state
+
+
+def test_an_error_of_a_predictor_that_has_the_newest_version_is_no_failure() -> None:
+    assert evaluate(beat_of([9] * 10, [0] * 9 + [None], "one poll failed"), 1.0, HEAD) == "current"
+    assert evaluate(beat_of([8] * 10, [None] * 10, "no poll succeeds"), 1.0, HEAD) == "failing"
+
+
+def test_a_predictor_of_another_stream_is_elsewhere() -> None:
+    beat = replace(beat_of([9] * 10, [0] * 10, None), stream="1" * 32)
+    assert evaluate(beat, 1.0, HEAD) == "elsewhere"
+    assert evaluate(beat, 1.0, HEAD, pin=2) == "elsewhere"
+    assert evaluate(beat, 46.0, HEAD) == "silent"
+    assert evaluate(replace(beat, stream=None, version=None), 1.0, HEAD) == "current", "it has no version yet"
+
+
+def beat_of(versions: list[int], lags: list[int | None], error: str | None) -> Heartbeat:
+    """Return a heartbeat with a window of heartbeats that are five seconds apart."""
     window = tuple(
         (5.0 * (len(versions) - 1 - place), version, lag)
         for place, (version, lag) in enumerate(zip(versions, lags, strict=True))
     )
-    beat = Heartbeat(
+    return Heartbeat(
         name="p",
         time=0.0,
-        stream="0" * 32,
+        stream=HEAD.stream,
         version=versions[-1],
         lag_versions=lags[-1],
         lag_seconds=None,
@@ -44,6 +71,3 @@ def test_a_state_is_judged_by_the_window(
         pin=2,
         window=window,
     )
-    assert evaluate(beat, seconds) == state
-    assert evaluate(beat, seconds, pin=2) == ("silent" if state == "silent" else "pinned")
-    assert evaluate(beat, seconds, pin=3) == state

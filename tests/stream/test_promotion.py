@@ -165,6 +165,23 @@ def test_retention_keeps_what_readers_of_either_stream_need(writer: Writer) -> N
     assert predictor_of(destination)[0].sync() == 6
 
 
+def test_merged_versions_of_the_former_stream_are_deleted_with_its_versions(writer: Writer) -> None:
+    writer.delta([2])
+    _, destination = mirrored(writer)
+    assert compact(destination, fold=1e-9) is not None
+    promote(destination)
+    second = Writer(destination)
+    retain(destination, _ALL, now=lambda: time.time() + 1)
+    assert destination.objects("merged"), "predictors may still need them"
+    second.snapshot()
+    second.delta([1])
+    retain(destination, _ALL, now=lambda: time.time() + 1)
+    assert destination.objects("merged") == []
+    predictor, table = predictor_of(destination)
+    predictor.sync()
+    assert torch.equal(table, second.table)
+
+
 def test_a_fork_can_be_mirrored(writer: Writer) -> None:
     _, destination = mirrored(writer)
     promote(destination)

@@ -450,10 +450,14 @@ def _expired(held: _Held, retention: Retention, now: float) -> set[int]:
 def _superseded(held: _Held, start: int, before: float) -> list[Merged]:
     """Return the merged entries that no reader needs, sorted by name.
 
-    These are snapshots that end before ``start``, deltas that end at or before ``start``, and deltas covered by
-    another merged delta committed at or before ``before``.
+    These are snapshots that end before ``start``, deltas that end at or before ``start``, deltas covered by another
+    merged delta committed at or before ``before``, and all that end before ``start`` and belong to a stream that a
+    promotion has ended.
     """
     merged = held.of_stream()
+    former = [
+        each for each, manifest in held.merged.items() if manifest.stream != held.head.stream and each.last < start
+    ]
     in_time = [each for each, manifest in merged.items() if manifest.committed <= before and each.kind == "delta"]
 
     def is_covered(each: Merged) -> bool:
@@ -463,7 +467,7 @@ def _superseded(held: _Held, start: int, before: float) -> list[Merged]:
             other != each and other.first <= each.first and each.last <= other.last for other in in_time
         )
 
-    return sorted(filter(is_covered, merged), key=lambda each: each.name)
+    return sorted([*filter(is_covered, merged), *former], key=lambda each: each.name)
 
 
 def _sync_entries(storage: Storage) -> None:
