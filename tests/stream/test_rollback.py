@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+import delta_tracker
 from delta_tracker.errors import (
     CorruptPartError,
     InvalidArgumentError,
@@ -268,3 +271,16 @@ def test_a_pin_whose_versions_are_deleted_meanwhile_is_undone() -> None:
         newest = newest_pin(writer.storage)
         assert newest is not None
         assert (newest.kind, newest.version) == (("pin", 4) if has_pin else ("release", 1))
+
+
+def test_the_documented_loop_pins_the_last_good_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    guide = (Path(delta_tracker.__file__).parent / "FLEET.md").read_text()
+    (loop,) = (each for each in re.findall(r"```python\n(.*?)```", guide, flags=re.DOTALL) if "pin_version" in each)
+    writer, pauses = stream(), list[float]()
+    monkeypatch.setattr("time.sleep", pauses.append)
+    measured = iter([(1, 0.80), (2, 0.81), (3, 0.60)])
+    exec(loop, {"measure": lambda: next(measured), "least_quality": 0.7, "storage": writer.storage})
+    pin = newest_pin(writer.storage)
+    assert pin is not None
+    assert (pin.kind, pin.version, pin.reason) == ("pin", 2, "quality 0.6000 at version 3")
+    assert pauses == [60, 60]
