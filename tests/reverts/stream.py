@@ -50,8 +50,8 @@ REVERTS = [
         edits={
             "delta_tracker/stream/cursor.py": [
                 (
-                    "max(waiting.values()) - waiting[min(waiting)] + time.monotonic() - self._newest[1]",
-                    "max(0.0, time.time() - self.log.read(min(waiting)).created)",
+                    "max(0.0, last.modified - first.modified) + time.monotonic() - self._newest[1]",
+                    "max(0.0, time.time() - self.log.read(held + 1).created)",
                 ),
             ],
         },
