@@ -939,6 +939,48 @@ class PanicError(_CausedError):
         super().__init__(problem, "Report it to the authors of that package; follow() retries", panic)
 
 
+class SinkError(StreamError, OSError):
+    """The row store at ``target`` cannot be reached, read or written; see ``reason``. Readers keep its stored rows."""
+
+    _remedy = "Check the row store and its free space. The next sync() or follow() completes the version"
+
+    def __init__(self, target: str, reason: str) -> None:
+        super().__init__(f"the row store {target} cannot be used: {reason}", self._remedy)
+        self.target = target
+        self.reason = reason
+
+
+class SinkBusyError(SinkError):
+    """Another process, ``writer``, writes to the row store at ``target``."""
+
+    _remedy = "Stop the other writer, or use another prefix or directory: a row store has one writer"
+
+    def __init__(self, target: str, writer: str) -> None:
+        super().__init__(target, f"{writer} is its writer")
+        self.writer = writer
+
+
+class SinkFencedError(SinkError):
+    """Another process became the writer of the row store at ``target``. Nothing more was written."""
+
+    _remedy = "Stop one of the two writers: a row store has one writer"
+
+    def __init__(self, target: str) -> None:
+        super().__init__(target, "another process became its writer")
+
+
+class MalformedSinkError(StreamError, ValueError):
+    """An object ``where`` of a row store is invalid; see ``reason``."""
+
+    def __init__(self, where: str, reason: str) -> None:
+        super().__init__(
+            f"{where} in the row store is invalid: {reason}",
+            "Delete the keys of the prefix, or the directory, and write the store again from the stream",
+        )
+        self.where = where
+        self.reason = reason
+
+
 class TableMismatchError(StreamError, ValueError):
     """A table differs between the stream and the predictor's model; nothing was applied.
 

@@ -27,7 +27,7 @@ _PACKAGE = _ROOT / "delta_tracker"
 
 # A package may import itself and packages of earlier lines: ``tracker`` does not import ``predictor``.
 _LAYERS = [
-    ["errors", "types", "rows", "row_target", "raw_ids", "raw_id_index", "state_tree"],
+    ["errors", "types", "rows", "row_target", "row_sink", "raw_ids", "raw_id_index", "state_tree"],
     ["buffers", "cuda_fence", "distributed", "forking", "host_copy"],
     ["monitor"],
     ["sharding", "stream"],

@@ -1,0 +1,291 @@
+"""Row stores that a predictor writes a stream to, for lookups in other processes.
+
+Notation: ``N`` is the number of rows of a call, ``D`` the number of columns of the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Protocol, Self, runtime_checkable
+
+import msgspec
+from msgspec import Meta
+from torch import Tensor
+
+from delta_tracker.errors import InvalidArgumentError, MalformedSinkError
+from delta_tracker.state_tree import TENSOR_DTYPES
+from delta_tracker.types import Identity, TableSpec
+
+_FORMAT = 1
+_DTYPES = {name: dtype for name, dtype in TENSOR_DTYPES.items() if dtype.is_floating_point}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+_Hex = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+_Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class _StoredTable(msgspec.Struct, forbid_unknown_fields=True):
+    num_rows: _Count
+    dim: Annotated[int, Meta(ge=1, lt=1 << 31)]
+    dtype: str
+
+
+class _StoredState(msgspec.Struct, forbid_unknown_fields=True):
+    format: int
+    stream: _Hex
+    version: _Count | None
+    xxh3: _Hex | None
+    applying: _Count | None
+    applying_xxh3: _Hex | None
+    is_mixed: bool
+    is_settling: bool
+    tables: dict[str, _StoredTable]
+    identities: dict[str, Identity]
+    default_slots: dict[str, tuple[_Count, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SinkState:
+    """State of one stream in a row store.
+
+    Each row has its value as of :attr:`version`, or as of a later version up to :attr:`applying`. If :attr:`is_mixed`
+    is True, it may also have its value as of any version that was applied before.
+
+    Args:
+        stream: id of the stream, 32 hex digits.
+        version: version that no row is older than; None until the first snapshot is complete.
+        xxh3: 128-bit xxh3 of the entry of ``version``, in hex; None if ``version`` is.
+        applying: highest version of which some rows may be written; None if the rows of ``version`` are complete and no
+            others were written.
+        applying_xxh3: 128-bit xxh3 of the entry of ``applying``, in hex; None if ``applying`` is.
+        is_mixed: True if the rows may be of unrelated versions, so that only a snapshot may be applied next.
+        is_settling: True if ``version`` is complete, but the logged owners are not in the stored map yet, and default
+            rows of former buckets may be stored.
+        tables: FQN to size and dtype of each table.
+        identities: FQN to the buckets of raw ids as of ``version``, for each table with raw ids.
+        default_slots: FQN to the global row ids whose default rows may be stored, for each table with default rows.
+            Readers find the default rows by ``identities``.
+
+    Raises:
+        InvalidArgumentError: if only one of a version and its hash is None, a table has a dtype other than a floating
+            point type, or ``identities`` or ``default_slots`` do not fit ``tables``.
+
+    Example:
+        >>> import torch
+        >>> table = TableSpec("user", 10, 4, torch.float32)
+        >>> state = SinkState(stream="0" * 32, version=3, xxh3="1" * 32, tables={"user": table})
+        >>> SinkState.from_json(state.to_json()) == state
+        True
+    """
+
+    stream: str
+    version: int | None = None
+    xxh3: str | None = None
+    applying: int | None = None
+    applying_xxh3: str | None = None
+    is_mixed: bool = False
+    is_settling: bool = False
+    tables: Mapping[str, TableSpec] = field(default_factory=dict)
+    identities: Mapping[str, Identity] = field(default_factory=dict)
+    default_slots: Mapping[str, Sequence[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if (self.version is None) != (self.xxh3 is None):
+            raise InvalidArgumentError("version", self.version, "Give a version and its hash, or neither")
+        if (self.applying is None) != (self.applying_xxh3 is None):
+            raise InvalidArgumentError("applying", self.applying, "Give a version and its hash, or neither")
+        for fqn, table in self.tables.items():
+            if table.dtype not in _DTYPE_NAMES:
+                raise InvalidArgumentError("dtype", table.dtype, f"Table {fqn!r} needs one of {sorted(_DTYPES)}")
+        for fqn, identity in self.identities.items():
+            held = self.tables.get(fqn)
+            if held is None or identity.num_rows != held.num_rows:
+                raise InvalidArgumentError("identities", fqn, f"Give buckets of the tables: {sorted(self.tables)}")
+        for fqn, slots in self.default_slots.items():
+            held = self.tables.get(fqn)
+            if held is None or any(not 0 <= slot < held.num_rows for slot in slots):
+                raise InvalidArgumentError("default_slots", fqn, f"Give rows of the tables: {sorted(self.tables)}")
+
+    def to_json(self) -> bytes:
+        """Return the state as JSON."""
+        stored = _StoredState(
+            format=_FORMAT,
+            stream=self.stream,
+            version=self.version,
+            xxh3=self.xxh3,
+            applying=self.applying,
+            applying_xxh3=self.applying_xxh3,
+            is_mixed=self.is_mixed,
+            is_settling=self.is_settling,
+            tables={
+                fqn: _StoredTable(table.num_rows, table.dim, _DTYPE_NAMES[table.dtype])
+                for fqn, table in self.tables.items()
+            },
+            identities=dict(self.identities),
+            default_slots={fqn: tuple(slots) for fqn, slots in self.default_slots.items()},
+        )
+        return msgspec.json.encode(stored)
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Self:
+        """Return the state that :meth:`to_json` encoded.
+
+        Raises:
+            MalformedSinkError: if ``data`` is invalid, or was written by a newer version of the library.
+        """
+        try:
+            stored = msgspec.json.decode(data, type=_StoredState)
+            if stored.format != _FORMAT:
+                raise MalformedSinkError("its state", f"format {stored.format} is unknown")
+            return cls(
+                stream=stored.stream,
+                version=stored.version,
+                xxh3=stored.xxh3,
+                applying=stored.applying,
+                applying_xxh3=stored.applying_xxh3,
+                is_mixed=stored.is_mixed,
+                is_settling=stored.is_settling,
+                tables={
+                    fqn: TableSpec(fqn, table.num_rows, table.dim, _DTYPES[table.dtype])
+                    for fqn, table in stored.tables.items()
+                },
+                identities=stored.identities,
+                default_slots=stored.default_slots,
+            )
+        except (ValueError, KeyError) as error:
+            if isinstance(error, MalformedSinkError):
+                raise
+            raise MalformedSinkError("its state", str(error)) from error
+
+
+@runtime_checkable
+class RowSink(Protocol):
+    """Interface to a row store, such as Redis, LMDB, a feature store or a cache of embeddings.
+
+    Only one process writes to a store at a time, and it makes no overlapping calls. Readers in other processes read
+    rows at any time. The interface keeps this promise to them: each row is atomic and carries the version that wrote
+    it. A row may be newer than the stored version, but not older. No row of another id is read.
+
+    The library calls the methods in this order:
+
+    1. :meth:`open`, :meth:`states` and :meth:`current`, before the first version and after each error.
+    2. For each version: :meth:`begin`; :meth:`log_owners` for tables with raw ids; :meth:`write` and
+       :meth:`write_defaults`; :meth:`delete` for ids that own no row after the version; :meth:`finish`.
+    3. After :meth:`finish`, if owners changed: :meth:`set_owners`, :meth:`delete_defaults` and :meth:`settle`.
+
+    The effect of a call must not become durable before that of the calls before it: after a crash of the writer or of
+    the store, the store has the effects of all calls up to some point. A call that was interrupted may have had a part
+    of its effect. :meth:`begin` and :meth:`finish` store the state as a whole. All calls may be repeated. A store with
+    transactions may make the effects of :meth:`begin` and of all calls up to :meth:`finish` visible together.
+
+    The key of a row is its global row id. In a table with raw ids it is the raw id of the row's owner. Its default
+    rows, which unknown raw ids read, have keys of their own, by global row id. All keys contain the stream id.
+
+    Every method raises :class:`~delta_tracker.errors.SinkError` if the store cannot be used,
+    :class:`~delta_tracker.errors.SinkFencedError` if another process became the writer, and
+    :class:`~delta_tracker.errors.MalformedSinkError` if stored data is invalid. In a forked process, every method
+    raises an error: the process must build a sink of its own.
+    """
+
+    def open(self) -> None:
+        """Connect, and become the only writer. No-op if this object is the writer and its connection works.
+
+        May be called again after :meth:`close` or an error. Discards the uncommitted transaction, if there is one.
+
+        Raises:
+            SinkBusyError: if another process is the writer.
+        """
+        ...
+
+    def states(self) -> list[SinkState]:
+        """Return the states of all streams that the store holds. There are several if a change was interrupted."""
+        ...
+
+    def current(self) -> str | None:
+        """Return the id of the stream that readers read; None before the first :meth:`finish`."""
+        ...
+
+    def begin(self, state: SinkState) -> None:
+        """Store the state before the first row of ``state.applying``. Readers keep their stream."""
+        ...
+
+    def write(self, stream: str, table: str, keys: Tensor, values: Tensor, version: int) -> None:
+        """Write rows, each of which is atomic, in batches that the store bounds.
+
+        Args:
+            stream: id of the stream.
+            table: FQN of the table.
+            keys: ``[N]`` int64, unique, any value: global row ids or raw ids.
+            values: ``[N, D]`` in the table's dtype, on the CPU. Read-only, and valid until the call returns.
+            version: version to store with each row.
+        """
+        ...
+
+    def write_defaults(self, stream: str, table: str, slots: Tensor, values: Tensor, version: int) -> None:
+        """Write default rows, by global row id. Same arguments as :meth:`write`; ``slots`` are inside the table."""
+        ...
+
+    def delete(self, stream: str, table: str, keys: Tensor) -> None:
+        """Delete rows by ``[N]`` int64 keys, unique; ignore keys that are not stored."""
+        ...
+
+    def delete_defaults(self, stream: str, table: str, slots: Tensor) -> None:
+        """Delete default rows by ``[N]`` int64 global row ids; ignore rows that are not stored."""
+        ...
+
+    def owners(self, stream: str, table: str, slots: Tensor) -> Tensor:
+        """Return the raw ids of rows in the stored map.
+
+        Args:
+            stream: id of the stream.
+            table: FQN of the table.
+            slots: ``[N]`` int64 global row ids inside the table, ascending and unique, at most 65,536.
+
+        Returns:
+            ``[N]`` int64 raw ids, :data:`~delta_tracker.raw_ids.NO_OWNER` for a row without one.
+        """
+        ...
+
+    def set_owners(self, stream: str, table: str, slots: Tensor, owners: Tensor) -> None:
+        """Set the raw ids of rows in the stored map. Same arguments as :meth:`log_owners`."""
+        ...
+
+    def log_owners(self, stream: str, table: str, slots: Tensor, owners: Tensor) -> None:
+        """Append changes of owners to the log of the version in progress.
+
+        Args:
+            stream: id of the stream.
+            table: FQN of the table.
+            slots: ``[N]`` int64 global row ids inside the table, ascending and unique, at most 65,536.
+            owners: ``[N]`` int64 raw ids, :data:`~delta_tracker.raw_ids.NO_OWNER` for a row without one.
+        """
+        ...
+
+    def logged_owners(self, stream: str, table: str) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the logged changes, each as the ``slots`` and ``owners`` of a call of :meth:`log_owners`, in order."""
+        ...
+
+    def finish(self, state: SinkState) -> None:
+        """Store the state after all rows of a version, and make readers read its stream, both at once.
+
+        When the call returns, the version is durable, as far as the store's own settings allow.
+        """
+        ...
+
+    def settle(self, state: SinkState) -> None:
+        """Clear the log of owners of all tables of the stream, and then store the state. Readers keep their stream."""
+        ...
+
+    def remove(self, stream: str) -> None:
+        """Delete all keys of a stream that is not current, in bounded batches, and its state last.
+
+        The keys are those of the stored state and maps, not a scan of the store: the row ids of tables without raw ids;
+        the raw ids in the stored map and in the log, and ``default_slots``, of tables with them. No-op for an unknown
+        stream. Readers of the stream may still run.
+        """
+        ...
+
+    def close(self) -> None:
+        """Discard the uncommitted transaction, stop being the writer, and disconnect. No-op if closed."""
+        ...
