@@ -12,9 +12,11 @@ from delta_tracker import Predictor, RawIdIndex, Storage
 from delta_tracker.errors import CorruptPartError, InvalidArgumentError, StorageError
 from delta_tracker.monitor import MONITOR, Monitor
 from delta_tracker.raw_ids import NO_OWNER
+from delta_tracker.stream.maintenance.compaction import compact
 from tests.monitor.figures import Figures
 from tests.predictor.identity_histories import DIM, History
 from tests.predictor.identity_histories import FQN as RAW_FQN
+from tests.predictor.serving import Flaky
 from tests.stream.streams import FQN, Writer
 
 
@@ -64,6 +66,48 @@ def test_a_predictor_counts_what_its_host_cache_had(tmp_path: Path) -> None:
         predictor.sync()
         found = [figures.of(f"cache_{what}", predictor=name) for what in ("hits", "misses", "bypasses")]
         assert tuple(found) == expected == tuple(predictor.status().cache.values())
+
+
+def test_a_predictor_counts_its_requests_and_shows_its_interval() -> None:
+    monitor, writer = Monitor(), Writer(Storage("memory://"))
+    writer.snapshot()
+    store = Storage("memory://")
+    store._store = writer.storage._store  # its own count of requests
+    predictor, figures = Predictor(writer.model(), store, monitor=monitor), Figures(monitor)
+    assert figures.of("poll_seconds", predictor="predictor") is None
+    predictor.sync()
+    first = figures.of("store_requests", predictor="predictor", operation="read")
+    assert first == store.requests["read"] > 0
+    assert figures.of("store_requests", predictor="predictor", operation="write") is None
+    writer.delta([1])
+    predictor.sync()
+    assert figures.of("store_requests", predictor="predictor", operation="read") == store.requests["read"] > first
+    predictor.follow(0.25)
+    assert figures.of("poll_seconds", predictor="predictor") == 0.25
+    predictor.stop()
+    assert figures.of("poll_seconds", predictor="predictor") is None
+
+
+def test_a_predictor_counts_merged_versions_and_changes_of_the_source() -> None:
+    monitor, writer, other = Monitor(), Writer(Flaky("memory://")), Storage("memory://")
+    writer.snapshot()
+    other._store = writer.storage._store  # a mirror that is always equal
+    predictor = Predictor(writer.model(), [writer.storage, other], monitor=monitor)
+    predictor.sync()
+    figures = Figures(monitor)
+    assert [figures.of(name, predictor="predictor") for name in ("merged_catch_ups", "failovers")] == [0, 0]
+    for number in range(30):
+        writer.delta([number % 20])
+    assert compact(writer.storage, fold=1e9) is not None  # to a merged delta
+    predictor.sync()
+    assert figures.of("merged_catch_ups", predictor="predictor") == 1
+    writer.delta([1])
+    writer.storage.is_down = lambda _: True
+    with pytest.raises(StorageError):
+        predictor.sync()
+    predictor.sync()
+    assert figures.of("failovers", predictor="predictor") == 1
+    assert figures.of("applied_version", predictor="predictor") == writer.claim.head.version
 
 
 def test_two_predictors_have_separate_metrics() -> None:

@@ -20,6 +20,7 @@ from delta_tracker.errors import (
     StaleCacheError,
     StreamError,
 )
+from delta_tracker.monitor import Monitor
 from delta_tracker.predictor import follower
 from delta_tracker.predictor import predictor as predictor_module
 from delta_tracker.predictor.settling import Settling
@@ -29,6 +30,7 @@ from delta_tracker.stream.format.manifest import Link, Manifest
 from delta_tracker.stream.log import entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.pointer import POINTER_NAME
+from tests.monitor.figures import Figures
 from tests.predictor.cache_server import CacheServer, cache_server
 from tests.predictor.pointed import point_at_the_head
 from tests.predictor.serving import eventually
@@ -65,10 +67,10 @@ def served() -> Iterator[Served]:
         yield writer
 
 
-def _predictor(served: Served, *, seconds: float = 10.0) -> tuple[Predictor, dict]:
+def _predictor(served: Served, *, seconds: float = 10.0, monitor: Monitor | None = None) -> tuple[Predictor, dict]:
     """Return a predictor that holds the newest version, and its model."""
     model = served.model()
-    predictor = Predictor(model, served.cache.url)
+    predictor = Predictor(model, served.cache.url, monitor=monitor)
     predictor._settling = Settling(seconds)
     predictor._cursor.log.pointer._seconds = 0.0  # polls each time
     predictor.sync()
@@ -113,7 +115,8 @@ _FAULTS = [_bad_entry, _missing_entry, _short_entry, _bad_part, _missing_part, _
 def test_an_object_that_is_wrong_in_the_cache_is_read_past_it_once(
     served: Served, fault: Callable[[CacheServer, Manifest], str], refreshes: bool
 ) -> None:
-    predictor, model = _predictor(served)
+    monitor = Monitor()
+    predictor, model = _predictor(served, monitor=monitor)
     served.cache.refreshes = refreshes
     name = fault(served.cache, served.delta([1, 2]))
     assert predictor.sync() == served.claim.head.version
@@ -122,6 +125,7 @@ def test_an_object_that_is_wrong_in_the_cache_is_read_past_it_once(
     assert served.cache.uncached[name] == 1
     assert set(served.cache.uncached) <= {name, POINTER_NAME}
     assert max(served.cache.uncached.values()) == 1
+    assert Figures(monitor).of("past_cache_reads", predictor="predictor") == served.cache.uncached.total()
     served.delta([3])
     before = served.cache.uncached.total()
     predictor.sync()
