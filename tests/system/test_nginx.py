@@ -56,6 +56,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tiers]:
             root {files};
             access_log {directory}/access.log short;
             location ~ /denied {{ return 403; }}
+            location ~ /slow {{ limit_rate 16m; }}
         }}
         {cache_conf("first", first, origin, directory)}
         {cache_conf("second", second, first, directory)}
@@ -129,7 +130,8 @@ def test_ranges_are_cached_as_slices(server: Tiers, reader: Storage) -> None:
 
 
 def test_the_origin_sends_an_object_once_to_many_readers(server: Tiers, reader: Storage) -> None:
-    name, data = _name(), os.urandom(_PART_BYTES)
+    # Slow, so that all readers ask before the first slice has arrived.
+    name, data = f"parts/slow-{os.urandom(8).hex()}", os.urandom(_PART_BYTES)
     server.origin.replace(name, data)
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(lambda _: _read(Storage(reader.url), name), range(8)))
