@@ -7,15 +7,14 @@ import logging
 import random
 import threading
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Self
 
 from delta_tracker.errors import (
     CorruptPartError,
     DenseMismatchError,
-    ForkedError,
     HeldVersionError,
     InvalidArgumentError,
     MalformedError,
@@ -32,26 +31,20 @@ from delta_tracker.errors import (
 from delta_tracker.forking import Forkable, protect
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.recorder import Recorder
-from delta_tracker.predictor.apply import Applier, Model, Receiver
+from delta_tracker.predictor.apply import Model
 from delta_tracker.predictor.canary import Canary, CanaryBound
 from delta_tracker.predictor.follower import Follower
 from delta_tracker.predictor.gate import Gate, GateKeeper
 from delta_tracker.predictor.gauges import PredictorGauges
-from delta_tracker.predictor.identities import (
-    OwnerChange,
-    from_text,
-    identities_after,
-    owner_changes,
-    to_text,
-    version_owners,
-)
-from delta_tracker.predictor.lock import TableLock
-from delta_tracker.predictor.placement import Chunk
+from delta_tracker.predictor.identities import identities_after
+from delta_tracker.predictor.model_writer import ModelWriter
 from delta_tracker.predictor.settling import CACHE_FAULTS, Settling
+from delta_tracker.predictor.sink_writer import SinkWriter
 from delta_tracker.predictor.sources import Sources
 from delta_tracker.predictor.status import Served, Status
-from delta_tracker.predictor.table_fence import TableFence
+from delta_tracker.predictor.version_writer import VersionWriter
 from delta_tracker.raw_id_index import RawIdIndex
+from delta_tracker.row_sink import RowSink
 from delta_tracker.stream.cursor import Place, StreamCursor
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.manifest import Link, Manifest
@@ -63,7 +56,6 @@ from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.notify.notifier import Notifier
 from delta_tracker.stream.pin import Pin, PinFollower
 from delta_tracker.stream.storage.storage import Storage, open_storage
-from delta_tracker.types import Identity
 
 _logger = logging.getLogger(__name__)
 
@@ -155,7 +147,7 @@ class Predictor(Forkable):
 
     def __init__(  # noqa: PLR0913  all but two have a default that most users keep
         self,
-        model: Model,
+        model: Model | RowSink,
         url: str | Storage | Sequence[str | Storage],
         *,
         names: Mapping[str, str] | None = None,
@@ -175,39 +167,41 @@ class Predictor(Forkable):
             raise InvalidArgumentError("chunk_rows", chunk_rows, "Pass a count of 1 or more")
         recorder = Recorder("predictor", self, name=name, monitor=monitor)
         self._gauges = PredictorGauges(recorder)
-        self._lock, self._fence = TableLock(), TableFence()
-        self._applier = Applier(
-            model,
-            names or {},
-            raw_ids=raw_ids,
-            takes_dense=dense,
-            lock=self._lock,
-            fence=self._fence,
-            chunk_rows=chunk_rows,
-            recorder=recorder,
-        )
         self._sources, self._buffer = Sources(url), PartBuffer()
         self._storage = self._sources.current
+        self._cursor = StreamCursor(StreamLog(self._storage))
+        self._writer: VersionWriter
+        if isinstance(model, RowSink):
+            if names or raw_ids:
+                text = "A row store keeps all tables under their names in the stream, and the raw ids of their rows"
+                raise InvalidArgumentError("names" if names else "raw_ids", names or raw_ids, text)
+            self._writer = SinkWriter(
+                model, chunk_rows=chunk_rows, cursor=self._cursor, gauges=self._gauges, recorder=recorder
+            )
+        else:
+            self._writer = ModelWriter(
+                model,
+                names or {},
+                raw_ids=raw_ids,
+                takes_dense=dense,
+                chunk_rows=chunk_rows,
+                cursor=self._cursor,
+                gauges=self._gauges,
+                recorder=recorder,
+            )
         self._cache = HostCache(cache) if isinstance(cache, str | Path) else cache
         self._canary = canary
         self._settling = None if self._storage.lists else Settling()
         self._pins = PinFollower(lambda: self._storage) if follows_pins else None
         self._obeyed = 0  # counter of the last pin that was followed
-        self._cursor = StreamCursor(StreamLog(self._storage))
         self._cursor.allows = None if canary is None else CanaryBound(canary, self._cursor).allows
         self._gate = None if gate is None else GateKeeper(gate)
         # The norms of a merged version cannot show which of its versions violates a bound.
         self._skips_versions = gate is None or gate.max_drift is None
         self._in_a_row = _CATCH_UP  # versions applied since the end of the log was seen
         self._read_before = [self._storage]  # stores whose requests are counted
-        self._manifest: Manifest | None = None
-        self._identities: Mapping[str, Identity] = {}  # those by which unknown raw ids are routed now
-        self._begun: Manifest | None = None  # newest version that may be partly written
-        self._applying: int | None = None  # last version of which rows were written, until it is complete
-        self._is_mixed = False  # True if the tables may mix rows of unrelated versions; only a snapshot repairs that
         self._pinned: int | None = None
-        self._rows = self._num_bytes = self._resyncs = self._num_failures = 0
-        self._num_admitted = self._num_evicted = 0
+        self._resyncs = self._num_failures = 0
         self._last_resync = ""
         # Kind and version of a fault, and the entry of a resync after it. Texts of errors differ at each attempt.
         self._ways: deque[tuple[object, int | None, Link]] = deque(maxlen=_NUM_WAYS)
@@ -223,14 +217,13 @@ class Predictor(Forkable):
             self._gauges,
             max_pause_seconds=_PIN_SECONDS if follows_pins else float("inf"),
         )
-        self._is_torn = False
         protect(self)
         self._gauges.begin(_FAULTS)
 
     @property
     def manifest(self) -> Manifest | None:
         """Manifest of the last applied snapshot or delta; None before the first, and after :meth:`load_state_dict`."""
-        return self._manifest
+        return self._writer.manifest
 
     @property
     def version(self) -> int | None:
@@ -245,8 +238,7 @@ class Predictor(Forkable):
         """
         return self._follower.error or (None if self._gate is None else self._gate.held)
 
-    @contextmanager
-    def reading(self) -> Iterator[Served]:
+    def reading(self) -> AbstractContextManager[Served]:
         """Context manager that blocks writes during lookups, and yields the versions that the tables hold.
 
         Keep the body of the ``with`` statement short and without ``await``: :meth:`follow` and :meth:`sync` cannot
@@ -265,18 +257,7 @@ class Predictor(Forkable):
             ForkedError: if the process was forked during a long write, so that rows may be torn. :meth:`sync` writes
                 them again.
         """
-        with self._lock.reading():
-            if self._is_torn:
-                raise ForkedError("rows were being written and may be torn", "Call sync() in this process first")
-            served = Served(self.version, self._applying)
-            if not self._fence.devices:  # all tables are on the CPU
-                yield served
-                return
-            streams = self._fence.enter_reading()
-            try:
-                yield served
-            finally:
-                self._fence.leave_reading(streams)
+        return self._writer.reading()
 
     def status(self) -> Status:
         """Return the state of the predictor. Sends a few small requests to the store to find the lag."""
@@ -292,14 +273,14 @@ class Predictor(Forkable):
             version=self.version,
             lag_versions=None if lag is None else lag[0],
             lag_seconds=None if lag is None else lag[1],
-            rows=self._rows,
-            num_bytes=self._num_bytes,
+            rows=self._writer.num_rows,
+            num_bytes=self._writer.num_bytes,
             resyncs=self._resyncs,
             last_resync=self._last_resync,
             error=None if error is None else f"{type(error).__name__}: {error}",
             pinned=self._pinned,
-            admitted=self._num_admitted,
-            evicted=self._num_evicted,
+            admitted=self._writer.num_admitted,
+            evicted=self._writer.num_evicted,
             requests=dict(requests),
             cache={} if self._cache is None else dict(self._cache.counts),
             poll_seconds=self._follower.poll_seconds,
@@ -408,15 +389,15 @@ class Predictor(Forkable):
 
     def before_fork(self) -> None:
         """Wait up to one second until no row is being written, and block new writes until the fork is done."""
-        self._lock.before_fork()
+        self._writer.before_fork()
 
     def after_fork_in_parent(self) -> None:
         """Allow writes again after :meth:`before_fork`."""
-        self._lock.after_fork_in_parent()
+        self._writer.after_fork_in_parent()
 
     def after_fork_in_child(self) -> None:
         """Drop the threads that exist only in the parent, and replace the locks that they may have held."""
-        self._is_torn = self._lock.after_fork_in_child() or self._is_torn
+        self._writer.after_fork_in_child()
         self._syncing = threading.Lock()
         self._follower.after_fork_in_child(self._syncing)
 
@@ -486,10 +467,7 @@ class Predictor(Forkable):
             left rows of unrelated versions in the tables: the dict then has only ``identities``, or is empty. After
             such a dict is loaded, only a snapshot can be applied.
         """
-        place = None if self._is_mixed else self._cursor.place
-        position = {} if place is None else place.to_dict()
-        # Without a position too: until the snapshot is applied, unknown raw ids read the default rows of these buckets.
-        return {**position, **({"identities": to_text(self._identities)} if self._identities else {})}
+        return self._writer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, str | int]) -> None:
         """Restore the stream position of tables that were saved together with ``state``.
@@ -506,19 +484,8 @@ class Predictor(Forkable):
                 :meth:`reading`.
         """
         self._refuse_inside_reading("load_state_dict()")
-        if not isinstance(state, Mapping):
-            raise InvalidArgumentError("state", state, "Pass what state_dict() returned")
-        fields = dict(state)
-        identities = from_text(fields.pop("identities", "{}"))
-        place = Place.from_dict(fields) if fields else None
-        with self._syncing, self._lock.writing():
-            with self._fence.writing():
-                self._applier.adopt(identities)
-            self._identities = identities
-            self._cursor.place, self._is_mixed = place, False
-            self._manifest = self._begun = None
-            self._applying = None
-            self._is_torn = False
+        with self._syncing:
+            self._writer.load_state_dict(state)
             self._ways.clear()
             if self._settling is not None:
                 self._settling.clear()
@@ -537,7 +504,7 @@ class Predictor(Forkable):
             _logger.info("the newest version was not checked before follow(): %s", error)
             return
         for manifest in newest:
-            self._applier.resolve(manifest)
+            self._writer.resolve(manifest)
 
     def _beat(self, *, is_last: bool = False) -> None:
         """Write a heartbeat if one is due or ``is_last`` is True. No-op if heartbeats are disabled."""
@@ -567,7 +534,7 @@ class Predictor(Forkable):
         return storage
 
     def _refuse_inside_reading(self, call: str) -> None:
-        if self._lock.is_reading:
+        if self._writer.is_reading:
             raise InvalidArgumentError(call, "inside reading()", "Leave the `with predictor.reading()` block first")
 
     def _advance(self, *, looks_for_gap: bool) -> bool:
@@ -580,13 +547,14 @@ class Predictor(Forkable):
                 yet.
         """
         has_moved: bool | None = False
+        self._writer.restore()
         try:
             if self._pins is not None and (order := self._pins.order()) is not None:
                 has_moved = self._obeys(order)
             pinned = self._pinned
             if has_moved is False and pinned is None:
                 has_moved = self._take_next(looks_for_gap=looks_for_gap)
-            elif has_moved is False and pinned is not None and (pinned != self.version or self._is_mixed):
+            elif has_moved is False and pinned is not None and (pinned != self.version or self._writer.is_mixed):
                 self._return_to(pinned)  # an interrupted rollback
                 has_moved = True
         except StaleCacheError:
@@ -614,7 +582,7 @@ class Predictor(Forkable):
             head = self._cursor.log.head()
             if head is None or head.stream != order.stream:
                 return False
-        elif order.kind == "release" and place.link.version >= order.version and not self._is_mixed:
+        elif order.kind == "release" and place.link.version >= order.version and not self._writer.is_mixed:
             self._pinned, self._obeyed = None, order.counter  # nothing to do: the snapshot may be deleted meanwhile
             return False
         entry = self._ordered(order)
@@ -651,12 +619,12 @@ class Predictor(Forkable):
         """Apply the versions that lead to a pin or a release. Return False if there are none."""
         place = self._cursor.place
         if order.kind == "pin":
-            has_moved = place is None or place.link != entry.link or self._is_mixed
+            has_moved = place is None or place.link != entry.link or self._writer.is_mixed
             if has_moved:
                 self._return_to(order.version)
             self._pinned = order.version
             return has_moved
-        has_moved = place is None or place.link.version < order.version or self._is_mixed
+        has_moved = place is None or place.link.version < order.version or self._writer.is_mixed
         if has_moved:
             self._take(entry, is_elsewhere=True)
         self._pinned = None
@@ -700,7 +668,7 @@ class Predictor(Forkable):
 
     def _step(self, *, looks_for_gap: bool) -> bool:
         """Apply the next version, or several at once. Return False if there is none."""
-        if self._is_mixed:
+        if self._writer.is_mixed:
             self._cursor.place = None
         is_start = self._cursor.place is None
         if self._in_a_row >= _CATCH_UP and not is_start and self._catches_up():
@@ -824,137 +792,42 @@ class Predictor(Forkable):
         raise fault
 
     def _take(self, manifest: Manifest, *, is_elsewhere: bool = False, storage: Storage | None = None) -> None:
-        """Read and validate a version, then write it. See :meth:`_apply` for ``is_elsewhere``."""
-        if self._begun is not None and self._leaves_rows(manifest):
+        """Read and validate a version, then write it. See :meth:`VersionWrite.apply`."""
+        self._writer.restore()  # an earlier attempt may have failed after its first row
+        if self._writer.leaves_rows(manifest):
             raise StreamReplacedError(self._storage.url, manifest.version)
         gate = self._gate if manifest.kind != "claim" else None
-        receiver = self._applier.resolve(manifest)
+        write = self._writer.resolve(manifest)
         if gate is not None:
             gate.recall(manifest)
         contents = self._contents(manifest, storage)
         measure = {} if gate is None else gate.check(manifest, contents)
-        self._apply(receiver, contents, is_elsewhere=is_elsewhere)
+        write.apply(contents, is_elsewhere=is_elsewhere)
         if gate is not None:
             gate.passed(manifest, measure)
 
     def _return_to(self, version: int) -> None:
         """Roll back to ``version``, or complete an interrupted rollback."""
+        self._writer.restore()
         entries = self._cursor.path_to(version)
         if self._canary is not None and self._cursor.allows is not None and not self._cursor.allows(entries[-1]):
             text = f"A canary stays {self._canary.text} behind the newest version"
             raise InvalidArgumentError("version", version, text)
-        path = [(manifest, self._applier.resolve(manifest)) for manifest in entries]
-        identities: Mapping[str, Identity] = self._identities
-        for manifest, receiver in path:
+        path = [(manifest, self._writer.resolve(manifest)) for manifest in entries]
+        identities = self._writer.identities
+        for manifest, write in path:
             identities = identities_after(manifest, identities)
-            contents = self._contents(manifest)
-            receiver.place(contents)
-            version_owners(contents)
+            write.check(self._contents(manifest))
         self._pinned = version
         self._ways.clear()
         if self._gate is not None:
             self._gate.restart()
-        for manifest, receiver in path:
+        for manifest, write in path:
             contents = self._contents(manifest)
-            self._apply(receiver, contents, is_elsewhere=manifest.kind == "snapshot")
+            write.apply(contents, is_elsewhere=manifest.kind == "snapshot")
             if self._gate is not None:
                 self._gate.passed(manifest, self._gate.follow(manifest, contents))
         _logger.warning("rolled back to version %d of %s", version, self._storage.url)
-
-    def _apply(self, receiver: Receiver, contents: Contents, *, is_elsewhere: bool) -> None:
-        """Write a version.
-
-        Args:
-            receiver: tables and tensors of the model for the version.
-            contents: rows and dense tensors of the version.
-            is_elsewhere: True if the version is not a successor of the applied version. If its write is interrupted,
-                only the same version or a snapshot can be applied next.
-        """
-        manifest = contents.manifest
-        identities = identities_after(manifest, self._identities)
-        placements = receiver.place(contents)
-        changes: list[OwnerChange] = []
-        default_rows: list[Chunk] = []
-        if manifest.identities:
-            self._fence.enter_reading()  # the owners are read on the current stream
-            changes = owner_changes(version_owners(contents), manifest.identities, receiver.raw_ids)
-            default_rows = receiver.default_rows(contents, changes)
-        self._is_mixed = self._is_mixed or is_elsewhere
-        with self._lock.writing():
-            self._fence.cover(receiver.devices)
-            self._begin(manifest)
-            if changes:
-                self._unmap(changes, default_rows)
-        for num_rows in self._applier.write(placements):
-            self._rows += num_rows
-        for change in changes:
-            self._map(change)
-        with self._lock.writing(), self._fence.writing():
-            receiver.write_dense(contents)
-            self._cursor.moved(manifest)
-            self._finish(manifest)
-            if manifest.kind != "claim":
-                self._manifest, self._identities = manifest, identities
-        self._is_mixed = False
-        self._num_bytes += manifest.num_bytes
-        self._gauges.applied(manifest)
-
-    def _unmap(self, changes: Sequence[OwnerChange], default_rows: Iterable[Chunk]) -> None:
-        """Unmap the raw ids of all rows whose owner changes. The caller must hold the lock for writing.
-
-        If the version has other buckets, unknown raw ids then read the default rows of these buckets.
-        """
-        with self._fence.writing():
-            for change in changes:
-                # Counted here: a second attempt does not find the raw ids that a failed one has removed.
-                if num_evicted := change.unmap():
-                    self._num_evicted += num_evicted
-                    self._gauges.evicted(change.fqn, num_evicted)
-            for chunk in default_rows:
-                chunk.write()
-            for change in changes:
-                change.adopt()
-                self._identities = {**self._identities, change.fqn: change.identity}
-
-    def _map(self, change: OwnerChange) -> None:
-        """Map the raw ids to their new rows, in one hold of the lock."""
-        if not len(change.slots):
-            return
-        self._fence.enter_reading()
-        ready = change.ready()
-        with self._lock.writing(), self._fence.writing():
-            # Only a snapshot has all raw ids of a mapping that is half written.
-            is_mixed, self._is_mixed = self._is_mixed, True
-            change.map(ready)
-            self._is_mixed = is_mixed
-        num_admitted = change.num_admitted()
-        self._num_admitted += num_admitted
-        self._gauges.admitted(change.fqn, num_admitted)
-
-    def _begin(self, manifest: Manifest) -> None:
-        """Record that rows of a version are about to be written."""
-        begun = self._begun
-        if begun is None or begun.stream != manifest.stream or begun.version <= manifest.version:
-            self._begun = manifest
-        self._applying = manifest.version
-
-    def _leaves_rows(self, manifest: Manifest) -> bool:
-        """Return True if rows of another entry with the same version number may remain once ``manifest`` is applied."""
-        begun = self._begun
-        is_other = begun is not None and begun.version == manifest.version and begun.link != manifest.link
-        return is_other and manifest.kind != "snapshot"
-
-    def _finish(self, manifest: Manifest) -> None:
-        """Record that all rows of a version are written.
-
-        The tables may also have rows of a newer version, if a resync to a merged version or a snapshot was interrupted
-        and the older versions became readable again. The newer version then remains recorded as partly written until a
-        snapshot or a version with the same or a higher number is applied.
-        """
-        begun = self._begun
-        if begun is None or manifest.kind == "snapshot" or begun.version <= manifest.version:
-            self._begun, self._is_torn = None, False
-        self._applying = None if self._begun is None else self._begun.version
 
 
 def _subject(fault: StreamError) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from delta_tracker import Predictor
 from delta_tracker.errors import CorruptPartError, StreamError
+from delta_tracker.predictor.model_writer import ModelWriter
 from delta_tracker.raw_id_index import RawIdIndex
 from delta_tracker.raw_ids import NO_OWNER, bucket_of, defaults_of
 from delta_tracker.stream.format.block_rows import BlockRows
@@ -231,14 +232,16 @@ class Follower:
         self.kept: set[int] = set()
         self.kept_at: int | None = None
         self.num_checks = 0
-        begin = self.predictor._begin
+        writer = predictor._writer
+        assert isinstance(writer, ModelWriter)
+        begin = writer.begin
 
         def begun(manifest: Manifest) -> None:
             self.served.add(manifest.version)
             begin(manifest)
 
-        self.predictor._begin = begun  # type: ignore[method-assign]
-        lock = self.predictor._lock
+        writer.begin = begun  # type: ignore[method-assign]
+        lock = writer.lock
         writing = lock.writing
 
         @contextlib.contextmanager

@@ -123,7 +123,7 @@ def test_an_index_may_not_serve_two_tables() -> None:
     tables = {fqn: torch.zeros(history.num_rows, DIM) for fqn in both.tables}
     shared = Predictor(tables, history.storage, raw_ids=dict.fromkeys(tables, index))
     with pytest.raises(TableMismatchError, match=f"shared with '{FQN}'"):
-        shared._applier.resolve(both)
+        shared._writer.resolve(both)
 
 
 def test_a_version_with_a_raw_id_of_two_rows_is_refused_before_any_write() -> None:

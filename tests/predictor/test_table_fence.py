@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from delta_tracker import Predictor
+from delta_tracker.predictor.model_writer import ModelWriter
 from delta_tracker.predictor.status import Served
 from delta_tracker.row_target import TensorTarget
 from delta_tracker.stream.storage.storage import Storage
@@ -181,5 +182,7 @@ def test_reading_records_nothing_on_the_cpu(stream: Any) -> None:
         with predictor.reading():
             pass
         assert torch.cuda.default_stream().query()
-        assert not predictor._fence.devices
-        assert not predictor._fence._read
+        writer = predictor._writer
+        assert isinstance(writer, ModelWriter)
+        assert not writer.fence.devices
+        assert not writer.fence._read

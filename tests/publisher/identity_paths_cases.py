@@ -13,6 +13,7 @@ from torch import distributed as dist
 
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher
 from delta_tracker.errors import UnsupportedModuleError
+from delta_tracker.predictor.model_writer import ModelWriter
 from delta_tracker.raw_id_index import RawIdIndex
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.stream.format.encoding import Encoding
@@ -67,7 +68,9 @@ class _Served:
         for fqn, each in owners.items():
             mappings = [self.index[fqn]]
             for predictor in self.predictors[1:]:
-                mappings += predictor._applier.raw_ids()[fqn]
+                writer = predictor._writer
+                assert isinstance(writer, ModelWriter)
+                mappings += writer.applier.raw_ids()[fqn]
             assert len(mappings) == 4
             for mapping in mappings:
                 assert torch.equal(mapping.owners(), each), fqn

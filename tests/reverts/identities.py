@@ -9,6 +9,7 @@ _FAILED = "tests/predictor/test_identities.py::test_a_rollback_after_a_failed_at
 _MERGED = "tests/predictor/test_identities.py::test_a_raw_id_that_an_interrupted_merged_version_has_moved_has_one_row"
 _SYSTEM = "tests/system/test_raw_ids.py::test_no_raw_id_reads_the_row_of_another_id"
 _PREDICTOR = "delta_tracker/predictor/predictor.py"
+_WRITER = "delta_tracker/predictor/model_writer.py"
 _IDENTITIES = "delta_tracker/predictor/identities.py"
 _INDEX = "delta_tracker/raw_id_index.py"
 
@@ -28,7 +29,7 @@ REVERTS = [
         defect="kept tables without a position route unknown raw ids to another bucket's default row",
         generator="tests/sharding/test_raw_id_maps.py::test_tables_that_are_kept_after_a_failed_rollback",
         edits={
-            "delta_tracker/predictor/predictor.py": [
+            "delta_tracker/predictor/model_writer.py": [
                 ("        return {**position, **({", "        return position and {**position, **({"),
             ]
         },
@@ -37,7 +38,7 @@ REVERTS = [
         defect="raw ids that a failed attempt has removed are not counted as evicted",
         generator="tests/predictor/test_identities.py::test_admitted_and_evicted_raw_ids_are_counted",
         edits={
-            _PREDICTOR: [
+            _WRITER: [
                 (
                     "                if num_evicted := change.unmap():\n",
                     "                if (num_evicted := change.unmap()) < 0:\n",
@@ -46,7 +47,7 @@ REVERTS = [
                     "        num_admitted = change.num_admitted()\n",
                     (
                         "        num_admitted = change.num_admitted()\n"
-                        "        self._num_evicted += int((change.former != torch.iinfo(torch.int64).max).sum())\n"
+                        "        self.num_evicted += int((change.former != torch.iinfo(torch.int64).max).sum())\n"
                     ),
                 ),
             ],
@@ -111,7 +112,7 @@ REVERTS = [
     Revert(
         defect="unknown raw ids read rows of former owners after the buckets have changed",
         generator=_RANDOM,
-        edits={_PREDICTOR: [("            for chunk in default_rows:\n                chunk.write()\n", "")]},
+        edits={_WRITER: [("            for chunk in default_rows:\n                chunk.write()\n", "")]},
     ),
     Revert(
         defect="an interrupted merged version leaves a raw id with two rows",
@@ -121,25 +122,25 @@ REVERTS = [
     Revert(
         defect="a predictor goes on from raw ids that are half written",
         generator="tests/predictor/test_identities.py::test_a_mapping_that_is_half_written_is_repaired_by_a_snapshot",
-        edits={_PREDICTOR: [("is_mixed, self._is_mixed = self._is_mixed, True", "is_mixed = self._is_mixed")]},
+        edits={_WRITER: [("is_mixed, self.is_mixed = self.is_mixed, True", "is_mixed = self.is_mixed")]},
     ),
     Revert(
         defect="a rollback writes rows before it finds a raw id with two rows",
         generator="tests/predictor/test_identities.py::test_a_rollback_to_such_a_version_writes_nothing",
-        edits={_PREDICTOR: [("            receiver.place(contents)\n            version_owners(contents)\n", "")]},
+        edits={_WRITER: [("        self.receiver.place(contents)\n        version_owners(contents)\n", "")]},
     ),
     Revert(
         defect="a restarted predictor does not route unknown raw ids",
         generator="tests/sharding/test_raw_id_maps.py::test_kept_tables",
-        edits={_PREDICTOR: [("                self._applier.adopt(identities)\n", "                pass\n")]},
+        edits={_WRITER: [("                self.applier.adopt(identities)\n", "                pass\n")]},
     ),
     Revert(
         defect="a restarted predictor routes unknown raw ids by the buckets of the version before the interrupted one",
         generator="tests/sharding/test_raw_id_maps.py::test_tables_that_are_kept_while_the_buckets_change",
         edits={
-            _PREDICTOR: [
+            _WRITER: [
                 (
-                    "                self._identities = {**self._identities, change.fqn: change.identity}\n",
+                    "                self.identities = {**self.identities, change.fqn: change.identity}\n",
                     "",
                 )
             ]
@@ -233,7 +234,7 @@ REVERTS = [
         defect="the rows of a delta are written without their raw ids",
         generator=_SYSTEM,
         edits={
-            _PREDICTOR: [
+            _WRITER: [
                 (
                     "        if manifest.identities:\n",
                     '        if manifest.identities and manifest.kind == "snapshot":\n',

@@ -66,7 +66,7 @@ REVERTS = [
         defect="rows of a version that was cut short are hidden by the version before it",
         generator="tests/predictor/test_follower.py::test_rows_of_a_later_partly_applied_version_are_reported",
         edits={
-            "delta_tracker/predictor/predictor.py": [
+            "delta_tracker/predictor/model_writer.py": [
                 (
                     'manifest.kind == "snapshot" or begun.version <= manifest.version:',
                     "manifest is not None:",
@@ -92,21 +92,21 @@ REVERTS = [
         defect="a fork leaves the lock of the tables as threads of the parent held it",
         generator=f"{_FORKS}[many]",
         edits={
-            "delta_tracker/predictor/predictor.py": [
-                ("self._lock.after_fork_in_child() or self._is_torn", "self._is_torn")
+            "delta_tracker/predictor/model_writer.py": [
+                ("self.lock.after_fork_in_child() or self._is_torn", "self._is_torn")
             ]
         },
     ),
     Revert(
         defect="a fork does not wait for the end of a write",
         generator=f"{_FORKS}[many]",
-        edits={"delta_tracker/predictor/predictor.py": [("        self._lock.before_fork()\n", "")]},
+        edits={"delta_tracker/predictor/model_writer.py": [("        self.lock.before_fork()\n", "")]},
     ),
     Revert(
         defect="a forked process does not say that rows may be torn",
         generator=f"{_FORKS}[too slow]",
         edits={
-            "delta_tracker/predictor/predictor.py": [("            if self._is_torn:\n", "            if False:\n")]
+            "delta_tracker/predictor/model_writer.py": [("            if self._is_torn:\n", "            if False:\n")]
         },
     ),
     Revert(

@@ -59,10 +59,10 @@ REVERTS = [
         defect="dense tensors are written during lookups on other streams",
         generator=_TORN,
         edits={
-            "delta_tracker/predictor/predictor.py": [
+            "delta_tracker/predictor/model_writer.py": [
                 (
-                    "with self._lock.writing(), self._fence.writing():\n            receiver",
-                    "with self._lock.writing():\n            receiver",
+                    "with self.lock.writing(), self.fence.writing():\n            receiver",
+                    "with self.lock.writing():\n            receiver",
                 )
             ]
         },

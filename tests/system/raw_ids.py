@@ -45,6 +45,7 @@ from torchrec import JaggedTensor, KeyedJaggedTensor
 
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher, TopK, TrackingMode
 from delta_tracker.errors import DeltaTrackerError, StorageError, StreamError
+from delta_tracker.predictor.model_writer import ModelWriter
 from delta_tracker.publisher.cadence import Cadence
 from delta_tracker.raw_id_index import RawIdIndex
 from delta_tracker.raw_ids import NO_OWNER
@@ -508,7 +509,9 @@ class Reader:
 
     def _watch(self) -> None:
         """Check all answers at each release of the lock; raise before a hold if asked to."""
-        begin, lock = self.predictor._begin, self.predictor._lock
+        writer = self.predictor._writer
+        assert isinstance(writer, ModelWriter)
+        begin, lock = writer.begin, writer.lock
         writing = lock.writing
 
         def begun(manifest: Manifest) -> None:
@@ -526,7 +529,7 @@ class Reader:
                 yield
             self.check()
 
-        self.predictor._begin = begun  # type: ignore[method-assign]
+        writer.begin = begun  # type: ignore[method-assign]
         lock.writing = checked  # type: ignore[method-assign]
 
     # Answers

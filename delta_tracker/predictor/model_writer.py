@@ -1,0 +1,249 @@
+"""Writer of versions to a model in this process, between its lookups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from delta_tracker.errors import ForkedError, InvalidArgumentError
+from delta_tracker.monitor.recorder import Recorder
+from delta_tracker.predictor.apply import Applier, Model, Receiver
+from delta_tracker.predictor.gauges import PredictorGauges
+from delta_tracker.predictor.identities import (
+    OwnerChange,
+    from_text,
+    identities_after,
+    owner_changes,
+    to_text,
+    version_owners,
+)
+from delta_tracker.predictor.lock import TableLock
+from delta_tracker.predictor.placement import Chunk
+from delta_tracker.predictor.status import Served
+from delta_tracker.predictor.table_fence import TableFence
+from delta_tracker.predictor.version_writer import VersionWrite, VersionWriter
+from delta_tracker.raw_id_index import RawIdIndex
+from delta_tracker.stream.cursor import Place, StreamCursor
+from delta_tracker.stream.format.contents import Contents
+from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.types import Identity
+
+
+class ModelWriter(VersionWriter):
+    """Writer of versions to the tables, dense tensors and mappings of raw ids of one model.
+
+    Args:
+        model: module or mapping of tables.
+        names: name in the stream to name in the model, for tables and dense tensors whose names differ.
+        raw_ids: table FQN in the stream to an index of its raw ids; None if there are none.
+        takes_dense: True to write dense tensors too.
+        chunk_rows: maximum number of rows to write each time the lock is acquired.
+        cursor: stream position of the predictor, which advances with the last row of a version.
+        gauges: metrics of the predictor.
+        recorder: records the time that it takes to write the rows of each version.
+
+    Raises:
+        InvalidArgumentError, MissingExtraError: as :class:`~delta_tracker.predictor.apply.Applier`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        names: Mapping[str, str],
+        *,
+        raw_ids: Mapping[str, RawIdIndex] | None,
+        takes_dense: bool,
+        chunk_rows: int,
+        cursor: StreamCursor,
+        gauges: PredictorGauges,
+        recorder: Recorder,
+    ) -> None:
+        self.lock, self.fence = TableLock(), TableFence()
+        self.applier = Applier(
+            model,
+            names,
+            raw_ids=raw_ids,
+            takes_dense=takes_dense,
+            lock=self.lock,
+            fence=self.fence,
+            chunk_rows=chunk_rows,
+            recorder=recorder,
+        )
+        self._cursor = cursor
+        self._gauges = gauges
+        self.manifest: Manifest | None = None
+        self.identities: Mapping[str, Identity] = {}
+        self.is_mixed = False
+        self.num_rows = self.num_bytes = self.num_admitted = self.num_evicted = 0
+        self._begun: Manifest | None = None  # newest version that may be partly written
+        self._applying: int | None = None  # last version of which rows were written, until it is complete
+        self._is_torn = False
+
+    @property
+    def is_reading(self) -> bool:
+        """True if this thread is inside :meth:`reading`."""
+        return self.lock.is_reading
+
+    @contextmanager
+    def reading(self) -> Iterator[Served]:
+        """Context manager that blocks writes during lookups, and yields the versions that the tables hold."""
+        with self.lock.reading():
+            if self._is_torn:
+                raise ForkedError("rows were being written and may be torn", "Call sync() in this process first")
+            served = Served(self._cursor.version, self._applying)
+            if not self.fence.devices:  # all tables are on the CPU
+                yield served
+                return
+            streams = self.fence.enter_reading()
+            try:
+                yield served
+            finally:
+                self.fence.leave_reading(streams)
+
+    def restore(self) -> None:
+        """No-op: a model does not store its position."""
+
+    def resolve(self, manifest: Manifest) -> VersionWrite:
+        """Return the write of a version to the tables that the model has now."""
+        return _ModelWrite(self, self.applier.resolve(manifest))
+
+    def leaves_rows(self, manifest: Manifest) -> bool:
+        """Return True if rows of another entry with the same version number may remain once ``manifest`` is applied."""
+        begun = self._begun
+        is_other = begun is not None and begun.version == manifest.version and begun.link != manifest.link
+        return is_other and manifest.kind != "snapshot"
+
+    def apply(self, receiver: Receiver, contents: Contents, *, is_elsewhere: bool) -> None:
+        """Write a version to ``receiver``; see :meth:`VersionWrite.apply`."""
+        manifest = contents.manifest
+        identities = identities_after(manifest, self.identities)
+        placements = receiver.place(contents)
+        changes: list[OwnerChange] = []
+        default_rows: list[Chunk] = []
+        if manifest.identities:
+            self.fence.enter_reading()  # the owners are read on the current stream
+            changes = owner_changes(version_owners(contents), manifest.identities, receiver.raw_ids)
+            default_rows = receiver.default_rows(contents, changes)
+        self.is_mixed = self.is_mixed or is_elsewhere
+        with self.lock.writing():
+            self.fence.cover(receiver.devices)
+            self.begin(manifest)
+            if changes:
+                self._unmap(changes, default_rows)
+        for num_rows in self.applier.write(placements):
+            self.num_rows += num_rows
+        for change in changes:
+            self._map(change)
+        with self.lock.writing(), self.fence.writing():
+            receiver.write_dense(contents)
+            self._cursor.moved(manifest)
+            self._finish(manifest)
+            if manifest.kind != "claim":
+                self.manifest, self.identities = manifest, identities
+        self.is_mixed = False
+        self.num_bytes += manifest.num_bytes
+        self._gauges.applied(manifest)
+
+    def state_dict(self) -> dict[str, str | int]:
+        """Return the stream position of the tables."""
+        place = None if self.is_mixed else self._cursor.place
+        position = {} if place is None else place.to_dict()
+        # Without a position too: until the snapshot is applied, unknown raw ids read the default rows of these buckets.
+        return {**position, **({"identities": to_text(self.identities)} if self.identities else {})}
+
+    def load_state_dict(self, state: Mapping[str, str | int]) -> None:
+        """Restore the stream position of tables that were saved together with ``state``."""
+        if not isinstance(state, Mapping):
+            raise InvalidArgumentError("state", state, "Pass what state_dict() returned")
+        fields = dict(state)
+        identities = from_text(fields.pop("identities", "{}"))
+        place = Place.from_dict(fields) if fields else None
+        with self.lock.writing():
+            with self.fence.writing():
+                self.applier.adopt(identities)
+            self.identities = identities
+            self._cursor.place, self.is_mixed = place, False
+            self.manifest = self._begun = None
+            self._applying = None
+            self._is_torn = False
+
+    def before_fork(self) -> None:
+        """Wait up to one second until no row is being written, and block new writes until the fork is done."""
+        self.lock.before_fork()
+
+    def after_fork_in_parent(self) -> None:
+        """Allow writes again after :meth:`before_fork`."""
+        self.lock.after_fork_in_parent()
+
+    def after_fork_in_child(self) -> None:
+        """Release the lock for the threads of the parent, and record whether one of them was writing."""
+        self._is_torn = self.lock.after_fork_in_child() or self._is_torn
+
+    def _unmap(self, changes: Sequence[OwnerChange], default_rows: Iterable[Chunk]) -> None:
+        """Unmap the raw ids of all rows whose owner changes. The caller must hold the lock for writing.
+
+        If the version has other buckets, unknown raw ids then read the default rows of these buckets.
+        """
+        with self.fence.writing():
+            for change in changes:
+                # Counted here: a second attempt does not find the raw ids that a failed one has removed.
+                if num_evicted := change.unmap():
+                    self.num_evicted += num_evicted
+                    self._gauges.evicted(change.fqn, num_evicted)
+            for chunk in default_rows:
+                chunk.write()
+            for change in changes:
+                change.adopt()
+                self.identities = {**self.identities, change.fqn: change.identity}
+
+    def _map(self, change: OwnerChange) -> None:
+        """Map the raw ids to their new rows, in one hold of the lock."""
+        if not len(change.slots):
+            return
+        self.fence.enter_reading()
+        ready = change.ready()
+        with self.lock.writing(), self.fence.writing():
+            # Only a snapshot has all raw ids of a mapping that is half written.
+            is_mixed, self.is_mixed = self.is_mixed, True
+            change.map(ready)
+            self.is_mixed = is_mixed
+        num_admitted = change.num_admitted()
+        self.num_admitted += num_admitted
+        self._gauges.admitted(change.fqn, num_admitted)
+
+    def begin(self, manifest: Manifest) -> None:
+        """Record that rows of a version are about to be written."""
+        begun = self._begun
+        if begun is None or begun.stream != manifest.stream or begun.version <= manifest.version:
+            self._begun = manifest
+        self._applying = manifest.version
+
+    def _finish(self, manifest: Manifest) -> None:
+        """Record that all rows of a version are written.
+
+        The tables may also have rows of a newer version, if a resync to a merged version or a snapshot was interrupted
+        and the older versions became readable again. The newer version then remains recorded as partly written until a
+        snapshot or a version with the same or a higher number is applied.
+        """
+        begun = self._begun
+        if begun is None or manifest.kind == "snapshot" or begun.version <= manifest.version:
+            self._begun, self._is_torn = None, False
+        self._applying = None if self._begun is None else self._begun.version
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _ModelWrite:
+    """Write of one version to the tables of a model."""
+
+    writer: ModelWriter
+    receiver: Receiver
+
+    def check(self, contents: Contents) -> None:
+        """Check that the rows can be placed and that the raw ids are valid."""
+        self.receiver.place(contents)
+        version_owners(contents)
+
+    def apply(self, contents: Contents, *, is_elsewhere: bool) -> None:
+        """Write the version."""
+        self.writer.apply(self.receiver, contents, is_elsewhere=is_elsewhere)

@@ -1,0 +1,477 @@
+"""Writer of versions to a row store, in an order that is correct after a crash at any point.
+
+The order of each version is:
+
+1. Store the state: the version is being applied.
+2. Log the owners that change. The log is read only after a crash, and in step 6.
+3. Write the rows. In a table with raw ids, each under the raw id of its owner.
+4. Delete the rows of raw ids that own no row after the version.
+5. Store the state: the version is complete. Readers get it now.
+6. Copy the log to the stored map of owners, and clear it.
+
+The stored map is therefore always that of the last complete version: after a crash before step 5, the raw ids that only
+the log has are deleted; after step 5, step 6 is repeated. Either way, the stored rows are those of the map's raw ids
+again, except for the deleted ones, which the interrupted version does not have either.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from delta_tracker.errors import InvalidArgumentError, MalformedSinkError, TableMismatchError
+from delta_tracker.monitor.recorder import Recorder
+from delta_tracker.predictor.gauges import PredictorGauges
+from delta_tracker.predictor.identities import VersionOwners, identities_after, version_owners
+from delta_tracker.predictor.placement import Placement, place
+from delta_tracker.predictor.status import Served
+from delta_tracker.predictor.version_writer import VersionWrite, VersionWriter
+from delta_tracker.raw_ids import NO_OWNER
+from delta_tracker.row_sink import RowSink, SinkState
+from delta_tracker.row_target import RowTarget
+from delta_tracker.stream.cursor import Place, StreamCursor
+from delta_tracker.stream.format.contents import Contents
+from delta_tracker.stream.format.manifest import Link, Manifest
+from delta_tracker.stream.interruption import check
+from delta_tracker.types import Identity, TableSpec
+
+_logger = logging.getLogger(__name__)
+
+_SLOTS = 1 << 16  # owners that are read or written at once
+
+
+class SinkWriter(VersionWriter):
+    """Writer of versions to a row store, which also keeps the position in the stream.
+
+    Only one version is in memory at a time, in chunks of rows. A version with raw ids takes up to 40 bytes more per row
+    of its tables with raw ids.
+
+    After each error, the position is read from the row store again, because a request may have been executed although
+    its response was lost.
+
+    Args:
+        sink: the row store. The constructor opens it.
+        chunk_rows: maximum number of rows in one call of the sink.
+        cursor: stream position of the predictor.
+        gauges: metrics of the predictor.
+        recorder: records the time that it takes to write the rows of each version.
+
+    Raises:
+        SinkBusyError: if another process writes to the row store.
+        SinkError, MalformedSinkError: if the row store cannot be used.
+    """
+
+    def __init__(
+        self, sink: RowSink, *, chunk_rows: int, cursor: StreamCursor, gauges: PredictorGauges, recorder: Recorder
+    ) -> None:
+        self._sink = sink
+        self._chunk_rows = chunk_rows
+        self._cursor = cursor
+        self._gauges = gauges
+        self._timer = recorder.apply_seconds.timer()
+        self.manifest: Manifest | None = None
+        self.identities: Mapping[str, Identity] = {}
+        self.is_mixed = False
+        self.num_rows = self.num_bytes = self.num_admitted = self.num_evicted = 0
+        self._state: SinkState | None = None  # of the stream that readers read
+        self._is_known = False  # False if the row store may have another state
+        self._has_logged_dense = False
+        self.restore()
+
+    @property
+    def is_reading(self) -> bool:
+        """False: lookups read the row store."""
+        return False
+
+    def reading(self) -> AbstractContextManager[Served]:
+        """Refuse: lookups read the row store.
+
+        Raises:
+            InvalidArgumentError: always.
+        """
+        raise InvalidArgumentError("reading()", "with a row store", "Look rows up with a reader of the row store")
+
+    def state_dict(self) -> dict[str, str | int]:
+        """Refuse: the row store keeps the position.
+
+        Raises:
+            InvalidArgumentError: always.
+        """
+        raise InvalidArgumentError("state_dict()", "with a row store", "The row store keeps the position with its rows")
+
+    def load_state_dict(self, state: Mapping[str, str | int]) -> None:
+        """Refuse: the row store keeps the position.
+
+        Raises:
+            InvalidArgumentError: always.
+        """
+        raise InvalidArgumentError("state", state, "A row store keeps the position with its rows: do not load one")
+
+    def before_fork(self) -> None:
+        """No-op: lookups do not read the memory of this process."""
+
+    def after_fork_in_parent(self) -> None:
+        """No-op; see :meth:`before_fork`."""
+
+    def after_fork_in_child(self) -> None:
+        """Open the sink again before the next version. A sink refuses that in a forked process."""
+        self._is_known = False
+
+    def restore(self) -> None:
+        """Read the position from the row store if it is unknown, and complete or undo what was interrupted.
+
+        Raises:
+            SinkError, MalformedSinkError: if the row store cannot be used.
+        """
+        if self._is_known:
+            return
+        self._sink.open()
+        current = self._sink.current()
+        states = {state.stream: state for state in self._sink.states()}
+        if current is not None and current not in states:
+            raise MalformedSinkError(f"its stream {current}", "it has no state")
+        for stream in states:
+            if stream != current:  # a former one, or one whose first snapshot was interrupted
+                self._sink.remove(stream)
+        self._holds(None if current is None else self._recovered(states[current]))
+        self._is_known = True
+
+    def resolve(self, manifest: Manifest) -> VersionWrite:
+        """Return the write of a version.
+
+        Raises:
+            TableMismatchError: if a table differs from the one of this stream that the row store holds.
+        """
+        held = self._held(manifest)
+        if held is not None:
+            missing = held.tables.keys() - manifest.tables.keys() if manifest.kind == "snapshot" else set()
+            for fqn in sorted({*manifest.tables, *missing}):
+                _check_table(fqn, manifest, held)
+        return _SinkWrite(self)
+
+    def leaves_rows(self, manifest: Manifest) -> bool:
+        """Return True if rows of another entry with the same version number may remain once ``manifest`` is applied."""
+        held = self._held(manifest)
+        is_other = held is not None and held.applying == manifest.version and held.applying_xxh3 != manifest.link.xxh3
+        return is_other and manifest.kind != "snapshot"
+
+    def place(self, contents: Contents) -> list[Placement]:
+        """Return the placements of the version's rows, which are whole."""
+        targets = {fqn: _SinkTable(table) for fqn, table in contents.manifest.tables.items()}
+        return [*place(contents.whole, targets), *place(contents.listed, targets)]
+
+    def apply(self, contents: Contents, *, is_elsewhere: bool) -> None:
+        """Write a version; see :meth:`VersionWrite.apply`."""
+        self.restore()
+        manifest = contents.manifest
+        former, held = self._state, self._held(manifest)
+        identities = identities_after(manifest, {} if held is None else held.identities)
+        placements = self.place(contents)
+        owners = version_owners(contents) if manifest.identities else {}
+        begun = _begun(manifest, held, identities, is_elsewhere=is_elsewhere)
+        self._is_known = False
+        self._sink.begin(begun)
+        if held is not None:  # otherwise readers keep the former stream, whose rows do not change
+            self._holds(begun)
+        with self._timer():
+            has_changed = self._write(manifest, placements, owners, identities)
+        finished = _finished(manifest, begun, identities, has_changed=has_changed)
+        check()
+        self._sink.finish(finished)
+        self._cursor.moved(manifest)
+        if manifest.kind != "claim":
+            self.manifest = manifest
+        self.num_bytes += manifest.num_bytes
+        self._gauges.applied(manifest)
+        self._log_dense(manifest)
+        self._holds(finished)
+        if finished.is_settling:
+            self._holds(self._settled(finished))
+        if former is not None and held is None:
+            self._sink.remove(former.stream)
+        self._is_known = True
+
+    def _held(self, manifest: Manifest) -> SinkState | None:
+        """Return the state of the version's stream; None if readers read another stream or none."""
+        return self._state if self._state is not None and self._state.stream == manifest.stream else None
+
+    def _holds(self, state: SinkState | None) -> None:
+        """Record the state of the stream that readers read, and move the cursor to it."""
+        self._state = state
+        self.identities = {} if state is None else state.identities
+        self.is_mixed = state is not None and state.is_mixed
+        if state is None or state.version is None or state.xxh3 is None:
+            self._cursor.place = None
+            return
+        place_held = Place(state.stream, Link(state.version, state.xxh3))
+        if self._cursor.place != place_held:  # the cursor keeps what it knows of an equal one
+            self._cursor.place = place_held
+
+    def _write(
+        self,
+        manifest: Manifest,
+        placements: list[Placement],
+        owners: VersionOwners,
+        identities: Mapping[str, Identity],
+    ) -> bool:
+        """Write the rows of a version, and delete those of raw ids that own none. Return True if owners changed."""
+        ordered = {fqn: _by_slot(*of_table) for fqn, of_table in owners.items()}
+        gone = {fqn: self._log(manifest.stream, fqn, *of_table) for fqn, of_table in ordered.items()}
+        for placement in placements:
+            fqn = placement.rows[0].block.table
+            for chunk in placement.chunks(self._chunk_rows):
+                check()
+                ids = torch.arange(chunk.ids.start, chunk.ids.stop) if isinstance(chunk.ids, slice) else chunk.ids
+                ((_, values),) = chunk.values
+                if fqn in ordered:
+                    self._write_owned(manifest, identities[fqn], fqn, ids, values, *ordered[fqn])
+                else:
+                    self._sink.write(manifest.stream, fqn, ids, values, manifest.version)
+                self.num_rows += chunk.num_rows
+        for fqn, (left, _) in gone.items():
+            kept = ordered[fqn][1]
+            for begin in range(0, len(left), _SLOTS):
+                check()
+                some = left[begin : begin + _SLOTS]
+                self._sink.delete(manifest.stream, fqn, some[~torch.isin(some, kept)])
+        return any(has_changed for _, has_changed in gone.values())
+
+    def _write_owned(
+        self,
+        manifest: Manifest,
+        identity: Identity,
+        fqn: str,
+        ids: Tensor,
+        values: Tensor,
+        slots: Tensor,
+        owners: Tensor,
+    ) -> None:
+        """Write rows under the raw ids of their owners, and default rows under their global row ids.
+
+        Args:
+            manifest: manifest of the version.
+            identity: buckets of the table.
+            fqn: name of the table.
+            ids: ``[N]`` int64 global row ids.
+            values: ``[N, D]`` values of the rows.
+            slots: ``[M]`` int64 global row ids of the version, ascending; has all of ``ids``.
+            owners: ``[M]`` int64 raw ids of ``slots``.
+        """
+        found = owners[torch.searchsorted(slots, ids)]
+        is_owned = found != NO_OWNER
+        if bool(is_owned.any()):
+            self._sink.write(manifest.stream, fqn, found[is_owned], values[is_owned], manifest.version)
+        is_default = torch.isin(ids, torch.tensor(_defaults_of(identity), dtype=torch.int64))
+        if bool(is_default.any()):
+            self._sink.write_defaults(manifest.stream, fqn, ids[is_default], values[is_default], manifest.version)
+
+    def _log(self, stream: str, fqn: str, slots: Tensor, owners: Tensor) -> tuple[Tensor, bool]:
+        """Log the owners of a version that differ from the stored map.
+
+        Args:
+            stream: id of the stream.
+            fqn: name of the table.
+            slots: ``[M]`` int64 global row ids of the version, ascending.
+            owners: ``[M]`` int64 raw ids of these rows.
+
+        Returns:
+            The raw ids that lose one of these rows, int64, and whether any owner differs.
+        """
+        left: list[Tensor] = []
+        num_admitted, has_changed = 0, False
+        for begin in range(0, len(slots), _SLOTS):
+            check()
+            some, new = slots[begin : begin + _SLOTS], owners[begin : begin + _SLOTS]
+            old = self._sink.owners(stream, fqn, some)
+            is_changed = old != new
+            if not bool(is_changed.any()):
+                continue
+            has_changed = True
+            self._sink.log_owners(stream, fqn, some[is_changed], new[is_changed])
+            left.append(old[is_changed & (old != NO_OWNER)])
+            num_admitted += int((new[is_changed] != NO_OWNER).sum())
+        gone = torch.cat(left) if left else torch.empty(0, dtype=torch.int64)
+        self.num_admitted += num_admitted
+        self.num_evicted += len(gone)
+        self._gauges.admitted(fqn, num_admitted)
+        self._gauges.evicted(fqn, len(gone))
+        return gone, has_changed
+
+    def _recovered(self, state: SinkState) -> SinkState:
+        """Complete the map of a version that is complete, or undo the owners of one that is not."""
+        if state.is_settling:
+            return self._settled(state)
+        has_log = False
+        for fqn in state.identities:
+            logged = [owners[owners != NO_OWNER] for _, owners in self._sink.logged_owners(state.stream, fqn)]
+            has_log = has_log or bool(logged)
+            if logged:
+                self._undo(state, fqn, torch.cat(logged).unique())  # type: ignore[no-untyped-call]
+        if has_log:
+            self._sink.settle(state)
+        return state
+
+    def _undo(self, state: SinkState, fqn: str, raw_ids: Tensor) -> None:
+        """Delete those of ``raw_ids`` (``[N]`` int64, ascending) that own no row in the stored map."""
+        if not len(raw_ids):
+            return
+        is_owned = torch.zeros(len(raw_ids), dtype=torch.bool)
+        for _, owners in self._map(state.stream, state.tables[fqn]):
+            places = torch.searchsorted(raw_ids, owners).clamp_(max=len(raw_ids) - 1)
+            is_owned[places[raw_ids[places] == owners]] = True
+        left = raw_ids[~is_owned]
+        for begin in range(0, len(left), _SLOTS):
+            self._sink.delete(state.stream, fqn, left[begin : begin + _SLOTS])
+
+    def _map(self, stream: str, table: TableSpec) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the stored map of a table in chunks of row ids and owners."""
+        for begin in range(0, table.num_rows, _SLOTS):
+            check()
+            slots = torch.arange(begin, min(begin + _SLOTS, table.num_rows))
+            yield slots, self._sink.owners(stream, table.fqn, slots)
+
+    def _settled(self, state: SinkState) -> SinkState:
+        """Copy the logged owners of a complete version to the stored map, and delete default rows of former buckets."""
+        for fqn in state.identities:
+            for slots, owners in self._sink.logged_owners(state.stream, fqn):
+                check()
+                self._sink.set_owners(state.stream, fqn, slots, owners)
+        defaults = _defaults(state.identities)
+        for fqn, held in state.default_slots.items():
+            former = sorted(set(held) - set(defaults.get(fqn, ())))
+            if former:
+                self._sink.delete_defaults(state.stream, fqn, torch.tensor(former))
+        settled = replace(state, is_settling=False, default_slots=defaults)
+        self._sink.settle(settled)
+        return settled
+
+    def _log_dense(self, manifest: Manifest) -> None:
+        """Log once that the dense tensors of a stream are not written."""
+        if manifest.dense and not self._has_logged_dense:
+            self._has_logged_dense = True
+            _logger.info("dense tensors are not written to a row store: tensors=%d", len(manifest.dense))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _SinkWrite:
+    """Write of one version to a row store."""
+
+    writer: SinkWriter
+
+    def check(self, contents: Contents) -> None:
+        """Check that the rows are whole and that the raw ids are valid."""
+        self.writer.place(contents)
+        version_owners(contents)
+
+    def apply(self, contents: Contents, *, is_elsewhere: bool) -> None:
+        """Write the version."""
+        self.writer.apply(contents, is_elsewhere=is_elsewhere)
+
+
+class _SinkTable(RowTarget):
+    """Table of a row store, to which whole rows are written. Only its shape is used."""
+
+    needs_whole_rows = True
+
+    def __init__(self, table: TableSpec) -> None:
+        self.num_rows, self.dim, self.dtype = table.num_rows, table.dim, table.dtype
+        self.rows, self.columns = (0, table.num_rows), ((0, table.dim),)
+
+    def write(self, ids: Tensor | slice, values: Tensor, columns: tuple[int, int]) -> None:
+        """Not called: :class:`SinkWriter` writes the chunks."""
+        raise NotImplementedError
+
+
+def _begun(
+    manifest: Manifest, held: SinkState | None, identities: Mapping[str, Identity], *, is_elsewhere: bool
+) -> SinkState:
+    """Return the state before the first row of a version.
+
+    The version that readers get goes down here if the new one is older, because rows may then be as old as that one.
+
+    Args:
+        manifest: manifest of the version.
+        held: state of its stream; None if the row store has none.
+        identities: buckets of all tables after the version.
+        is_elsewhere: True if the version is not a successor of the stored one.
+    """
+    link = manifest.link
+    if held is None:
+        return SinkState(
+            stream=manifest.stream,
+            applying=link.version,
+            applying_xxh3=link.xxh3,
+            tables=manifest.tables,
+            identities=identities,
+            default_slots=_defaults(identities),
+        )
+    is_older = held.version is not None and link.version < held.version
+    is_newest = held.applying is None or held.applying <= link.version
+    both = {
+        fqn: tuple(sorted({*held.default_slots.get(fqn, ()), *slots})) for fqn, slots in _defaults(identities).items()
+    }
+    return replace(
+        held,
+        version=link.version if is_older else held.version,
+        xxh3=link.xxh3 if is_older else held.xxh3,
+        applying=link.version if is_newest else held.applying,
+        applying_xxh3=link.xxh3 if is_newest else held.applying_xxh3,
+        is_mixed=held.is_mixed or is_elsewhere,
+        tables={**held.tables, **manifest.tables},
+        default_slots={**held.default_slots, **both},
+    )
+
+
+def _finished(
+    manifest: Manifest, begun: SinkState, identities: Mapping[str, Identity], *, has_changed: bool
+) -> SinkState:
+    """Return the state after the last row of a version.
+
+    A newer version that was interrupted stays recorded until a snapshot or a version with the same or a higher number
+    is applied: some rows are still those of it.
+    """
+    link = manifest.link
+    is_complete = manifest.kind == "snapshot" or begun.applying is None or begun.applying <= link.version
+    return replace(
+        begun,
+        version=link.version,
+        xxh3=link.xxh3,
+        applying=None if is_complete else begun.applying,
+        applying_xxh3=None if is_complete else begun.applying_xxh3,
+        is_mixed=False,
+        is_settling=has_changed or dict(begun.default_slots) != _defaults(identities),
+        identities=identities,
+    )
+
+
+def _check_table(fqn: str, manifest: Manifest, held: SinkState) -> None:
+    """Raise TableMismatchError if a table of a version differs from the one that the row store holds."""
+    given, stored = manifest.tables.get(fqn), held.tables.get(fqn)
+    if given is None or stored is None or given != stored:
+        raise TableMismatchError(fqn, str(given or "missing"), str(stored or "missing"), sorted(held.tables))
+    if (fqn in manifest.identities) != (fqn in held.identities):
+        texts = {True: f"{given} with raw ids", False: f"{given} without raw ids"}
+        raise TableMismatchError(fqn, texts[fqn in manifest.identities], texts[fqn in held.identities])
+
+
+def _defaults_of(identity: Identity) -> tuple[int, ...]:
+    """Return the global row ids of the default rows of a table."""
+    return tuple(bucket.default for bucket in identity.buckets if bucket.default is not None)
+
+
+def _defaults(identities: Mapping[str, Identity]) -> dict[str, tuple[int, ...]]:
+    """Return the global row ids of the default rows of each table that has them."""
+    return {fqn: slots for fqn, identity in identities.items() if (slots := _defaults_of(identity))}
+
+
+def _by_slot(slots: Tensor, owners: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows of a version and their owners in ascending order of the rows."""
+    if bool((slots[1:] > slots[:-1]).all()):
+        return slots, owners
+    slots, order = slots.sort()
+    return slots, owners[order]

@@ -1,0 +1,110 @@
+"""Interface to what a predictor writes versions to: a model in this process, or a row store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from delta_tracker.predictor.status import Served
+from delta_tracker.stream.format.contents import Contents
+from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.types import Identity
+
+
+class VersionWrite(Protocol):
+    """Write of one version, whose tables fit the destination."""
+
+    def check(self, contents: Contents) -> None:
+        """Check the rows and raw ids of the version. Nothing is written.
+
+        Raises:
+            PartialRowsError: if a table accepts only whole rows and the version has only some columns of a row.
+            MalformedError: if its raw ids are invalid.
+            CorruptPartError: if a part that is too large for memory changed after its check.
+            StorageError: if such a part cannot be read again.
+        """
+        ...
+
+    def apply(self, contents: Contents, *, is_elsewhere: bool) -> None:
+        """Check and write the version, and advance the cursor when it is complete.
+
+        Args:
+            contents: rows and dense tensors of the version.
+            is_elsewhere: True if the version is not a successor of the applied version. If its write is interrupted,
+                only the same version or a snapshot can be applied next.
+
+        Raises:
+            StreamError: as :meth:`check`, before the first row is written, or an error of the destination.
+        """
+        ...
+
+
+class VersionWriter(Protocol):
+    """Writer of versions to one destination. It has the cursor of the predictor, and advances it.
+
+    The predictor calls the methods in one thread at a time, except :meth:`reading`, :attr:`is_reading` and the
+    attributes, which any thread may read.
+
+    Attributes:
+        manifest: manifest of the last applied snapshot or delta; None before the first.
+        identities: table FQN to the buckets by which unknown raw ids are routed now.
+        is_mixed: True if the rows may be of unrelated versions, so that only a snapshot may be applied next.
+        num_rows: number of rows written since the start.
+        num_bytes: size in bytes of the parts applied since the start.
+        num_admitted: number of raw ids mapped to rows since the start.
+        num_evicted: number of raw ids removed from their rows since the start.
+    """
+
+    manifest: Manifest | None
+    identities: Mapping[str, Identity]
+    is_mixed: bool
+    num_rows: int
+    num_bytes: int
+    num_admitted: int
+    num_evicted: int
+
+    @property
+    def is_reading(self) -> bool:
+        """True if this thread is inside :meth:`reading`."""
+        ...
+
+    def reading(self) -> AbstractContextManager[Served]:
+        """Return a context manager that blocks writes during lookups; see :meth:`Predictor.reading`."""
+        ...
+
+    def restore(self) -> None:
+        """Set the cursor to the position that the destination stores, if it does and the position is unknown."""
+        ...
+
+    def resolve(self, manifest: Manifest) -> VersionWrite:
+        """Return the write of a version.
+
+        Raises:
+            TableMismatchError, DenseMismatchError: if the version does not fit the destination.
+        """
+        ...
+
+    def leaves_rows(self, manifest: Manifest) -> bool:
+        """Return True if rows of another entry with the same version number may remain once ``manifest`` is applied."""
+        ...
+
+    def state_dict(self) -> dict[str, str | int]:
+        """Return the stream position; see :meth:`Predictor.state_dict`."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, str | int]) -> None:
+        """Restore the stream position; see :meth:`Predictor.load_state_dict`."""
+        ...
+
+    def before_fork(self) -> None:
+        """Wait up to one second until no row is being written, and block new writes until the fork is done."""
+        ...
+
+    def after_fork_in_parent(self) -> None:
+        """Allow writes again after :meth:`before_fork`."""
+        ...
+
+    def after_fork_in_child(self) -> None:
+        """Drop what only the parent's threads can complete."""
+        ...
