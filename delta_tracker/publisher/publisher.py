@@ -25,6 +25,7 @@ from delta_tracker.publisher.flight import Committing, Copying, Flight, Writing
 from delta_tracker.publisher.gauges import PublisherGauges
 from delta_tracker.publisher.heartbeats import Heartbeats
 from delta_tracker.publisher.row_gatherer import EncodingChoice
+from delta_tracker.publisher.stored_rows import StoredRows, UnchangedChoice
 from delta_tracker.publisher.training import Stateful
 from delta_tracker.publisher.version_source import Training, VersionSource
 from delta_tracker.sharding.interrupted import check_complete
@@ -104,6 +105,14 @@ class Publisher:
         pointer_seconds: minimum time between two writes of the pointer object ``control/head.json``, by which readers
             over http find new versions. Rank 0 writes it in a thread of its own, only after commits. Its failures are
             logged. None to write none: readers over http then find no version.
+        skip_unchanged: leave changed rows out of deltas if their stored bytes are those that the stream has already:
+            the values in their encoding, the raw id, and the states with ``states``. Predictors are equal with and
+            without it. ``"bytes"`` keeps these bytes for each row of this rank, ``"digest"`` a 128-bit digest, so that
+            a changed row is lost with a probability of 2**-128. See :attr:`stored_bytes` for the memory. A row is
+            compared from the version on in which this publisher last sent it; after a failed version its rows are sent
+            again, and after a resharding all changed rows. All changed rows are sent of a table whose columns are on
+            several ranks, and of a version with ``states`` while the tracker has other consumers. None sends all
+            changed rows.
         name: label ``publisher`` of the metrics; None for ``"publisher"``. If another publisher of this process has the
             same name, a suffix ``-2``, ``-3``, ... is added.
 
@@ -149,6 +158,7 @@ class Publisher:
         rank_state: Mapping[str, Stateful] | None = None,
         heartbeat_seconds: float | None = 5.0,
         pointer_seconds: float | None = 1.0,
+        skip_unchanged: UnchangedChoice = None,
     ) -> None:
         self._tracker = tracker
         self._thread, self._process = threading.get_ident(), os.getpid()
@@ -156,6 +166,7 @@ class Publisher:
         self._pointer: PointerWriter | None = None
         self._beats: Heartbeats | None = None
         self._source: VersionSource | None = None
+        self._stored: StoredRows | None = None
         self._flight: Flight | None = None
         self._votes: Gathering | None = None  # started, not counted yet
         self._error: Exception | None = None
@@ -172,6 +183,7 @@ class Publisher:
                 self._vote_every = cadence.calls_per_vote(self._exchange.group.world_size)
             check_complete(tracker.model)
             training = _training(states, training_state, rank_state)
+            self._stored = None if skip_unchanged is None else StoredRows(skip_unchanged)
             self._first_multiple = 0 if training is None else 1
             self._source = VersionSource(
                 tracker,
@@ -186,7 +198,7 @@ class Publisher:
             return {
                 "arguments": "no top_k" if top_k is None else "top_k",
                 "vote_every": f"vote_every={self._vote_every}",
-                "kind": f"states={states!r}",
+                "kind": f"states={states!r} and skip_unchanged={skip_unchanged!r}",
                 "states": states_message(self._source.states),
             }
 
@@ -203,6 +215,7 @@ class Publisher:
             check_alike(messages, "arguments", "vote_every", "kind")
             if states is not None:
                 self._writer.declare(messages, tracker.tables)
+            self._writer.stored = self._stored
             self._writer.open(url)
             self._checked_source().resume(self._exchange, self._writer)
             self._start_heartbeats(None if states is None else heartbeat_seconds)
@@ -257,6 +270,20 @@ class Publisher:
         It becomes True on all ranks in the same call of :meth:`step`, so that all training loops end at one batch.
         """
         return isinstance(self._error, FencedError)
+
+    @property
+    def num_unchanged(self) -> int:
+        """Number of rows of this rank that committed versions left out because of ``skip_unchanged``."""
+        return 0 if self._stored is None else self._stored.num_unchanged
+
+    @property
+    def stored_bytes(self) -> int:
+        """Memory in bytes of the record that ``skip_unchanged`` needs on this rank; 0 without it.
+
+        For each row of a compared table, one byte, and either 16 bytes or the stored bytes of the row. The operating
+        system provides the memory when a row is first sent.
+        """
+        return 0 if self._stored is None else self._stored.num_bytes
 
     @property
     def upkeep_error(self) -> Exception | None:
@@ -550,7 +577,9 @@ class Publisher:
         try:
             source = self._checked_source()
             rows, form = source.copy(), source.format
-            job = self._worker.submit(lambda: self._writer.write_part(rows, form=form) if rows else None)
+            _, tables, _ = source.place()
+            layout = source.layout
+            job = self._worker.submit(lambda: self._writer.write_copy(rows, tables=tables, layout=layout, form=form))
         except Exception as error:  # noqa: BLE001  raised at the cut, which sends it to the other ranks
             job = Future()
             job.set_exception(error)
@@ -594,6 +623,8 @@ class Publisher:
         """Record that a version was published, and commit its read in the tracker."""
         self._flight = None
         self._checked_source().end(read, committed)
+        if self._stored is not None:
+            self._stored.commit()
         self._gauges.published(committed)
         if self._failure is not None:
             _logger.warning("publishing recovered at version %d", committed.version)
@@ -603,6 +634,8 @@ class Publisher:
     def _fail(self, error: Exception) -> None:
         """Record an error. If a version is being published, abort it; its rows stay pending."""
         flight, self._flight = self._flight, None
+        if self._stored is not None:
+            self._stored.abort()
         former, self._failure = self._failure, kind_of(error)
         self._error = unraised(error)
         if self._failure != former:

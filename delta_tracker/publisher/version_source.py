@@ -163,6 +163,11 @@ class VersionSource:
         """Format of the next version."""
         return FORMAT if self._training is None and not self.schema[1] else STATES_FORMAT
 
+    @property
+    def layout(self) -> int:
+        """Number that changes when the shards of this rank may have changed."""
+        return self._num_attached
+
     def place(self) -> tuple[int, Mapping[str, TableSpec], Mapping[str, Identity]]:
         """Return the number of batches of this rank, its tables, and their identities."""
         return self._tracker.num_batches, self._tracker.tables, self.schema[1]
@@ -288,6 +293,10 @@ class VersionSource:
             identities=schema[1],
             owner_changes=dict(zip(counts, gathered.extra[num_taken:], strict=True)) if counted else None,
             format=FORMAT if taken is None and not schema[1] else STATES_FORMAT,
+            layout=self._num_attached,
+            # A restore takes the pending rows of the other consumers from the rows of the versions. Such a consumer may
+            # have read a row between two versions in which the row is equal.
+            needs_all_rows=taken is not None and bool(self.handle.others()),
         )
         return draft, read
 

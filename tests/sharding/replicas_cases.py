@@ -13,6 +13,7 @@ from torchrec.distributed.types import ShardingEnv
 
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher, TopK, TrackingMode
 from delta_tracker.errors import DeltaTrackerError
+from delta_tracker.publisher.stored_rows import UnchangedChoice
 from delta_tracker.sharding import replicas
 from delta_tracker.sharding.replicas import ReplicaGroup
 from tests.models import Spec, Table, batch, shard
@@ -103,7 +104,13 @@ def _reported(
 
 
 def follow(
-    rank: int, world_size: int, url: str, num_replicas: int, seed: int = 0, local: dict[str, Any] | None = None
+    rank: int,
+    world_size: int,
+    url: str,
+    num_replicas: int,
+    seed: int = 0,
+    local: dict[str, Any] | None = None,
+    skip_unchanged: UnchangedChoice = None,
 ) -> dict[str, Any]:
     """A predictor equals every replica after each sync, and the first replica between syncs; rows are sent once."""
     spec = Spec.every_sharding(world_size // num_replicas)
@@ -112,7 +119,7 @@ def follow(
     model = replicate(spec, num_replicas, **(local or {}))
     versions = []
     with ModelDeltaTracker(model, mode=TrackingMode.EMBEDDING) as tracker:
-        publisher = Publisher(tracker, url)
+        publisher = Publisher(tracker, url, skip_unchanged=skip_unchanged)
         held = {fqn: torch.full((table.num_rows, table.dim), -1.0) for fqn, table in tracker.tables.items()}
         predictor = Predictor(held, url)
         for number in range(7):
