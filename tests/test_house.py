@@ -60,6 +60,8 @@ _TESTED_THROUGH = {
     "cli.entries": "cli.test_inspect",
     "cli.followers": "cli.test_inspect",
     "cli.output": "cli.test_inspect",
+    "cli.sink_target": "cli.test_sink",
+    "cli.termination": "system.test_command_line",
     "cli.survey": "cli.test_inspect",
     "cli.versions": "cli.test_export",
     "distributed": "publisher.test_publisher",

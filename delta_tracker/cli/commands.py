@@ -17,6 +17,7 @@ _SUMMARIES = {
     "compact": "Merge versions, so that a new predictor has less to read.",
     "fleet": "Show the version, the lag and the state of every predictor, by host.",
     "mirror": "Copy a stream to another store, and follow it.",
+    "sink": "Write a stream to a row store, such as Redis or LMDB, and follow it.",
     "rollback": "Return all predictors that follow pins to a version.",
     "release": "Let the predictors of a rolled back stream continue from a snapshot.",
     "takeover": "Ask a standby to take over from the publisher of a stream.",
@@ -38,6 +39,7 @@ Exit codes:
   2    the call is invalid, or the store cannot be reached
   130  interrupted by Ctrl-C; no partial output is left
   141  the output pipe was closed
+  143  ended by SIGTERM (top and sink; it ends other commands at once)
 """
 
 

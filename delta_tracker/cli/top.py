@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,11 +13,10 @@ from rich.live import Live
 from delta_tracker.cli.followers import read_followers
 from delta_tracker.cli.screen import screen
 from delta_tracker.cli.stream_command import Stream, stream_command
+from delta_tracker.cli.termination import terminated
 from delta_tracker.cli.watch import View, Watch
 from delta_tracker.errors import MalformedError, StorageError
 from delta_tracker.stream.store_clock import StoreClock
-
-_ANSWER_TO_TERMINATE = 128 + signal.SIGTERM
 
 _HELP = """Show a live screen of a stream: publish rates, rates of each table, and the lag of each predictor.
 
@@ -67,7 +64,7 @@ def command(stream: Stream, *, every: float, window: float, once: bool) -> int:
             if once:
                 return 0
             time.sleep(every)
-    with _notes() as notes, _terminated(), Live(console=console, screen=True, auto_refresh=False) as live:
+    with _notes() as notes, terminated(), Live(console=console, screen=True, auto_refresh=False) as live:
         for view in views:
             view.problem = view.problem or notes.last
             live.update(screen(view, console.width, console.height), refresh=True)
@@ -129,13 +126,3 @@ def _notes() -> Iterator[_Notes]:
         yield notes
     finally:
         logger.handlers = before
-
-
-@contextmanager
-def _terminated() -> Iterator[None]:
-    """Context manager in which SIGTERM raises ``SystemExit``, so that the terminal is restored."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(_ANSWER_TO_TERMINATE))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

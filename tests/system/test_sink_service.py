@@ -1,0 +1,88 @@
+"""The command ``sink`` as a process that is ended and killed."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cli.commands import Cli, make, url_of
+from tests.cli.sqlite_sink import SqliteSink, assert_holds
+from tests.stream.streams import Writer
+from tests.sweeps import SWEEPS_ARE_WHOLE
+
+_ROOT = Path(__file__).parents[2]
+_TARGET = "tests.cli.sqlite_sink:sink"
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    return Cli(capsys)
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Writer:
+    return make(tmp_path / "stream")
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "rows.sqlite"
+    monkeypatch.setenv("SINK_FILE", str(path))
+    return path
+
+
+def _service(writer: Writer) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", "delta_tracker.cli", "sink", url_of(writer), _TARGET, "--poll", "0.02"],
+        cwd=_ROOT,
+        env=dict(os.environ),
+        stdout=subprocess.DEVNULL,
+    )
+
+
+def _await(file: Path, version: int) -> None:
+    end = time.monotonic() + 60
+    sink = SqliteSink(file)
+    sink.open()
+    while not any(state.version == version and state.applying is None for state in sink.states()):
+        assert time.monotonic() < end, sink.states()
+        time.sleep(0.02)
+    sink.close()
+
+
+def test_a_service_follows_until_a_signal(cli: Cli, writer: Writer, file: Path) -> None:
+    service = _service(writer)
+    try:
+        _await(file, 4)
+        writer.delta([1, 2])
+        _await(file, 5)
+        service.send_signal(signal.SIGTERM)
+        assert service.wait(60) == 143
+    finally:
+        service.kill()
+        service.wait()
+    assert_holds(file, writer, 5)
+    assert cli("sink", url_of(writer), _TARGET, "--once") == "version 5 is stored\n"
+
+
+@pytest.mark.skipif(not SWEEPS_ARE_WHOLE, reason="starts many processes")
+def test_a_service_that_is_killed_continues(cli: Cli, writer: Writer, file: Path) -> None:
+    chance = random.Random(1)
+    for version in range(5, 15):
+        service = _service(writer)
+        try:
+            _await(file, version - 1)
+            writer.delta(sorted(chance.sample(range(50), 20)))
+            time.sleep(chance.uniform(0, 0.05))
+        finally:
+            service.kill()
+            service.wait()
+    assert cli("sink", url_of(writer), _TARGET, "--once") == "version 14 is stored\n"
+    assert_holds(file, writer, 14)
