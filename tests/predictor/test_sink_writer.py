@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+from dataclasses import replace
 from typing import cast
 
 import pytest
@@ -13,15 +14,22 @@ import torch
 from delta_tracker import Predictor
 from delta_tracker.errors import (
     InvalidArgumentError,
+    MalformedSinkError,
+    PartialRowsError,
     SinkError,
     StreamError,
+    TableMismatchError,
 )
 from delta_tracker.raw_ids import NO_OWNER, defaults_of
 from delta_tracker.row_sink import SinkState
+from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.types import TableSpec, TableStates
 from tests.predictor.identity_histories import FQN, Follower, History, Schedule
 from tests.predictor.memory_sink import MemorySink, Stored
-from tests.predictor.serving import beside
+from tests.predictor.serving import beside, eventually
+from tests.stream.streams import FQN as FQN_OF_WRITER
+from tests.stream.streams import Writer
 from tests.sweeps import SWEEPS_ARE_WHOLE
 
 _NUM_STEPS = 40
@@ -151,7 +159,8 @@ def test_no_reader_of_a_random_history_finds_a_stale_a_missing_or_another_row(pa
 
 
 def _trained(seed: int, num_versions: int) -> History:
-    history = History(seed, num_rows=6, is_small=True, hash_size=1000)
+    num_buckets = 2 - seed % 2
+    history = History(seed, num_buckets, num_rows=6, is_small=True, hash_size=1000, has_defaults=seed % 3 < 2)
     for _ in range(num_versions):
         for _ in range(4):
             history.train()
@@ -228,7 +237,7 @@ def test_a_crash_after_any_operation_is_repaired_by_the_next_version(change: str
         stored = Stored()
         Predictor(MemorySink(stored), history.storage).sync()
         newest = _changed(history, change, seed)
-        for crash in itertools.count():
+        for crash in itertools.count(0, 1 if SWEEPS_ARE_WHOLE else 2):
             crashed = stored.copy()
             reader = SinkReader(crashed, history, newest)
             reader.check()
@@ -238,6 +247,67 @@ def test_a_crash_after_any_operation_is_repaired_by_the_next_version(change: str
             assert state is not None
             assert (state.stream, state.version) == (newest.claim.head.stream, newest.version)
         assert crash > 5
+
+
+def _without_entry(history: History) -> None:
+    """Evict all raw ids, publish snapshots, and delete the entry before them, so that predictors resync."""
+    lost = f"{history.version:020}"
+    history.owners = [NO_OWNER] * history.num_rows
+    for _ in range(2):
+        for slot in range(history.num_rows):
+            history._write(slot)
+        history.snapshot()
+    for name in history.storage.names("log"):
+        if lost in name:
+            history.storage.delete(name)
+
+
+@pytest.mark.parametrize("crash", range(0, 20, 1 if SWEEPS_ARE_WHOLE else 2))
+def test_raw_ids_that_only_an_interrupted_version_had_are_deleted(crash: int) -> None:
+    history = _trained(3, 3)
+    stored = Stored()
+    Predictor(MemorySink(stored), history.storage).sync()
+    reader = SinkReader(stored, history)
+    for _ in range(8):
+        history.train()
+    history.delta()
+    sink = MemorySink(stored)
+    predictor = Predictor(sink, history.storage, chunk_rows=2)
+    sink.fails_after = crash
+    with contextlib.suppress(SinkError):
+        predictor.sync()
+    sink.fails_after = None
+    _without_entry(history)
+    reader.assert_is(predictor.sync())
+    assert predictor.version == history.version
+
+
+def test_a_newer_version_that_was_interrupted_stays_recorded() -> None:
+    history = _trained(2, 3)
+    stored = Stored()
+    Predictor(MemorySink(stored), history.storage).sync()
+    reader = SinkReader(stored, history)
+    for _ in range(2):
+        history.train()
+        history.delta()
+    history.snapshot()
+    name = f"log/{history.version - 2:020}.json"
+    entry = history.storage.read(name, max_bytes=1 << 20)
+    assert entry is not None
+    history.storage.delete(name)
+    sink = MemorySink(stored)
+    predictor = Predictor(sink, history.storage, chunk_rows=2)
+    sink.fails_after = 5
+    with pytest.raises(SinkError):
+        predictor.sync()  # the snapshot
+    history.storage.put(name, [memoryview(entry.tobytes())])
+    again = Predictor(MemorySink(stored), history.storage, chunk_rows=2)
+    for version in (history.version - 2, history.version - 1):
+        assert again.sync(1) == version
+        state = stored.state()
+        assert state is not None
+        assert (state.version, state.applying) == (version, history.version)
+    reader.assert_is(again.sync())
 
 
 def test_the_position_is_that_of_the_row_store() -> None:
@@ -263,3 +333,80 @@ def test_arguments_that_a_row_store_cannot_use_are_refused() -> None:
         predictor.state_dict()
     with pytest.raises(InvalidArgumentError, match="keeps the position"):
         predictor.load_state_dict({})
+
+
+@pytest.mark.parametrize("encoding", [Encoding.F32, Encoding.F16, Encoding.INT8, Encoding.INT4])
+def test_rows_are_those_of_a_predictor_after_every_version(encoding: Encoding) -> None:
+    torch.manual_seed(0)
+    writer = Writer(Storage("memory://"), encoding=encoding)
+    writer.dense = {"w": torch.ones(2)}
+    stored, model = Stored(), writer.model()
+    sink = Predictor(MemorySink(stored), writer.storage, chunk_rows=3)
+    other = Predictor(model, writer.storage, dense=False)
+    for number in range(8):
+        if number % 5 == 0:
+            writer.snapshot()
+        else:
+            writer.delta([number, number + 7])
+        assert sink.sync() == other.sync() == writer.claim.head.version
+        rows = {key: row for (_, _, key), (_, row) in stored.rows.items()}
+        assert torch.equal(torch.stack([rows[key] for key in range(writer.spec.num_rows)]), model[FQN_OF_WRITER])
+        assert sorted(rows) == list(range(writer.spec.num_rows))
+    changed = [version for (_, _, key), (version, _) in stored.rows.items() if key in (7, 14)]
+    assert changed == [writer.claim.head.version] * 2
+
+
+def test_columns_of_rows_are_joined_or_refused() -> None:
+    torch.manual_seed(0)
+    writer = Writer(Storage("memory://"), states=TableStates("NONE", ((0, 1), (1, 4)), ()))
+    writer.snapshot()
+    stored = Stored()
+    predictor = Predictor(MemorySink(stored), writer.storage)
+    predictor.sync()
+    assert all(torch.equal(row, writer.table[key]) for (_, _, key), (_, row) in stored.rows.items())
+    writer.change([3])
+    before = stored.copy()
+    writer.write("delta", writer.blocks([3])[:1])
+    with pytest.raises(PartialRowsError, match="have the columns"):
+        predictor.sync()
+    assert (stored.states, stored.rows) == (before.states, before.rows)
+
+
+def test_a_table_that_changes_within_a_stream_is_refused() -> None:
+    writer = Writer(Storage("memory://"))
+    writer.snapshot()
+    stored = Stored()
+    Predictor(MemorySink(stored), writer.storage).sync()
+    operations = stored.num_operations
+    state = stored.state()
+    assert state is not None
+    for tables in (
+        {FQN_OF_WRITER: replace(state.tables[FQN_OF_WRITER], num_rows=21)},
+        {**state.tables, "other": TableSpec("other", 3, 4, torch.float32)},
+    ):
+        stored.states[state.stream] = replace(state, tables=tables).to_json()
+        writer.snapshot()
+        with pytest.raises(TableMismatchError, match="in the stream but"):
+            Predictor(MemorySink(stored), writer.storage).sync()
+    assert stored.num_operations == operations
+
+
+def test_a_current_stream_without_a_state_is_refused() -> None:
+    stored = Stored(current="0" * 32)
+    with pytest.raises(MalformedSinkError, match="has no state"):
+        Predictor(MemorySink(stored), Storage("memory://"))
+
+
+def test_follow_completes_a_version_after_the_row_store_failed() -> None:
+    history = _trained(1, 2)
+    stored = Stored()
+    sink = MemorySink(stored)
+    with Predictor(sink, history.storage, chunk_rows=2) as predictor:
+        sink.fails_after = 5
+        predictor.follow(0.01)
+        eventually(lambda: predictor.version == history.version and predictor.error is None)
+        history.train()
+        history.delta()
+        eventually(lambda: predictor.version == history.version)
+        assert predictor.status().rows > 0
+    SinkReader(stored, history).assert_is(history.version)
