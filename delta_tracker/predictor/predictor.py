@@ -107,7 +107,10 @@ class Predictor(Forkable):
         model: module whose tables have the same names as the tables of the stream (``<fqn>.weight``), or a mapping of
             FQN to tensor or :class:`~delta_tracker.row_target.RowTarget`. A module may contain ``nn.Embedding``,
             ``nn.EmbeddingBag`` and TorchRec collections, which may be unsharded, sharded or quantized. The tables are
-            looked up for each version, so that ``model.to(device)`` may be called between versions.
+            looked up for each version, so that ``model.to(device)`` may be called between versions. Or a
+            :class:`~delta_tracker.row_sink.RowSink`, for lookups in other processes: it keeps the position, all tables
+            under their names in the stream and their raw ids, but no dense tensors. Then :meth:`reading`,
+            :meth:`state_dict`, :meth:`load_state_dict`, ``names`` and ``raw_ids`` raise InvalidArgumentError.
         url: url of the stream, such as ``file:///directory``, ``s3://bucket/prefix`` or ``https://cache/prefix``, or an
             opened :class:`~delta_tracker.stream.storage.storage.Storage`. A sequence of them names mirrors of the same
             stream: if the current one fails, the predictor continues from another that has the same entry at its
@@ -137,6 +140,8 @@ class Predictor(Forkable):
             ``gate`` or ``chunk_rows``; for a ``name`` if there is no store to write heartbeats to.
         MissingExtraError: if the model or the url requires a package that is not installed.
         StorageError: if the store cannot be opened.
+        SinkBusyError: if another process writes to the row store.
+        SinkError, MalformedSinkError: if the row store cannot be used. :meth:`sync` raises them too.
 
     Example:
         >>> import torch

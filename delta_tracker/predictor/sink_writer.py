@@ -48,7 +48,7 @@ _SLOTS = 1 << 16  # owners that are read or written at once
 class SinkWriter(VersionWriter):
     """Writer of versions to a row store, which also keeps the position in the stream.
 
-    Only one version is in memory at a time, in chunks of rows. A version with raw ids takes up to 40 bytes more per row
+    Only one version is in memory at a time, in chunks of rows. A version with raw ids takes up to 64 bytes more per row
     of its tables with raw ids.
 
     After each error, the position is read from the row store again, because a request may have been executed although
@@ -179,7 +179,8 @@ class SinkWriter(VersionWriter):
         if held is not None:  # otherwise readers keep the former stream, whose rows do not change
             self._holds(begun)
         with self._timer():
-            has_changed = self._write(manifest, placements, owners, identities)
+            changes = self._write(manifest, placements, owners, identities)
+        has_changed = any(change.has_changed for change in changes.values())
         finished = _finished(manifest, begun, identities, has_changed=has_changed)
         check()
         self._sink.finish(finished)
@@ -188,6 +189,7 @@ class SinkWriter(VersionWriter):
             self.manifest = manifest
         self.num_bytes += manifest.num_bytes
         self._gauges.applied(manifest)
+        self._count(changes)
         self._log_dense(manifest)
         self._holds(finished)
         if finished.is_settling:
@@ -218,10 +220,10 @@ class SinkWriter(VersionWriter):
         placements: list[Placement],
         owners: VersionOwners,
         identities: Mapping[str, Identity],
-    ) -> bool:
-        """Write the rows of a version, and delete those of raw ids that own none. Return True if owners changed."""
+    ) -> dict[str, _OwnerChange]:
+        """Write the rows of a version, and delete those of raw ids that own none. Return the changes of owners."""
         ordered = {fqn: _by_slot(*of_table) for fqn, of_table in owners.items()}
-        gone = {fqn: self._log(manifest.stream, fqn, *of_table) for fqn, of_table in ordered.items()}
+        changes = {fqn: self._log(manifest.stream, fqn, *of_table) for fqn, of_table in ordered.items()}
         for placement in placements:
             fqn = placement.rows[0].block.table
             for chunk in placement.chunks(self._chunk_rows):
@@ -233,13 +235,13 @@ class SinkWriter(VersionWriter):
                 else:
                     self._sink.write(manifest.stream, fqn, ids, values, manifest.version)
                 self.num_rows += chunk.num_rows
-        for fqn, (left, _) in gone.items():
-            kept = ordered[fqn][1]
-            for begin in range(0, len(left), _SLOTS):
+        for fqn, change in changes.items():
+            kept = ordered[fqn][1].sort().values
+            for begin in range(0, len(change.left), _SLOTS):
                 check()
-                some = left[begin : begin + _SLOTS]
-                self._sink.delete(manifest.stream, fqn, some[~torch.isin(some, kept)])
-        return any(has_changed for _, has_changed in gone.values())
+                some = change.left[begin : begin + _SLOTS]
+                self._sink.delete(manifest.stream, fqn, some[~_is_in(some, kept)])
+        return changes
 
     def _write_owned(
         self,
@@ -270,19 +272,16 @@ class SinkWriter(VersionWriter):
         if bool(is_default.any()):
             self._sink.write_defaults(manifest.stream, fqn, ids[is_default], values[is_default], manifest.version)
 
-    def _log(self, stream: str, fqn: str, slots: Tensor, owners: Tensor) -> tuple[Tensor, bool]:
-        """Log the owners of a version that differ from the stored map.
+    def _log(self, stream: str, fqn: str, slots: Tensor, owners: Tensor) -> _OwnerChange:
+        """Log the owners of a version that differ from the stored map, and return the change.
 
         Args:
             stream: id of the stream.
             fqn: name of the table.
             slots: ``[M]`` int64 global row ids of the version, ascending.
             owners: ``[M]`` int64 raw ids of these rows.
-
-        Returns:
-            The raw ids that lose one of these rows, int64, and whether any owner differs.
         """
-        left: list[Tensor] = []
+        left: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
         num_admitted, has_changed = 0, False
         for begin in range(0, len(slots), _SLOTS):
             check()
@@ -295,12 +294,15 @@ class SinkWriter(VersionWriter):
             self._sink.log_owners(stream, fqn, some[is_changed], new[is_changed])
             left.append(old[is_changed & (old != NO_OWNER)])
             num_admitted += int((new[is_changed] != NO_OWNER).sum())
-        gone = torch.cat(left) if left else torch.empty(0, dtype=torch.int64)
-        self.num_admitted += num_admitted
-        self.num_evicted += len(gone)
-        self._gauges.admitted(fqn, num_admitted)
-        self._gauges.evicted(fqn, len(gone))
-        return gone, has_changed
+        return _OwnerChange(torch.cat(left), num_admitted, has_changed)
+
+    def _count(self, changes: Mapping[str, _OwnerChange]) -> None:
+        """Count the raw ids that got and lost rows by a complete version: an attempt that failed is made again."""
+        for fqn, change in changes.items():
+            self.num_admitted += change.num_admitted
+            self.num_evicted += len(change.left)
+            self._gauges.admitted(fqn, change.num_admitted)
+            self._gauges.evicted(fqn, len(change.left))
 
     def _recovered(self, state: SinkState) -> SinkState:
         """Complete the map of a version that is complete, or undo the owners of one that is not."""
@@ -355,6 +357,21 @@ class SinkWriter(VersionWriter):
         if manifest.dense and not self._has_logged_dense:
             self._has_logged_dense = True
             _logger.info("dense tensors are not written to a row store: tensors=%d", len(manifest.dense))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _OwnerChange:
+    """Change of the owners of a table by a version.
+
+    Args:
+        left: int64 raw ids that lose a row. They may get another one.
+        num_admitted: number of rows that get a raw id.
+        has_changed: True if the owner of any row differs.
+    """
+
+    left: Tensor
+    num_admitted: int
+    has_changed: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -475,3 +492,9 @@ def _by_slot(slots: Tensor, owners: Tensor) -> tuple[Tensor, Tensor]:
         return slots, owners
     slots, order = slots.sort()
     return slots, owners[order]
+
+
+def _is_in(raw_ids: Tensor, ordered: Tensor) -> Tensor:
+    """Return a mask of the raw ids that are in ``ordered``, which is ascending and not empty."""
+    places = torch.searchsorted(ordered, raw_ids).clamp_(max=len(ordered) - 1)
+    return ordered[places] == raw_ids

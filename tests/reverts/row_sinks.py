@@ -13,7 +13,7 @@ REVERTS = [
     Revert(
         defect="a raw id that was moved to another row of the same version is deleted",
         generator=_RANDOM,
-        edits={_WRITER: [("some[~torch.isin(some, kept)]", "some[len(kept) * 0 :]")]},
+        edits={_WRITER: [("some[~_is_in(some, kept)]", "some[len(kept) * 0 :]")]},
     ),
     Revert(
         defect="rows of evicted raw ids stay in a row store",
