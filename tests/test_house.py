@@ -31,6 +31,7 @@ _LAYERS = [
     ["buffers", "cuda_fence", "distributed", "forking", "host_copy"],
     ["monitor"],
     ["sharding", "stream"],
+    ["sinks"],
     ["tracker", "predictor"],
     ["publisher"],
     ["recovery"],
@@ -51,7 +52,12 @@ _TESTS_OF_TORCHREC = {
 }
 
 # Contract tests against real servers. Other tests that start processes are in system/.
-_TESTS_OF_PROCESSES = {"contract.test_host_cache", "contract.test_notify", "contract.test_storage"}
+_TESTS_OF_PROCESSES = {
+    "contract.test_host_cache",
+    "contract.test_notify",
+    "contract.test_row_sinks",
+    "contract.test_storage",
+}
 # Modules without a test file of their name, and the file whose tests fail if the module is broken.
 _TESTED_THROUGH = {
     "cli.__main__": "system.test_command_line",
@@ -91,6 +97,19 @@ _TESTED_THROUGH = {
     "sharding.torchrec_api": "tracker.test_tracker",
     "sharding.untraced": "sharding.test_kernel_hooks",
     "sharding.weights": "tracker.test_modes",
+    **dict.fromkeys(
+        (
+            "sinks.lmdb",
+            "sinks.lmdb_rows",
+            "sinks.lmdb_store",
+            "sinks.lookup",
+            "sinks.redis",
+            "sinks.redis_rows",
+            "sinks.redis_server",
+            "sinks.stored_values",
+        ),
+        "contract.test_row_sinks",
+    ),
     "stream.cached_storage": "stream.test_host_cache",
     "stream.claimed": "recovery.test_standby",
     "stream.cursor": "predictor.test_resync",

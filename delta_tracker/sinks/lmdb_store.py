@@ -1,0 +1,96 @@
+"""Keys and errors of a row store in LMDB."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from delta_tracker.errors import InvalidArgumentError, MissingExtraError, SinkError
+
+CURRENT = b"current"
+STATES = b"s"  # beginning of the keys of states
+MAX_READERS = 1024
+_MAX_KEY_BYTES = 511
+_STREAM_HEX = 32
+_ID_BYTES = 8
+_SIGN = np.uint64(1 << 63)  # inverted, so that keys are in the order of signed ids
+
+
+class LmdbStore:
+    """Directory of a row store: names its keys, and translates errors of the package ``lmdb``.
+
+    A key is ``k``, the stream id, a letter for its kind, the name of the table, and 8 bytes with an id.
+
+    Args:
+        directory: directory of the environment.
+
+    Raises:
+        InvalidArgumentError: if the directory is empty or has a null character.
+        MissingExtraError: if the package ``lmdb`` is not installed.
+
+    Attributes:
+        path: absolute path of the directory.
+        name: the same as a URL, for error messages.
+        package: the package ``lmdb``.
+    """
+
+    def __init__(self, directory: str) -> None:
+        if not directory or "\0" in directory:
+            raise InvalidArgumentError("directory", directory, "Pass the path of a directory")
+        try:
+            self.package: Any = importlib.import_module("lmdb")
+        except ModuleNotFoundError as error:
+            raise MissingExtraError("lmdb", "lmdb") from error
+        self.path = Path(directory).absolute()
+        self.name = f"lmdb://{self.path}"
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Raise errors of LMDB and of the file system as SinkError."""
+        try:
+            yield
+        except SinkError:
+            raise
+        except (self.package.Error, OSError) as error:
+            raise SinkError(self.name, str(error) or type(error).__name__) from error
+
+    def check_table(self, table: str) -> None:
+        """Raise InvalidArgumentError if the keys of a table would be longer than LMDB permits."""
+        limit = _MAX_KEY_BYTES - len(b"k") - _STREAM_HEX - len(b"r") - _ID_BYTES
+        if len(table.encode()) > limit:
+            raise InvalidArgumentError("table", table, f"LMDB permits names of up to {limit} bytes in UTF-8")
+
+
+def state_key(stream: str) -> bytes:
+    """Return the key of the state of a stream."""
+    return STATES + stream.encode()
+
+
+def stream_prefix(stream: str) -> bytes:
+    """Return the beginning of all keys of a stream, except for that of its state."""
+    return b"k" + stream.encode()
+
+
+def keys_of(stream: str, kind: bytes, table: str, ids: Tensor) -> list[bytes]:
+    r"""Return the keys of ids, ``[N]`` int64.
+
+    Args:
+        stream: id of the stream.
+        kind: ``r`` for rows, ``d`` for default rows, ``o`` for owners, ``l`` for the log of owners.
+        table: FQN of the table.
+        ids: raw ids, global row ids, or numbers of a part.
+
+    Example:
+        >>> import torch
+        >>> keys_of("0123", b"r", "user", torch.tensor([1]))
+        [b'k0123ruser\x80\x00\x00\x00\x00\x00\x00\x01']
+    """
+    begin = stream_prefix(stream) + kind + table.encode()
+    tails = (ids.numpy().astype(np.int64).view(np.uint64) ^ _SIGN).astype(">u8").tobytes()
+    return [begin + tails[at : at + _ID_BYTES] for at in range(0, len(tails), _ID_BYTES)]

@@ -1,0 +1,401 @@
+"""Row store in Redis; requires the extra ``redis``.
+
+Notation: ``N`` is the number of rows of a call, ``D`` the number of columns of the table.
+
+All keys begin with a prefix:
+
+===============================  =======================================================================================
+``PREFIX:current``               id of the stream that readers read
+``PREFIX:streams``               set of the ids of all streams
+``PREFIX:writer``                JSON of the writer
+``PREFIX:STREAM:state``          JSON of the state, see :class:`~delta_tracker.row_sink.SinkState`
+``PREFIX:STREAM:r:TABLE:ID``     row of a global row id, or of a raw id
+``PREFIX:STREAM:d:TABLE:SLOT``   default row, by global row id
+``PREFIX:STREAM:o:TABLE:N``      owners of the rows ``65,536 N`` to ``65,536 N + 65,535``, 8 bytes each
+``PREFIX:STREAM:l:TABLE``        log of owners
+===============================  =======================================================================================
+
+A stored row is 8 bytes with the version, little-endian, and the row's values.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import pairwise
+from typing import Annotated, Any
+
+import msgspec
+import torch
+from msgspec import Meta
+from torch import Tensor
+
+from delta_tracker.errors import (
+    InvalidArgumentError,
+    MalformedSinkError,
+    SinkBusyError,
+    SinkError,
+    SinkFencedError,
+)
+from delta_tracker.raw_ids import NO_OWNER
+from delta_tracker.row_sink import RowSink, SinkState
+from delta_tracker.sinks.redis_server import MAX_BATCH_BYTES, MAX_BATCH_ROWS, RedisKeys, RedisServer
+from delta_tracker.sinks.stored_values import (
+    OWNER_BYTES,
+    decode_log,
+    decode_owners,
+    encode_log,
+    encode_owners,
+    encode_rows,
+)
+
+_SLOTS_PER_KEY = 1 << 16
+_LOG_ROWS = 4096  # rows of one entry of the log
+_LOG_ENTRIES = 16  # entries that are read at once
+_MAX_GAP = 32  # rows between two runs of rows whose owners are read together
+
+# Each script does nothing and returns 0 if the writer is another one. A script is atomic, also in the append-only file.
+_CHECK = "if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end\n"
+_SCRIPTS = {
+    # KEYS: writer, keys. ARGV: writer, values
+    "set": "local all = {} for i = 2, #KEYS do all[2 * i - 3] = KEYS[i] all[2 * i - 2] = ARGV[i] end "
+    "redis.call('MSET', unpack(all)) return 1",
+    # KEYS: writer, keys
+    "delete": "redis.call('UNLINK', unpack(KEYS, 2)) return 1",
+    # KEYS: writer, keys. ARGV: writer, offset and bytes of each
+    "write_ranges": "for i = 2, #KEYS do redis.call('SETRANGE', KEYS[i], ARGV[2 * i - 2], ARGV[2 * i - 1]) end "
+    "return 1",
+    # KEYS: writer, log. ARGV: writer, entry
+    "log": "redis.call('RPUSH', KEYS[2], ARGV[2]) return 1",
+    # KEYS: writer, streams, state. ARGV: writer, stream, state
+    "begin": "redis.call('SADD', KEYS[2], ARGV[2]) redis.call('SET', KEYS[3], ARGV[3]) return 1",
+    # KEYS: writer, state, logs. ARGV: writer, state
+    "settle": "for i = 3, #KEYS do redis.call('UNLINK', KEYS[i]) end redis.call('SET', KEYS[2], ARGV[2]) return 1",
+    # KEYS: writer, streams, state. ARGV: writer, stream
+    "forget": "redis.call('UNLINK', KEYS[3]) redis.call('SREM', KEYS[2], ARGV[2]) return 1",
+}
+# KEYS: writer. ARGV: former value or '', new value
+_TAKE = (
+    "local held = redis.call('GET', KEYS[1]) or '' "
+    "if held ~= ARGV[1] then return 0 end redis.call('SET', KEYS[1], ARGV[2]) return 1"
+)
+
+
+class _Writer(msgspec.Struct, forbid_unknown_fields=True):
+    token: Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+    host: str
+    pid: int
+    client: Annotated[int, Meta(ge=0)]  # id of its connection
+
+
+class RedisSink(RowSink):
+    """Row store in one Redis server, 6.2 or newer, for :class:`~delta_tracker.Predictor`.
+
+    Rows are written in batches of at most 1,000 rows and about 1 MiB. Each batch is atomic, and other clients are
+    served between batches.
+
+    The sink is the only writer of its prefix. Each batch checks that. Another sink becomes the writer only if the
+    connection of the former one has ended; a former writer that continues gets SinkFencedError and changes nothing.
+
+    Redis acknowledges a batch before it is durable, as ``appendfsync`` says. A server that crashes loses the newest
+    batches, in order: the stored version then is an older one, of which all rows are stored, and the predictor
+    continues from there. The same holds for a failover to a replica. A server without persistence loses all rows, and
+    the predictor writes a snapshot.
+
+    Args:
+        url: ``redis://host:port/db``, ``rediss://...`` or ``unix://...``.
+        prefix: beginning of all keys. Streams of different models need different prefixes.
+        timeout_seconds: timeout of a connection, and of each response.
+
+    Raises:
+        InvalidArgumentError: for an invalid URL, an empty prefix, or a timeout that is not positive.
+        MissingExtraError: if the package ``redis`` is not installed.
+
+    Example:
+        >>> sink = RedisSink("redis://127.0.0.1:6379/0", prefix="ads")
+        >>> # Predictor(sink, "s3://bucket/stream").follow()
+    """
+
+    def __init__(self, url: str, *, prefix: str = "delta_tracker", timeout_seconds: float = 10) -> None:
+        self._server = RedisServer(url, prefix, timeout_seconds)
+        self._keys = RedisKeys(prefix)
+        self._pid = os.getpid()
+        self._redis: Any = None
+        self._writer = b""  # value of the writer's key while this object is the writer
+        self._scripts: dict[str, Any] = {}
+
+    def open(self) -> None:
+        """Connect, and become the only writer; see :meth:`RowSink.open`.
+
+        Raises:
+            SinkBusyError: if another process is the writer, and its connection exists.
+            SinkError: if the server cannot be used, is a cluster, is older than 6.2, or evicts keys without an
+                expiration time when its memory is full.
+        """
+        self._check_process()
+        if self._redis is not None and self._is_writer():
+            return
+        self._disconnect()
+        try:
+            with self._server.errors():
+                self._connect()
+        except BaseException:
+            self._disconnect()
+            raise
+
+    def states(self) -> list[SinkState]:
+        """Return the states of all streams; see :meth:`RowSink.states`."""
+        with self._server.errors():
+            names = sorted(self._client().smembers(self._keys.streams))
+            streams = [_text(name, "its set of streams") for name in names]
+            stored = self._client().mget([self._keys.state(stream) for stream in streams]) if streams else []
+        states = []
+        for stream, data in zip(streams, stored, strict=True):
+            if data is None:
+                raise MalformedSinkError(f"its stream {stream}", "it has no state")
+            states.append(SinkState.from_json(data))
+            if states[-1].stream != stream:
+                raise MalformedSinkError(f"its stream {stream}", "it has the state of another stream")
+        return states
+
+    def current(self) -> str | None:
+        """Return the id of the stream that readers read; see :meth:`RowSink.current`."""
+        with self._server.errors():
+            data = self._client().get(self._keys.current)
+        return None if data is None else _text(data, "its current stream")
+
+    def begin(self, state: SinkState) -> None:
+        """Store the state before the first row; see :meth:`RowSink.begin`."""
+        names = [self._keys.streams, self._keys.state(state.stream)]
+        self._run("begin", names, [state.stream, state.to_json()])
+
+    def write(self, stream: str, table: str, keys: Tensor, values: Tensor, version: int) -> None:
+        """Write rows; see :meth:`RowSink.write`."""
+        self._write(self._keys.rows(stream, table, keys.tolist()), values, version)
+
+    def write_defaults(self, stream: str, table: str, slots: Tensor, values: Tensor, version: int) -> None:
+        """Write default rows; see :meth:`RowSink.write_defaults`."""
+        self._write(self._keys.defaults(stream, table, slots.tolist()), values, version)
+
+    def delete(self, stream: str, table: str, keys: Tensor) -> None:
+        """Delete rows; see :meth:`RowSink.delete`."""
+        self._delete(self._keys.rows(stream, table, keys.tolist()))
+
+    def delete_defaults(self, stream: str, table: str, slots: Tensor) -> None:
+        """Delete default rows; see :meth:`RowSink.delete_defaults`."""
+        self._delete(self._keys.defaults(stream, table, slots.tolist()))
+
+    def owners(self, stream: str, table: str, slots: Tensor) -> Tensor:
+        """Return the raw ids of rows; see :meth:`RowSink.owners`."""
+        found = torch.empty_like(slots)
+        runs = _runs(slots, _MAX_GAP)
+        for first in range(0, len(runs), MAX_BATCH_ROWS):
+            some = runs[first : first + MAX_BATCH_ROWS]
+            with self._server.errors():
+                pipeline = self._client().pipeline(transaction=False)
+                for begin, end in some:
+                    key, low = self._owners_at(stream, table, int(slots[begin]))
+                    high = low + (int(slots[end - 1]) - int(slots[begin]) + 1) * OWNER_BYTES
+                    pipeline.getrange(key, low, high - 1)
+                stored = pipeline.execute()
+            for (begin, end), data in zip(some, stored, strict=True):
+                of_run = slots[begin:end] - slots[begin]
+                found[begin:end] = decode_owners(data, int(of_run[-1]) + 1)[of_run]
+        return found
+
+    def set_owners(self, stream: str, table: str, slots: Tensor, owners: Tensor) -> None:
+        """Set the raw ids of rows; see :meth:`RowSink.set_owners`."""
+        data, runs = encode_owners(owners), _runs(slots, 0)
+        for first in range(0, len(runs), MAX_BATCH_ROWS):
+            keys: list[str] = []
+            ranges: list[bytes | int] = []
+            for begin, end in runs[first : first + MAX_BATCH_ROWS]:
+                key, low = self._owners_at(stream, table, int(slots[begin]))
+                keys.append(key)
+                ranges += [low, data[begin * OWNER_BYTES : end * OWNER_BYTES]]
+            self._run("write_ranges", keys, ranges)
+
+    def log_owners(self, stream: str, table: str, slots: Tensor, owners: Tensor) -> None:
+        """Append changes of owners to the log; see :meth:`RowSink.log_owners`."""
+        for begin in range(0, len(slots), _LOG_ROWS):
+            entry = encode_log(slots[begin : begin + _LOG_ROWS], owners[begin : begin + _LOG_ROWS])
+            self._run("log", [self._keys.log(stream, table)], [entry])
+
+    def logged_owners(self, stream: str, table: str) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the logged changes of owners; see :meth:`RowSink.logged_owners`."""
+        first = 0
+        while True:
+            with self._server.errors():
+                entries = self._client().lrange(self._keys.log(stream, table), first, first + _LOG_ENTRIES - 1)
+            for entry in entries:
+                yield decode_log(entry, table)
+            if len(entries) < _LOG_ENTRIES:
+                return
+            first += len(entries)
+
+    def finish(self, state: SinkState) -> None:
+        """Store the state after all rows, and make readers read its stream; see :meth:`RowSink.finish`."""
+        self._run("set", [self._keys.state(state.stream), self._keys.current], [state.to_json(), state.stream])
+
+    def settle(self, state: SinkState) -> None:
+        """Clear the log of owners, and store the state; see :meth:`RowSink.settle`."""
+        logs = [self._keys.log(state.stream, table) for table in state.identities]
+        self._run("settle", [self._keys.state(state.stream), *logs], [state.to_json()])
+
+    def remove(self, stream: str) -> None:
+        """Delete all keys of a stream; see :meth:`RowSink.remove`.
+
+        Raises:
+            InvalidArgumentError: if readers read the stream.
+        """
+        if stream == self.current():
+            raise InvalidArgumentError("stream", stream, "Readers read this stream: finish another one first")
+        state = next((state for state in self.states() if state.stream == stream), None)
+        if state is None:
+            return
+        for table, spec in state.tables.items():
+            for keys in self._held_keys(state, table):
+                self._delete(self._keys.rows(stream, table, keys))
+            self._delete(self._keys.defaults(stream, table, list(state.default_slots.get(table, ()))))
+            # the map and the log name the rows, so they are deleted after the rows
+            if table in state.identities:
+                parts = range(-(-spec.num_rows // _SLOTS_PER_KEY))
+                names = [self._keys.owners(stream, table, part) for part in parts]
+                self._delete([*names, self._keys.log(stream, table)])
+        self._run("forget", [self._keys.streams, self._keys.state(stream)], [stream])
+
+    def close(self) -> None:
+        """Stop being the writer, and disconnect; see :meth:`RowSink.close`."""
+        if self._redis is not None and os.getpid() == self._pid:
+            with suppress(SinkError):  # the end of the connection is enough for the next writer
+                self._run("delete", [self._keys.writer], [])
+        self._disconnect()
+
+    def _connect(self) -> None:
+        """Connect, check the server, and become the writer."""
+        self._redis = self._server.client(is_single=True)
+        self._check_server()
+        token = secrets.token_hex(16)
+        self._redis.client_setname(token)
+        writer = _Writer(token, socket.gethostname(), os.getpid(), self._redis.client_id())
+        held = self._redis.get(self._keys.writer)
+        if held is not None:
+            self._check_writer(held)
+        value = msgspec.json.encode(writer)
+        if not self._redis.eval(_TAKE, 1, self._keys.writer, held or b"", value):
+            raise SinkBusyError(self._server.name, "another process, which became it at this moment,")
+        self._scripts = {name: self._redis.register_script(_CHECK + text) for name, text in _SCRIPTS.items()}
+        self._writer = value
+
+    def _check_server(self) -> None:
+        """Refuse servers on which the promise to readers does not hold."""
+        facts = self._redis.info("everything")
+        version = str(facts.get("redis_version", "0"))
+        if tuple(int(part) for part in version.split(".")[:2]) < (6, 2):
+            raise SinkError(self._server.name, f"its version is {version}, and 6.2 is needed")
+        if facts.get("cluster_enabled"):
+            reason = "it is a cluster, which has no operations on keys of several nodes. Use a single server"
+            raise SinkError(self._server.name, reason)
+        policy = str(facts.get("maxmemory_policy", "unknown"))
+        if policy != "noeviction" and not policy.startswith("volatile-"):
+            reason = f"it may evict rows: maxmemory-policy is {policy}. Set noeviction, or one of volatile-*"
+            raise SinkError(self._server.name, reason)
+
+    def _check_writer(self, held: bytes) -> None:
+        """Raise SinkBusyError if the connection of the writer ``held`` exists."""
+        try:
+            writer = msgspec.json.decode(held, type=_Writer)
+        except msgspec.DecodeError as error:
+            raise MalformedSinkError("its writer", str(error)) from error
+        # After a restart of the server, another connection may have the same id, but not the same name.
+        clients = self._redis.client_list(client_id=[writer.client])
+        if any(each.get("name") == writer.token for each in clients):
+            raise SinkBusyError(self._server.name, f"process {writer.pid} of host {writer.host}")
+
+    def _is_writer(self) -> bool:
+        """Return True if the connection works and this object is the writer."""
+        try:
+            with self._server.errors():
+                # A new connection has another name: the client reconnects silently.
+                return bool(
+                    self._redis.get(self._keys.writer) == self._writer
+                    and self._redis.client_getname() == msgspec.json.decode(self._writer, type=_Writer).token
+                )
+        except SinkError:
+            return False
+
+    def _client(self) -> Any:  # noqa: ANN401  the package is optional
+        self._check_process()
+        if self._redis is None:
+            raise SinkError(self._server.name, "the sink is closed; call open() first")
+        return self._redis
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise SinkError(self._server.name, "this process was forked; it must build a sink of its own")
+
+    def _disconnect(self) -> None:
+        redis, self._redis, self._writer = self._redis, None, b""
+        if redis is not None and os.getpid() == self._pid:
+            redis.close()
+
+    def _run(self, script: str, keys: Sequence[str], arguments: Sequence[str | bytes | int]) -> None:
+        """Run a script as the writer.
+
+        Raises:
+            SinkFencedError: if another process became the writer; nothing was changed.
+        """
+        self._client()
+        with self._server.errors():
+            is_done = self._scripts[script](keys=[self._keys.writer, *keys], args=[self._writer, *arguments])
+        if not is_done:
+            raise SinkFencedError(self._server.name)
+
+    def _write(self, keys: list[str], values: Tensor, version: int) -> None:
+        row_bytes = values.shape[1] * values.dtype.itemsize + len(keys[0]) if keys else 1
+        count = max(1, min(MAX_BATCH_ROWS, MAX_BATCH_BYTES // row_bytes))
+        for begin in range(0, len(keys), count):
+            self._run("set", keys[begin : begin + count], encode_rows(values[begin : begin + count], version))
+
+    def _delete(self, keys: list[str]) -> None:
+        for begin in range(0, len(keys), MAX_BATCH_ROWS):
+            self._run("delete", keys[begin : begin + MAX_BATCH_ROWS], [])
+
+    def _owners_at(self, stream: str, table: str, slot: int) -> tuple[str, int]:
+        """Return the key and the offset of the owner of a row."""
+        number, place = divmod(slot, _SLOTS_PER_KEY)
+        return self._keys.owners(stream, table, number), place * OWNER_BYTES
+
+    def _held_keys(self, state: SinkState, table: str) -> Iterator[list[int]]:
+        """Yield the ids of all rows of a table that may be stored, in lists of at most 65,536."""
+        num_rows = state.tables[table].num_rows
+        for begin in range(0, num_rows, _SLOTS_PER_KEY):
+            slots = torch.arange(begin, min(begin + _SLOTS_PER_KEY, num_rows))
+            if table not in state.identities:
+                yield slots.tolist()
+                continue
+            owners = self.owners(state.stream, table, slots)
+            yield owners[owners != NO_OWNER].tolist()
+        if table in state.identities:
+            for _, owners in self.logged_owners(state.stream, table):
+                yield owners[owners != NO_OWNER].tolist()
+
+
+def _runs(slots: Tensor, max_gap: int) -> list[tuple[int, int]]:
+    """Return the bounds of runs of ascending slots with gaps of at most ``max_gap`` rows, each inside one key."""
+    if not len(slots):
+        return []
+    parts = slots // _SLOTS_PER_KEY
+    is_first = (slots[1:] - slots[:-1] > max_gap + 1) | (parts[1:] != parts[:-1])
+    edges = [0, *(is_first.nonzero().flatten() + 1).tolist(), len(slots)]
+    return list(pairwise(edges))
+
+
+def _text(data: bytes, where: str) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise MalformedSinkError(where, str(error)) from error
