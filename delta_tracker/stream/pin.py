@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import logging
 import random
+import re
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -25,7 +27,10 @@ _logger = logging.getLogger(__name__)
 PINS = "control/pins"
 MAX_PIN_BYTES = 16 << 10
 MAX_REASON = 1000
-_DELETIONS_NAME = "control/retention.json"
+_DELETIONS = "control/retention"
+DELETIONS_NAME = re.compile(_DELETIONS + r"/[0-9a-f]{32}\.json")
+# Age from which an announcement is that of an interrupted pass: a pass ends itself after half of this time.
+DELETIONS_SECONDS = 3600.0
 _reported: set[str] = set()  # malformed pins that were logged
 _MAX_REPORTED = 64
 
@@ -148,7 +153,7 @@ def _problem(pin: Pin, counter: int) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deletions:
-    """Announcement of a retention pass, the object ``control/retention.json``, which exists while it deletes entries.
+    """Announcement of one retention pass, which exists below ``control/retention/`` while the pass deletes entries.
 
     Args:
         stream: id of the stream.
@@ -161,39 +166,50 @@ class Deletions:
     time: Time
 
 
-def announce_deletions(storage: Storage, stream: str, before: int) -> None:
-    """Announce that entries with versions below ``before`` may be deleted.
+def announce_deletions(storage: Storage, stream: str, before: int) -> str:
+    """Announce that a pass may delete entries with versions below ``before``. Return the name of the announcement.
 
     Raises:
         StorageError: if the store cannot be written.
     """
     record = Deletions(stream=stream, before=before, time=time.time())
-    storage.replace(_DELETIONS_NAME, json.dumps(asdict(record)).encode())
+    name = f"{_DELETIONS}/{secrets.token_hex(16)}.json"
+    storage.replace(name, json.dumps(asdict(record)).encode())
+    return name
 
 
-def end_deletions(storage: Storage) -> None:
-    """Delete the announcement.
+def end_deletions(storage: Storage, name: str) -> None:
+    """Delete the announcement of one pass.
 
     Raises:
         StorageError: if the store cannot be written.
     """
-    storage.delete(_DELETIONS_NAME)
+    storage.delete(name)
 
 
-def running_deletions(storage: Storage) -> Deletions | None:
-    """Return the announcement of a retention pass that runs, or was interrupted; None if there is none.
+def running_deletions(storage: Storage, *, now: float) -> list[Deletions]:
+    """Return the announcements of all retention passes that run, or were interrupted in the last hour.
+
+    Args:
+        storage: store of the stream.
+        now: the store's Unix time in seconds, for example the modification time of an object that was just written.
 
     Raises:
-        MalformedError: if the object does not follow the format.
+        MalformedError: if an announcement does not follow the format.
         StorageError: if the store cannot be read.
     """
-    data = storage.read(_DELETIONS_NAME, max_bytes=MAX_PIN_BYTES)
-    if data is None:
-        return None
-    try:
-        return convert(load_json(data.tobytes()), Deletions)
-    except (ValueError, RecursionError) as error:
-        raise MalformedError(_DELETIONS_NAME, str(error)[:MAX_REASON]) from error
+    found = []
+    for stored in storage.objects(_DELETIONS):
+        if DELETIONS_NAME.fullmatch(stored.name) is None or now - stored.modified > DELETIONS_SECONDS:
+            continue
+        data = storage.read(stored.name, max_bytes=MAX_PIN_BYTES)
+        if data is None:
+            continue  # the pass has ended since the listing
+        try:
+            found.append(convert(load_json(data.tobytes()), Deletions))
+        except (ValueError, RecursionError) as error:
+            raise MalformedError(stored.name, str(error)[:MAX_REASON]) from error
+    return found
 
 
 class PinFollower:

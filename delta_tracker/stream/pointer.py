@@ -221,9 +221,9 @@ class PointerView(Forkable):
 def _maximum(known: HeadPointer, pointer: HeadPointer) -> HeadPointer:
     """Return the maximum of two pointers of one stream, of which ``pointer`` was read last."""
     is_newer = (pointer.generation, pointer.version) >= (known.generation, known.version)
-    if is_newer and pointer.version < known.version:
-        return pointer  # the log was restored from a copy, and has continued
     head, other = (pointer, known) if is_newer else (known, pointer)
+    if other.version > head.version:
+        return head  # the log was restored from a copy and has continued; the fields of ``other`` are from before
     snapshots = [each.snapshot for each in (head, other) if each.snapshot is not None]
     return replace(
         head,

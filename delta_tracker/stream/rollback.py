@@ -91,11 +91,14 @@ def pin_version(storage: Storage, version: int, *, reason: str = "", replaces: b
     )
     _create(storage, pin)
     try:
+        # A retention pass that has not seen the pin has announced its deletions before. If it ended before the listing
+        # of announcements, it has deleted everything before the check of the path.
+        written = storage.stat(pin_name(pin.counter))
+        running = running_deletions(storage, now=time.time() if written is None else written.modified)
         _, oldest = checked_path(log, version)
-        # A retention pass that has not seen the pin has announced its deletions before.
-        deletions = running_deletions(storage)
-        if deletions is not None and deletions.stream == pin.stream and deletions.before > oldest:
-            raise RetentionRunningError(storage.url, deletions.before)
+        before = max((each.before for each in running if each.stream == pin.stream), default=-1)
+        if before > oldest:
+            raise RetentionRunningError(storage.url, before)
     except _FAULTS:
         _correct(log, pin, former if is_pinned else None)
         raise

@@ -13,9 +13,44 @@ REVERTS = [
         edits={
             "delta_tracker/stream/rollback.py": [
                 (
-                    "        if deletions is not None and deletions.stream",
-                    "        if False and deletions is not None and deletions.stream",
+                    "        if before > oldest:\n",
+                    "        if False and before > oldest:\n",
                 ),
+            ],
+        },
+    ),
+    Revert(
+        defect="retention passes share an announcement",
+        generator="tests/stream/test_rollback.py::test_a_pin_during_two_passes_finds_both",
+        edits={
+            "delta_tracker/stream/pin.py": [("{secrets.token_hex(16)}.json", "{'0' * 32}.json")],
+        },
+    ),
+    Revert(
+        defect="a pin checks its path before it looks for announcements",
+        generator="tests/stream/test_rollback.py::test_a_pass_that_ends_while_a_pin_is_checked_is_found",
+        edits={
+            "delta_tracker/stream/rollback.py": [
+                (
+                    "        written = storage.stat(pin_name(pin.counter))\n",
+                    (
+                        "        _, oldest = checked_path(log, version)\n"
+                        "        written = storage.stat(pin_name(pin.counter))\n"
+                    ),
+                ),
+                (
+                    "        _, oldest = checked_path(log, version)\n        before = ",
+                    "        before = ",
+                ),
+            ],
+        },
+    ),
+    Revert(
+        defect="a retention pass deletes after its announcement has expired",
+        generator="tests/stream/test_rollback.py::test_a_pass_ends_before_its_announcement_expires",
+        edits={
+            "delta_tracker/stream/maintenance/retention.py": [
+                ("        if time.monotonic() >= self._ends_at:\n            self._is_over = True\n", ""),
             ],
         },
     ),

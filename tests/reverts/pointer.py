@@ -34,6 +34,13 @@ REVERTS: list[Revert] = [
         edits={_PUBLISHER: [("weakref.finalize(self, self._pointer.end).atexit = False", "pass")]},
     ),
     Revert(
+        defect="a late pointer from before a restore counts",
+        generator="tests/stream/test_pointer.py::test_a_late_pointer_from_before_a_restore_changes_nothing",
+        edits={
+            _VIEW: [("    if other.version > head.version:\n        return head", "    if False:\n        return head")]
+        },
+    ),
+    Revert(
         defect="a reader believes a pointer to another stream without its entry",
         generator="tests/stream/test_pointer.py::test_another_stream_is_believed_once_its_entry_is_there",
         edits={_VIEW: [("        if not self._has_entry(pointer):\n            return False\n", "")]},

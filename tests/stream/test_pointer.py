@@ -126,6 +126,19 @@ def test_late_writers_never_move_a_reader_back(writer: Writer) -> None:
             assert found.problem is None
 
 
+def test_a_late_pointer_from_before_a_restore_changes_nothing(writer: Writer) -> None:
+    view = PointerView(writer.storage, seconds=0.0)
+    for _ in range(6):
+        writer.snapshot()
+    before = point_at_the_head(writer.storage, oldest=5)
+    assert view.newest() == before
+    snapshot = PointedSnapshot(version=2, merged=False)
+    restored = replace(before, generation=before.generation + 1, version=3, oldest=1, snapshot=snapshot)
+    for pointer in (restored, before, restored, before):
+        _written(writer.storage, pointer)
+        assert view.newest() == restored
+
+
 def test_a_malformed_or_missing_pointer_keeps_the_one_before(writer: Writer) -> None:
     view = PointerView(writer.storage, seconds=0.0)
     pointer = point_at_the_head(writer.storage)

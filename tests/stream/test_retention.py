@@ -264,7 +264,9 @@ def test_a_clock_of_this_host_may_delay_retention_but_expires_nothing_early(
     for kind in ["delta"] * 4 + ["snapshot"] + ["delta"] * 3:
         clock.seconds += 10
         getattr(history, kind)()
-    monkeypatch.setattr(retention_module, "time", SimpleNamespace(time=lambda: clock.seconds + ahead))
+    monkeypatch.setattr(
+        retention_module, "time", SimpleNamespace(time=lambda: clock.seconds + ahead, monotonic=time.monotonic)
+    )
     retention = Retention(versions=1, grace_seconds=50)
     clock.seconds += 19
     history.storage.replace("predictors/live.json", b"")  # the snapshot is 49 seconds old
@@ -703,7 +705,12 @@ def test_a_pass_syncs_before_and_between_its_deletions(
     assert groups.index("delete merged") < groups.index("delete parts")
     assert groups[groups.index("delete parts") + 1 :] == ["delete control"]
     first = groups.index("delete log")
-    announced = {"sync control", "delete drafts", *(each for each in groups if each.startswith("sync drafts/"))}
+    announced = {
+        "sync control",
+        "sync control/retention",
+        "delete drafts",
+        *(each for each in groups if each.startswith("sync drafts/")),
+    }
     assert set(groups[:first]) - announced == directories, "a reader may depend on a newer entry that is not on disk"
     deletions = groups[first : groups.index("delete merged") + 1]
     assert deletions == ["delete log", "delete merged"]

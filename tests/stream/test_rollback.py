@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,11 +24,12 @@ from delta_tracker.errors import (
     RetentionRunningError,
 )
 from delta_tracker.stream.log import StreamLog, entry_name
+from delta_tracker.stream.maintenance import retention as retention_module
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
-from delta_tracker.stream.pin import announce_deletions, newest_pin, pin_name, running_deletions
+from delta_tracker.stream.pin import Deletions, announce_deletions, newest_pin, pin_name, running_deletions
 from delta_tracker.stream.rollback import pin_version, release_pin
-from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.stream.storage.storage import Storage, StoredObject
 from tests.stream.streams import Writer
 
 _ALL = Retention(versions=1, grace_seconds=0.0)
@@ -212,26 +215,93 @@ def test_a_pin_during_a_retention_pass_keeps_its_versions_or_is_undone(operation
     assert "refused" in outcomes if operation == "delete" else "pinned" in outcomes
 
 
-def test_an_interrupted_pass_is_announced_until_the_next_one() -> None:
-    writer = stream()
-    for _ in range(2):
+def test_an_interrupted_pass_is_announced_for_an_hour(tmp_path: Path) -> None:
+    writer = Writer(Storage(tmp_path.as_uri()))
+    for _ in range(7):
         writer.snapshot()
-    announce_deletions(writer.storage, writer.claim.head.stream, 3)
+    name = announce_deletions(writer.storage, writer.claim.head.stream, 3)
     with pytest.raises(RetentionRunningError, match="versions below 3"):
         pin_version(writer.storage, 2)
     newest = newest_pin(writer.storage)
     assert newest is not None
     assert newest.kind == "release"
     assert pin_version(writer.storage, 6).version == 6
-    release_pin_after_a_snapshot(writer)
-    retain(writer.storage, _ALL)
-    assert running_deletions(writer.storage) is None
+    retain(writer.storage, Retention())
+    assert len(running(writer.storage)) == 1
+    hour_ago = time.time() - 3700
+    os.utime(tmp_path / name, (hour_ago, hour_ago))
+    assert pin_version(writer.storage, 2, replaces=True).version == 2
+    assert retain(writer.storage, Retention()).orphans == 1
+    assert not (tmp_path / name).exists()
 
 
-def release_pin_after_a_snapshot(writer: Writer) -> None:
+def running(storage: Storage) -> list[Deletions]:
+    return running_deletions(storage, now=time.time())
+
+
+def test_a_pin_during_two_passes_finds_both(tmp_path: Path) -> None:
+    """A pass that keeps all versions runs between the announcement and the first deletion of one that does not."""
+    writer = Writer(Hooked(tmp_path.as_uri()))
+    writer.snapshot()
+    for row in range(4):
+        writer.delta([row])
     for _ in range(2):
         writer.snapshot()
-    release_pin(writer.storage)
+        writer.delta([1])
+    old = tmp_path / "predictors" / "old.json"
+    writer.storage.replace("predictors/old.json", b"{}")
+    day_ago = time.time() - 90_000
+    os.utime(old, (day_ago, day_ago))
+
+    def during(what: str, _: str) -> None:
+        if what == "delete" and old.exists():
+            assert retain(Storage(tmp_path.as_uri()), Retention()).orphans == 1
+            with pytest.raises(RetentionRunningError, match="versions below 8"):
+                pin_version(Storage(tmp_path.as_uri()), 4)
+
+    assert isinstance(writer.storage, Hooked)
+    writer.storage.on = during
+    assert retain(writer.storage, _ALL).versions > 0
+    assert running(writer.storage) == []
+
+
+def test_a_pass_that_ends_while_a_pin_is_checked_is_found() -> None:
+    writer = stream()
+    for _ in range(2):
+        writer.snapshot()
+    storage = writer.storage
+    may_delete, looked = threading.Event(), threading.Event()
+    delete, objects = storage.delete, storage.objects
+
+    def waiting(name: str) -> None:
+        looked.set()
+        assert may_delete.wait(30)
+        delete(name)
+
+    def listing(prefix: str, *, after: str | None = None) -> list[StoredObject]:
+        if prefix == "control/retention" and threading.current_thread() is not passing:
+            may_delete.set()
+            passing.join(30)
+        return objects(prefix, after=after)
+
+    passing = threading.Thread(target=lambda: retain(storage, _ALL))
+    storage.delete, storage.objects = waiting, listing  # type: ignore[method-assign]
+    passing.start()
+    assert looked.wait(30)
+    with pytest.raises((MissingVersionError, NoSnapshotError, CorruptPartError)):
+        pin_version(storage, 3)
+    newest = newest_pin(storage)
+    assert newest is not None
+    assert newest.kind == "release"
+
+
+def test_a_pass_ends_before_its_announcement_expires(monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = stream()
+    for _ in range(2):
+        writer.snapshot()
+    monkeypatch.setattr(retention_module, "_PASS_SECONDS", 0.0)
+    assert retain(writer.storage, _ALL).versions == 0
+    assert pin_version(writer.storage, 3).version == 3
 
 
 def test_a_pin_between_the_look_and_the_deletions_of_a_pass_ends_the_pass() -> None:
@@ -254,7 +324,7 @@ def test_a_pin_between_the_look_and_the_deletions_of_a_pass_ends_the_pass() -> N
 
     storage.size = counted  # type: ignore[method-assign]
     assert retain(storage, _ALL).versions == 0
-    assert running_deletions(storage) is None
+    assert running(storage) == []
     assert pin_version(storage, 3).counter == 3
 
 

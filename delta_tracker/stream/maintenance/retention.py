@@ -20,12 +20,13 @@ All ages use the store's clock: they are the modification time of the newest obj
 clock of a publisher has no effect. Only objects whose names this library creates count. A modification time after this
 host's time counts as this host's time: an object that is dated in the future expires nothing early, and a clock of this
 host that is behind only delays deletions. An *orphan* is an object that no process needs any more: an object below
-``parts/`` that no entry names, the draft of an interrupted write, the object of an interrupted probe, or the heartbeat
-of a predictor or a publisher that has ended.
+``parts/`` that no entry names, the draft of an interrupted write, the object of an interrupted probe, the heartbeat of
+a predictor or a publisher that has ended, or the announcement of an interrupted pass.
 
-The entries and objects that lead to the version of the newest pin are kept. A pass announces its deletions in the
-object ``control/retention.json``, then looks for a newer pin, and ends if there is one. Who writes a pin looks for an
-announcement afterwards. So one of the two finds the other.
+The entries and objects that lead to the version of the newest pin are kept. Each pass announces its deletions in an
+object of its own below ``control/retention/``, then looks for a newer pin, and ends if there is one. Who writes a pin
+looks for the announcements of all passes afterwards. So one of the two finds the other. An announcement expires after
+one hour, in case its pass was interrupted, so a pass ends itself after half an hour.
 """
 
 from __future__ import annotations
@@ -41,15 +42,25 @@ from delta_tracker.errors import InvalidArgumentError, MissingVersionError, NoSn
 from delta_tracker.stream.cursor import StreamCursor
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import Merged, StreamLog, entry_name
-from delta_tracker.stream.pin import Pin, announce_deletions, end_deletions, newest_counter, newest_pin
+from delta_tracker.stream.pin import (
+    DELETIONS_NAME,
+    DELETIONS_SECONDS,
+    Pin,
+    announce_deletions,
+    end_deletions,
+    newest_counter,
+    newest_pin,
+)
 from delta_tracker.stream.storage.storage import Storage, StoredObject
 
 _logger = logging.getLogger(__name__)
 
 _DELETIONS_PER_LOOK = 100
+_PASS_SECONDS = DELETIONS_SECONDS / 2
 # Minimum age of a deleted orphan. A part with a version up to the head's must get its entry within this time.
 ORPHAN_SECONDS = 3600.0
 HEARTBEAT_SECONDS = 86_400.0  # predictors and publishers replace their heartbeats every few seconds
+_PREFIXES = ("parts", "drafts", "probe", "predictors", "publishers", "control/retention")
 _PART_NAME = re.compile(r"parts/([0-9]{20})-g[0-9]+-[0-9a-z]+-[0-9a-f]{16}\.safetensors")
 _DRAFT_NAME = re.compile(r"drafts/[0-9a-f]{16}")
 _PROBE_NAME = re.compile(r"probe/[0-9a-f]{32}")
@@ -111,7 +122,7 @@ class Retained:
     Args:
         versions: number of deleted log entries.
         merged: number of deleted merged entries.
-        orphans: number of deleted parts without an entry, drafts, probes and heartbeats.
+        orphans: number of deleted parts without an entry, drafts, probes, heartbeats and announcements.
         num_bytes: size in bytes of the deleted parts and orphans.
     """
 
@@ -185,15 +196,15 @@ def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], 
     # is not on disk may be there again after a power loss, and must find its objects then.
     _sync_entries(log.storage)
     # Announced before the look for a pin: a pin that is written after this look finds the announcement.
-    announce_deletions(
+    deletions = _Deletions(log.storage, 0 if pin is None else pin.counter)
+    announcement = announce_deletions(
         log.storage, held.head.stream, 1 + max([*old, *held.below, *(each.last for each in stale)], default=-1)
     )
-    deletions = _Deletions(log.storage, 0 if pin is None else pin.counter)
     num_gone = deletions.of(name for name, _ in gone)
     if gone:
         _sync_entries(log.storage)
     num_unused = deletions.of(unused)
-    end_deletions(log.storage)
+    end_deletions(log.storage, announcement)
     num_orphans, orphan_bytes = 0, 0
     for orphan in orphans:
         if deletions.may_continue() and _discard(log.storage, orphan):
@@ -207,9 +218,10 @@ def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], 
 
 
 class _Deletions:
-    """Deletions of one pass. They end when an operator writes a pin.
+    """Deletions of one pass. They end when an operator writes a pin, or half an hour after this object was created.
 
-    The pass has computed what nobody needs without that pin. The next pass keeps what leads to it.
+    The pass has computed what nobody needs without that pin. The next pass keeps what leads to it. After an hour, its
+    announcement no longer counts.
 
     Args:
         storage: store of the stream.
@@ -219,11 +231,12 @@ class _Deletions:
     def __init__(self, storage: Storage, counter: int) -> None:
         self._storage = storage
         self._counter = counter
+        self._ends_at = time.monotonic() + _PASS_SECONDS
         self._left = 0  # deletions before the next look
         self._is_over = False
 
     def of(self, names: Iterable[str]) -> int:
-        """Delete objects. Return how many were deleted before a pin was written."""
+        """Delete objects. Return how many were deleted before the deletions ended."""
         num_deleted = 0
         for name in names:
             if not self.may_continue():
@@ -234,6 +247,8 @@ class _Deletions:
 
     def may_continue(self) -> bool:
         """Return True if the next object may be deleted. Looks for a pin before the first and each 100 more."""
+        if time.monotonic() >= self._ends_at:
+            self._is_over = True
         if not self._left and not self._is_over:
             self._is_over = newest_counter(self._storage, after=self._counter) > self._counter
             self._left = _DELETIONS_PER_LOOK
@@ -354,7 +369,7 @@ class _Held:
 
 @dataclass(frozen=True, slots=True)
 class _Leftovers:
-    """Listing of the parts, drafts, probes and heartbeats in the store, some of which may be orphans.
+    """Listing of the parts, drafts, probes, heartbeats and announcements in the store, some of which may be orphans.
 
     Attributes:
         parts: objects below ``parts/``, which are not only parts in format 2.
@@ -362,6 +377,7 @@ class _Leftovers:
         probes: objects below ``probe/``.
         beats: objects below ``predictors/``.
         publisher_beats: objects below ``publishers/``.
+        announcements: objects below ``control/retention/``.
         newest: latest modification time of those whose names this library creates, in Unix seconds; 0 if there are
             none. Other programs may date their objects as they like.
     """
@@ -371,6 +387,7 @@ class _Leftovers:
     probes: list[StoredObject]
     beats: list[StoredObject]
     publisher_beats: list[StoredObject]
+    announcements: list[StoredObject]
     newest: float
 
     @property
@@ -381,16 +398,16 @@ class _Leftovers:
     @classmethod
     def list(cls, storage: Storage) -> _Leftovers:
         """List these objects in the store."""
-        found = [storage.objects(prefix) for prefix in ("parts", "drafts", "probe", "predictors", "publishers")]
-        patterns = (_PART_NAME, _DRAFT_NAME, _PROBE_NAME, _BEAT_NAME, _PUBLISHER_BEAT_NAME)
+        found = [storage.objects(prefix) for prefix in _PREFIXES]
+        patterns = (_PART_NAME, _DRAFT_NAME, _PROBE_NAME, _BEAT_NAME, _PUBLISHER_BEAT_NAME, DELETIONS_NAME)
         times = [
             stored.modified
             for pattern, each in zip(patterns, found, strict=True)
             for stored in each
             if pattern.fullmatch(stored.name)
         ]
-        parts, drafts, probes, beats, publisher_beats = found
-        return cls(parts, drafts, probes, beats, publisher_beats, max(times, default=0.0))
+        parts, drafts, probes, beats, publisher_beats, announcements = found
+        return cls(parts, drafts, probes, beats, publisher_beats, announcements, max(times, default=0.0))
 
     def orphans(self, named: set[str], head: int, retention: Retention, now: float) -> Iterator[StoredObject]:
         """Yield the objects that ``retention`` does not keep. They include drafts that are still being written.
@@ -415,6 +432,7 @@ class _Leftovers:
             (self.probes, _PROBE_NAME, age),
             (self.beats, _BEAT_NAME, retention.heartbeat_seconds),
             (self.publisher_beats, _PUBLISHER_BEAT_NAME, retention.heartbeat_seconds),
+            (self.announcements, DELETIONS_NAME, DELETIONS_SECONDS),
         ):
             yield from (each for each in found if pattern.fullmatch(each.name) and is_old(each, seconds))
 
