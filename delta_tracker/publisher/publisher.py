@@ -634,8 +634,6 @@ class Publisher:
     def _fail(self, error: Exception) -> None:
         """Record an error. If a version is being published, abort it; its rows stay pending."""
         flight, self._flight = self._flight, None
-        if self._stored is not None:
-            self._stored.abort()
         former, self._failure = self._failure, kind_of(error)
         self._error = unraised(error)
         if self._failure != former:

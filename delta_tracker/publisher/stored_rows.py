@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,8 @@ from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.publisher.row_record import Bytes, Ids, RowRecord
 from delta_tracker.stream.format.block_rows import CHUNK_BYTES, BlockRows, RowReader, gather
 from delta_tracker.types import TableSpec
+
+_logger = logging.getLogger(__name__)
 
 UnchangedChoice = Literal["bytes", "digest"] | None
 _CHOICES = ("bytes", "digest")
@@ -52,8 +55,9 @@ class StoredRows:
     Rows of a shard with some columns of the table only are not compared, because other ranks have the other columns:
     predictors may need whole rows.
 
-    The worker thread of the publisher calls :meth:`begin_snapshot`, :meth:`snapshot_rows` and :meth:`delta_rows`. Then,
-    once the worker is idle, the training thread calls :meth:`commit`, or at any time :meth:`abort`. Both are O(1).
+    The worker thread of the publisher calls :meth:`begin_snapshot`, :meth:`snapshot_rows` and :meth:`delta_rows`. Once
+    the version is committed, and before the worker gets another task, the training thread calls :meth:`commit`, which
+    is O(1). The rows of a version without this call stay unknown.
 
     Args:
         choice: ``"bytes"`` to keep the stored bytes of each row, ``"digest"`` to keep a 128-bit digest. Two different
@@ -72,6 +76,7 @@ class StoredRows:
         self._layout = -1
         self._num_bytes = 0
         self._num_unchanged = 0
+        self._reasons: set[str] = set()  # logged
 
     @property
     def num_bytes(self) -> int:
@@ -109,7 +114,7 @@ class StoredRows:
             self._staged = _Staged()
             self._forget(layout)
         listed = [each for each in rows if each.ids is not None]
-        for shard, blocks in _shards(listed, tables):
+        for shard, blocks in self._shards(listed, tables):
             self._replace(shard, blocks)
         return listed + self._recorded([each for each in rows if each.ids is None], tables)
 
@@ -124,13 +129,15 @@ class StoredRows:
             rows: the changed rows, with lists of ids.
             tables: FQN to table.
             layout: number that changes when the shards may have changed.
-            skips: False to return all rows.
+            skips: False to return all rows, because the tracker has other consumers.
         """
         self._settle()
+        if not skips:
+            self._explain("versions with states, while the tracker has other consumers")
         if layout != self._layout:
             self._forget(layout)
         kept: dict[int, BlockRows | None] = {}
-        for shard, blocks in _shards(rows, tables):
+        for shard, blocks in self._shards(rows, tables):
             same = self._replace(shard, blocks)
             if not skips or not same.any():
                 continue
@@ -147,9 +154,24 @@ class StoredRows:
             self._num_unchanged += self._staged.num_unchanged
         self._staged.is_committed = True
 
-    def abort(self) -> None:
-        """Record that the version whose rows were given last failed. Its rows stay unknown."""
-        self._staged = _Staged()
+    def _shards(
+        self, rows: Sequence[BlockRows], tables: Mapping[str, TableSpec]
+    ) -> Iterator[tuple[_Shard, list[BlockRows]]]:
+        """Yield FQN, row range and blocks of each shard that has all columns of its table."""
+        found: defaultdict[_Shard, list[BlockRows]] = defaultdict(list)
+        for each in rows:
+            found[each.block.table, each.block.rows].append(each)
+        for shard, blocks in found.items():
+            if sum(each.block.num_columns for each in blocks) == tables[shard[0]].dim:
+                yield shard, blocks
+            else:
+                self._explain(f"the table {shard[0]!r}, whose columns are on several ranks")
+
+    def _explain(self, reason: str) -> None:
+        """Log once that all changed rows of some versions or tables are sent."""
+        if reason not in self._reasons:
+            self._reasons.add(reason)
+            _logger.warning("skip_unchanged: all changed rows are sent of %s", reason)
 
     def _settle(self) -> None:
         """Make the rows of the last version known if it is committed, and stage a new version."""
@@ -204,7 +226,7 @@ class StoredRows:
     def _recorded(self, rows: Sequence[BlockRows], tables: Mapping[str, TableSpec]) -> list[BlockRows]:
         """Return blocks of all rows, which are recorded while they are read."""
         watched: dict[int, BlockRows] = {}
-        for shard, blocks in _shards(rows, tables):
+        for shard, blocks in self._shards(rows, tables):
             record = self._record(shard, blocks, is_new=True)
             self._staged.whole.append(record)
             number = 0
@@ -215,16 +237,6 @@ class StoredRows:
                 states = tuple(readers[len(readers) - len(each.states) :])
                 watched[id(each)] = replace(each, read=readers[0], owners=owners, states=states)
         return [watched.get(id(each), each) for each in rows]
-
-
-def _shards(rows: Sequence[BlockRows], tables: Mapping[str, TableSpec]) -> Iterator[tuple[_Shard, list[BlockRows]]]:
-    """Yield FQN, row range and blocks of each shard that has all columns of its table."""
-    found: defaultdict[_Shard, list[BlockRows]] = defaultdict(list)
-    for each in rows:
-        found[each.block.table, each.block.rows].append(each)
-    for shard, blocks in found.items():
-        if sum(each.block.num_columns for each in blocks) == tables[shard[0]].dim:
-            yield shard, blocks
 
 
 def _readers(rows: BlockRows) -> list[RowReader]:

@@ -115,6 +115,7 @@ class Schedule:
         self.fault = Fault(chance.choice([KeyboardInterrupt, MemoryError]), int(10 ** chance.uniform(0, 3.3)))
         self.cadence = Cadence(**bounds, vote_every=chance.choice([1, 2, 3]))
         self.has_states = self.top_k is None and chance.random() < 0.7
+        self.skip_unchanged = chance.choice([None, "bytes", "digest"])
 
 
 @dataclass(slots=True)
@@ -130,12 +131,16 @@ class Run:
     held: dict[int, dict[str, list[torch.Tensor]]] = field(default_factory=dict)
 
     def train(self) -> None:
-        """Change three rows of each shard and their states, and remember all of them by the number of batches."""
+        """Change three rows of each shard and their states, and remember all of them by the number of batches.
+
+        Some rows change to one of two values, so that versions have rows whose stored bytes did not change.
+        """
         for fqn, shard_ in self.tracker.shards.items():
             if shard_.num_rows:
                 ids = torch.randint(0, shard_.num_rows, (3,), generator=self.generator)
                 for view in _views(self.tracker, fqn):
-                    view.data[ids] += torch.rand(3, view.shape[1], generator=self.generator)
+                    change = torch.rand(3, view.shape[1], generator=self.generator)
+                    view.data[ids] = torch.where(change[:, :1] < 0.5, view.data[ids] + change, change[:, :1].round())
                 self.tracker.mark_changed(fqn, ids)
         self.tracker.step()
         self.counter.number = self.tracker.num_batches
@@ -221,7 +226,14 @@ def case(rank: int, world_size: int, url: str, seed: int) -> tuple[bool, list[st
     counter = Counter()
     states: dict[str, Any] = {"states": "optimizer", "rank_state": {"counter": counter}} if schedule.has_states else {}
     publisher = Publisher(
-        tracker, url, top_k=schedule.top_k, cadence=schedule.cadence, timeout=_TIMEOUT, pointer_seconds=None, **states
+        tracker,
+        url,
+        top_k=schedule.top_k,
+        cadence=schedule.cadence,
+        timeout=_TIMEOUT,
+        pointer_seconds=None,
+        skip_unchanged=schedule.skip_unchanged,
+        **states,
     )
     run = Run(rank, tracker, publisher, torch.Generator().manual_seed(seed * 10 + rank), counter)
     for number, name in enumerate(schedule.calls):

@@ -41,8 +41,8 @@ def test_only_rows_whose_stored_bytes_changed_are_sent(
     two_ranks: RankPool, tmp_path: Path, encoding: str | None, choice: str
 ) -> None:
     found = two_ranks.run(f"{_CASES}:counts", root=str(tmp_path), encoding=encoding, choice=choice)
-    # A snapshot; twice no change, then a change of one row per shard, none, the same change back after a failure, none;
-    # after an attach nothing is known. All rows are sent of the table whose columns are on both ranks.
+    # A snapshot; twice no change, then a change of one row per shard, none, the rows of a version that failed, none.
+    # After an attach nothing is known. All rows are sent of the table whose columns are on both ranks.
     few, changed = 18, 26
     expected = [_NUM_BLOCKS, few, few, changed, few, changed, few, _NUM_BLOCKS, few]
     assert [each["sent"] for each in found] == [expected] * 2

@@ -13,8 +13,7 @@ _STORED_ROWS = "delta_tracker/publisher/stored_rows.py"
 REVERTS = [
     Revert(
         defect="unchanged: the rows of a version that failed count as stored",
-        generator=_RANDOM,
-        timeout_seconds=300.0,
+        generator=f"{_TESTS}test_only_rows_whose_stored_bytes_changed_are_sent",
         edits={_STORED_ROWS: [("if staged.is_committed:\n            for", "if staged:\n            for")]},
     ),
     Revert(

@@ -40,6 +40,7 @@ _IN_SWEEPS = pytest.mark.skipif(not SWEEPS_ARE_WHOLE, reason="some 10 s each: `m
                 "bench_read",
                 "bench_recovery",
                 "bench_store",
+                "bench_unchanged",
             )
         ),
     ],
@@ -128,7 +129,9 @@ def test_a_part_of_the_benchmark_for_gpus_that_fails_loses_no_times(
     assert "OutOfMemoryError: no memory" in printed.err
 
 
-@pytest.mark.parametrize("name", ["bench_freshness", "bench_predict", "bench_publish", "bench_quality"])
+@pytest.mark.parametrize(
+    "name", ["bench_freshness", "bench_predict", "bench_publish", "bench_quality", "bench_unchanged"]
+)
 def test_committed_results_are_of_the_current_program(name: str) -> None:
     directory = _ROOT / "benchmarks" / "results"
     record = json.loads((directory / f"{name}.json").read_text())
