@@ -25,16 +25,19 @@ from delta_tracker.errors import (
     InvalidArgumentError,
     MalformedError,
     MirrorDivergedError,
+    MissingVersionError,
     NewerFormatError,
+    NoSnapshotError,
     StorageError,
 )
+from delta_tracker.stream.cursor import StreamCursor
 from delta_tracker.stream.format.digests import PieceHasher
 from delta_tracker.stream.format.manifest import Manifest, Part, Stored
 from delta_tracker.stream.format.parse import parse_manifest
 from delta_tracker.stream.format.part_reader import check_object
 from delta_tracker.stream.log import MAX_ENTRY_BYTES, Merged, StreamLog, entry_name
 from delta_tracker.stream.maintenance.retention import Retention, retain
-from delta_tracker.stream.pin import Pin
+from delta_tracker.stream.pin import Pin, newest_pin
 from delta_tracker.stream.pointer_writer import PointerWriter
 from delta_tracker.stream.storage.storage import Storage
 
@@ -57,8 +60,8 @@ _MAX_BACK_OFF_SECONDS = 30.0
 class Mirror:
     """Copier of the entries of one stream. Not thread-safe; run one mirror per destination.
 
-    An empty destination starts at the source's newest snapshot. The retention of the source does not apply to the
-    destination, which keeps everything unless ``retention`` is given.
+    An empty destination starts at the source's newest snapshot, or if a pin applies, at the one that leads to it. The
+    retention of the source does not apply to the destination, which keeps everything unless ``retention`` is given.
 
     Args:
         source: store of the stream. At an http url, entries are read past the caches, and parts through them.
@@ -69,7 +72,7 @@ class Mirror:
             http need; None for no writes. Only :meth:`run` writes it.
 
     Raises:
-        InvalidArgumentError: if both stores have the same url, or the destination is read-only.
+        InvalidArgumentError: if both are one store, or the destination is read-only.
 
     Example:
         >>> mirror = Mirror(Storage("memory://"), Storage("memory://"))
@@ -88,7 +91,7 @@ class Mirror:
     ) -> None:
         if destination.is_read_only:
             raise InvalidArgumentError("destination", destination.url, "Pass the url of a bucket or directory")
-        if source is destination or (source.url == destination.url and source.url != "memory://"):
+        if source.is_same(destination):
             raise InvalidArgumentError("destination", destination.url, "Pass another store than the source")
         self._source, self._destination = source, destination
         # A cache may have an old 404, or an entry of a stream that was replaced; nothing would detect a wrong last one.
@@ -299,19 +302,50 @@ class Mirror:
     def _first(self) -> int | None:
         """Return the version at which an empty destination starts; None if the source has no snapshot.
 
-        If only a merged snapshot is left, it is copied, and the log starts with the entry after it.
+        If a pin applies, this is the snapshot that leads to the pinned version: predictors of the destination could not
+        follow the pin otherwise. If only a merged snapshot is left, it is copied, and the log starts with the entry
+        after it.
         """
         head = self._from.head()
         if head is None:
             return None
+        start = self._pinned_start(head)
+        if start is not None:
+            return self._after_merged(start, head) if start.merges is not None else start.version
         if head.snapshot is not None and self._from.read(head.snapshot) is not None:
             return head.snapshot
         newest = self._from.newest_snapshot()
-        if newest is None or newest.merges is None:
+        return None if newest is None or newest.merges is None else self._after_merged(newest, head)
+
+    def _after_merged(self, snapshot: Manifest, head: Manifest) -> int | None:
+        """Copy a merged snapshot. Return the version at which the log of the destination starts, None to repeat."""
+        if not self._copy_merged(Merged.of(snapshot), head):
+            return None  # the source has replaced it meanwhile
+        return snapshot.version if self._from.read(snapshot.version) is not None else snapshot.version + 1
+
+    def _pinned_start(self, head: Manifest) -> Manifest | None:
+        """Return the snapshot that leads to the pinned version; None if no pin of the stream applies.
+
+        Also None if the log from the snapshot on is not complete, which is logged: the destination then starts above
+        the pinned version.
+        """
+        pin = newest_pin(self._entries)
+        if pin is None or pin.kind != "pin" or pin.stream != head.stream:
             return None
-        if not self._copy_merged(Merged.of(newest), head):
-            return None  # the source has replaced it meanwhile: repeat
-        return newest.version if self._from.read(newest.version) is not None else newest.version + 1
+        try:
+            start = StreamCursor(self._from).path_to(pin.version)[0]
+        except (MissingVersionError, NoSnapshotError, InvalidArgumentError) as error:
+            text = "the pinned version cannot be copied, so predictors of the copy cannot follow the pin: %s"
+            _logger.warning(text, error)
+            return None
+        first = start.version if start.merges is None else start.version + 1
+        if all(self._from.read(version) is not None for version in range(first, pin.version + 1)):
+            return start
+        text = (
+            "the log does not lead to the pinned version, so predictors of the copy cannot follow the pin: version=%d"
+        )
+        _logger.warning(text, pin.version)
+        return None
 
     def _newest(self) -> Manifest | None:
         """Return the newest entry of the destination, see :meth:`_unreadable` for a malformed one.

@@ -8,6 +8,24 @@ _SWEEP = "tests/system/test_mirror_sweep.py::test_a_killed_mirror_leaves_a_prefi
 
 REVERTS = [
     Revert(
+        defect="a mirror runs on its own source",
+        generator="tests/stream/test_mirror.py::test_a_mirror_on_its_own_source_is_refused",
+        edits={
+            "delta_tracker/stream/mirror.py": [
+                ("        if source.is_same(destination):\n", "        if source.url == destination.url:\n"),
+            ],
+        },
+    ),
+    Revert(
+        defect="a mirror that starts while a pin applies starts above the pinned version",
+        generator="tests/stream/test_mirror.py::test_a_mirror_that_starts_while_a_pin_applies_copies_the_path_of_the_pin",
+        edits={
+            "delta_tracker/stream/mirror.py": [
+                ("        start = self._pinned_start(head)\n", "        start = None\n"),
+            ],
+        },
+    ),
+    Revert(
         defect="a mirror creates an entry before its objects",
         generator=f"{_SWEEP}[False]",
         edits={

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -26,8 +27,9 @@ from delta_tracker.stream.log import Merged, StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.mirror import Mirror
-from delta_tracker.stream.pin import Pin
+from delta_tracker.stream.pin import Pin, newest_pin
 from delta_tracker.stream.pointer import POINTER_NAME, read_pointer
+from delta_tracker.stream.rollback import pin_version
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import StateSpec, TableStates
 from tests.predictor.cache_server import cache_server
@@ -451,6 +453,30 @@ def test_pins_are_copied_once_the_destination_has_the_pinned_version(writer: Wri
         Mirror(writer.storage, Storage("memory://")).copy_pins()
 
 
+@pytest.mark.parametrize("is_merged", [False, True])
+def test_a_mirror_that_starts_while_a_pin_applies_copies_the_path_of_the_pin(writer: Writer, is_merged: bool) -> None:
+    if is_merged:
+        merged = compact(writer.storage, fold=1e-9)
+        assert merged is not None
+        assert merged.kind == "snapshot"
+        writer.delta([3])
+    good = StreamLog(writer.storage).versions()[-1]
+    expected = writer.table.clone()
+    writer.delta([4])
+    writer.snapshot()
+    pin_version(writer.storage, good)
+    retain(writer.storage, _ALL)
+    destination = Prefix(writer.storage)
+    copy(Mirror(writer.storage, destination))
+    assert newest_pin(destination) == newest_pin(writer.storage)
+    assert entries(destination)[-1] == entries(writer.storage)[-1]
+    table = torch.full((20, 4), -1.0)
+    predictor = Predictor({FQN: table}, destination, dense=False, follows_pins=True)
+    predictor.sync()
+    assert predictor.version == good
+    assert torch.equal(table, expected)
+
+
 def test_the_destination_has_its_own_retention(writer: Writer) -> None:
     destination = Storage("memory://")
     mirror = Mirror(writer.storage, destination, retention=_ALL)
@@ -492,9 +518,25 @@ def test_failures_of_the_stores_are_repeated(writer: Writer) -> None:
 
 @pytest.mark.parametrize(
     ("destination", "argument"),
-    [("http://127.0.0.1:1/stream", "destination"), ("s3://bucket/source", "destination")],
+    [
+        ("http://127.0.0.1:1/stream", "destination"),
+        ("s3://bucket/source", "destination"),
+        ("s3://bucket/source/", "destination"),
+    ],
 )
 def test_invalid_destinations_are_refused(destination: str, argument: str) -> None:
     source = Storage("s3://bucket/source", options={"region": "us-east-1"})
     with pytest.raises(InvalidArgumentError, match=argument):
         Mirror(source, Storage(destination))
+
+
+@pytest.mark.parametrize("spelling", ["slash", "dot", "link"])
+def test_a_mirror_on_its_own_source_is_refused(tmp_path: Path, spelling: str) -> None:
+    directory = tmp_path / "source"
+    source = Storage(directory.as_uri(), create=True)
+    link = tmp_path / "link"
+    link.symlink_to(directory)
+    uri = directory.as_uri()
+    url = {"slash": uri + "/", "dot": tmp_path.as_uri() + "/./source", "link": link.as_uri()}[spelling]
+    with pytest.raises(InvalidArgumentError, match="another store than the source"):
+        Mirror(source, Storage(url, create=True), retention=_ALL)

@@ -157,6 +157,26 @@ class Storage:
             except UnknownConfigurationKeyError as error:
                 raise InvalidArgumentError("options", sorted(options or ()), str(error).split("\n")[0]) from error
 
+    def is_same(self, other: Storage) -> bool:
+        """Return True if both objects access the same store.
+
+        Directories are compared by their device and inode, so that links and other spellings of a path are found, and
+        urls without trailing slashes. Endpoints are not compared, which are in the options of a store.
+
+        Raises:
+            StorageError: if a directory cannot be read.
+        """
+        if self is other:
+            return True
+        if self._directory is not None and other._directory is not None:
+            with self._translated():
+                try:
+                    return identity(self._directory.stat()) == identity(other._directory.stat())
+                except (FileNotFoundError, NotADirectoryError):
+                    return self._directory.resolve() == other._directory.resolve()
+        mine, others = self.url.rstrip("/"), other.url.rstrip("/")
+        return mine == others and not mine.startswith("memory:")
+
     @property
     def is_remote(self) -> bool:
         """True if the store is accessed over a network, which may alter what is sent."""
