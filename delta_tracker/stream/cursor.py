@@ -563,6 +563,10 @@ class StreamCursor:
             manifest = self.log.read_merged(merged)
             if manifest is not None and link in (None, manifest.link):
                 return manifest
+        if not self.log.is_listed:  # the pointer names only the newest merged snapshot
+            manifest = self.log.read_merged(Merged(version, 0, "snapshot"))
+            if manifest is not None and link in (None, manifest.link):
+                return manifest
         return None
 
     def lag(self) -> tuple[int, float]:

@@ -9,11 +9,13 @@ from collections.abc import Iterator
 import pytest
 
 from delta_tracker.errors import ReadOnlyStoreError, StaleCacheError
+from delta_tracker.stream.cursor import StreamCursor
 from delta_tracker.stream.entry_names import entry_name
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.pointer import POINTER_NAME
+from delta_tracker.stream.rollback import pin_version
 from delta_tracker.stream.storage.storage import Storage
 from tests.predictor.cache_server import CacheServer, cache_server
 from tests.predictor.pointed import point_at_the_head
@@ -206,3 +208,22 @@ def test_a_claim_is_committed_although_a_cache_lacks_the_entry_after_it(writer: 
     served.hold(entry_name(1))
     assert _over_http(served).is_committed(claim)
     assert served.uncached == {entry_name(1): 1}
+
+
+def test_a_path_from_an_older_merged_snapshot_is_found_over_http(writer: Writer, served: CacheServer) -> None:
+    for row in range(4):
+        writer.delta([row])
+    merged = compact(writer.storage, fold=1e-9)
+    assert merged is not None
+    assert merged.kind == "snapshot"
+    version = writer.delta([7]).version
+    pin_version(writer.storage, version)
+    writer.delta([8])
+    writer.snapshot()
+    retain(writer.storage, Retention(versions=1, grace_seconds=0.0))
+    listed = StreamLog(writer.storage)
+    point_at_the_head(writer.storage, oldest=_oldest(listed))
+    path = StreamCursor(listed).path_to(version)
+    assert path[0].merges is not None
+    assert listed.read(merged.version) is None
+    assert StreamCursor(_over_http(served)).path_to(version) == path
