@@ -61,3 +61,11 @@ def test_an_invalid_target_has_exit_code_2(cli: Cli, writer: Writer, target: str
 
 def test_options_that_have_no_effect_are_refused(cli: Cli, writer: Writer) -> None:
     cli("sink", url_of(writer), _TARGET, "--once", "--poll", "1", code=2)
+
+
+def test_a_directory_of_lmdb_is_a_target(cli: Cli, writer: Writer, tmp_path: Path) -> None:
+    pytest.importorskip("lmdb")
+    target = f"lmdb://{tmp_path / 'rows'}"
+    assert cli("sink", url_of(writer), target, "--once") == "version 4 is stored\n"
+    writer.delta([1])
+    assert cli("sink", url_of(writer), target, "--once") == "version 5 is stored\n"
