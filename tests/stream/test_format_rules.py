@@ -187,10 +187,10 @@ _RULES = {
         "recovery/test_path.py::test_a_delta_after_other_tables_or_states_is_refused",
         "recovery/test_path.py::test_a_claim_stands_for_the_version_before_it",
     ],
-    "A reader MUST take the maximum of each field over the pointers": [
+    "Of the pointers to one stream, a reader MUST": [
         "stream/test_pointer.py::test_late_writers_never_move_a_reader_back"
     ],
-    "It MUST check each object that a pointer leads to": [
+    "A reader MUST check each object that a pointer leads to": [
         "stream/test_log_index.py::test_an_entry_of_another_hash_than_the_pointers_is_a_stale_cache"
     ],
     "It MUST NOT read entries below": ["stream/test_log_index.py::test_entries_below_the_oldest_are_refused"],
@@ -209,12 +209,15 @@ _RULES = {
         "stream/test_rollback.py::test_a_pin_between_the_look_and_the_deletions_of_a_pass_ends_the_pass",
         "predictor/test_pins.py::test_a_pin_written_during_a_retention_pass_ends_the_pass",
     ],
-    "A writer of a pin MUST read it": [
-        "stream/test_rollback.py::test_a_pin_during_a_retention_pass_keeps_its_versions_or_is_undone"
+    "If a pointer has a lower generation": [
+        "stream/test_pointer.py::test_a_late_pointer_from_before_a_restore_changes_nothing"
     ],
-    "If `before` is above the lowest version": [
-        "stream/test_rollback.py::test_an_interrupted_pass_is_announced_until_the_next_one"
+    "A pass MUST end itself": ["stream/test_rollback.py::test_a_pass_ends_before_its_announcement_expires"],
+    "After a writer has written a pin": [
+        "stream/test_rollback.py::test_a_pass_that_ends_while_a_pin_is_checked_is_found",
+        "stream/test_rollback.py::test_a_pin_during_a_retention_pass_keeps_its_versions_or_is_undone",
     ],
+    "If the `before` of one": ["stream/test_rollback.py::test_an_interrupted_pass_is_announced_for_an_hour"],
     "A mirror MUST NOT create an entry of its own": [
         "stream/test_mirror.py::test_a_mirror_stops_if_another_program_appends_to_the_destination",
         "stream/test_mirror.py::test_a_copy_has_the_same_bytes_from_the_newest_snapshot_on",
