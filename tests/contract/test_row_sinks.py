@@ -310,6 +310,7 @@ def test_lmdb_readers_follow_the_growth_of_the_file(tmp_path) -> None:
     sink.finish(_finished())
     ours, theirs = multiprocessing.Pipe()
     process = forked.start(_read_twice, target, theirs)
+    theirs.close()  # so that the end of the process is an error here
     assert ours.recv() == 1
     wide = {"w": TableSpec("w", 17_000, 1024, torch.float32)}
     sink.begin(replace(_finished(), tables={**_state().tables, **wide}))
