@@ -981,6 +981,17 @@ class MalformedSinkError(StreamError, ValueError):
         self.reason = reason
 
 
+class FoldedConstantError(DeltaTrackerError, ValueError):
+    """A compiled model does not see changes of a tensor; see ``tensor``."""
+
+    def __init__(self, tensor: str) -> None:
+        super().__init__(
+            f"the compiler has folded the tensor {tensor!r} into the code, so that updates would not be seen",
+            "Leave out options that fold constants, or change how the model uses the tensor",
+        )
+        self.tensor = tensor
+
+
 class TableMismatchError(StreamError, ValueError):
     """A table differs between the stream and the predictor's model; nothing was applied.
 

@@ -1,0 +1,167 @@
+"""Compiled models: a predictor writes to the constants of a package of AOTInductor."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from delta_tracker import Predictor, Storage
+from delta_tracker.errors import FoldedConstantError, InvalidArgumentError
+from delta_tracker.integrations import aot_inductor
+from delta_tracker.integrations.aot_inductor import CompiledModel, compile_package
+from tests.stream.streams import FQN, Writer
+from tests.sweeps import SWEEPS_ARE_WHOLE
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is:DeprecationWarning"),  # of torch's quantization
+    pytest.mark.filterwarnings("ignore:`isinstance:FutureWarning"),
+]
+compiles = pytest.mark.skipif(not SWEEPS_ARE_WHOLE, reason="10 s per model: `make test-sweeps` compiles them")
+
+INPUTS = (torch.tensor([1, 2, 3]), torch.tensor([0, 2]), torch.tensor([4, 5]))
+
+
+class Model(nn.Module):
+    """Two tables, one of which is zero, a linear layer whose bias is small, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user = nn.EmbeddingBag(20, 4, mode="sum")
+        self.item = nn.Embedding(50, 4)
+        nn.init.zeros_(self.item.weight)
+        self.dense = nn.Linear(8, 4)
+        self.register_buffer("scale", torch.ones(4))
+        self.register_buffer("offset", torch.arange(4.0), persistent=False)
+
+    def forward(self, users: Tensor, offsets: Tensor, items: Tensor) -> Tensor:
+        """Return four scores for each bag."""
+        return self.dense(torch.cat([self.user(users, offsets), self.item(items)], 1)) * self.scale + self.offset
+
+
+def exported(model: nn.Module, inputs: tuple[Tensor, ...] = INPUTS) -> Any:
+    with torch.no_grad():
+        return torch.export.export(model.eval(), inputs)
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return compile_package(exported(Model()), tmp_path_factory.mktemp("compiled") / "model.pt2")
+
+
+def test_the_module_of_an_exported_program_follows_a_stream() -> None:
+    writer = Writer(Storage("memory://"))
+    writer.snapshot()
+    served = exported(nn.EmbeddingBag(20, 4, mode="sum"), INPUTS[:2]).module()
+    predictor = Predictor(served, writer.storage, names={FQN: "weight"}, dense=False)
+    for row in range(3):
+        writer.delta([row])
+        predictor.sync()
+        assert torch.equal(
+            served(*INPUTS[:2]), nn.functional.embedding_bag(*INPUTS[:1], writer.table, INPUTS[1], mode="sum")
+        )
+
+
+@compiles
+def test_a_compiled_model_follows_a_stream(package: str) -> None:
+    model, served = Model().eval(), CompiledModel(package, num_runners=2)
+    writer = Writer(Storage("memory://"))
+    writer.snapshot()
+    predictor = Predictor(served.tensors, writer.storage, names={FQN: "user"}, dense=False)
+    predictor.sync()
+    for name, tensor in model.state_dict().items():
+        if name != "user.weight":
+            served.tensors[name].copy_(tensor)
+    for row in range(4):
+        writer.delta([row])
+        predictor.sync()
+        with torch.no_grad():
+            model.user.weight.copy_(writer.table)
+            model.dense.bias.add_(1)
+            served.tensors["dense.bias"].add_(1)
+            served.tensors["scale"].mul_(2)
+            model.scale.mul_(2)
+            assert torch.equal(served(*INPUTS), model(*INPUTS))
+
+
+@compiles
+def test_a_folded_constant_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delitem(aot_inductor._OWN_OPTIONS, "always_keep_tensor_constants")
+    model = Model()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(FoldedConstantError, match=r"'dense\.bias'|'scale'"):
+        compile_package(exported(model), tmp_path / "model.pt2")
+    assert list(tmp_path.iterdir()) == []
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@compiles
+def test_tensors_that_the_examples_do_not_reach_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Unused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.EmbeddingBag(20, 4, mode="sum")
+
+        def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
+            return self.table(ids, offsets)
+
+    with caplog.at_level(logging.WARNING, "delta_tracker"):
+        compile_package(
+            exported(Unused(), (torch.tensor([], dtype=torch.int64), torch.tensor([0]))), tmp_path / "m.pt2"
+        )
+    assert "table.weight" in caplog.text
+
+
+def test_models_that_cannot_be_followed_are_refused(tmp_path: Path) -> None:
+    plain = exported(nn.Embedding(5, 4), (torch.tensor([1]),))
+    path = tmp_path / "model.pt2"
+    with pytest.raises(InvalidArgumentError, match=r"\.pt2"):
+        compile_package(plain, tmp_path / "model.so")
+    for option in ("freezing", "always_keep_tensor_constants", "aot_inductor.metadata"):
+        with pytest.raises(InvalidArgumentError, match=option):
+            compile_package(plain, path, options={option: True})
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(5, 4)
+            self.out = nn.Linear(4, 5, bias=False)
+            self.out.weight = self.table.weight
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.out(self.table(ids))
+
+    with pytest.raises(InvalidArgumentError, match="shares memory"):
+        compile_package(exported(Tied(), (torch.tensor([1]),)), path)
+    normed = nn.Sequential(nn.Embedding(5, 4), nn.BatchNorm1d(4))
+    with pytest.raises(InvalidArgumentError, match="running_mean"):
+        compile_package(torch.export.export(normed.train(), (torch.tensor([1, 2]),)), path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        None,
+        "",
+        "{}",
+        '{"format":2,"tensors":{}}',
+        '{"format":1,"tensors":{"a":["F32",[-1]]}}',
+        '{"format":1,"tensors":{"a":["X",[1]]}}',
+        '{"format":1,"tensors":{"a":["F32",[1000000000,1000000000]]}}',
+    ],
+)
+def test_the_metadata_of_a_package_is_checked(monkeypatch: pytest.MonkeyPatch, text: str | None) -> None:
+    class Other:
+        def get_metadata(self) -> dict[str, str]:
+            return {} if text is None else {"delta_tracker": text}
+
+    monkeypatch.setattr(aot_inductor, "_loaded", lambda *_: Other())
+    with pytest.raises(InvalidArgumentError, match=r"[Cc]ompile it"):
+        CompiledModel("model.pt2")
+    with pytest.raises(InvalidArgumentError, match="num_runners"):
+        CompiledModel("model.pt2", num_runners=0)
