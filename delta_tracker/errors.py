@@ -1012,7 +1012,7 @@ class TableMismatchError(StreamError, ValueError):
 
 
 class PartialRowsError(StreamError, ValueError):
-    """A version has only part of a column range that the predictor's model must write as a whole. Nothing was applied.
+    """A version has only part of a column range that the predictor must write as a whole. Nothing was applied.
 
     ``needed`` is this column range of ``table``. For ``num_rows`` rows, the version has only the columns ``found``.
     """
@@ -1024,7 +1024,7 @@ class PartialRowsError(StreamError, ValueError):
         self.needed = needed
         super().__init__(
             f"{num_rows} rows of table {table!r} have the columns {_listed(self.found)} only, "
-            f"and the predictor's model quantizes the columns {needed!r} together",
+            f"and the predictor must write the columns {needed!r} together",
             "Wait for the next snapshot, which has whole rows; publish column-wise tables without top-k and with fused "
             "kernels, or do not shard this one by columns",
         )

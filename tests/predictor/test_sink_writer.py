@@ -367,7 +367,7 @@ def test_columns_of_rows_are_joined_or_refused() -> None:
     writer.change([3])
     before = stored.copy()
     writer.write("delta", writer.blocks([3])[:1])
-    with pytest.raises(PartialRowsError, match="have the columns"):
+    with pytest.raises(PartialRowsError, match="must write the columns"):
         predictor.sync()
     assert (stored.states, stored.rows) == (before.states, before.rows)
 
