@@ -772,8 +772,8 @@ class RetentionRunningError(StreamError, RuntimeError):
 
     def __init__(self, url: str, before: int) -> None:
         super().__init__(
-            f"a retention pass of {url} deletes versions below {before}, or was interrupted",
-            "Pin again after the next pass, or pin a version from a newer snapshot on",
+            f"a retention pass of {url} deletes versions below {before}, or was interrupted in the last hour",
+            "Pin again when no pass runs (one hour after an interrupted one), or a version from a newer snapshot on",
         )
         self.url = url
         self.before = before
