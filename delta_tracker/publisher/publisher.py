@@ -179,6 +179,7 @@ class Publisher:
 
         def prepare() -> dict[str, Any]:
             _check(cadence, retention, heartbeat_seconds, pointer_seconds)
+            _check_claim(url, states)
             if cadence is not None:
                 self._vote_every = cadence.calls_per_vote(self._exchange.group.world_size)
             check_complete(tracker.model)
@@ -645,6 +646,12 @@ class Publisher:
                 self._checked_source().end(flight.read, None)
             except Exception:
                 _logger.exception("the read of a version that failed could not be aborted: the next one replaces it")
+
+
+def _check_claim(url: object, states: str | None) -> None:
+    """Check that a recovery stream that a takeover has claimed continues with states."""
+    if isinstance(url, ClaimedStream) and url.has_states and states is None:
+        raise InvalidArgumentError("url", url, "Pass one of taken.serving, or states= as the trainer did")
 
 
 def _check(cadence: object, retention: object, heartbeat_seconds: float | None, pointer_seconds: float | None) -> None:

@@ -34,6 +34,7 @@ class ServingStreams:
         self._urls = urls
         self._storages = [open_storage(each) for each in urls]  # a wrong url must not create a directory
         self._streams: list[str] = []  # ids of the streams, from check()
+        self._is_checked = False
         # The ids of the claims are drawn before the claims, which are found again if the store's answer is lost.
         self._writers = [secrets.token_hex(16) for _ in urls]
         self._check_distinct([recovery.storage.url, *(each.url for each in self._storages)])
@@ -45,19 +46,20 @@ class ServingStreams:
     @property
     def is_checked(self) -> bool:
         """True after :meth:`check` has succeeded."""
-        return len(self._streams) == len(self._urls)
+        return self._is_checked
 
     def check(self, version: Manifest | None) -> None:
-        """Check that the streams exist, and that the trainer publishes them.
+        """Check that the streams exist, that the trainer publishes them, and that it publishes no others.
 
         A version of the recovery stream has the positions of the streams of the tracker's other consumers. A stream
-        that is not among them is accepted only for a consumer whose position is unknown.
+        that is not among them is accepted only for a consumer whose position is unknown. None of them may be left out,
+        because its former publisher would not be fenced.
 
         Args:
             version: a version of the recovery stream; None if there is none.
 
         Raises:
-            InvalidArgumentError: if a stream is missing, or is another one.
+            InvalidArgumentError: if a stream is missing or left out, or is another one.
             CorruptPartError, MalformedError, StorageError: if a stream or the version cannot be read.
         """
         storages = [open_storage(each) for each in self._urls]  # the directory may have been mounted meanwhile
@@ -75,7 +77,11 @@ class ServingStreams:
                     f"{version.version} of {self._recovery.storage.url} belongs to {sorted(map(str, known)) or 'none'}"
                 )
                 raise InvalidArgumentError("serving", storages[number].url, remedy)
-        self._storages, self._streams = storages, streams
+            left_out = sorted(str(stream) for stream in known - set(streams))
+            if left_out:
+                remedy = f"Pass the urls of all streams that the trainer publishes, also those of {left_out}"
+                raise InvalidArgumentError("serving", [each.url for each in storages], remedy)
+        self._storages, self._streams, self._is_checked = storages, streams, True
 
     def storage(self, number: int) -> Storage:
         """Return the store of a stream."""

@@ -380,8 +380,6 @@ class Standby:
 
     def _check_serving(self) -> dict[str, Any]:
         """Check the serving streams against the last applied version or, before the first, against the newest one."""
-        if not len(self._serving):
-            return {}
         version = self._following.newest
         if version is None:
             try:
@@ -407,7 +405,10 @@ class Standby:
         try:
             signs = self._liveness.look(*self._shown)
             if signs is None:
-                return {"nothing": "the stream is empty"}
+                if self.version is None:
+                    return {"nothing": "the stream is empty"}
+                self._log_once(f"standby waits: {StreamReplacedError(self._storage.url, self.version)}")
+                return {}
             request = read_request(self._storage, signs.head, signs.last)
         except (MalformedError, StorageError) as error:
             self._log_once(f"standby cannot look at the publisher: {error}")
@@ -431,7 +432,7 @@ class Standby:
                 self._check_interval(silence, signs)
             head = signs.head if signs is not None else self._log.head() if force else None
             if head is None:
-                verdict = {"nothing": "the stream is empty"}
+                verdict = {"nothing": "the stream is empty"} if self.version is None else {"gone": self.version}
             elif signs is not None and signs.silent_seconds < silence and not self._is_own(head):
                 verdict = {"live": [head.generation, head.version, signs.silent_seconds]}
             else:
@@ -460,6 +461,8 @@ class Standby:
         return head.kind == "claim" and head.writer == self._writer
 
     def _raise_if_nothing(self, verdict: Mapping[str, Any]) -> None:
+        if "gone" in verdict:
+            raise StreamReplacedError(self._storage.url, verdict["gone"])
         if "nothing" in verdict:
             raise NotRecoverableError(self._storage.url, None, verdict["nothing"])
 
@@ -522,7 +525,7 @@ class Standby:
             return failure or RestoreFailedError(0, found["failure"])
         entry = claim.head if claim is not None else parse_manifest("claim of rank 0", found["entry"].encode())
         self._claimed = entry
-        return ClaimedStream(storage=self._storage, claim=claim, entry=entry)
+        return ClaimedStream(storage=self._storage, claim=claim, entry=entry, has_states=True)
 
     def _claim_after(self, verdict: Mapping[str, Any]) -> Claim:
         """Claim the recovery stream on rank 0.
@@ -623,7 +626,7 @@ class Standby:
 
         found = exchange.exchange(Phase.CLAIMING, Message.of(act))[0]
         entry = claim.head if claim is not None else parse_manifest("claim of rank 0", found["entry"].encode())
-        return ClaimedStream(storage=self._serving.storage(number), claim=claim, entry=entry)
+        return ClaimedStream(storage=self._serving.storage(number), claim=claim, entry=entry, has_states=False)
 
 
 def _check_silence(silence: float) -> None:

@@ -17,8 +17,15 @@ class ClaimedStream:
         storage: store of the stream, of this rank.
         claim: the claim on rank 0; None on the other ranks.
         entry: entry of the claim, equal on all ranks.
+        has_states: True for a recovery stream, whose versions need states; False for a serving stream.
     """
 
     storage: Storage
     claim: Claim | None
     entry: Manifest
+    has_states: bool
+
+    def __repr__(self) -> str:
+        """Return the url and the version of the claim."""
+        kind = "recovery" if self.has_states else "serving"
+        return f"<{kind} stream {self.storage.url}, claimed at version {self.entry.version}>"

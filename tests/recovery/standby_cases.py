@@ -507,7 +507,7 @@ def _repaired(path: str, what: str, job: Job, other: Job, publisher: Publisher) 
 
 
 def misplaced(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> list[str]:
-    """A standby with other serving streams than the trainer's claims nothing, and creates no directory."""
+    """A standby with other serving streams than the trainer's, or without its store, claims nothing."""
     trainer, job = Job(spec_of(**spec), rank), made(spec, rank)
     root = Path(path)
     publisher, serving = trainer.publisher(path), Publisher(trainer.tracker, f"file://{path}/serving", "other")
@@ -531,10 +531,25 @@ def misplaced(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> li
     if rank == 0:
         (root / "mounted").rename(root / "serving")
     barrier()
+    others = []
+    for call in ("take_over", "follow"):
+        forgetful = job.standby(path)
+        others.append(attempt(partial(getattr(forgetful, call), **({"force": True} if call == "take_over" else {}))))
+    assert standby.sync() is not None
+    barrier()
+    if rank == 0:
+        (root / "stream").rename(root / "unmounted")
+    barrier()
+    others.append(attempt(partial(standby.take_over, force=True)))
+    barrier()
+    if rank == 0:
+        (root / "unmounted").rename(root / "stream")
+    barrier()
     assert publisher.publish().generation == 1, "the trainer is not fenced"
     taken = standby.take_over(force=True)
     assert taken.serving[0].entry.stream == serving.stream
-    return messages
+    others.append(attempt(lambda: Publisher(job.tracker, taken.recovery, "other")))
+    return [*messages, *others]
 
 
 def believed_failed(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> list[str]:

@@ -98,7 +98,13 @@ def test_a_standby_that_cannot_apply_a_version_does_not_fence_the_trainer(two_ra
 
 
 def test_other_serving_streams_than_those_of_the_trainer_are_refused(two_ranks: RankPool, tmp_path: Path) -> None:
-    for messages in two_ranks.run(f"{_CASES}:misplaced", path=str(tmp_path), spec=spec(2)):
+    for *messages, called, followed, unmounted, swapped in two_ranks.run(
+        f"{_CASES}:misplaced", path=str(tmp_path), spec=spec(2)
+    ):
+        for left_out in (called, followed):
+            assert left_out.startswith("InvalidArgumentError: serving=[] cannot be used. Pass the urls of all streams")
+        assert unmounted.startswith("StreamReplacedError: "), unmounted
+        assert swapped.startswith("InvalidArgumentError: url=<recovery stream file://"), swapped
         assert all(message.startswith("InvalidArgumentError: serving=") for message in messages), messages
         missing, *_, recovery, twice = messages
         assert "There is no stream: check the url, and that its directory is mounted" in missing

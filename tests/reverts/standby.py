@@ -298,4 +298,14 @@ REVERTS = [
             ]
         },
     ),
+    Revert(
+        defect="a standby takes over without a serving stream of the trainer, whose publisher goes on",
+        generator=_MISPLACED,
+        edits={_SERVING: [("            if left_out:\n", "            if False:\n")]},
+    ),
+    Revert(
+        defect="a recovery stream continues without states after a takeover",
+        generator=_MISPLACED,
+        edits={"delta_tracker/publisher/publisher.py": [("and url.has_states and states is None", "and False")]},
+    ),
 ]
