@@ -62,7 +62,7 @@ class CanaryBound:
         self._cursor = cursor
         self._stream = ""
         self._newest = -1  # newest version of the stream that was seen
-        self._latest = float("-inf")  # latest creation time of an entry that was seen
+        self._latest = float("-inf")  # creation time of the newest entry that was seen
 
     def allows(self, manifest: Manifest) -> bool:
         """Return True if an entry that was read is at or below the bound.
@@ -72,7 +72,8 @@ class CanaryBound:
         """
         if manifest.stream != self._stream:
             self._stream, self._newest, self._latest = manifest.stream, -1, float("-inf")
-        if not self._is_below(manifest):
+        # The newest entry may have been created earlier than one before it, by another clock.
+        if self._canary.seconds is not None or not self._is_below(manifest):
             self._look(manifest.version)
         return self._is_below(manifest)
 
@@ -96,5 +97,5 @@ class CanaryBound:
                 return
             if head is None or head.stream != self._stream:
                 return
-            self._latest = max(self._latest, head.created)
+            self._latest = head.created
         self._newest = newest

@@ -290,8 +290,12 @@ class Follower:
             if not self._begins(refuse, begun):
                 return
             try:
+                storage = self._cursor.log.storage
                 while not self._stop.is_set():
                     self._turn(schedule)
+                    if self._cursor.log.storage is not storage:  # another source, perhaps of another kind
+                        storage = self._cursor.log.storage
+                        self._schedule = schedule = self._new_schedule(poll_seconds)
             except Interrupted:
                 raise
             except BaseException as error:  # noqa: BLE001  a thread has no caller that could handle it

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import random
 import threading
@@ -326,9 +325,12 @@ class Predictor(Forkable):
             raise InvalidArgumentError("limit", limit, "Pass a count of 1 or more, or None")
         self._refuse_inside_reading("sync()")
         with self._syncing:
-            for _ in itertools.count() if limit is None else range(limit):
+            num_applied = 0
+            while limit is None or num_applied < limit:
+                before = self._storage
                 if not self._advance(looks_for_gap=True):
                     break
+                num_applied += self._storage is before  # a change of the source applies nothing
         if self._follower.error is not None:
             self._follower.forget_error()
         if self._pulse is not None:
@@ -497,14 +499,17 @@ class Predictor(Forkable):
             self._in_a_row = _CATCH_UP
 
     def _check_newest(self) -> None:
-        """Raise if the newest version does not fit the model.
+        """Raise if the newest version, or the one of a pin that applies, does not fit the model.
 
         If the stream cannot be read, log the exception and return. No-op between :meth:`rollback` and :meth:`release`.
         """
         if self._pinned is not None:
             return
         try:
-            newest = self._cursor.heads()
+            order = None if self._pins is None else self._pins.order()
+            pinned = None if order is None or order.kind != "pin" else self._cursor.log.read(order.version)
+            is_pinned = pinned is not None and order is not None and pinned.stream == order.stream
+            newest = [pinned] if pinned is not None and is_pinned else self._cursor.heads()
         except StreamError as error:
             _logger.info("the newest version was not checked before follow(): %s", error)
             return
@@ -555,7 +560,7 @@ class Predictor(Forkable):
         self._writer.restore()
         try:
             if self._pins is not None and (order := self._pins.order()) is not None:
-                has_moved = self._obeys(order)
+                has_moved = self._obeys_despite_caches(order)
             pinned = self._pinned
             if has_moved is False and pinned is None:
                 has_moved = self._take_next(looks_for_gap=looks_for_gap)
@@ -572,6 +577,36 @@ class Predictor(Forkable):
             return True  # sync() must not end here
         self._num_failures = 0
         return bool(has_moved)
+
+    def _obeys_despite_caches(self, order: Pin) -> bool | None:
+        """Call :meth:`_obeys`. Over http, read the objects that can cause a fault once more, past the caches.
+
+        Raises:
+            StaleCacheError: if a fault remains, but may still be that of a cache.
+        """
+        try:
+            return self._obeys(order)
+        except CACHE_FAULTS as found:
+            fault, settling, place = found, self._settling, self._cursor.place
+        if settling is None:
+            raise fault
+        former = self._storage, self._cursor.log
+        while (doubted := settling.doubt(fault, place, self._storage)) is not None:
+            self._buffer = PartBuffer()  # it may hold pieces of the faulty object
+            try:
+                self._storage, self._cursor.log = doubted, StreamLog(doubted)
+                has_moved = self._obeys(order)
+            except CACHE_FAULTS as another:
+                fault = another
+            else:
+                settling.clear()
+                return has_moved
+            finally:
+                self._storage, self._cursor.log = former
+                self._gauges.read_past_cache(doubted.take_count())
+        if settling.is_over:
+            raise fault
+        raise StaleCacheError(self._storage.url, _subject(fault), settling.seconds)
 
     def _obeys(self, order: Pin) -> bool | None:
         """Follow a pin or a release that was not followed yet.
@@ -611,10 +646,12 @@ class Predictor(Forkable):
             MissingVersionError: if there is no such entry.
         """
         if order.kind == "release":
-            newest = self._cursor.log.newest_snapshot()
-            is_later = newest is not None and newest.stream == order.stream and newest.link.version > order.version
-            if newest is not None and is_later and (self._cursor.allows is None or self._cursor.allows(newest)):
-                return newest
+            later = self._cursor.log.newest_snapshot()
+            while later is not None and later.stream == order.stream and later.link.version > order.version:
+                if self._cursor.allows is None or self._cursor.allows(later):
+                    return later
+                before = self._cursor.log.read(later.version - 1)
+                later = None if before is None or before.snapshot is None else self._cursor.log.read(before.snapshot)
         entry = self._cursor.log.read(order.version)
         if entry is None or (entry.stream, entry.xxh3) != (order.stream, order.xxh3):
             raise MissingVersionError(order.version, order.bad)

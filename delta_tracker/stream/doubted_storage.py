@@ -12,13 +12,13 @@ from delta_tracker.stream.storage.storage import Storage, Transfer
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_MAX_KEPT_BYTES = 64 << 20  # of one object
+_MAX_KEPT_BYTES = 64 << 20
 
 
 class DoubtedStorage(Storage):
     """Read-only view of a store: the named objects are read past the caches, all others as usual.
 
-    Bytes that were read past the caches are kept, up to 64 MiB per object, so that a later read does not send another
+    Bytes that were read past the caches are kept, up to 64 MiB, so that a later read does not send another
     request to the origin.
 
     Args:
@@ -31,6 +31,7 @@ class DoubtedStorage(Storage):
         self._cached = storage
         self._names = set(names)
         self._num_requests = 0  # past the caches
+        self._num_kept_bytes = 0
         self._kept: dict[str, tuple[NDArray[np.uint8], float | None] | None] = {}
 
     @property
@@ -69,7 +70,8 @@ class DoubtedStorage(Storage):
             data = self.uncached.read(name, max_bytes=max_bytes, out=out, transfer=response)
             if data is None:
                 self._kept[name] = None
-            elif len(data) <= _MAX_KEPT_BYTES:
+            elif self._num_kept_bytes + len(data) <= _MAX_KEPT_BYTES:
+                self._num_kept_bytes += len(data)
                 self._kept[name] = data.copy(), response.modified
             return data
         kept = self._kept[name]

@@ -57,6 +57,8 @@ def _progress(beat: Heartbeat, head: Manifest) -> State:
         return "failing"
     if 0 in lags:
         return "current"
+    if beat.canary is not None and not has_moved and known and known[-1] <= known[0]:
+        return "current"  # no version came, so the canary had none to apply
     if len(known) == len(lags) and not has_moved:
         return "stuck"
     falls = len(known) < len(lags) or any(later < earlier for earlier, later in pairwise(known))

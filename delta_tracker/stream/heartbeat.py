@@ -36,6 +36,8 @@ _MIN_REMOVED_SECONDS = 3600.0
 _MAX_HOST = 253
 _NUM_READERS = 32  # threads that read heartbeats from a remote store
 _WINDOW = 10  # heartbeats in a window
+_MAX_PAUSE_SECONDS = 300.0
+_MAX_FAILURES = 16  # so that the doubled time stays finite
 
 Look = tuple[Time, Count | None, Count | None]
 """Age in seconds by the predictor's monotonic clock, version and lag in versions of a heartbeat in a window."""
@@ -103,6 +105,8 @@ class Pulse:
     """Writer of one predictor's heartbeats. It does not raise errors of the store.
 
     The first of consecutive failures and the recovery are logged. Failures before the first version are not logged.
+    After a failure, the time between two heartbeats doubles, up to five minutes, because the caller waits for a store
+    that hangs.
 
     Args:
         storage: store of the stream.
@@ -119,7 +123,7 @@ class Pulse:
         self._name = name
         self._seconds = seconds
         self._next = 0.0
-        self._fails = False
+        self._num_failures = 0  # in a row
         self._looks: deque[tuple[float, int | None, int | None]] = deque(maxlen=_WINDOW)  # with monotonic times
 
     def is_due(self) -> bool:
@@ -147,13 +151,14 @@ class Pulse:
         except StorageError as error:
             if fields["stream"] is None:
                 return  # a predictor may start before the stream's directory exists
-            if not self._fails:
+            if not self._num_failures:
                 _logger.warning("could not write the predictor's heartbeat: %s", error)
-            self._fails = True
+            self._num_failures = min(self._num_failures + 1, _MAX_FAILURES)
+            self._next = time.monotonic() + min(_MAX_PAUSE_SECONDS, self._seconds * 2**self._num_failures)
         else:
-            if self._fails:
+            if self._num_failures:
                 _logger.warning("the predictor's heartbeat is written again: name=%s", self._name)
-            self._fails = False
+            self._num_failures = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from typing import IO
 import numpy as np
 import xxhash
 
-from delta_tracker.errors import BrokenCacheError, CorruptPartError, InvalidArgumentError
+from delta_tracker.errors import BrokenCacheError, CorruptPartError, InvalidArgumentError, StorageError
 from delta_tracker.stream.cached_storage import CachedStorage, read_into
 from delta_tracker.stream.format.digests import PIECE_BYTES, is_piece, num_digests, piece_range
 from delta_tracker.stream.format.manifest import Manifest, Part
@@ -174,7 +174,14 @@ class HostCache:
         """Fill the draft of a part, and verify what was written."""
         for begin in range(0, part.num_bytes, PIECE_BYTES):
             check()
-            data = storage.read_range(part.name, begin, min(begin + PIECE_BYTES, part.num_bytes))
+            try:
+                data = storage.read_range(part.name, begin, min(begin + PIECE_BYTES, part.num_bytes))
+            except StorageError:
+                size = storage.size(part.name)
+                if size is None or size >= part.num_bytes:
+                    raise
+                # A reader over http reads a part that is short in a cache past the cache.
+                raise CorruptPartError(part.name, f"it has {size} bytes instead of {part.num_bytes}") from None
             if data is None:
                 raise CorruptPartError(part.name, "it does not exist")
             with _own_errors():

@@ -96,8 +96,8 @@ REVERTS = [
         edits={
             "delta_tracker/predictor/predictor.py": [
                 (
-                    "            if newest is not None and is_later and (",
-                    "            if False and (newest is not None) and (",
+                    "                if self._cursor.allows is None or self._cursor.allows(later):\n",
+                    "                if False:\n",
                 ),
             ],
         },

@@ -31,7 +31,7 @@ def test_every_operation(tmp_path: Path, mode: str) -> None:
     if mode == "kills":
         # Retention looks for pins twice, and announces its deletions.
         # The pointer takes two listings, a look at the one before, and a write.
-        expected |= {"compaction": 31, "fold": 38, "retention": 54, "pointer": 8}
+        expected |= {"compaction": 31, "fold": 38, "retention": 56, "pointer": 8}
     if mode == "failures":
         expected["restore"] = 50
     assert counts == expected
