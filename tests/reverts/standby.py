@@ -302,6 +302,8 @@ REVERTS = [
         defect="a standby takes over without a serving stream of the trainer, whose publisher goes on",
         generator=_MISPLACED,
         edits={_SERVING: [("            if left_out:\n", "            if False:\n")]},
+        timeout_seconds=40.0,
+        hangs=True,
     ),
     Revert(
         defect="a recovery stream continues without states after a takeover",
