@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from delta_tracker import Canary, Predictor, Storage
 from delta_tracker.errors import InvalidArgumentError, NoSnapshotError, StreamError
+from delta_tracker.predictor.canary import CanaryBound
 from delta_tracker.stream import heartbeat as heartbeat_module
+from delta_tracker.stream.cursor import StreamCursor
 from delta_tracker.stream.heartbeat import read_heartbeats
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
@@ -80,6 +82,19 @@ def test_a_canary_stays_some_seconds_behind() -> None:
         assert predictor.sync() == 7, "the clock alone does not make a version old"
         writer.delta([1])
         assert predictor.sync() == 10
+
+
+def test_an_entry_of_a_clock_that_is_ahead_does_not_let_later_versions_pass() -> None:
+    clock = Clock()
+    writer = Writer(ClockedStorage(clock))
+    bound = CanaryBound(Canary(seconds=600.0), StreamCursor(StreamLog(writer.storage)))
+    with clock.of_the_log():
+        first = writer.snapshot()
+    with clock.of_the_log(ahead=3600.0):
+        writer.delta([1])
+    assert bound.allows(first)
+    with clock.of_the_log():
+        assert not any(bound.allows(writer.delta([number])) for number in range(4))
 
 
 def test_a_canary_waits_while_the_clock_of_the_next_publisher_is_behind() -> None:

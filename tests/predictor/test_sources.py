@@ -67,6 +67,18 @@ def test_invalid_sources_are_refused() -> None:
     assert Sources([storage, Storage("memory://")]).current is storage
 
 
+def test_a_change_of_the_source_does_not_count_as_a_version() -> None:
+    writer = Writer(flaky())
+    writer.snapshot()
+    other = flaky()
+    mirrored(writer, other)
+    cut(writer.storage, True)
+    predictor = Predictor({FQN: torch.zeros(20, 4)}, [writer.storage, other])
+    with pytest.raises(StorageError):
+        predictor.sync(1)
+    assert predictor.sync(1) == writer.claim.head.version
+
+
 def test_a_predictor_continues_from_a_mirror_with_the_same_entry() -> None:
     writer = Writer(flaky())
     writer.snapshot()

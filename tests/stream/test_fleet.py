@@ -45,6 +45,13 @@ def test_an_error_of_a_predictor_that_has_the_newest_version_is_no_failure() -> 
     assert evaluate(beat_of([8] * 10, [None] * 10, "no poll succeeds"), 1.0, HEAD) == "failing"
 
 
+def test_a_canary_is_current_while_no_version_comes() -> None:
+    beat = replace(beat_of([5] * 10, [4] * 10, None), canary="4 versions")
+    assert evaluate(beat, 1.0, HEAD) == "current"
+    late = replace(beat_of([5] * 10, [4, 5, 5, 5, 5, 6, 6, 7, 8, 9], None), canary="4 versions")
+    assert evaluate(late, 1.0, HEAD) == "stuck"
+
+
 def test_a_predictor_of_another_stream_is_elsewhere() -> None:
     beat = replace(beat_of([9] * 10, [0] * 10, None), stream="1" * 32)
     assert evaluate(beat, 1.0, HEAD) == "elsewhere"
