@@ -156,13 +156,13 @@ class MissingExtraError(DeltaTrackerError, ImportError):
 
 
 class NoShardedModuleError(DeltaTrackerError, ValueError):
-    """The model has no sharded embedding module; ``found`` lists its unsharded embedding modules."""
+    """The model has no embedding module that can be tracked; ``found`` lists its other embedding modules."""
 
     def __init__(self, found: Iterable[str]) -> None:
         self.found = tuple(found)
         super().__init__(
-            f"the model has no sharded EmbeddingCollection to track; embedding modules found: {_listed(self.found)}",
-            "Wrap the model in torchrec's DistributedModelParallel (or shard it) before tracking it",
+            f"the model has no table to track; other embedding modules found: {_listed(self.found)}",
+            "Pass a model with nn.Embedding, nn.EmbeddingBag or TorchRec's (sharded) collections",
         )
 
 

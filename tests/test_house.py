@@ -94,6 +94,8 @@ _TESTED_THROUGH = {
     "recovery.standby_gauges": "recovery.test_standby",
     "recovery.training_states": "recovery.test_restore",
     "sharding.dense": "publisher.test_publisher",
+    "sharding.local_shard": "sharding.test_discover",
+    "sharding.step_hook": "sharding.test_plain_tables",
     "sharding.torchrec_api": "tracker.test_tracker",
     "sharding.untraced": "sharding.test_kernel_hooks",
     "sharding.weights": "tracker.test_modes",

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from delta_tracker.errors import InvalidArgumentError, UnsupportedTableError
 from delta_tracker.publisher.host_copies import Source
 from delta_tracker.sharding.collision_states import collision_state
-from delta_tracker.sharding.torchrec_api import load_torchrec
+from delta_tracker.sharding.torchrec_api import known_torchrec
 from delta_tracker.state_tree import StateTree, flatten
 from delta_tracker.tracker.tracker import ModelDeltaTracker
 
@@ -275,7 +275,7 @@ def _warn_of_unoptimized(
 
 def _storages(objects: Mapping[str, Stateful]) -> Iterator[int]:
     """Yield the addresses of the storages of all parameters of the optimizers among some objects."""
-    sharded = load_torchrec().sharded_tensors
+    sharded = known_torchrec().sharded_tensors
     for value in objects.values():
         for group in getattr(value, "param_groups", ()):
             for parameter in group["params"]:

@@ -422,7 +422,7 @@ class VersionSource:
             tracker,
             training.shared,
             training.per_rank,
-            dense=lambda: dense_tensors(tracker.model, tracker.model),
+            dense=lambda: dense_tensors(tracker.model, tracker.model, tables=tracker.tables),
             unfused=tracker.unfused_storages(),
             collisions=collisions,
             is_first=self._is_first,
@@ -438,7 +438,7 @@ class VersionSource:
         """
         if self._dense_choice is None or not self._is_first:
             return {}
-        found = dense_tensors(self._tracker.model, self._dense_choice)
+        found = dense_tensors(self._tracker.model, self._dense_choice, tables=self._tracker.tables)
         for name, tensor in found.items():
             if tensor.dtype not in DTYPE_NAMES or tensor.dim() > MAX_DIMS:
                 remedy = f"Leave it out: streams do not support {tensor.dim()}-d {tensor.dtype}"

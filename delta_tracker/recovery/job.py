@@ -11,7 +11,7 @@ from delta_tracker.errors import InvalidArgumentError, ReservedConsumerError, Up
 from delta_tracker.recovery.fit import DATA, Job
 from delta_tracker.recovery.objects import Objects
 from delta_tracker.sharding.dense import dense_tensors
-from delta_tracker.sharding.discover import LocalShard
+from delta_tracker.sharding.local_shard import LocalShard
 from delta_tracker.sharding.optimizer_rows import table_states
 from delta_tracker.stream.format.manifest import DenseSpec
 from delta_tracker.tracker.tracker import ModelDeltaTracker
@@ -99,9 +99,13 @@ class LocalJob:
                     remedy = "Call restore() between two batches, without a pipeline that has looked up rows"
                     raise InvalidArgumentError("model", f"{error.what} in progress", remedy) from error
 
-    def dense(self) -> dict[str, Tensor]:
-        """Return the dense tensors of the model, by name."""
-        return dense_tensors(self.model, self.model, skip_sharded=True)
+    def dense(self, shards: Mapping[str, LocalShard]) -> dict[str, Tensor]:
+        """Return the dense tensors of the model, by name.
+
+        Args:
+            shards: FQN to shard of the model. The weights of these tables are left out.
+        """
+        return dense_tensors(self.model, self.model, tables=shards.keys(), skip_sharded=True)
 
     def described(self, shards: Mapping[str, LocalShard]) -> Job:
         """Return the description of the job.
@@ -117,7 +121,7 @@ class LocalJob:
             shards={fqn: shard.spec for fqn, shard in shards.items()},
             fused={fqn for fqn, shard in shards.items() if shard.is_fused},
             states=states,
-            dense={name: spec_of(tensor) for name, tensor in self.dense().items()},
+            dense={name: spec_of(tensor) for name, tensor in self.dense(shards).items()},
             training=self.objects.training.keys(),
             rank=self.objects.takes_rank_states,
             world_size=self.world_size,

@@ -14,7 +14,7 @@ from delta_tracker.recovery.row_writer import RowWriter
 from delta_tracker.row_target import RowTarget
 from delta_tracker.rows import copy_from_host
 from delta_tracker.sharding.collision_states import load_collision_states
-from delta_tracker.sharding.discover import LocalShard
+from delta_tracker.sharding.local_shard import LocalShard
 from delta_tracker.sharding.optimizer_rows import Scalars, write_scalars
 from delta_tracker.stream.format.manifest import Manifest, Part, Stored
 from delta_tracker.stream.format.part_reader import PartReader, Ranged

@@ -21,7 +21,8 @@ from delta_tracker.recovery.warm_up import check_warm
 from delta_tracker.row_target import RowTarget, TensorTarget
 from delta_tracker.sharding.collision_states import check_collision_slots, check_collision_states
 from delta_tracker.sharding.collisions import LocalOwners, local_owners
-from delta_tracker.sharding.discover import Discovery, LocalShard, discover
+from delta_tracker.sharding.discover import Discovery, discover
+from delta_tracker.sharding.local_shard import LocalShard
 from delta_tracker.sharding.optimizer_rows import Scalars, check_scalars, refuse_unrecoverable, state_views
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
@@ -124,7 +125,7 @@ def prepare(log: StreamLog, path: Sequence[Manifest], job: LocalJob, applied: Ma
         targets=_targets(job, last, shards),
         scalars=scalars,
         collisions=collisions,
-        held=job.dense(),
+        held=job.dense(found.shards),
         names=last.dense.keys() - set(job.ignore),
         dense={name: tensor for name, tensor in {**dense, **buffers}.items() if name not in job.ignore},
     )

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from delta_tracker.errors import UnsupportedModuleError, UnsupportedTableError
 from delta_tracker.raw_ids import NO_OWNER
-from delta_tracker.sharding.discover import Discovery, LocalShard
-from delta_tracker.sharding.torchrec_api import Torchrec, load_torchrec, planned_blocks
+from delta_tracker.sharding.discover import Discovery
+from delta_tracker.sharding.local_shard import LocalShard
+from delta_tracker.sharding.torchrec_api import Torchrec, known_torchrec, planned_blocks
 from delta_tracker.types import Bucket, Identity
 
 _HASH_EMPTY = -1  # value of an empty slot in hash-ZCH
@@ -171,7 +172,7 @@ def local_owners(model: nn.Module, found: Discovery) -> dict[str, LocalOwners]:
         UnsupportedTableError: if the ranges of slots do not fit the table's sharding plan.
         MissingExtraError: if torchrec is not installed.
     """
-    torchrec = load_torchrec()
+    torchrec = known_torchrec()
     fqns = {id(module): fqn for fqn, module in found.modules.items()}
     sources: dict[str, LocalOwners] = {}
     unknown: dict[str, str] = {}

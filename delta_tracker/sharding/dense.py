@@ -6,19 +6,19 @@ Those of sharded managed collisions are left out: a stream has the raw ids of ro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from torch import Tensor, nn
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.sharding.discover import has_unknown_rows, walk
-from delta_tracker.sharding.torchrec_api import Torchrec, load_torchrec
+from delta_tracker.sharding.torchrec_api import known_torchrec, managed_by_fsdp
 
 _PARTS = "Leave it out, because each rank has a part of it: pass the names of whole tensors"
 
 
 def dense_tensors(
-    model: nn.Module, dense: nn.Module | Iterable[str], *, skip_sharded: bool = False
+    model: nn.Module, dense: nn.Module | Iterable[str], *, tables: Collection[str] = (), skip_sharded: bool = False
 ) -> dict[str, Tensor]:
     """Return the dense tensors that ``dense`` selects, without copying them.
 
@@ -26,6 +26,7 @@ def dense_tensors(
         model: the model whose tables are tracked.
         dense: a module, whose parameters and persistent buffers outside sharded modules are selected; or names of
             tensors, as in the model's ``state_dict``.
+        tables: FQNs of the tracked tables. Their weights are left out if ``dense`` is a module.
         skip_sharded: True to leave out tensors of which this rank has only a part, and the dense tensors of embedding
             towers, instead of raising an error for them.
 
@@ -35,11 +36,12 @@ def dense_tensors(
 
     Raises:
         InvalidArgumentError: if ``dense`` is a string, if the model has no dense tensor with a given name, if each rank
-            has only a part of a selected tensor, or if a selected tensor is sparse, on the meta device, or of a
-            subclass such as ``DTensor``.
+            has only a part of a selected tensor, if a name is that of a tracked table, or if a selected tensor is
+            sparse, on the meta device, or of a subclass such as ``DTensor``.
     """
+    rows = {f"{fqn}.weight" for fqn in tables}
     if isinstance(dense, nn.Module):
-        every = _tensors(model, dense)
+        every = {name: tensor for name, tensor in _tensors(model, dense).items() if name not in rows}
         sharded = sorted(name for name, tensor in every.items() if tensor is None)
         found = {name: tensor for name, tensor in every.items() if tensor is not None}
         if sharded and not skip_sharded:
@@ -50,6 +52,8 @@ def dense_tensors(
         every = _tensors(model, model)
         whole = {name: tensor for name, tensor in every.items() if tensor is not None}
         for name in (names := list(dense)):
+            if name in rows:
+                raise InvalidArgumentError("dense", name, "Leave it out: the tracker sends its changed rows")
             if name not in whole:
                 remedy = f"{_PARTS}, some of" if name in every else "Pass some of"
                 raise InvalidArgumentError("dense", name, f"{remedy} {sorted(whole)}")
@@ -67,12 +71,12 @@ def _tensors(model: nn.Module, root: nn.Module) -> dict[str, Tensor | None]:
     exist only on the ranks of one host. Names are relative to ``model`` if ``root`` is part of it, otherwise to
     ``root``.
     """
-    torchrec = load_torchrec()
+    torchrec = known_torchrec()
     inside = {id(module) for _, module in walk(root, "", torchrec, set())}
     top, modules = model, list(walk(model, "", torchrec, set()))
     if not any(id(module) in inside for _, module in modules):
         top, modules = root, list(walk(root, "", torchrec, set()))
-    flattened = _sharded_by_fsdp(top, torchrec)
+    flattened = managed_by_fsdp(top, torchrec)
     found: dict[str, Tensor | None] = {}
     collisions = [module for _, module in modules if isinstance(module, torchrec.without_rows)]
     left_out = {id(part) for module in collisions for part in module.modules()}
@@ -85,17 +89,6 @@ def _tensors(model: nn.Module, root: nn.Module) -> dict[str, Tensor | None]:
             for name, tensor in _own(module):
                 found[f"{fqn}.{name}" if fqn else name] = None if id(tensor) in flattened else tensor
     return found
-
-
-def _sharded_by_fsdp(model: nn.Module, torchrec: Torchrec) -> set[int]:
-    """Return the ``id()`` of each parameter that FSDP manages in ``model``. It may be sharded at any time."""
-    return {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, torchrec.fsdp)
-        for parameter in module.parameters()
-        if parameter not in module._ignored_params  # type: ignore[operator]  # noqa: SLF001  no public equivalent
-    }
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -1,12 +1,15 @@
-"""Find the sharded tables of a model, this rank's shards of them, and the kernels that hold the shards.
+"""Find the tables of a model, this rank's shards of them, and the kernels that hold the shards.
 
 A kernel is one of TorchRec's modules ``BatchedFusedEmbedding``, ``BatchedDenseEmbedding`` and their ``...Bag``
 variants: a table-batched embedding (TBE) with one autograd node for a group of tables. Within a kernel, a table is
 identified by its slot, the index of the table in the group, because names of features and tables are not unique.
+
+In a model without sharded collections, the tables are torch's embedding modules, see ``plain_tables.py``.
 """
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,15 +26,19 @@ from delta_tracker.errors import (
     UnsupportedTableError,
 )
 from delta_tracker.sharding.kernel_memory import KernelMemory
+from delta_tracker.sharding.local_shard import LocalShard
+from delta_tracker.sharding.plain_tables import PlainModule, plain_shards
 from delta_tracker.sharding.torchrec_api import (
     Torchrec,
-    load_torchrec,
+    known_torchrec,
     planned_blocks,
     planned_kernel,
     replica_of,
     table_configs,
 )
 from delta_tracker.types import ShardSpec, TableSpec
+
+_logger = logging.getLogger(__name__)
 
 _DTYPES = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
 
@@ -60,31 +67,6 @@ class Kernel:
         object.__setattr__(self, "memory", memory)  # the class is frozen
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LocalShard:
-    """Shard of one table on this rank, and its location.
-
-    Args:
-        spec: rows and column ranges of the table on this rank.
-        places: kernel and slot of each column range of ``spec``, in order; empty if the rank has no rows of the table.
-        device: device of the shard; the CPU if the rank has no rows of the table.
-        is_fused: True if training updates the rows only inside backward passes; the same on every rank.
-        num_replicas: number of ranks that hold a replica of the shard in 2D parallelism (``DMPCollection``), otherwise
-            1.
-    """
-
-    spec: ShardSpec
-    places: tuple[tuple[Kernel, int], ...]
-    device: torch.device
-    is_fused: bool
-    num_replicas: int = 1
-
-    @property
-    def is_averaged(self) -> bool:
-        """True if ``DMPCollection.sync`` averages the shard with other replicas."""
-        return self.is_fused and self.num_replicas > 1
-
-
 @dataclass(slots=True)
 class Discovery:
     """Result of :func:`discover`: the tracked tables of a model and this rank's shards of them.
@@ -109,7 +91,8 @@ class Discovery:
 def discover(model: nn.Module, fqns_to_skip: Sequence[str] = ()) -> Discovery:
     """Find the tables of every sharded EmbeddingCollection and EmbeddingBagCollection in ``model``.
 
-    Subclasses of these collections are included.
+    Subclasses of these collections are included. If there is no sharded collection, find the tables of every
+    ``nn.Embedding`` and ``nn.EmbeddingBag``, see :func:`~delta_tracker.sharding.plain_tables.plain_shards`.
 
     Args:
         model: a ``DistributedModelParallel``, or any module that contains sharded ones.
@@ -119,15 +102,15 @@ def discover(model: nn.Module, fqns_to_skip: Sequence[str] = ()) -> Discovery:
 
     Raises:
         InvalidArgumentError: if ``fqns_to_skip`` is a string.
-        NoShardedModuleError: if the model has no sharded table, and nothing is skipped.
+        NoShardedModuleError: if the model has no table, and nothing is skipped.
         UnsupportedModuleError: if an unsupported sharded module or tensor is not skipped.
         UnsupportedTableError: if the kernel or data type of a table is not supported, or if its shards have an
             unsupported geometry or are not in the sharding plan.
-        MissingExtraError: if torchrec is not installed.
     """
-    torchrec = load_torchrec()
+    torchrec = known_torchrec()
     found = Discovery()
-    unsharded = []
+    plain: dict[str, PlainModule] = {}
+    others = []
     unsupported: dict[str, str] = {}
     if isinstance(fqns_to_skip, str):
         raise InvalidArgumentError("fqns_to_skip", fqns_to_skip, "Pass a list of names")
@@ -139,16 +122,28 @@ def discover(model: nn.Module, fqns_to_skip: Sequence[str] = ()) -> Discovery:
         unknown = dict(_unknown(fqn, module, torchrec))
         found.skipped += [name for name in unknown if _is_skipped(name, fqns_to_skip)]
         unsupported |= {name: kind for name, kind in unknown.items() if name not in found.skipped}
-        if "Embedding" in type(module).__name__:
-            unsharded.append(f"{fqn} ({type(module).__name__})")
+        if isinstance(module, PlainModule):
+            plain[fqn] = module
+        elif "Embedding" in type(module).__name__:
+            others.append(f"{fqn} ({type(module).__name__})")
     if unsupported:
         raise UnsupportedModuleError(
             unsupported,
             "Shard their tables as an EmbeddingCollection or EmbeddingBagCollection, "
             "or name them in fqns_to_skip to train them untracked",
         )
+    if found.modules and plain:
+        _logger.warning(
+            "not tracked, because the model has sharded collections: %s; publish these tables with dense=...",
+            ", ".join(sorted(fqn for fqn in plain if not _is_skipped(fqn, fqns_to_skip))),
+        )
+    elif plain:
+        found.skipped += [fqn for fqn in plain if _is_skipped(fqn, fqns_to_skip)]
+        kept = {fqn: module for fqn, module in plain.items() if not _is_skipped(fqn, fqns_to_skip)}
+        found.shards = plain_shards(model, kept, torchrec)
+        found.tables = {fqn: shard.spec.table for fqn, shard in found.shards.items()}
     if not found.tables and not found.skipped:
-        raise NoShardedModuleError(unsharded)
+        raise NoShardedModuleError(others)
     _warn_of_unused(fqns_to_skip, [*found.tables, *found.skipped])
     return found
 

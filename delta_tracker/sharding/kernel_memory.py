@@ -22,7 +22,7 @@ from delta_tracker.buffers import new_rows
 from delta_tracker.rows import take_rows
 from delta_tracker.sharding.prefetch_order import between_prefetches
 from delta_tracker.sharding.row_cache import RowCache
-from delta_tracker.sharding.torchrec_api import tbe_of, tensor_slots
+from delta_tracker.sharding.torchrec_api import tbe_of, tensor_slots, weight_slots
 
 _Views = list[list[Tensor]]
 
@@ -79,6 +79,10 @@ class KernelMemory:
             return take_rows(self._weights()[slot][0], ids, new_rows)
         with between_prefetches(tbe_of(self._module)):  # they move rows between the table and the cache
             return self._cache.overlay(slot, ids, take_rows(self._weights()[slot][0], ids, new_rows))
+
+    def weight_slots(self) -> list[tuple[Mapping[str, Tensor | None], str]]:
+        """Return the locations of the kernel's weight tensors, as pairs of a mapping and a key in the mapping."""
+        return weight_slots(self._module)
 
     def optimizer_states(self, slot: int) -> list[Tensor]:
         """Return the optimizer states of a slot, ``[rows]`` or ``[rows, columns]``, which share the kernel's memory.

@@ -26,7 +26,8 @@ from delta_tracker.errors import (
     UnsupportedTableError,
 )
 from delta_tracker.sharding.collision_states import collision_obstacle
-from delta_tracker.sharding.discover import Discovery, Kernel, LocalShard
+from delta_tracker.sharding.discover import Discovery
+from delta_tracker.sharding.local_shard import LocalShard, ShardHolder
 from delta_tracker.sharding.torchrec_api import kernel_arguments, tbe_of
 from delta_tracker.types import StateSpec, TableStates
 
@@ -213,7 +214,7 @@ def unfused_storages(shard: LocalShard) -> set[int]:
     }
 
 
-def _fused_kernels(shards: Mapping[str, LocalShard]) -> list[Kernel]:
+def _fused_kernels(shards: Mapping[str, LocalShard]) -> list[ShardHolder]:
     """Return the fused kernels of some shards, each once."""
     found = {id(kernel): kernel for shard in shards.values() for kernel, _ in shard.places if kernel.is_fused}
     return list(found.values())
@@ -223,7 +224,7 @@ def _comparable(scalars: Mapping[str, int | float | Tensor]) -> dict[str, int | 
     return {name: number for name, number in scalars.items() if not isinstance(number, Tensor)}
 
 
-def _scalars(kernel: Kernel) -> dict[str, int | float | Tensor]:
+def _scalars(kernel: ShardHolder) -> dict[str, int | float | Tensor]:
     tbe = tbe_of(kernel.module)
     return {
         "iter": int(tbe.iter) if tbe.iter.device.type == "cpu" else tbe.iter.view(()),
@@ -234,7 +235,7 @@ def _scalars(kernel: Kernel) -> dict[str, int | float | Tensor]:
     }
 
 
-def _write(kernel: Kernel, scalars: Scalars) -> None:
+def _write(kernel: ShardHolder, scalars: Scalars) -> None:
     tbe, group = tbe_of(kernel.module), _group(kernel)
     with torch.no_grad():
         tbe.iter.fill_(int(scalars["iter"]))
@@ -247,17 +248,17 @@ def _write(kernel: Kernel, scalars: Scalars) -> None:
     tbe.optimizer_args = tbe.optimizer_args._replace(**{name: float(scalars[name]) for name in _HYPERPARAMETERS})
 
 
-def _group(kernel: Kernel) -> dict[str, Any]:
+def _group(kernel: ShardHolder) -> dict[str, Any]:
     """Return the settings in the optimizer object of a kernel, which it copies to the kernel."""
     groups: list[dict[str, Any]] = kernel.module.fused_optimizer.param_groups
     return groups[0]
 
 
-def _optimizer(kernel: Kernel) -> str:
+def _optimizer(kernel: ShardHolder) -> str:
     return str(tbe_of(kernel.module).optimizer.name)
 
 
-def _specs(shard: LocalShard, kernel: Kernel, slot: int) -> tuple[StateSpec, ...]:
+def _specs(shard: LocalShard, kernel: ShardHolder, slot: int) -> tuple[StateSpec, ...]:
     found = []
     for number, state in enumerate(kernel.memory.optimizer_states(slot), start=1):
         if state.dtype not in _DTYPES:

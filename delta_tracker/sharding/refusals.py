@@ -18,7 +18,7 @@ from delta_tracker.sharding.torchrec_api import (
     Torchrec,
     is_fully_sharded,
     kernel_arguments,
-    load_torchrec,
+    known_torchrec,
     planned_kernel,
     tbe_of,
 )
@@ -51,7 +51,7 @@ def refuse_unseen_writes(model: nn.Module, found: Discovery) -> None:
         UnsupportedModuleError: if a ``DMPCollection`` writes rows that its hook cannot report, or if the model prunes
             fused tables.
     """
-    torchrec = load_torchrec()
+    torchrec = known_torchrec()
     _refuse_replicas(model, found, torchrec)
     _refuse_pruning(model, found, torchrec)
     _refuse_optimizers(found)

@@ -29,10 +29,11 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from delta_tracker.monitor.recorder import Recorder
-from delta_tracker.sharding.discover import Discovery, LocalShard
+from delta_tracker.sharding.discover import Discovery
 from delta_tracker.sharding.kernel_hooks import UpdateListener, Watcher
 from delta_tracker.sharding.kernel_memory import one_cut
-from delta_tracker.sharding.torchrec_api import averages_itself, load_torchrec, sync_groups, tbe_of
+from delta_tracker.sharding.local_shard import LocalShard
+from delta_tracker.sharding.torchrec_api import averages_itself, known_torchrec, sync_groups, tbe_of
 from delta_tracker.sharding.weights import row_chunks
 
 _EXCHANGING = (2, 4)  # numbers of replicas whose average of equal values has the same bits, see the module's docstring
@@ -288,7 +289,7 @@ def watch_syncs(
     """
     hooks: list[Watcher] = []
     for wrapper in model.modules():
-        if not isinstance(wrapper, load_torchrec().replicas):
+        if not isinstance(wrapper, known_torchrec().replicas):
             continue
         groups = []
         for each in sync_groups(wrapper):

@@ -48,7 +48,7 @@ class Torchrec:
     collections: dict[type[nn.Module], str]
     wrappers: dict[type[nn.Module], str]
     fsdp: tuple[type[nn.Module], ...]
-    sharded: type[nn.Module]
+    sharded: tuple[type[nn.Module], ...]
     towers: tuple[type[nn.Module], ...]
     without_rows: tuple[type[nn.Module], ...]
     sharded_tensors: tuple[type[Tensor], ...]
@@ -70,6 +70,14 @@ class Torchrec:
         return None if found is None else getattr(module, found)
 
 
+def known_torchrec() -> Torchrec:
+    """Return the classes that discovery looks for, without importing torchrec.
+
+    While torchrec has not been imported, no model can have its modules. The result then has torch's classes only.
+    """
+    return load_torchrec() if "torchrec.distributed.types" in sys.modules else _without_torchrec()
+
+
 def load_torchrec() -> Torchrec:
     """Import torchrec and return the classes that discovery looks for.
 
@@ -83,9 +91,6 @@ def load_torchrec() -> Torchrec:
         types = import_module("torchrec.distributed.types")
     except ModuleNotFoundError as missing:
         raise MissingExtraError(missing.name or "torchrec", "torchrec") from missing
-    fsdp = _imported("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
-    compiled = _imported("torch._dynamo.eval_frame", "OptimizedModule")
-    activations = _imported("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper")
     return Torchrec(
         collections={
             embedding.ShardedEmbeddingCollection: "embeddings",
@@ -93,13 +98,10 @@ def load_torchrec() -> Torchrec:
         },
         wrappers={
             model_parallel.DistributedModelParallel: "_dmp_wrapped_module",
-            DistributedDataParallel: "module",
-            **dict.fromkeys(activations, "_checkpoint_wrapped_module"),
-            **dict.fromkeys(fsdp, "_fsdp_wrapped_module"),
-            **dict.fromkeys(compiled, "_orig_mod"),
+            **_torch_wrappers(),
         },
-        fsdp=fsdp,
-        sharded=types.ShardedModule,
+        fsdp=_fsdp(),
+        sharded=(types.ShardedModule,),
         towers=_imported(
             "torchrec.distributed.embedding_tower_sharding", "ShardedEmbeddingTower", "ShardedEmbeddingTowerCollection"
         ),
@@ -111,6 +113,50 @@ def load_torchrec() -> Torchrec:
         sorted_collisions=_imported("torchrec.modules.mc_modules", "MCHManagedCollisionModule"),
         hashed_collisions=_imported("torchrec.modules.hash_mc_modules", "HashZchManagedCollisionModule"),
     )
+
+
+def _without_torchrec() -> Torchrec:
+    return Torchrec(
+        collections={},
+        wrappers=_torch_wrappers(),
+        fsdp=_fsdp(),
+        sharded=(),
+        towers=(),
+        without_rows=(),
+        sharded_tensors=(DTensor,),
+        replicas=(),
+        replica_env=(),
+        pruning=(),
+        sorted_collisions=(),
+        hashed_collisions=(),
+    )
+
+
+def _torch_wrappers() -> dict[type[nn.Module], str]:
+    """Return torch's wrappers that have no component in FQNs, with the attribute that holds the wrapped module."""
+    compiled = _imported("torch._dynamo.eval_frame", "OptimizedModule")
+    activations = _imported("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper")
+    return {
+        DistributedDataParallel: "module",
+        **dict.fromkeys(activations, "_checkpoint_wrapped_module"),
+        **dict.fromkeys(_fsdp(), "_fsdp_wrapped_module"),
+        **dict.fromkeys(compiled, "_orig_mod"),
+    }
+
+
+def _fsdp() -> tuple[type, ...]:
+    return _imported("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
+
+
+def managed_by_fsdp(model: nn.Module, torchrec: Torchrec) -> set[int]:
+    """Return the ``id()`` of each parameter that FSDP manages in ``model``. It may be sharded at any time."""
+    return {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, torchrec.fsdp)
+        for parameter in module.parameters()
+        if parameter not in module._ignored_params  # type: ignore[operator]  # noqa: SLF001  no public equivalent
+    }
 
 
 def _imported(module: str, *names: str) -> tuple[type, ...]:

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from delta_tracker.sharding.discover import LocalShard
 from delta_tracker.sharding.kernel_memory import one_cut
-from delta_tracker.sharding.torchrec_api import weight_slots
+from delta_tracker.sharding.local_shard import LocalShard
 
 
 def column_views(shard: LocalShard) -> list[Tensor]:
@@ -95,7 +94,7 @@ def _versions(shard: LocalShard) -> list[tuple[Mapping[str, Tensor | None], str,
     return [
         (owner, name, tensor, tensor._version)  # noqa: SLF001
         for kernel, _ in shard.places
-        for owner, name in weight_slots(kernel.module)
+        for owner, name in kernel.memory.weight_slots()
         if (tensor := owner[name]) is not None and tensor.numel()
     ]
 

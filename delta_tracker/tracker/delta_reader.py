@@ -14,8 +14,8 @@ from delta_tracker.buffers import new_rows
 from delta_tracker.errors import InvalidArgumentError, UnsupportedTableError
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.rows import ChangedRows, split_places
-from delta_tracker.sharding.discover import LocalShard
 from delta_tracker.sharding.kernel_memory import one_cut
+from delta_tracker.sharding.local_shard import LocalShard
 from delta_tracker.sharding.weights import num_optimizer_states, read_optimizer, read_rows, row_chunks
 from delta_tracker.tracker.change_log import ChangeLog, Reading
 from delta_tracker.tracker.modes import Capture

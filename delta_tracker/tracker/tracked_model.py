@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 
 from delta_tracker.errors import DetachedError, InvalidArgumentError
-from delta_tracker.sharding.discover import Discovery, LocalShard, discover
+from delta_tracker.sharding.discover import Discovery, discover
 from delta_tracker.sharding.kernel_memory import one_cut
+from delta_tracker.sharding.local_shard import LocalShard
 from delta_tracker.sharding.refusals import refuse_unseen_writes
 from delta_tracker.tracker.modes import Capture
 
@@ -49,7 +50,6 @@ class TrackedModel:
             UnsupportedModuleError: if the model has sharded modules that cannot be tracked.
             UnsupportedOptimizerError: if a fused optimizer writes rows outside the backward pass, or is unknown.
             UnsupportedTableError: if a table's kernel cannot be tracked, or its optimizer does not support the mode.
-            MissingExtraError: if torchrec is not installed.
         """
         found = discover(self.module, self._skips)
         refuse_unseen_writes(self.module, found)

@@ -17,9 +17,9 @@ from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.sharding.collisions import LocalOwners, local_owners
-from delta_tracker.sharding.discover import LocalShard
 from delta_tracker.sharding.kernel_hooks import KeyedIds, PostLookupHook, Watcher
 from delta_tracker.sharding.kernel_memory import one_cut
+from delta_tracker.sharding.local_shard import LocalShard
 from delta_tracker.sharding.odist_hook import watch_output_dists
 from delta_tracker.sharding.optimizer_rows import (
     StateWatch,
@@ -30,6 +30,7 @@ from delta_tracker.sharding.optimizer_rows import (
     unfused_storages,
 )
 from delta_tracker.sharding.replicas import watch_syncs
+from delta_tracker.sharding.step_hook import StepHook, watch_steps
 from delta_tracker.sharding.torchrec_api import load_torchrec
 from delta_tracker.sharding.untraced import forget_compiled_code
 from delta_tracker.sharding.weights import column_views, read_rows
@@ -70,16 +71,22 @@ def __getattr__(name: str) -> object:
 
 
 class ModelDeltaTracker:
-    """Tracker of the changed rows of a model's sharded embedding tables, for any number of consumers.
+    """Tracker of the changed rows of a model's embedding tables, for any number of consumers.
 
     A row counts as changed when an update to the row is written, not when the row is looked up. Forward passes under
     ``no_grad`` and outputs that are never backpropagated mark no rows. Reads may happen between any two operations of
     the training thread; no update is lost. Each rank tracks its own shards. Only reads with ``top_k``, and
     ``state_dict`` with a strategy that gathers, are collectives.
 
-    Tables whose optimizer is not fused (DENSE kernels, DATA_PARALLEL) are compared with a second copy of their rows at
-    each read. This is exact for momentum, Adam, weight decay and other ranks' gradients, and takes the memory of the
-    copy.
+    A model without sharded collections may have ``nn.Embedding`` and ``nn.EmbeddingBag`` modules, also inside unsharded
+    collections of TorchRec. They are tracked in one process, and on all ranks under ``DistributedDataParallel``, for
+    every optimizer; torchrec is not needed. Tables with ``sparse=True`` take no copy: hooks on the steps of optimizers
+    report their rows, see :mod:`delta_tracker.sharding.step_hook`. Beside sharded collections, such modules are not
+    tracked, and a warning names them.
+
+    Tables whose optimizer is not fused (DENSE kernels, DATA_PARALLEL, plain modules with dense gradients) are compared
+    with a second copy of their rows at each read. This is exact for momentum, Adam, weight decay and other ranks'
+    gradients, and takes the memory of the copy.
 
     For all other tables, ``load_state_dict`` marks all rows. In-place writes to the weights of these tables, such as
     ``dcp.load({"model": model.state_dict()}, ...)`` or an edit under ``no_grad``, mark all rows of every table of the
@@ -107,8 +114,8 @@ class ModelDeltaTracker:
     :meth:`get_delta` at any time.
 
     Args:
-        model: a ``DistributedModelParallel``, or any module that contains sharded EmbeddingCollections or
-            EmbeddingBagCollections or subclasses of them.
+        model: a ``DistributedModelParallel``, any module that contains sharded EmbeddingCollections or
+            EmbeddingBagCollections or subclasses of them, or a model of torch's own embedding modules.
         consumers: names of the independent readers. Default: one consumer named ``"default"``.
         delete_on_read: drop rows once every consumer has committed a read of them. False keeps them, so that
             :meth:`rewind` can make them pending again. This takes the memory of at most one more row set per table,
@@ -120,7 +127,7 @@ class ModelDeltaTracker:
         mode: the data that is kept for each changed row.
         fqns_to_skip: tables not to track, each by its FQN, the FQN of a module above it, or one component of its FQN.
         record: ``"updates"`` to record rows whose update is written, or ``"lookups"`` to also record all rows that are
-            looked up, as TorchRec's tracker does.
+            looked up, as TorchRec's tracker does. Plain modules support ``"updates"`` only.
         max_bytes: maximum size of the log on this rank, in bytes, including rows that top-k left out. If the log is
             larger, the consumer that lags furthest is dropped, and its next read raises
             :class:`~delta_tracker.errors.NeedsSnapshotError`. None for no limit. The log includes old states in pinned
@@ -135,9 +142,18 @@ class ModelDeltaTracker:
         UnsupportedModuleError: if the model has sharded modules that cannot be tracked, or managed-collision modules of
             another class than MCH and hash-ZCH.
         UnsupportedOptimizerError: if a fused optimizer writes rows outside the backward pass, or is unknown.
-        UnsupportedTableError: if a table's kernel cannot be tracked, or its optimizer does not support the mode.
+        UnsupportedTableError: if a table's kernel cannot be tracked, its optimizer does not support the mode, or a
+            plain module's weight is not an ordinary parameter with the same rows on every rank.
         InvalidArgumentError: if consumer names are missing or repeated, or another argument is invalid.
-        MissingExtraError: if torchrec is not installed.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.EmbeddingBag(1000, 16, sparse=True))
+        >>> tracker = ModelDeltaTracker(model)
+        >>> model(torch.tensor([[7, 42, 7]])).sum().backward()
+        >>> torch.optim.SGD(model.parameters(), lr=0.1).step()
+        >>> tracker.get_delta_ids()["0"].tolist()
+        [7, 42]
     """
 
     DEFAULT_CONSUMER = "default"
@@ -166,6 +182,8 @@ class ModelDeltaTracker:
         self._engine = engine
         self._capture = CAPTURES[mode]
         self._model = TrackedModel(model, fqns_to_skip, self._capture)
+        if self._records_lookups and not self._model.found.modules:
+            raise InvalidArgumentError("record", record, "Pass 'updates': lookups of plain modules are not recorded")
         owners = local_owners(model, self._model.found)
         self._metrics = Recorder("tracker", self, name=name, monitor=monitor)
         self._gauges = TrackerGauges(self._metrics)
@@ -893,7 +911,7 @@ class ModelDeltaTracker:
             fqn
             for fqn, shard in found.shards.items()
             if fqn not in moved
-            and (shard.is_fused or self._records_lookups)
+            and (not shard.is_compared or self._records_lookups)
             and not (self._model.is_attached and _modules(shard) == _modules(held[fqn]))
         ]
         owned = {fqn: source for fqn, source in owners.items() if fqn in moved}
@@ -950,6 +968,7 @@ class ModelDeltaTracker:
             ),
             *watch_output_dists(model, found, self._log, self._keys, self._metrics),
             *watch_writes(model, found, self._log, self._keys, self._metrics),
+            *watch_steps(found, self._log, self._keys, self._metrics),
             *watch_syncs(model, found, self._log, self._keys, self._metrics, keeps_states=self._capture.keeps_old),
         ]
         # The model holds the hooks, and they hold the log: remove them if the tracker is deleted without detach().
@@ -968,7 +987,7 @@ class ModelDeltaTracker:
 
     def _num_updates(self) -> int:
         return self._num_past_updates + sum(
-            hook.num_updates for hook in self._hooks if isinstance(hook, PostLookupHook)
+            hook.num_updates for hook in self._hooks if isinstance(hook, PostLookupHook | StepHook)
         )
 
     def _make_stores(self, fqns: Iterable[str]) -> dict[str, SegmentStore]:

@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher, TrackingMode
-from delta_tracker.sharding.discover import Kernel, LocalShard
+from delta_tracker.sharding.discover import Kernel
 from delta_tracker.sharding.kernel_memory import one_cut
+from delta_tracker.sharding.local_shard import LocalShard
 from delta_tracker.sharding.row_cache import RowCache
 from delta_tracker.sharding.weights import read_rows
 from delta_tracker.tracker.change_log import ChangeLog

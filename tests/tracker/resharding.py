@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from delta_tracker.sharding.discover import Kernel, LocalShard
+from delta_tracker.sharding.discover import Kernel
+from delta_tracker.sharding.local_shard import LocalShard
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.checkpoint.pack import pack
 from delta_tracker.tracker.checkpoint.rank_header import HEADER, parse

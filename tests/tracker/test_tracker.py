@@ -66,8 +66,8 @@ def test_an_error_in_a_hook_does_not_reach_training(two_ranks: RankPool) -> None
 @pytest.mark.promise("refused")
 def test_bad_input_is_refused_by_name(two_ranks: RankPool) -> None:
     expected = {
-        "no module": ("NoShardedModuleError", "'1 (EmbeddingBag)'"),
-        "unsharded": ("NoShardedModuleError", "'ec (EmbeddingCollection)'"),
+        "no module": ("NoShardedModuleError", "'1 (_OtherEmbedding)'"),
+        "unsharded": ("UnsupportedTableError", "'ec.embeddings.t'"),
         "consumers": ("InvalidArgumentError", "['a', 'a']"),
         "no consumers": ("InvalidArgumentError", "consumers=[]"),
         "mode": ("InvalidArgumentError", "TrackingMode.ID_ONLY"),

@@ -23,6 +23,10 @@ from delta_tracker.tracker.change_log import ChangeLog
 from tests.models import Spec, Table, batch, kernels_of, shard, with_kernel
 
 
+class _OtherEmbedding(nn.Module):
+    """Module that is no table, whose name suggests one."""
+
+
 def rows_of(tracker: ModelDeltaTracker) -> dict[str, torch.Tensor]:
     return {fqn: tracker.read_rows(fqn) for fqn in tracker.tables}
 
@@ -395,7 +399,7 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
     loss.backward()
     before = tracker.get_delta("a", commit=False).num_rows
     messages = {
-        "no module": message(lambda: ModelDeltaTracker(nn.Sequential(nn.Linear(2, 2), nn.EmbeddingBag(3, 2)))),
+        "no module": message(lambda: ModelDeltaTracker(nn.Sequential(nn.Linear(2, 2), _OtherEmbedding()))),
         "unsharded": message(
             lambda: ModelDeltaTracker(
                 nn.ModuleDict(

@@ -19,7 +19,7 @@ from delta_tracker.buffers import new_rows
 from delta_tracker.errors import MalformedStateError, PartialStateError, StateMismatchError
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.rows import ChangedRows
-from delta_tracker.sharding.discover import LocalShard
+from delta_tracker.sharding.local_shard import LocalShard
 from delta_tracker.tracker.checkpoint.rank_header import HISTORY, Layout, RankHeader
 from delta_tracker.tracker.log_state import LogState, PendingState
 from delta_tracker.tracker.modes import Capture

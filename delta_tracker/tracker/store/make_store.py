@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from delta_tracker.sharding.discover import LocalShard
+from delta_tracker.sharding.local_shard import LocalShard
 from delta_tracker.sharding.weights import WriteWatch, read_rows
 from delta_tracker.tracker.modes import Capture
 from delta_tracker.tracker.store.segments import SegmentStore
@@ -43,7 +43,7 @@ class _ShardRows:
 
 
 def make_store(shard: Callable[[], LocalShard], capture: Capture, *, engine: str | None) -> SegmentStore:
-    """Return a table's store: a :class:`SegmentStore` if the optimizer is fused, otherwise a :class:`ShadowStore`.
+    """Return a table's store: a :class:`SegmentStore` if hooks report writes, otherwise a :class:`ShadowStore`.
 
     Args:
         shard: returns this rank's current shard of the table. After a reshard it may return another shard with the
@@ -52,7 +52,7 @@ def make_store(shard: Callable[[], LocalShard], capture: Capture, *, engine: str
         engine: implementation of the row sets, see :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`.
     """
     now, rows = shard(), _ShardRows(shard, capture)
-    if not now.is_fused:
+    if now.is_compared:
         return ShadowStore(rows.rows, now.spec.num_rows, now.device, engine=engine, keeps_states=capture.keeps_old)
     old_states = rows.old_states if capture.keeps_old else None
     return SegmentStore(

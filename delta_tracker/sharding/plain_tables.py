@@ -1,0 +1,141 @@
+"""Find the tables of a model without TorchRec's sharding: those of ``nn.Embedding`` and ``nn.EmbeddingBag``.
+
+The unsharded collections of TorchRec contain such modules. A table with dense gradients is compared with a copy, which
+is exact for every optimizer. A table with sparse gradients needs no copy: :mod:`delta_tracker.sharding.step_hook`
+reports the rows that a step of an optimizer writes.
+
+In a process group, every rank must hold the same rows. Only ``DistributedDataParallel`` ensures it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from delta_tracker.buffers import new_rows
+from delta_tracker.errors import UnsupportedTableError
+from delta_tracker.rows import take_rows
+from delta_tracker.sharding.local_shard import LocalShard
+from delta_tracker.sharding.torchrec_api import Torchrec, managed_by_fsdp
+from delta_tracker.types import ShardSpec, TableSpec
+
+PlainModule = nn.Embedding | nn.EmbeddingBag
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_REMEDY = "Name it in fqns_to_skip to train it untracked"
+
+
+class PlainTable:
+    """Table of one ``nn.Embedding`` or ``nn.EmbeddingBag``, which holds all rows. It is its own memory, with one slot.
+
+    Args:
+        module: the module.
+    """
+
+    is_fused = False
+
+    def __init__(self, module: PlainModule) -> None:
+        self.module = module
+
+    @property
+    def memory(self) -> PlainTable:
+        """This object."""
+        return self
+
+    def weight(self, slot: int) -> Tensor:
+        """Return the module's weight, ``[rows, columns]``, as a detached tensor that shares its memory."""
+        del slot
+        return self.module.weight.detach()
+
+    def rows(self, slot: int, ids: Tensor) -> Tensor:
+        """Return a copy of the rows ``ids`` (``[N]`` int64), ``[N, columns]``."""
+        return take_rows(self.weight(slot), ids, new_rows)
+
+    def optimizer_states(self, slot: int) -> list[Tensor]:
+        """Return an empty list: the states belong to an optimizer object, not to the module."""
+        del slot
+        return []
+
+    def weight_slots(self) -> list[tuple[Mapping[str, Tensor | None], str]]:
+        """Return the location of the weight."""
+        return [(self.module._parameters, "weight")]  # noqa: SLF001
+
+
+def plain_shards(model: nn.Module, modules: Mapping[str, PlainModule], torchrec: Torchrec) -> dict[str, LocalShard]:
+    """Return the tables of embedding modules by FQN. Each rank holds all rows of each table.
+
+    Args:
+        model: the model.
+        modules: FQN to module.
+        torchrec: classes of the installed torchrec.
+
+    Raises:
+        UnsupportedTableError: if the model itself is a table, which then has no name, or if the weight of a module is
+            not an ordinary parameter with all rows on this rank, has another dtype than float32, float16 or bfloat16,
+            or may differ between the ranks of the process group.
+    """
+    fsdp, replicated = managed_by_fsdp(model, torchrec), _replicated(model)
+    found = {}
+    for fqn, module in modules.items():
+        if not fqn:
+            raise UnsupportedTableError(fqn, "the model itself is the table", "Pass a model that contains it")
+        weight = module._parameters.get("weight")  # noqa: SLF001  a parametrized weight is computed, not stored
+        if reason := _obstacle(module, weight, fsdp, replicated):
+            raise UnsupportedTableError(fqn, reason, _REMEDY)
+        assert weight is not None, "otherwise there is an obstacle"
+        table = TableSpec(fqn, module.num_embeddings, module.embedding_dim, weight.dtype)
+        spec = ShardSpec(table, 0, module.num_embeddings, ((0, module.embedding_dim),), is_replicated=True)
+        # max_norm rescales rows in the forward pass, without a gradient and without an optimizer.
+        is_stepped = module.sparse and module.max_norm is None
+        found[fqn] = LocalShard(spec, ((PlainTable(module), 0),), weight.device, is_fused=False, is_stepped=is_stepped)
+    return found
+
+
+def _obstacle(module: PlainModule, weight: Tensor | None, fsdp: set[int], replicated: set[int] | None) -> str | None:
+    """Return the reason for which a table cannot be tracked; None if it can.
+
+    Args:
+        module: the module of the table.
+        weight: its parameter; None if it has none of this name.
+        fsdp: ``id()`` of each parameter that FSDP manages.
+        replicated: ``id()`` of each parameter that is the same on every rank; None if there is only one rank.
+    """
+    shape = (module.num_embeddings, module.embedding_dim)
+    if type(weight) is not nn.Parameter:
+        kind = "missing" if weight is None else f"a {type(weight).__name__}"
+        return f"its weight is {kind}, not an nn.Parameter, for example because it is parametrized"
+    if id(weight) in fsdp:
+        return "its weight is managed by FSDP, which may keep only a part of the rows on a rank"
+    if weight.is_meta or tuple(weight.shape) != shape:
+        place = " on the meta device" if weight.is_meta else ""
+        return f"its weight has the shape {tuple(weight.shape)}{place}, not {shape} with values"
+    if weight.dtype not in _DTYPES:
+        return f"its dtype is {weight.dtype}, not one of {[str(dtype) for dtype in _DTYPES]}"
+    if replicated is not None and id(weight) not in replicated:
+        return (
+            f"its rows may differ between the {dist.get_world_size()} ranks. Wrap the model in "
+            "DistributedDataParallel over all ranks, or shard it with DistributedModelParallel, and pass the wrapper"
+        )
+    return None
+
+
+def _replicated(model: nn.Module) -> set[int] | None:
+    """Return the ``id()`` of each parameter that DDP keeps the same on every rank; None if there is only one rank."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    return {id(parameter) for wrapper in _ddp(model) for parameter in _managed(wrapper)}
+
+
+def _ddp(model: nn.Module) -> Iterator[DistributedDataParallel]:
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel) and module.process_group.size() == dist.get_world_size():
+            yield module
+
+
+def _managed(wrapper: DistributedDataParallel) -> Iterator[nn.Parameter]:
+    for name, parameter in wrapper.module.named_parameters(remove_duplicate=False):
+        if name not in wrapper.parameters_to_ignore:
+            yield parameter

@@ -1,0 +1,192 @@
+"""Report the rows that ``torch.optim`` optimizers write, for tables of plain modules.
+
+An optimizer writes in its ``step``. Hooks that torch calls before and after the ``step`` of every optimizer therefore
+report all writes. Which rows a step writes follows from the sparse gradient and from the optimizer:
+
+- ``SGD`` without momentum, ``Adagrad`` and ``SparseAdam`` write the rows of the gradient and no other rows.
+- ``SGD`` with momentum also writes the rows of its momentum, a sparse tensor with the rows of all earlier gradients.
+- Any other optimizer may write any row: all rows count as changed, and a warning is logged once. The same holds for a
+  gradient that is not sparse.
+
+A ``step`` with a closure computes the gradients itself. The rows are then reported after the step, with unknown old
+states. The closure must not write to the weights. Code that is compiled together with ``step`` calls no hook; the
+version counter of the weight then shows the write, and all rows count as changed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from delta_tracker.monitor.recorder import Recorder
+from delta_tracker.sharding.discover import Discovery
+from delta_tracker.sharding.kernel_hooks import UpdateListener, Watcher
+from delta_tracker.sharding.local_shard import LocalShard
+from delta_tracker.sharding.untraced import untraced
+
+_logger = logging.getLogger(__name__)
+
+# Exact types: a subclass may write other rows.
+_GRADIENT_ROWS = (torch.optim.Adagrad, torch.optim.SparseAdam)
+
+
+@dataclass(slots=True)
+class _Step:
+    """One call of an optimizer's ``step``.
+
+    Args:
+        key: key of the write.
+        is_computed_inside: True if a closure computes the gradients inside the step.
+        rows: FQN to the ids ``[N]`` of the rows that were reported before the step; None for all rows.
+        gradients: FQN, gradient and version counter of the gradient when ``rows`` was computed.
+    """
+
+    key: int
+    is_computed_inside: bool
+    rows: Mapping[str, Tensor | None] = field(default_factory=dict)
+    gradients: list[tuple[str, Tensor, int]] = field(default_factory=list)
+
+
+class StepHook(Watcher):
+    """Hook that reports the rows which the steps of optimizers write to the tables of plain modules.
+
+    Tables that are compared with a copy are not reported. Their steps only count in :attr:`num_updates`.
+
+    Args:
+        shards: FQN to shard of each table of a plain module.
+        listener: receives the reports.
+        keys: counter that yields a unique key for each write, shared by all hooks of a listener.
+        recorder: records errors and the time that recording takes.
+
+    Attributes:
+        num_updates: number of steps of an optimizer that had a gradient of a table.
+    """
+
+    def __init__(
+        self,
+        shards: Mapping[str, LocalShard],
+        listener: UpdateListener,
+        keys: itertools.count[int],
+        recorder: Recorder,
+    ) -> None:
+        super().__init__([fqn for fqn, shard in shards.items() if shard.is_stepped], listener, keys, recorder)
+        self._modules = {fqn: shard.places[0][0].module for fqn, shard in shards.items()}
+        self._open: WeakKeyDictionary[torch.optim.Optimizer, _Step] = WeakKeyDictionary()
+        self._strange: set[str] = set()
+        self.num_updates = 0
+        self._handles = [
+            register_optimizer_step_pre_hook(untraced(self._before, self._omitted)),
+            register_optimizer_step_post_hook(untraced(self._after, self._omitted)),
+        ]
+
+    def remove(self) -> None:
+        """Remove the hook."""
+        for handle in self._handles:
+            handle.remove()
+        super().remove()
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if (failed := self._open.pop(optimizer, None)) is not None and failed.rows:
+            # The step raised. If it wrote a part of its rows, the version counter reports the write.
+            self._contained(lambda: self._listener.applied(failed.key, failed.rows), otherwise=None)
+        # Before the step adds its own writes to the version counters.
+        self._contained(lambda: self._listener.notice_writes(self._tables), otherwise=None)
+        step = _Step(next(self._keys), is_computed_inside=_has_closure(args, kwargs))
+        if not step.is_computed_inside:
+            step.rows = self._contained(lambda: self._rows(optimizer, step), otherwise=self._all_rows())
+            if step.rows:
+                self._opened(step.key, step.rows)
+        self._open[optimizer] = step
+
+    def _after(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        del args, kwargs
+        step = self._open.pop(optimizer, None)
+        if step is None:
+            return
+        if step.is_computed_inside:
+            late = self._contained(lambda: self._rows(optimizer, step), otherwise=self._all_rows())
+        else:
+            # Another hook may have replaced a gradient after this hook read it.
+            late = {fqn: None for fqn, gradient, version in step.gradients if gradient._version != version}  # noqa: SLF001
+            late |= {fqn: None for fqn, gradient, _ in step.gradients if self._modules[fqn].weight.grad is not gradient}
+        for fqn, ids in late.items():
+            self._contained(partial(self._listener.mark, fqn, ids, is_written=True), otherwise=None)
+        if step.rows:
+            self._contained(lambda: self._listener.applied(step.key, step.rows), otherwise=None)
+        # A table without a gradient after its closure is not acknowledged: the version counter reports the write.
+        self._contained(lambda: self._listener.acknowledge_writes({**step.rows, **late}), otherwise=None)
+
+    def _rows(self, optimizer: torch.optim.Optimizer, step: _Step) -> dict[str, Tensor | None]:
+        """Return the rows that the current gradients let an optimizer write, by FQN; None for all rows."""
+        tables: dict[int, list[str]] = {}
+        for fqn, module in self._modules.items():  # a parameter may have several names, and may have been replaced
+            tables.setdefault(id(module.weight), []).append(fqn)
+        rows: dict[str, Tensor | None] = {}
+        has_update = False
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                fqns = tables.get(id(parameter))
+                if fqns is None or parameter.grad is None:
+                    continue
+                has_update = True
+                stepped = [fqn for fqn in fqns if fqn in self._tables]
+                if stepped:
+                    rows |= dict.fromkeys(stepped, self._written(optimizer, parameter))
+                    step.gradients += [(fqn, parameter.grad, parameter.grad._version) for fqn in stepped]  # noqa: SLF001
+        self.num_updates += has_update
+        return rows
+
+    def _written(self, optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor | None:
+        """Return the rows of a parameter that an optimizer writes, ``[N]`` int64; None if it may write any row."""
+        gradient = parameter.grad
+        if gradient is None or gradient.layout != torch.sparse_coo or gradient.sparse_dim() != 1:
+            self._warn("a gradient that is not sparse", "build the module with sparse=False")
+            return None
+        ids: Tensor = gradient._indices()[0]  # noqa: SLF001  indices() needs a coalesced tensor
+        if type(optimizer) in _GRADIENT_ROWS:
+            return ids
+        if type(optimizer) is torch.optim.SGD:
+            momentum = optimizer.state.get(parameter, {}).get("momentum_buffer")
+            if momentum is None:
+                return ids
+            if momentum.layout == torch.sparse_coo and momentum.sparse_dim() == 1:
+                return torch.cat([ids, momentum._indices()[0]])  # noqa: SLF001
+        self._warn(f"the optimizer {type(optimizer).__name__}", "use SGD, Adagrad or SparseAdam, or sparse=False")
+        return None
+
+    def _warn(self, what: str, remedy: str) -> None:
+        if what not in self._strange:
+            self._strange.add(what)
+            _logger.warning(
+                "all rows count as changed after %s; to send only the changed rows, %s: tables=%s",
+                what,
+                remedy,
+                list(self._tables),
+            )
+
+
+def watch_steps(
+    found: Discovery, listener: UpdateListener, keys: itertools.count[int], recorder: Recorder
+) -> list[StepHook]:
+    """Register the hook for the tables of plain modules, and return it in a list; empty without such tables.
+
+    Args:
+        found: the tracked tables.
+        listener: receives the reports.
+        keys: counter that yields a unique key for each write, shared by all hooks of a listener.
+        recorder: records errors and the time that recording takes.
+    """
+    return [] if found.modules else [StepHook(found.shards, listener, keys, recorder)]
+
+
+def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return any(arg is not None for arg in (*args[1:], *kwargs.values()))  # args[0] is the optimizer
