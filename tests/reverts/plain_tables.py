@@ -1,0 +1,105 @@
+"""Rules of tables without sharding."""
+
+from __future__ import annotations
+
+from tests.reverts.revert import Revert
+
+_HOOK = "delta_tracker/sharding/step_hook.py"
+_TABLES = "delta_tracker/sharding/plain_tables.py"
+_TESTS = "tests/sharding/test_plain_tables.py"
+_RANDOM = f"{_TESTS}::test_random_schedules_lose_no_update_and_send_nothing_else"
+
+
+def _revert(defect: str, generator: str, file: str, before: str, after: str) -> Revert:
+    return Revert(defect=defect, generator=generator, edits={file: [(before, after)]})
+
+
+REVERTS = [
+    _revert(
+        "rows that only a sparse momentum moves are lost",
+        f"{_RANDOM}[SGD with momentum-True-True]",
+        _HOOK,
+        "return torch.cat([ids, momentum._indices()[0]])",
+        "return ids",
+    ),
+    _revert(
+        "an unknown optimizer is trusted to write the gradient's rows only",
+        f"{_TESTS}::test_an_optimizer_that_is_not_known_is_named",
+        _HOOK,
+        "if type(optimizer) in _GRADIENT_ROWS:",
+        "if True:",
+    ),
+    _revert(
+        "writes before a step are taken for writes of the step",
+        f"{_RANDOM}[SparseAdam-True-True]",
+        _HOOK,
+        "self._contained(lambda: self._listener.notice_writes(self._tables), otherwise=None)",
+        "pass",
+    ),
+    _revert(
+        "a gradient that another hook replaces is not noticed",
+        f"{_RANDOM}[Adagrad-True-False]",
+        _HOOK,
+        "late |= {fqn: None for fqn, gradient, _ in step.gradients if self._modules[fqn].weight.grad is not gradient}",
+        "pass",
+    ),
+    _revert(
+        "a closure's gradients are read before the closure runs",
+        f"{_RANDOM}[SGD-True-True]",
+        _HOOK,
+        "is_computed_inside=_has_closure(args, kwargs)",
+        "is_computed_inside=False",
+    ),
+    _revert(
+        "the own writes of a step count as writes to all rows",
+        f"{_RANDOM}[SGD-True-False]",
+        _HOOK,
+        "self._contained(lambda: self._listener.acknowledge_writes({**step.rows, **late}), otherwise=None)",
+        "pass",
+    ),
+    _revert(
+        "a step that raised keeps its rows open for ever",
+        f"{_RANDOM}[SGD-True-False]",
+        _HOOK,
+        "self._contained(lambda: self._listener.applied(failed.key, failed.rows), otherwise=None)",
+        "pass",
+    ),
+    _revert(
+        "rows that max_norm rescales are all sent",
+        f"{_TESTS}::test_a_table_with_max_norm_is_compared",
+        _TABLES,
+        "is_stepped = module.sparse and module.max_norm is None",
+        "is_stepped = module.sparse",
+    ),
+    _revert(
+        "tables that the ranks train apart are tracked",
+        f"{_TESTS}::test_ranks[not_replicated]",
+        _TABLES,
+        "if replicated is not None and id(weight) not in replicated:",
+        "if False:",
+    ),
+    Revert(
+        defect="a part of a table that FSDP keeps is tracked",
+        generator=f"{_TESTS}::test_ranks[sharded_by_torch]",
+        edits={
+            _TABLES: [
+                ("if id(weight) in fsdp:", "if False:"),
+                ("if weight.is_meta or tuple(weight.shape) != shape:", "if False:"),
+            ]
+        },
+    ),
+    _revert(
+        "tracked tables are also sent as dense parameters",
+        f"{_TESTS}::test_dense_parameters_leave_out_the_tables",
+        "delta_tracker/sharding/dense.py",
+        'rows = {f"{fqn}.weight" for fqn in tables}',
+        "rows: set[str] = set()",
+    ),
+    _revert(
+        "plain modules beside sharded collections are ignored without a word",
+        f"{_TESTS}::test_beside_sharded_collections_they_are_named_and_not_tracked",
+        "delta_tracker/sharding/discover.py",
+        "    if found.modules and plain:\n",
+        "    if False:\n",
+    ),
+]
