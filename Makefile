@@ -42,14 +42,16 @@ test-triton: $(VENV)/triton/.installed  ## run the Triton engine in its interpre
 	@PYTHONPATH="$(CURDIR)/$(VENV)/triton$${PYTHONPATH:+:$$PYTHONPATH}" $(BIN)/python -m pytest -n 2 -k triton \
 	    tests/contract/test_row_sets.py tests/system/test_triton_interpreter.py
 
-test-no-extras: $(VENV)/.installed  ## run the monitor's tests as if no optional package were installed
+test-no-extras: $(VENV)/.installed  ## run tests as if no optional package, or neither torchrec nor fbgemm were installed
 	@DELTA_TRACKER_NO_EXTRAS=1 $(BIN)/python -m pytest -n 2 tests/monitor tests/system/test_monitor_*.py
+	@PYTHONPATH="$(CURDIR)/tests/without_torchrec$${PYTHONPATH:+:$$PYTHONPATH}" $(BIN)/python -m pytest -n 2 \
+	    -k "not beside" tests/sharding/test_plain_tables.py tests/predictor/test_predictor.py
 
 test-reverts: $(VENV)/.installed  ## remove each fix from a copy and check that a test fails; ARGS selects by word
 	@$(BIN)/python -W ignore -m tests.reverts $(ARGS)
 
 test-sweeps: $(VENV)/.installed  ## run the long sweeps completely; `make test` runs a part
-	@DELTA_TRACKER_WHOLE_SWEEPS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -k "test_every_operation or quiet_point or runs_tiny or three_ranks or power_loss or compiled or replicas or a_sync_changes or bit_for_bit or restored_job or torchrun or other_optimizers or own_last_read or map_to_the_rows or row_of_another or trainers_answer or only_history or mirror or random_cuts or random_faults_of_a_cache or random_histories or sinks_are_killed or random_history_finds or folded_constant or examples_do_not_reach" \
+	@DELTA_TRACKER_WHOLE_SWEEPS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -k "test_every_operation or quiet_point or runs_tiny or three_ranks or power_loss or compiled or replicas or a_sync_changes or bit_for_bit or restored_job or torchrun or other_optimizers or own_last_read or map_to_the_rows or row_of_another or trainers_answer or only_history or mirror or random_cuts or random_faults_of_a_cache or random_histories or sinks_are_killed or random_history_finds or folded_constant or examples_do_not_reach or random_schedules_lose" \
 	    tests/system/test_fault_sweep.py tests/system/test_crash.py tests/system/test_benchmarks.py \
 	    tests/system/test_resume.py tests/system/test_examples.py \
 	    tests/integrations/test_lightning.py tests/system/test_power_loss.py tests/gpu/fbgemm/test_compile.py \
@@ -61,7 +63,7 @@ test-sweeps: $(VENV)/.installed  ## run the long sweeps completely; `make test` 
 	    tests/system/test_mirror_sweep.py tests/predictor/test_sources.py \
 	    tests/predictor/test_settling.py tests/predictor/test_catch_up.py tests/predictor/test_canary.py \
 	    tests/contract/test_row_sinks.py tests/system/test_row_stores.py \
-	    tests/integrations/test_aot_inductor.py
+	    tests/integrations/test_aot_inductor.py tests/sharding/test_plain_tables.py
 
 test-matrix: $(VENV)/.installed  ## run the tests against every supported torchrec; ARGS goes to .ci/matrix
 	@$(BIN)/python .ci/matrix $(ARGS)

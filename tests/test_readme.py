@@ -47,8 +47,9 @@ def test_the_readme_has_at_most_250_lines() -> None:
     assert len(_README.read_text().splitlines()) <= _NUM_LINES_AT_MOST
 
 
-def test_the_quickstart_has_fifteen_lines() -> None:
-    assert len([line for line in _PYTHON[0].splitlines() if line]) <= 15
+def test_the_quickstarts_have_twelve_and_fifteen_lines() -> None:
+    assert len(_PYTHON[0].splitlines()) <= 12
+    assert len(_PYTHON[1].splitlines()) <= 15
 
 
 def test_commands_are_targets_of_the_makefile() -> None:

@@ -146,7 +146,7 @@ REVERTS = [
         generator="tests/sharding/test_discover.py::test_wrappers_have_no_component_in_names",
         edits={
             "delta_tracker/sharding/torchrec_api.py": [
-                ('            **dict.fromkeys(activations, "_checkpoint_wrapped_module"),\n', ""),
+                ('        **dict.fromkeys(activations, "_checkpoint_wrapped_module"),\n', ""),
             ],
         },
     ),

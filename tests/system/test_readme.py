@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,6 +30,20 @@ def test_python_blocks_run(name: str, tmp_path: Path) -> None:
     done = forked.run(str(tmp_path / "program.py"), timeout_seconds=280)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"block {len(blocks) - 1} begins" in done.stdout
+
+
+def test_the_first_quickstart_needs_torch_alone(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(_BLOCKS["README.md"][0])
+    without = os.pathsep.join(map(str, (_ROOT / "tests" / "without_torchrec", _ROOT)))
+    done = subprocess.run(
+        [sys.executable, tmp_path / "program.py"],
+        env=os.environ | {"PYTHONPATH": without},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_documents_with_python_blocks() -> None:
