@@ -12,12 +12,14 @@ import torch
 
 from delta_tracker import Predictor
 from delta_tracker.errors import MissingVersionError, NoReleaseError, PinConflictError, PinnedError, StreamError
+from delta_tracker.predictor.canary import Canary
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.pin import PinFollower, newest_pin, pin_name
 from delta_tracker.stream.rollback import pin_version, release_pin
 from delta_tracker.stream.storage.storage import Storage
+from tests.predictor.serving import eventually
 from tests.stream.streams import FQN, Writer
 from tests.sweeps import SWEEPS_ARE_WHOLE
 
@@ -89,6 +91,31 @@ def test_a_pin_holds_old_and_new_predictors_until_a_release(fleet: Fleet) -> Non
     for each in (old, new, other):
         each.sync()
         fleet.assert_holds(each, newest)
+
+
+def test_follow_under_a_pin_checks_the_pinned_version_and_not_the_newest(fleet: Fleet) -> None:
+    good = fleet.published("delta")
+    Writer(fleet.storage, num_rows=30).snapshot()  # a bad trainer: its tables do not fit
+    pin_version(fleet.storage, good)
+    predictor = fleet.join()
+    predictor.follow(0.001)
+    eventually(lambda: predictor.version == good)
+    predictor.stop()
+    fleet.assert_holds(predictor, good)
+
+
+def test_a_canary_that_starts_after_a_release_takes_an_older_snapshot(fleet: Fleet) -> None:
+    pin_version(fleet.storage, fleet.published("delta"))
+    fleet.published("snapshot")
+    released = release_pin(fleet.storage)
+    for _ in range(6):
+        fleet.published("delta")
+        fleet.published("delta")
+        fleet.published("snapshot")
+    retain(fleet.storage, Retention(versions=10, grace_seconds=0.0))
+    assert released.version not in StreamLog(fleet.storage).versions(), "the snapshot of the release is gone"
+    canary = Predictor(fleet.writer.model(), fleet.storage, canary=Canary(versions=2), follows_pins=True)
+    assert canary.sync() == fleet.writer.claim.head.version - 2
 
 
 def test_a_claim_of_another_publisher_ends_no_pin(fleet: Fleet) -> None:

@@ -29,7 +29,9 @@ from delta_tracker.stream.doubted_storage import DoubtedStorage
 from delta_tracker.stream.format.manifest import Link, Manifest
 from delta_tracker.stream.log import entry_name
 from delta_tracker.stream.maintenance.compaction import compact
+from delta_tracker.stream.pin import PinFollower
 from delta_tracker.stream.pointer import POINTER_NAME
+from delta_tracker.stream.rollback import pin_version, release_pin
 from tests.monitor.figures import Figures
 from tests.predictor.cache_server import CacheServer, cache_server
 from tests.predictor.pointed import point_at_the_head
@@ -130,6 +132,54 @@ def test_an_object_that_is_wrong_in_the_cache_is_read_past_it_once(
     before = served.cache.uncached.total()
     predictor.sync()
     assert served.cache.uncached.total() == before, "the doubt is over"
+
+
+@pytest.mark.parametrize("fault", [_bad_part, _missing_part, _short_part])
+def test_a_host_cache_reads_a_part_that_is_wrong_in_the_http_cache_past_it(
+    served: Served, fault: Callable[[CacheServer, Manifest], str], tmp_path: Path
+) -> None:
+    model = served.model()
+    predictor = Predictor(model, served.cache.url, cache=tmp_path)
+    predictor._cursor.log.pointer._seconds = 0.0
+    predictor.sync()
+    name = fault(served.cache, served.delta([1, 2]))
+    assert predictor.sync() == served.claim.head.version
+    assert torch.equal(model[FQN], served.table)
+    assert predictor.status().resyncs == 0
+    assert served.cache.uncached[name] == 1
+
+
+@pytest.mark.parametrize("kind", ["pin", "release"])
+@pytest.mark.parametrize("is_cached", [False, True])
+@pytest.mark.parametrize("fault", _FAULTS)
+def test_pins_and_releases_are_followed_past_a_damaged_cache(
+    served: Served, tmp_path: Path, kind: str, is_cached: bool, fault: Callable[[CacheServer, Manifest], str]
+) -> None:
+    model = served.model()
+    good = served.delta([1])
+    bits = served.table.clone()
+    served.delta([2])
+    predictor = Predictor(model, served.cache.url, follows_pins=True, cache=tmp_path if is_cached else None)
+    predictor._pins = PinFollower(lambda: predictor._storage, seconds=0.0)
+    predictor._settling = Settling(10.0)
+    predictor._cursor.log.pointer._seconds = 0.0
+    predictor.sync()
+    if kind == "pin":
+        name = fault(served.cache, good)
+        pin_version(served.storage, good.version)
+    else:
+        pin_version(served.storage, good.version)
+        predictor.sync()
+        good = served.snapshot()
+        bits = served.table.clone()
+        name = fault(served.cache, good)
+        release_pin(served.storage)
+    for _ in range(3):  # a predictor may wait for its cache before it goes on
+        with contextlib.suppress(StaleCacheError):
+            predictor.sync()
+    assert predictor.version == good.version
+    assert torch.equal(model[FQN], bits)
+    assert served.cache.uncached[name] <= 1
 
 
 def test_several_wrong_objects_of_one_version_are_read_past_the_cache_once_each(served: Served) -> None:

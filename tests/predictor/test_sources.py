@@ -6,6 +6,7 @@ import contextlib
 import random
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,9 @@ from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.mirror import Mirror
 from delta_tracker.stream.promotion import promote
 from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.stream.storage.url import default_poll_seconds
+from tests.predictor.cache_server import cache_server
+from tests.predictor.pointed import point_at_the_head
 from tests.predictor.serving import Flaky, assert_holds, beside, empty_model, eventually
 from tests.stream.histories import Clock, History
 from tests.stream.streams import FQN, Writer
@@ -162,6 +166,21 @@ def test_follow_continues_from_a_mirror() -> None:
     predictor.stop()
     assert torch.equal(table, writer.table)
     assert predictor.status().resyncs == 0
+
+
+def test_the_polling_interval_is_that_of_the_present_source(tmp_path: Path) -> None:
+    local = Flaky(tmp_path.as_uri(), create=True)
+    writer = Writer(local)
+    writer.snapshot()
+    with cache_server(Storage(tmp_path.as_uri())) as cache:
+        point_at_the_head(local)
+        predictor = Predictor(writer.model(), [local, cache.url])
+        predictor.follow()
+        eventually(lambda: predictor.version == writer.claim.head.version)
+        assert predictor.status().poll_seconds < default_poll_seconds(cache.url)
+        cut(local, is_down=True)
+        eventually(lambda: predictor.status().poll_seconds >= default_poll_seconds(cache.url))
+        predictor.stop()
 
 
 def test_only_a_source_with_the_same_entry_qualifies() -> None:

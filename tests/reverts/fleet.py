@@ -111,4 +111,95 @@ REVERTS = [
             ],
         },
     ),
+    Revert(
+        defect="pins and releases are not read past a damaged cache",
+        generator="tests/predictor/test_settling.py::test_pins_and_releases_are_followed_past_a_damaged_cache",
+        edits={
+            "delta_tracker/predictor/predictor.py": [
+                ("has_moved = self._obeys_despite_caches(order)", "has_moved = self._obeys(order)")
+            ]
+        },
+    ),
+    Revert(
+        defect="a part that is short in an http cache fails every predictor with a host cache",
+        generator="tests/predictor/test_settling.py::test_a_host_cache_reads_a_part_that_is_wrong_in_the_http_cache_past_it",
+        edits={
+            "delta_tracker/stream/host_cache.py": [
+                (
+                    "                if size is None or size >= part.num_bytes:\n                    raise\n",
+                    "                if True:\n                    raise\n",
+                )
+            ]
+        },
+    ),
+    Revert(
+        defect="follow() under a pin checks the newest version",
+        generator="tests/predictor/test_pins.py::test_follow_under_a_pin_checks_the_pinned_version_and_not_the_newest",
+        edits={
+            "delta_tracker/predictor/predictor.py": [
+                (
+                    "newest = [pinned] if pinned is not None and is_pinned else self._cursor.heads()",
+                    "newest = self._cursor.heads()",
+                )
+            ]
+        },
+    ),
+    Revert(
+        defect="a canary takes only the newest snapshot after a release",
+        generator="tests/predictor/test_pins.py::test_a_canary_that_starts_after_a_release_takes_an_older_snapshot",
+        edits={
+            "delta_tracker/predictor/predictor.py": [
+                ("if self._cursor.allows is None or self._cursor.allows(later):", "if True:")
+            ]
+        },
+    ),
+    Revert(
+        defect="a follower keeps the polling interval of a source that failed",
+        generator="tests/predictor/test_sources.py::test_the_polling_interval_is_that_of_the_present_source",
+        edits={
+            "delta_tracker/predictor/follower.py": [
+                (
+                    "                        self._schedule = schedule = self._new_schedule(poll_seconds)\n",
+                    "                        pass\n",
+                )
+            ]
+        },
+    ),
+    Revert(
+        defect="heartbeats to a store that fails do not become rarer",
+        generator="tests/stream/test_heartbeat.py::test_heartbeats_to_a_store_that_fails_become_rare",
+        edits={
+            "delta_tracker/stream/heartbeat.py": [
+                (
+                    "self._seconds * 2**self._num_failures)",
+                    "self._seconds)",
+                ),
+            ],
+        },
+    ),
+    Revert(
+        defect="the latest time of all entries bounds a canary",
+        generator="tests/predictor/test_canary.py::test_an_entry_of_a_clock_that_is_ahead_does_not_let_later_versions_pass",
+        edits={
+            "delta_tracker/predictor/canary.py": [
+                ("self._latest = head.created", "self._latest = max(self._latest, head.created)")
+            ]
+        },
+    ),
+    Revert(
+        defect="a change of the source counts as a version",
+        generator="tests/predictor/test_sources.py::test_a_change_of_the_source_does_not_count_as_a_version",
+        edits={
+            "delta_tracker/predictor/predictor.py": [("num_applied += self._storage is before", "num_applied += True")]
+        },
+    ),
+    Revert(
+        defect="a canary at rest is stuck",
+        generator="tests/stream/test_fleet.py",
+        edits={
+            "delta_tracker/stream/fleet.py": [
+                ("if beat.canary is not None and not has_moved and known and known[-1] <= known[0]:", "if False:")
+            ]
+        },
+    ),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import shutil
@@ -160,6 +161,36 @@ def test_a_store_that_cannot_be_written_is_named_once(clock: _Clock, caplog, mon
         assert len(read_heartbeats(storage)) == 1
         storage.delete("predictors/p.json")
     assert caplog.text.count("could not write the predictor's heartbeat") == 2
+
+
+def test_heartbeats_to_a_store_that_fails_become_rare(clock: _Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = Storage("memory://")
+    pulse = Pulse(storage, "p")
+    fields = {key: value for key, value in _FIELDS.items() if key not in ("name", "time")}
+    attempts: list[float] = []
+
+    def refuse(name: str, data: bytes) -> None:
+        attempts.append(clock.seconds)
+        raise StorageError("memory://", "down")
+
+    def beat_for(seconds: int) -> None:
+        for _ in range(seconds):
+            clock.seconds += 1
+            if pulse.is_due():
+                pulse.leave(**fields)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "replace", refuse)
+        beat_for(3000)
+    pauses = [later - sooner for sooner, later in itertools.pairwise(attempts)]
+    assert pauses == sorted(pauses)
+    assert pauses[0] <= 20
+    assert pauses[-1] == 300
+    beat_for(301)
+    assert len(read_heartbeats(storage)) == 1
+    storage.delete("predictors/p.json")
+    beat_for(10)
+    assert len(read_heartbeats(storage)) == 1, "the usual interval applies again"
 
 
 def test_a_predictor_that_starts_before_its_stream_warns_of_nothing(clock: _Clock, caplog, tmp_path: Path) -> None:
