@@ -116,8 +116,13 @@ class ConsumerPositions:
         self._consumers[name].is_transient = is_transient
 
     def abandon(self, name: str) -> None:
-        """End the reservation of consumer ``name`` and discard its uncommitted read. Remove a transient consumer."""
-        consumer = self._consumers[name]
+        """End the reservation of consumer ``name`` and discard its uncommitted read. Remove a transient consumer.
+
+        Does nothing if there is no such consumer: memory may have run out before it was added.
+        """
+        consumer = self._consumers.get(name)
+        if consumer is None:
+            return
         if consumer.is_transient:
             del self._consumers[name]
         else:

@@ -344,6 +344,13 @@ def test_the_only_consumer_needs_no_name_while_a_snapshot_is_copied(call: str, *
         getattr(log, call)("absent")
 
 
+def test_a_reserved_consumer_that_was_never_added_is_ignored() -> None:
+    log = _log(["default"])
+    log.abandoned.append(("default (snapshot)", True))  # memory ran out before the log added it
+    assert log.resolve(None) == "default"
+    assert not log.abandoned
+
+
 @pytest.mark.parametrize("call", ["num_pending", "is_behind"])
 def test_an_abandoned_consumer_is_not_found_by_name(call: str) -> None:
     log = _log(["default"])
