@@ -132,7 +132,8 @@ class Predictor(Forkable):
             keep the parts that they read, so that each is fetched once.
         canary: distance to keep from the newest version; None to apply each version as soon as it is found.
         follows_pins: True to obey ``delta-tracker rollback`` and ``delta-tracker release``.
-        heartbeats: url or store for the heartbeats; None for the first ``url`` that can be written to.
+        heartbeats: url or store for the heartbeats; None for the first ``url`` that can be written to, and after a
+            failover for the new one if it can be.
 
     Raises:
         InvalidArgumentError: for a model without tables, unknown ``names``, or an invalid ``raw_ids``, ``url``,
@@ -212,6 +213,7 @@ class Predictor(Forkable):
         self._dead_ends: deque[tuple[object, int | None, Link]] = deque(maxlen=_NUM_WAYS)
         self._syncing = threading.Lock()  # held while the version changes
         self._pulse = None if name is None else Pulse(self._store_of_heartbeats(heartbeats), name)
+        self._moves_heartbeats = heartbeats is None
         self._follower = Follower(
             self._advance,
             self._cursor,
@@ -569,7 +571,7 @@ class Predictor(Forkable):
                 has_moved = True
         except StaleCacheError:
             raise
-        except StorageError:
+        except (NoSnapshotError, StorageError):  # without a snapshot, nothing was applied yet
             self._num_failures += 1
             if self._num_failures < _NUM_TRIES - 1 or (other := self._sources.fail_over(self._cursor.place)) is None:
                 raise
@@ -676,6 +678,8 @@ class Predictor(Forkable):
         """Continue from another source, which has the last applied entry."""
         _logger.warning("continue from another source: url=%s former=%s", storage.url, self._storage.url)
         self._storage, self._num_failures = storage, 0
+        if self._pulse is not None and self._moves_heartbeats and not storage.is_read_only:
+            self._pulse.storage = storage
         if storage not in self._read_before:
             self._read_before.append(storage)
         self._cursor.log = StreamLog(storage)

@@ -113,13 +113,16 @@ class Pulse:
         name: name of the predictor.
         seconds: time between two heartbeats.
 
+    Attributes:
+        storage: store to which the next heartbeat is written.
+
     Raises:
         InvalidArgumentError: if the name is invalid.
     """
 
     def __init__(self, storage: Storage, name: str, seconds: float = 5.0) -> None:
         check_name(name)
-        self._storage = storage
+        self.storage = storage
         self._name = name
         self._seconds = seconds
         self._next = 0.0
@@ -143,11 +146,11 @@ class Pulse:
         self._looks.append((now, fields["version"], fields["lag_versions"]))
         window = tuple((now - then, version, lag) for then, version, lag in self._looks)
         try:
-            if not self._storage.has_directory("log"):
+            if not self.storage.has_directory("log"):
                 return
-            self._storage = self._storage.reopened()
+            self.storage = self.storage.reopened()
             own: dict[str, Any] = {"host": socket.gethostname()[:_MAX_HOST], "seconds": self._seconds, "window": window}
-            leave_heartbeat(self._storage, Heartbeat(name=self._name, time=time.time(), **(own | fields)))
+            leave_heartbeat(self.storage, Heartbeat(name=self._name, time=time.time(), **(own | fields)))
         except StorageError as error:
             if fields["stream"] is None:
                 return  # a predictor may start before the stream's directory exists

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from delta_tracker import Predictor
-from delta_tracker.errors import InvalidArgumentError, StorageError, StreamReplacedError
+from delta_tracker.errors import InvalidArgumentError, NoSnapshotError, StorageError, StreamError, StreamReplacedError
 from delta_tracker.predictor import sources as sources_module
 from delta_tracker.predictor.sources import Sources
 from delta_tracker.stream.cursor import Place
+from delta_tracker.stream.heartbeat import Pulse, read_heartbeats
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.mirror import Mirror
 from delta_tracker.stream.promotion import promote
@@ -166,6 +167,62 @@ def test_follow_continues_from_a_mirror() -> None:
     predictor.stop()
     assert torch.equal(table, writer.table)
     assert predictor.status().resyncs == 0
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_a_predictor_starts_at_another_source_if_the_first_has_no_stream(tmp_path: Path, *, follows: bool) -> None:
+    writer = Writer(Storage("memory://"))
+    writer.snapshot()
+    table = torch.zeros(20, 4)
+    predictor = Predictor({FQN: table}, [tmp_path.as_uri(), writer.storage])
+    if follows:
+        predictor.follow(poll_seconds=0.001)
+        eventually(lambda: predictor.version == writer.claim.head.version)
+        predictor.stop()
+    else:
+        with pytest.raises(NoSnapshotError):
+            predictor.sync()
+        assert predictor.sync() == writer.claim.head.version
+    assert torch.equal(table, writer.table)
+
+
+def test_a_replaced_stream_without_a_snapshot_does_not_lead_to_another_source() -> None:
+    writer = Writer(Storage("memory://"))
+    writer.snapshot()
+    other = Storage("memory://")
+    mirrored(writer, other)
+    predictor = Predictor({FQN: torch.zeros(20, 4)}, [writer.storage, other])
+    predictor.sync()
+    for prefix in ("log", "parts"):
+        for name in writer.storage.names(prefix):
+            writer.storage.delete(name)
+    StreamLog(writer.storage).claim()  # a new stream, without a snapshot yet
+    for _ in range(4):
+        with contextlib.suppress(StreamError):
+            predictor.sync()
+        assert predictor._storage is writer.storage
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_heartbeats_follow_a_failover(monkeypatch: pytest.MonkeyPatch, *, is_given: bool) -> None:
+    monkeypatch.setattr(Pulse, "is_due", lambda self: True)
+    writer = Writer(flaky())
+    writer.snapshot()
+    other, given = flaky(), Storage("memory://")
+    mirrored(writer, other)
+    predictor = Predictor(
+        {FQN: torch.zeros(20, 4)}, [writer.storage, other], name="p", heartbeats=given if is_given else None
+    )
+    predictor.sync()
+    cut(writer.storage, True)
+    predictor.follow(poll_seconds=0.001)
+    eventually(lambda: predictor._storage is other)
+    writer.storage.delete("predictors/p.json")
+    eventually(lambda: bool(read_heartbeats(given if is_given else other)))
+    predictor.stop()
+    stores = {"first": writer.storage, "other": other, "given": given}
+    cut(writer.storage, False)
+    assert [name for name, store in stores.items() if read_heartbeats(store)] == (["given"] if is_given else ["other"])
 
 
 def test_the_polling_interval_is_that_of_the_present_source(tmp_path: Path) -> None:

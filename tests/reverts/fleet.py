@@ -202,4 +202,25 @@ REVERTS = [
             ]
         },
     ),
+    Revert(
+        defect="a predictor waits for the first url although another one has a stream",
+        generator="tests/predictor/test_sources.py",
+        edits={
+            "delta_tracker/predictor/predictor.py": [
+                (
+                    "        except (NoSnapshotError, StorageError):  #",
+                    "        except StorageError:  #",
+                ),
+            ],
+        },
+    ),
+    Revert(
+        defect="heartbeats stay at a source that failed",
+        generator="tests/predictor/test_sources.py::test_heartbeats_follow_a_failover",
+        edits={
+            "delta_tracker/predictor/predictor.py": [
+                ("self._moves_heartbeats = heartbeats is None", "self._moves_heartbeats = False"),
+            ],
+        },
+    ),
 ]

@@ -76,8 +76,8 @@ REVERTS: list[Revert] = [
                     "        except StorageError as fault:",
                 ),
                 (
-                    "        except StaleCacheError:\n            raise\n        except StorageError:",
-                    "        except StorageError:",
+                    "        except StaleCacheError:\n            raise\n        except (NoSnapshot",
+                    "        except (NoSnapshot",
                 ),
             ]
         },

@@ -118,7 +118,7 @@ REVERTS = [
         generator="tests/stream/test_heartbeat.py::test_a_heartbeat_never_creates_a_stream",
         edits={
             "delta_tracker/stream/heartbeat.py": [
-                ('            if not self._storage.has_directory("log"):\n                return\n', ""),
+                ('            if not self.storage.has_directory("log"):\n                return\n', ""),
             ],
         },
     ),
