@@ -51,7 +51,7 @@ test-reverts: $(VENV)/.installed  ## remove each fix from a copy and check that 
 	@$(BIN)/python -W ignore -m tests.reverts $(ARGS)
 
 test-sweeps: $(VENV)/.installed  ## run the long sweeps completely; `make test` runs a part
-	@DELTA_TRACKER_WHOLE_SWEEPS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -k "test_every_operation or quiet_point or runs_tiny or three_ranks or power_loss or compiled or replicas or a_sync_changes or bit_for_bit or restored_job or torchrun or other_optimizers or own_last_read or map_to_the_rows or row_of_another or trainers_answer or only_history or mirror or random_cuts or random_faults_of_a_cache or random_histories or sinks_are_killed or random_history_finds or folded_constant or examples_do_not_reach or random_schedules_lose" \
+	@DELTA_TRACKER_WHOLE_SWEEPS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -k "test_every_operation or quiet_point or runs_tiny or three_ranks or power_loss or compiled or replicas or a_sync_changes or bit_for_bit or restored_job or torchrun or other_optimizers or own_last_read or map_to_the_rows or row_of_another or trainers_answer or only_history or mirror or random_cuts or random_faults_of_a_cache or random_histories or sinks_are_killed or random_history_finds or folded_constant or examples_do_not_reach or random_schedules_lose or compiled_server" \
 	    tests/system/test_fault_sweep.py tests/system/test_crash.py tests/system/test_benchmarks.py \
 	    tests/system/test_resume.py tests/system/test_examples.py \
 	    tests/integrations/test_lightning.py tests/system/test_power_loss.py tests/gpu/fbgemm/test_compile.py \

@@ -23,6 +23,7 @@ PROGRAMS: dict[str, list[str]] = {
     "bench_freshness": [],
     "bench_quality": [],
     "bench_unchanged": [],
+    "bench_sinks": [],
     "bench_recovery": [],
     "bench_fleet": [],
 }

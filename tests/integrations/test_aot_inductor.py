@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import random
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from delta_tracker import Predictor, Storage
+from delta_tracker import ModelDeltaTracker, Predictor, Publisher, Storage
 from delta_tracker.errors import FoldedConstantError, InvalidArgumentError
 from delta_tracker.integrations import aot_inductor
 from delta_tracker.integrations.aot_inductor import CompiledModel, compile_package
@@ -86,6 +90,20 @@ def test_a_compiled_model_follows_a_stream(package: str) -> None:
             served.tensors["scale"].mul_(2)
             model.scale.mul_(2)
             assert torch.equal(served(*INPUTS), model(*INPUTS))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method.:DeprecationWarning")
+def test_a_model_of_torch_compile_follows_a_stream() -> None:
+    writer = Writer(Storage("memory://"))
+    writer.snapshot()
+    model = nn.ModuleDict({"user": nn.EmbeddingBag(20, 4, mode="sum")})
+    served = torch.compile(model["user"], backend="eager")
+    predictor = Predictor(served, writer.storage, names={FQN: "weight"}, dense=False)
+    for row in range(3):
+        writer.delta([row])
+        predictor.sync()
+        expected = nn.functional.embedding_bag(*INPUTS[:1], writer.table, INPUTS[1], mode="sum")
+        assert torch.equal(served(*INPUTS[:2]), expected)
 
 
 @compiles
@@ -165,3 +183,46 @@ def test_the_metadata_of_a_package_is_checked(monkeypatch: pytest.MonkeyPatch, t
         CompiledModel("model.pt2")
     with pytest.raises(InvalidArgumentError, match="num_runners"):
         CompiledModel("model.pt2", num_runners=0)
+
+
+@compiles
+def test_a_compiled_server_that_is_killed_has_the_trainers_tensors(package: str, tmp_path: Path) -> None:
+    """Kill servers at random moments while versions are published; the next one equals the trainer."""
+    chance, url = random.Random(7), (tmp_path / "stream").as_uri()
+    torch.manual_seed(7)
+    trained = Model()
+    trained.user = nn.EmbeddingBag(20, 4, mode="sum", sparse=True)
+    tables = torch.optim.SparseAdam([trained.user.weight], lr=0.1)
+    others = torch.optim.Adam([*trained.item.parameters(), *trained.dense.parameters()], lr=0.1)
+    tracker = ModelDeltaTracker(trained)
+    publisher = Publisher(tracker, url, dense=trained)
+    program = [sys.executable, "-W", "ignore", "-m", "tests.integrations.compiled_server", package, url]
+    for number in range(3):
+        server = subprocess.Popen([*program, "unused"], stdout=subprocess.PIPE, cwd=Path(__file__).parent.parent.parent)
+        assert server.stdout is not None
+        assert server.stdout.readline() == b"follows\n"
+        end = time.monotonic() + chance.uniform(0.0, 0.3)
+        while time.monotonic() < end:
+            for optimizer in (tables, others):
+                optimizer.zero_grad()
+            trained(*INPUTS).square().sum().backward()
+            for optimizer in (tables, others):
+                optimizer.step()
+            trained.scale.mul_(0.9)
+            tracker.step()
+            version = publisher.publish()
+        server.kill()
+        server.communicate()
+        out = tmp_path / f"{number}.pt"
+        subprocess.run([*program, str(out), "--once"], check=True, timeout=100, cwd=Path(__file__).parent.parent.parent)
+        held = torch.load(out)
+        assert held["version"] == version.version
+        for name, tensor in trained.state_dict().items():
+            assert torch.equal(held["tensors"][name], tensor), name
+        reference = CompiledModel(package)  # the same package, with the trainer's tensors
+        for name, tensor in trained.state_dict().items():
+            reference.tensors[name].copy_(tensor)
+        assert torch.equal(held["output"], reference(*INPUTS))
+        with torch.no_grad():
+            torch.testing.assert_close(held["output"], trained(*INPUTS))
+    publisher.close()

@@ -39,6 +39,7 @@ _IN_SWEEPS = pytest.mark.skipif(not SWEEPS_ARE_WHOLE, reason="some 10 s each: `m
                 "bench_quality",
                 "bench_read",
                 "bench_recovery",
+                "bench_sinks",
                 "bench_store",
                 "bench_unchanged",
             )
@@ -130,7 +131,7 @@ def test_a_part_of_the_benchmark_for_gpus_that_fails_loses_no_times(
 
 
 @pytest.mark.parametrize(
-    "name", ["bench_freshness", "bench_predict", "bench_publish", "bench_quality", "bench_unchanged"]
+    "name", ["bench_freshness", "bench_predict", "bench_publish", "bench_quality", "bench_sinks", "bench_unchanged"]
 )
 def test_committed_results_are_of_the_current_program(name: str) -> None:
     directory = _ROOT / "benchmarks" / "results"

@@ -78,10 +78,16 @@ def ranks(folder: Path, num_ranks: int, module: str, *arguments: str) -> tuple[l
         ("extensions", "the store equals the trainer bit for bit"),
         ("raw_ids", "all 640 ids get the trainer's answer in both predictors"),
         ("publish_and_predict", "equal the trainer's bit for bit"),
+        ("row_store", "version 3: the rows in the file equal the trainer's bit for bit"),
     ],
 )
 def test_it_prints_the_expected_output(run: Run, name: str, shown: str) -> None:
     assert shown in run(name)
+
+
+@pytest.mark.skipif(not SWEEPS_ARE_WHOLE, reason="20 s: `make test-sweeps` compiles it")
+def test_the_compiled_model(run: Run) -> None:
+    assert "10 versions: all tensors of the compiled model equal the trainer's bit for bit" in run("compiled")
 
 
 def test_own_metrics(run: Run) -> None:
