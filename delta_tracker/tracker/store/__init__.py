@@ -1,6 +1,6 @@
 """Row stores. Each keeps the changed rows of one shard and returns the rows that changed since a position.
 
-Open ``segments.py`` first: it has the store for tables with a fused optimizer. ``shadow.py`` has the store for all
+Open ``segments.py`` first: it has the store for tables whose writes hooks report. ``shadow.py`` has the store for all
 other tables, which compares the shard with a copy. ``make_store.py`` chooses between the two. ``lookups.py`` has
 ``DeltaStore``, a class with the interface of TorchRec's ``DeltaStore``. Trackers do not use it.
 """

@@ -1,9 +1,9 @@
 """Row store that finds changed rows by comparing the shard with a copy.
 
-It is for tables whose optimizer is not fused (DENSE kernels, DATA_PARALLEL). Their changes cannot be derived from
-lookups: momentum, Adam and weight decay change rows that were not looked up, the all-reduce adds gradients of other
-ranks, and the optimizer writes after the backward pass. Comparison with a copy is exact in all these cases, needs no
-collective, and also finds rows that ``load_state_dict`` changed.
+It is for tables whose writes no hook reports (DENSE kernels, DATA_PARALLEL, plain modules with dense gradients). Their
+changes cannot be derived from lookups: momentum, Adam and weight decay change rows that were not looked up, the
+all-reduce adds gradients of other ranks, and the optimizer writes after the backward pass. Comparison with a copy is
+exact in all these cases, needs no collective, and also finds rows that ``load_state_dict`` changed.
 
 Notation: ``N`` is the number of ids, ``R`` the number of rows of the shard, ``D`` its number of columns.
 """
