@@ -30,13 +30,18 @@ def sink_at(target: str) -> RowSink:
     return RedisSink(target) if target.startswith("redis") else LmdbSink(target)
 
 
+def rows_at(target: str) -> RedisRows | LmdbRows:
+    """Return a reader of a Redis URL or of a directory."""
+    return RedisRows(target) if target.startswith("redis") else LmdbRows(target)
+
+
 def serve_lookups(target: str, raw_ids: list[int], pipe: Connection) -> None:
     """Look all raw ids up each time the other end of ``pipe`` asks."""
     reader: Any = None
     while pipe.recv():
         try:
             if reader is None:
-                reader = RedisRows(target) if target.startswith("redis") else LmdbRows(target)
+                reader = rows_at(target)
             while True:
                 before = reader.state()
                 found = reader.rows(FQN, torch.tensor(raw_ids))

@@ -152,12 +152,12 @@ def installed(program: str) -> str:
 
 
 @contextmanager
-def redis_server(port: int) -> Iterator[str]:
-    """Run a Redis server without persistence; yield its URL."""
+def redis_server(port: int, *options: str) -> Iterator[str]:
+    """Run a Redis server without persistence, with further options; yield its URL."""
     path = installed("redis-server")
     with tempfile.TemporaryDirectory() as directory:
         command = [path, "--port", str(port), "--bind", _HOST, "--save", "", "--appendonly", "no", "--dir", directory]
-        with _process(command, Path(directory), port):
+        with _process([*command, *options], Path(directory), port):
             yield f"redis://{_HOST}:{port}/0"
 
 

@@ -15,7 +15,7 @@ import pytest
 import redis
 import torch
 
-from delta_tracker import Predictor
+from delta_tracker import Encoding, Predictor, Storage
 from delta_tracker.errors import (
     InvalidArgumentError,
     MalformedSinkError,
@@ -34,8 +34,10 @@ from delta_tracker.types import TableSpec
 from tests import forked
 from tests.predictor.identity_histories import Follower, History, Schedule
 from tests.predictor.serving import beside
-from tests.row_stores import RowStoreReader, reader_of, sink_at
+from tests.row_stores import RowStoreReader, reader_of, rows_at, sink_at
 from tests.servers import free_ports, redis_server
+from tests.stream.streams import FQN as TABLE
+from tests.stream.streams import Writer
 from tests.sweeps import SWEEPS_ARE_WHOLE
 
 _STREAM = "0" * 32
@@ -290,6 +292,52 @@ def test_redis_that_may_evict_rows_is_refused(server) -> None:
             sink.close()
         finally:
             client.config_set("maxmemory-policy", "noeviction")
+
+
+def test_a_cluster_of_redis_is_refused() -> None:
+    (port,) = free_ports(1)
+    with (
+        redis_server(port, "--cluster-enabled", "yes", "--cluster-port", str(port + 1)) as url,
+        pytest.raises(SinkError, match="it is a cluster"),
+    ):
+        RedisSink(url).open()
+
+
+@pytest.mark.parametrize("encoding", [Encoding.F16, Encoding.BF16, Encoding.INT8, Encoding.INT4])
+def test_rows_of_an_encoded_stream_are_those_of_a_model(target, encoding) -> None:
+    writer, held = Writer(Storage("memory://"), encoding=encoding), torch.zeros(20, 4)
+    sink = sink_at(target)
+    predictors = [Predictor(sink, writer.storage), Predictor({TABLE: held}, writer.storage)]
+    for number in range(3):
+        writer.table[number] = torch.rand(4) * 100 - 50
+        (writer.delta if number else lambda _: writer.snapshot())([number])
+        for predictor in predictors:
+            predictor.sync()
+        sink.close()  # a process opens the files of LMDB once
+        reader = rows_at(target)
+        found = reader.rows(TABLE, torch.arange(20))
+        reader.close()
+        assert torch.equal(found.values.view(torch.int32), held.view(torch.int32))
+        sink.open()
+    sink.close()
+
+
+def test_a_replaced_stream_leaves_no_row_of_the_former_one(target) -> None:
+    writer, sink = Writer(Storage("memory://")), sink_at(target)
+    writer.snapshot()
+    Predictor(sink, writer.storage).sync()
+    for prefix in ("log", "parts"):
+        for name in writer.storage.names(prefix):
+            writer.storage.delete(name)
+    other = Writer(writer.storage, num_rows=30)
+    other.table[:] = 7
+    other.snapshot()
+    Predictor(sink, writer.storage).sync()
+    assert [state.stream for state in sink.states()] == [other.claim.head.stream]
+    sink.close()
+    reader = rows_at(target)
+    assert torch.equal(reader.rows(TABLE, torch.arange(30)).values, other.table)
+    reader.close()
 
 
 def test_the_error_of_a_url_shows_no_password() -> None:
