@@ -128,7 +128,8 @@ def _measure(
 
 def _redis(stream: _Stream, num_deltas: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Return the figures of Redis, and those of other clients during one MULTI."""
-    with redis_server(*free_ports(1)) as url, closing(redis.Redis.from_url(url)) as client:
+    (port,) = free_ports(1)
+    with redis_server(port) as url, closing(redis.Redis.from_url(url)) as client:
         before = int(client.info("memory")["used_memory"])
         sink, rows, clock = RedisSink(url), RedisRows(url), _Clock(url)
         found = _measure(stream, Predictor(sink, stream.url), lambda ids: rows.rows("user", ids).values, num_deltas)
