@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
-_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U8": "u1"}
-_DTYPES |= {"BOOL": "?", "C64": "<c8", "C128": "<c16"}
+DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U8": "u1"}
+DTYPES |= {"BOOL": "?", "C64": "<c8", "C128": "<c16"}
+_TABLE_DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<f4"}
 _PIECE_BYTES = 1 << 23
 _NO_OWNER = (1 << 63) - 1
 
@@ -26,14 +27,15 @@ def tensors_of(data: bytes) -> State:
     for name, entry in json.loads(data[8:start]).items():
         begin, end = entry["data_offsets"]
         raw = data[start + begin : start + end]
-        found[name] = _array(raw, entry["dtype"]).reshape(entry["shape"])
+        found[name] = array_of(raw, entry["dtype"]).reshape(entry["shape"])
     return found
 
 
-def _array(raw: bytes, dtype: str) -> np.ndarray[Any, Any]:
+def array_of(raw: bytes, dtype: str) -> np.ndarray[Any, Any]:
+    """Return the numbers of a tensor, bfloat16 as float32 with the same upper bits."""
     if dtype == "BF16":
         return (np.frombuffer(raw, "<u2").astype("<u4") << 16).view("<f4")
-    return np.frombuffer(raw, _DTYPES[dtype])
+    return np.frombuffer(raw, DTYPES[dtype])
 
 
 def digests_of(body: bytes) -> bytes:
@@ -69,7 +71,7 @@ def _value(node: Any, data: bytes) -> Any:
     raw = data[rest[-2] : rest[-1]]
     if tag == "b":
         return raw
-    return (np.frombuffer(raw, rest[0]) if tag == "n" else _array(raw, rest[0])).reshape(rest[1])
+    return (np.frombuffer(raw, rest[0]) if tag == "n" else array_of(raw, rest[0])).reshape(rest[1])
 
 
 def ids_of(index: int, block: dict[str, Any], tensors: State) -> list[int]:
@@ -98,6 +100,13 @@ def _values(index: int, block: dict[str, Any], tensors: State) -> np.ndarray[Any
         scale, bias = stored[:, columns // 2 :].copy().view("<f2").astype("f4").T
         return codes * scale[:, None] + bias[:, None]
     return stored
+
+
+def _to_bfloat16(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Round to the nearest bfloat16, ties to even, as float32 with the same upper bits."""
+    bits = values.astype("<f4").view("<u4")
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype("<u4").view("<f4")
+    return np.where(np.isnan(values), np.float32("nan"), rounded)
 
 
 def apply_states(root: Path, entry: dict[str, Any], state: State) -> None:
@@ -178,14 +187,17 @@ def _apply_owners(entry: dict[str, Any], read: list[tuple[dict[str, Any], State]
 def apply(root: Path, entry: dict[str, Any], state: State) -> None:
     """Apply a manifest to tables, the owners of their rows, and dense tensors."""
     for fqn, table in entry["tables"].items():
-        state.setdefault(fqn, np.zeros((table["num_rows"], table["dim"]), _DTYPES[table["dtype"]]))
+        state.setdefault(fqn, np.zeros((table["num_rows"], table["dim"]), _TABLE_DTYPES[table["dtype"]]))
     read = [(part, tensors_of((root / part["name"]).read_bytes())) for part in entry["parts"]]
     for is_whole in (True, False):
         for part, tensors in read:
             for index, block in enumerate(part["blocks"]):
                 if (block["ids"] == "all") == is_whole:
                     first, end = block["columns"]
-                    state[block["table"]][ids_of(index, block, tensors), first:end] = _values(index, block, tensors)
+                    values = _values(index, block, tensors)
+                    if entry["tables"][block["table"]]["dtype"] == "BF16":
+                        values = _to_bfloat16(values)
+                    state[block["table"]][ids_of(index, block, tensors), first:end] = values
     _apply_owners(entry, read, state)
     for part, tensors in read:
         for index, name in enumerate(part["dense"]):
