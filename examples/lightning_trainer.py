@@ -79,12 +79,11 @@ class Compare(lightning.Callback):
     def __init__(self, tracking: TrackerCallback, url: str) -> None:
         self.tracking, self.url = tracking, url
 
-    def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Publish the pending rows, sync a predictor and compare its rows."""
+    def on_fit_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Sync a predictor and compare its rows. ``TrackerCallback`` comes first, and has published the last ones."""
         del pl_module
         publisher = self.tracking.publisher
         assert publisher is not None
-        publisher.publish()
         served = torch.empty(NUM_ROWS, COLUMNS)
         version = Predictor({TABLE: served}, self.url).sync()
         assert served.equal(self.tracking.tracker.read_rows(TABLE))

@@ -1,26 +1,27 @@
 """Callback that adds tracking, checkpoints and publishing to a PyTorch Lightning ``Trainer``.
 
 Import the callback with ``from delta_tracker.integrations.lightning import TrackerCallback``. The import raises
-:class:`~delta_tracker.errors.MissingExtraError` if ``pytorch_lightning`` is not installed.
+:class:`~delta_tracker.errors.MissingExtraError` if neither ``pytorch_lightning`` nor ``lightning`` is installed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from delta_tracker.distributed import DEFAULT_TIMEOUT, RankGroup
-from delta_tracker.errors import DetachedError, MissingExtraError
+from delta_tracker.errors import DetachedError
+from delta_tracker.integrations.lightning_package import lightning_package
 from delta_tracker.publisher.publisher import Publisher
 from delta_tracker.tracker.checkpoint.agreement import agree
 from delta_tracker.tracker.tracker import ModelDeltaTracker
 
-try:
+if TYPE_CHECKING:
     from pytorch_lightning import Callback, LightningModule, Trainer
-except ModuleNotFoundError as missing:
-    raise MissingExtraError(missing.name or "pytorch_lightning", "lightning") from missing
+else:
+    Callback = lightning_package().Callback
 
 _KEY = "delta_tracker"
 
@@ -36,13 +37,25 @@ class TrackerCallback(Callback):
     When ``fit`` starts, all ranks compare their trackers and the states that they load. If these differ, or if a rank
     fails, all ranks raise an error. This is a collective.
 
-    The training code must prevent Lightning from wrapping the sharded model in ``DistributedDataParallel``, and must
-    save and restore sharded tensors. The callback does neither.
+    At the end of a ``fit`` without an error, the callback publishes the rows of the last batches. It keeps the state of
+    the tracker for ``trainer.save_checkpoint(...)`` after ``fit``. Both are collectives.
+
+    With a sharded model, the training code must prevent Lightning from wrapping it in ``DistributedDataParallel``, and
+    must save and restore sharded tensors. The callback does neither.
 
     Args:
-        build: function that builds the tracker for the ``LightningModule``, whose model must be sharded before ``fit``.
+        build: function that builds the tracker for the ``LightningModule``. TorchRec's model must be sharded before
+            ``fit``. Plain modules on several ranks need DDP's wrapper, as in the example; on one rank, pass
+            :class:`~delta_tracker.ModelDeltaTracker` itself.
         publish: function that builds the publisher for a tracker; None to disable publishing. The publisher needs a
             cadence, because its :meth:`~delta_tracker.publisher.publisher.Publisher.step` is called after each batch.
+
+    Example:
+        >>> from delta_tracker import Cadence, ModelDeltaTracker, Publisher
+        >>> callback = TrackerCallback(  # for Trainer(callbacks=[callback], strategy="ddp")
+        ...     build=lambda module: ModelDeltaTracker(module.trainer.strategy.model),
+        ...     publish=lambda tracker: Publisher(tracker, "file:///streams/ctr", cadence=Cadence(seconds=10)),
+        ... )
     """
 
     def __init__(
@@ -55,6 +68,7 @@ class TrackerCallback(Callback):
         self._tracker: ModelDeltaTracker | None = None
         self._publisher: Publisher | None = None
         self._saved: Mapping[str, Tensor] | None = None
+        self._ended: Mapping[str, Tensor] | None = None  # state at the end of the last fit
 
     @property
     def tracker(self) -> ModelDeltaTracker:
@@ -89,6 +103,8 @@ class TrackerCallback(Callback):
             Exception: the error that was raised while the tracker was built, its state loaded, or the publisher built.
         """
         del trainer
+        self._release()  # what a fit that raised has left
+        self._ended = None
         saved = self._saved  # kept until this method succeeds, for a fit after a failed one
         group = RankGroup("trackers", "Trainer.fit(...)", DEFAULT_TIMEOUT)
         try:
@@ -122,20 +138,46 @@ class TrackerCallback(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add the tracker state to ``checkpoint``: on rank 0 the parts of all ranks, on other ranks this rank's part.
 
-        Called by Lightning on every rank.
+        Called by Lightning on every rank. After ``fit``, the state is that of its end.
+
+        Raises:
+            DetachedError: before the first ``fit``, and after one that raised an error.
         """
         del trainer, pl_module
-        # A strategy may save on rank 0, or on every rank.
-        checkpoint[_KEY] = self.tracker.state_dict(strategy="gather_or_local")
+        has_ended = self._tracker is None and self._ended is not None
+        checkpoint[_KEY] = self._ended if has_ended else self._state()
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Publish the rows that are pending, and keep the tracker's state. All ranks must call this method.
+
+        Raises:
+            DeltaTrackerError: the errors of :meth:`~delta_tracker.publisher.publisher.Publisher.publish`. The rows then
+                stay pending in the checkpoints that were saved.
+        """
+        del trainer, pl_module
+        if self._publisher is not None:
+            self._publisher.publish()
+        self._ended = self._state()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Close the publisher and detach the tracker, even if ``fit`` raised an error."""
+        """Close the publisher and detach the tracker.
+
+        Lightning does not call this method if ``fit`` raised an error, so that callbacks can still save a checkpoint
+        then. The next ``fit`` does the same at its start.
+        """
         del trainer, pl_module, stage
+        self._release()
+
+    def _release(self) -> None:
         if self._publisher is not None:
             self._publisher.close()
         if self._tracker is not None:
             self._tracker.detach()
         self._tracker = self._publisher = None
+
+    def _state(self) -> dict[str, Tensor]:
+        # A strategy may save on rank 0, or on every rank.
+        return self.tracker.state_dict(strategy="gather_or_local")
 
     def _built(self, pl_module: LightningModule, saved: Mapping[str, Tensor] | None) -> dict[str, object]:
         """Build the tracker. Return what must be the same on every rank."""

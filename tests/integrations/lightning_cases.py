@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -111,6 +112,126 @@ def fit(rank: int, world_size: int, folder: str, url: str, num_batches: int, che
     trainer.fit(_Module(spec, folder), loader, ckpt_path=checkpoint)
     assert attempt(lambda: callback.tracker).startswith("DetachedError")
     return watch.seen
+
+
+class _Pending(lightning.Callback):
+    """Leaves the number of pending rows of a consumer at the start and the end."""
+
+    def __init__(self, callback: TrackerCallback) -> None:
+        self.callback = callback
+        self.counts: list[int] = []
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.counts.append(sum(self.callback.tracker.num_pending("a").values()))
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.on_train_start(trainer, module)
+
+
+def fit_and_save(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """Train without reaching the cadence, save after ``fit``, and train again from that checkpoint."""
+    spec = Spec([Table("t", 17, "row")])
+    url, path = f"file://{folder}/stream", f"{folder}/after.ckpt"
+    callback = TrackerCallback(
+        lambda module: ModelDeltaTracker(module.sharded, ["a", "c"]),
+        lambda tracker: Publisher(tracker, url, "c", cadence=Cadence(batches=1000)),
+    )
+    features = [batch(spec, torch.Generator().manual_seed(number)) for number in range(2)]
+    pending, published = _Pending(callback), []
+    for num_batches, checkpoint in ((1, None), (2, path)):
+        trainer, module = _small_trainer(num_batches, [callback, pending]), _Module(spec, folder)
+        trainer.fit(module, _loader(features), ckpt_path=checkpoint)
+        with ModelDeltaTracker(module.sharded) as tracker:
+            predictor = Predictor(held := empty_model(tracker), url)
+            predictor.sync()
+            assert_equal(tracker, held)
+            published.append(predictor.version)
+        after = attempt(lambda: callback.tracker).partition(":")[0]
+        trainer.save_checkpoint(path)
+    counts = pending.counts
+    return {"published": published, "after": after, "pending": counts[1:2], "resumed": counts[2:3]}
+
+
+def _small_trainer(
+    num_batches: int, callbacks: list[Any], strategy: DDPStrategy | None = None, world_size: int = 1
+) -> lightning.Trainer:
+    return lightning.Trainer(
+        accelerator="cpu",
+        devices=world_size,
+        strategy=strategy or _Sharded(process_group_backend="gloo"),
+        max_steps=num_batches,
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def _loader(features: list[Any]) -> Any:
+    return torch.utils.data.DataLoader(features, batch_size=None, collate_fn=lambda each: each)
+
+
+class _Failing(_Module):
+    """Raises at the second batch."""
+
+    def training_step(self, features: Any, batch_idx: int) -> torch.Tensor:
+        if batch_idx == 1:
+            raise ValueError("batch")
+        return super().training_step(features, batch_idx)
+
+
+def fit_after_an_error(rank: int, world_size: int, folder: str) -> list[str]:
+    """Train until an error, save, and train again with the same callback; return what became of the first tracker."""
+    spec = Spec([Table("t", 17, "row")])
+    callback = TrackerCallback(
+        lambda module: ModelDeltaTracker(module.sharded),
+        lambda tracker: Publisher(tracker, f"file://{folder}/stream", cadence=Cadence(batches=1)),
+    )
+    features = [batch(spec, torch.Generator().manual_seed(number)) for number in range(2)]
+    trainer = _small_trainer(2, [callback])
+    with suppress(ValueError):
+        trainer.fit(_Failing(spec, folder), _loader(features))
+    tracker, publisher = callback.tracker, callback.publisher
+    trainer.save_checkpoint(f"{folder}/after.ckpt")
+    seen = [attempt(publisher.publish)]
+    _small_trainer(2, [callback]).fit(_Module(spec, folder), _loader(features))
+    return [*seen, attempt(tracker.get_delta), attempt(publisher.publish)]
+
+
+class _Plain(lightning.LightningModule):
+    """Has tables without sharding, one with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = torch.nn.EmbeddingBag(20, 4, sparse=True)
+        self.rows = torch.nn.Embedding(20, 4)
+
+    def training_step(self, ids: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return (self.bag(ids).sum() + self.rows(ids).sum() - 1).square()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def fit_plain(rank: int, world_size: int, folder: str) -> str:
+    """Train plain modules under DDP; return the error without the wrapper of DDP."""
+    torch.manual_seed(0)
+    url, ids = f"file://{folder}/stream", torch.randint(0, 20, (12, 3))
+
+    def train(build: Any, module: _Plain) -> None:
+        callback = TrackerCallback(build, lambda tracker: Publisher(tracker, url, cadence=Cadence(batches=2)))
+        trainer = _small_trainer(5, [callback], DDPStrategy(process_group_backend="gloo"), world_size)
+        trainer.fit(module, torch.utils.data.DataLoader(ids))
+
+    error = attempt(lambda: train(ModelDeltaTracker, _Plain()))
+    module = _Plain()
+    train(lambda module: ModelDeltaTracker(module.trainer.strategy.model), module)
+    held = {name: torch.full((20, 4), -1.0) for name in ("bag", "rows")}
+    Predictor(held, url).sync()
+    assert held["bag"].equal(module.bag.weight)
+    assert held["rows"].equal(module.rows.weight)
+    return error
 
 
 class _EveryRank(_Sharded):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +31,7 @@ def test_a_trainer_goes_on_where_another_one_stopped(two_ranks: RankPool, tmp_pa
     for seen in two_ranks.run(f"{_CASES}:fit", num_batches=6, checkpoint=str(checkpoint), **arguments):
         assert seen["loaded"] == {"batches": 3, "restored": "Restored.STATE"}
         assert seen["saved"]["batches"] == 6
-        assert seen["version"] == 5
+        assert seen["version"] == 6  # the end of the first fit publishes, too
     loaded = load(tmp_path, "loaded", 2)
     assert compare(saved, loaded)["states"] > 10
     assert same_weights(saved, loaded)
@@ -75,7 +73,8 @@ def _check_states(answers: list[Any]) -> None:
     """Check what :func:`tests.integrations.lightning_cases.fit_counting` returned on each rank."""
     for (_, saved, (first, _)), (loaded, _, (second, restored)) in answers:
         assert loaded == saved
-        assert (first, second, restored) == (1, 3, "Restored.STATE")  # claims, and one version each
+        # claims, one version each, and one at the end of the first fit
+        assert (first, second, restored) == (1, 4, "Restored.STATE")
     own = [saved[0]["sum.sum_value"] for (_, saved, _), _ in answers]
     assert own == [6.0, 39.0, 93.0][: len(answers)]
     assert {loaded[1]["sum"] for _, (loaded, _, _) in answers} == {sum(own)}
@@ -142,15 +141,19 @@ def test_a_fit_after_a_failed_one_loads_the_state(monkeypatch: pytest.MonkeyPatc
     assert loaded == [saved]
 
 
-def test_without_lightning_the_error_names_the_extra() -> None:
-    program = """
-import sys
-sys.modules["pytorch_lightning"] = None
-try:
-    import delta_tracker.integrations.lightning
-except Exception as error:
-    print(type(error).__name__, error)
-"""
-    run = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=True)
-    assert run.stdout.startswith("MissingExtraError the package 'pytorch_lightning' is not installed")
-    assert "delta_tracker[lightning]" in run.stdout
+def test_the_last_rows_are_published_and_saved_after_fit(one_rank: RankPool, tmp_path: Path) -> None:
+    (saved,) = one_rank.run("tests.integrations.lightning_cases:fit_and_save", folder=str(tmp_path))
+    assert saved == {"published": [1, 3], "after": "DetachedError", "pending": [3], "resumed": [3]}
+
+
+def test_a_fit_after_an_error_releases_the_first_tracker(one_rank: RankPool, tmp_path: Path) -> None:
+    (seen,) = one_rank.run(f"{_CASES}:fit_after_an_error", folder=str(tmp_path))
+    assert seen[0] == "nothing was raised"
+    assert seen[1].startswith("DetachedError")
+    assert seen[2].startswith("InvalidArgumentError")
+
+
+def test_plain_modules_under_ddp(two_ranks: RankPool, tmp_path: Path) -> None:
+    for error in two_ranks.run(f"{_CASES}:fit_plain", folder=str(tmp_path)):
+        assert error.startswith("UnsupportedTableError: table 'bag' cannot be tracked")
+        assert "pass the wrapper" in error

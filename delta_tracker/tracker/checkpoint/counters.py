@@ -126,8 +126,9 @@ class _Metric:
         a field for each tensor.
 
         Raises:
-            InvalidArgumentError: if a list contains anything but tensors.
+            InvalidArgumentError: if the metric has the states of all ranks, or a list contains anything but tensors.
         """
+        self._check_unsynced()
         found: dict[str, Any] = {}
         for field, reduction in self._fields.items():
             value = getattr(self._metric, field)
@@ -168,11 +169,31 @@ class _Metric:
                     raise MalformedStateError(self._name, f"its states cannot be merged: {error}") from error
         return merged
 
+    def new_state(self, layouts: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> State:
+        """Return the state of a metric without updates, for a rank that loads no part.
+
+        A list that is concatenated across ranks gets an empty tensor if another rank has tensors in it: torchmetrics
+        gathers the lists of all ranks tensor by tensor, and would wait for ever for a rank with an empty list.
+
+        Args:
+            layouts: name of each saved tensor of the metric to its dtype and shape, in any of the parts.
+        """
+        lists = [field for field, each in self._fields.items() if each == "dim_zero_cat" and field in layouts]
+        empty = {field: torch.empty((0, *layouts[field][1][1:]), dtype=layouts[field][0]) for field in lists}
+        return {
+            **self.merge([]),
+            **{field: each for field, each in empty.items() if self._default_shape(field) is None},
+        }
+
     def load_state_dict(self, state: State) -> None:
         """Replace the metric's states and number of updates with those in ``state``.
 
         Tensors are moved to the metric's device. Metric states that are missing in ``state`` are reset.
+
+        Raises:
+            InvalidArgumentError: if the metric has the states of all ranks.
         """
+        self._check_unsynced()  # otherwise `unsync()` would bring back the states before the load
         metric = self._metric
         metric.reset()
         for field in self._fields:
@@ -209,6 +230,11 @@ class _Metric:
             raise MalformedStateError(self._name, f"it has the fields {sorted(fields)}, not {sorted(expected)}")
         if strange := sorted(field for field in tensors if not isinstance(fields[field], tuple)):
             raise MalformedStateError(self._name, f"the fields {strange} are not tensors")
+
+    def _check_unsynced(self) -> None:
+        if self._metric._is_synced:  # noqa: SLF001
+            remedy = "Call its unsync() first: now it has the states of all ranks, which would be counted on every rank"
+            raise InvalidArgumentError(self._name, "a synchronized metric", remedy)
 
     def _only(self, field: str, states: Sequence[State]) -> State:
         """Return the fields of a state that cannot be merged, from the only one of ``states``, or the default."""
@@ -293,17 +319,14 @@ def check_world_size(counters: Mapping[str, Mergeable], saved: int, found: int) 
         raise StateMismatchError(what, saved, found, remedy)
 
 
-def merged(counters: Mapping[str, Mergeable], states: Mapping[str, Sequence[State]]) -> dict[str, State]:
-    """Return the merged state of each counter by name, without changing any counter.
+def new_state(counter: Mergeable, layouts: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> State:
+    """Return the state of a new counter, for a rank that loads no part.
 
     Args:
-        counters: counter name to counter.
-        states: counter name to the saved states to merge. Must contain every name in ``counters``.
-
-    Raises:
-        MalformedStateError: if the states of a counter cannot be merged.
+        counter: the counter, which is not changed.
+        layouts: name of each saved tensor of the counter to its dtype and shape, in any of the parts.
     """
-    return {name: counter.merge(states[name]) for name, counter in counters.items()}
+    return counter.new_state(layouts) if isinstance(counter, _Metric) else counter.merge([])
 
 
 def load_all(counters: Mapping[str, Mergeable], states: Mapping[str, State]) -> None:
@@ -311,7 +334,7 @@ def load_all(counters: Mapping[str, Mergeable], states: Mapping[str, State]) -> 
 
     Args:
         counters: counter name to counter.
-        states: result of :func:`merged`.
+        states: counter name to what its ``merge`` returned.
     """
     before = {name: copy.deepcopy(counter.merge([counter.state_dict()])) for name, counter in counters.items()}
     begun: list[str] = []

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from delta_tracker.distributed import RankGroup
 from delta_tracker.tracker.checkpoint.rank_header import parse
+
+Strategy = Literal["local", "gather", "gather_or_local"]
 
 _BYTE = torch.uint8
 

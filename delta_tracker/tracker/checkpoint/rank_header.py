@@ -226,9 +226,13 @@ class RankHeader:
         """
         if name not in self.counters:
             return None
-        start = f"counters/{name}/"
-        found = {key[len(start) :]: tensors[self.prefix + key] for key in self.layouts if key.startswith(start)}
+        found = {field: tensors[f"{self.prefix}counters/{name}/{field}"] for field in self.counter_layouts(name)}
         return {**self.counters[name], **found}
+
+    def counter_layouts(self, name: str) -> dict[str, Layout]:
+        """Return the dtype and shape of each tensor of a counter, by field name."""
+        start = f"counters/{name}/"
+        return {key[len(start) :]: layout for key, layout in self.layouts.items() if key.startswith(start)}
 
     def counter_fields(self, name: str) -> dict[str, object] | None:
         """Return the value of each field of a counter, or its shape if it is a tensor, by field name.
@@ -237,9 +241,7 @@ class RankHeader:
         """
         if name not in self.counters:
             return None
-        start = f"counters/{name}/"
-        shapes = {key[len(start) :]: shape for key, (_, shape) in self.layouts.items() if key.startswith(start)}
-        return {**self.counters[name], **shapes}
+        return {**self.counters[name], **{field: shape for field, (_, shape) in self.counter_layouts(name).items()}}
 
 
 _Count = Annotated[int, Meta(ge=0)]
@@ -291,6 +293,42 @@ def parse(key: str, header: Tensor) -> RankHeader:
     if f"{part.prefix}header" != key or part.rank >= part.world_size:
         raise MalformedStateError(key, f"its header says that it is {part.prefix!r}")
     return part
+
+
+def parse_all(state: Mapping[str, Tensor]) -> list[RankHeader]:
+    """Parse the headers of all parts in a state.
+
+    Args:
+        state: tensors of the parts, by key.
+
+    Raises:
+        UnknownFormatError: if the format version of a header is unknown.
+        MalformedStateError: if there is no header, or a header is invalid.
+    """
+    parts = [parse(key, tensor) for key, tensor in state.items() if HEADER.fullmatch(key)]
+    if not parts:
+        raise MalformedStateError(", ".join(sorted(state)[:3]), "it has no header")
+    return parts
+
+
+def take(state: Mapping[str, Tensor], needed: Mapping[str, Layout]) -> dict[str, Tensor]:
+    """Return some tensors of a state, on the CPU.
+
+    Args:
+        state: tensors by key.
+        needed: key of each tensor to return, to its dtype and shape.
+
+    Raises:
+        MalformedStateError: if a tensor is missing, or has another dtype or shape.
+    """
+    tensors = {}
+    for key, (dtype, shape) in needed.items():
+        tensor = state.get(key)
+        if tensor is None or tensor.dtype != dtype or tuple(tensor.shape) != shape:
+            found = "missing" if tensor is None else f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+            raise MalformedStateError(key, f"the tensor is {found}, its header says {dtype} of shape {shape}")
+        tensors[key] = tensor.detach().cpu()
+    return tensors
 
 
 def _part(header: _Header) -> RankHeader:

@@ -20,6 +20,7 @@ from delta_tracker.errors import MalformedStateError, PartialStateError, StateMi
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.rows import ChangedRows
 from delta_tracker.sharding.local_shard import LocalShard
+from delta_tracker.tracker.checkpoint.counter_set import counted_by
 from delta_tracker.tracker.checkpoint.rank_header import HISTORY, Layout, RankHeader
 from delta_tracker.tracker.log_state import LogState, PendingState
 from delta_tracker.tracker.modes import Capture
@@ -76,10 +77,7 @@ class Resharding:
         self._capture = capture
         missing = sorted(set(range(parts[0].world_size)) - {part.rank for part in parts})
         self._sources = {fqn: self._find(shard.spec, rank, missing) for fqn, shard in shards.items()}
-        # The counters of each saved rank are loaded by exactly one rank.
-        self.counted = [part for part in self._parts if part.rank % world_size == rank]
-        if lacking := [each for each in missing if each % world_size == rank and self._parts[0].counters]:
-            raise PartialStateError("counters are missing", lacking)
+        self.counted = counted_by(rank, world_size, self._parts)
 
     @property
     def annotations(self) -> Mapping[str, object]:

@@ -2,39 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import Enum
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
-from delta_tracker.distributed import TORCH_TIMEOUT, RankGroup
-from delta_tracker.errors import (
-    InvalidArgumentError,
-    MalformedStateError,
-    StateMismatchError,
-    UnsyncedReplicasError,
-)
+from delta_tracker.distributed import TORCH_TIMEOUT, RankGroup, rank_and_world_size
+from delta_tracker.errors import InvalidArgumentError, StateMismatchError, UnsyncedReplicasError
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.tracker.change_log import ChangeLog
-from delta_tracker.tracker.checkpoint.counters import (
-    Mergeable,
-    as_mergeable,
-    check_saved,
-    check_world_size,
-    kind_of,
-    load_all,
-    merged,
-)
-from delta_tracker.tracker.checkpoint.gather import gather_parts
+from delta_tracker.tracker.checkpoint.counter_set import CounterSet
+from delta_tracker.tracker.checkpoint.gather import Strategy, gather_parts
 from delta_tracker.tracker.checkpoint.pack import pack
-from delta_tracker.tracker.checkpoint.rank_header import HEADER, RankHeader, check_alike, check_tables, parse
+from delta_tracker.tracker.checkpoint.rank_header import RankHeader, check_alike, check_tables, parse_all, take
 from delta_tracker.tracker.checkpoint.reshard import Resharding
 from delta_tracker.tracker.log_state import LogState, PendingState
 from delta_tracker.tracker.modes import Capture
@@ -42,8 +27,6 @@ from delta_tracker.tracker.tracked_model import TrackedModel
 from delta_tracker.types import TrackingMode
 
 _logger = logging.getLogger(__name__)
-
-Strategy = Literal["local", "gather", "gather_or_local"]
 
 
 class Restored(Enum):
@@ -79,7 +62,7 @@ class TrackerCheckpoint:
         self._mode = mode
         self._capture = capture
         self._monitor = monitor
-        self._counters: dict[str, Mergeable] = {}
+        self._counters = CounterSet()
         self._annotations: dict[str, object] = {}
         self._positions: dict[str, int] = {}  # cursors after the last load
         self._noted: dict[str, int] = {}  # cursors when the notes were set or loaded
@@ -130,9 +113,7 @@ class TrackerCheckpoint:
 
     def register_counter(self, name: str, counter: object) -> None:
         """Register a counter. See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.register_counter`."""
-        if not name or "/" in name or name in self._counters:
-            raise InvalidArgumentError("name", name, f"Pass a name without slash, not in {sorted(self._counters)}")
-        self._counters[name] = as_mergeable(name, counter)
+        self._counters.register(name, counter)
 
     def description(self) -> dict[str, object]:
         """Return the mode, consumers, tables and counters, which must be the same on every rank. JSON serializable."""
@@ -140,17 +121,16 @@ class TrackerCheckpoint:
             "mode": self._mode.value,
             "consumers": sorted(self._log.consumers),
             "tables": {fqn: str(shard.spec.table) for fqn, shard in sorted(self._model.shards.items())},
-            "counters": {name: kind_of(counter) for name, counter in sorted(self._counters.items())},
+            "counters": self._counters.kinds(),
         }
 
     def state_dict(self, *, strategy: Strategy = "local") -> dict[str, Tensor]:
         """Return the state to save. See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.state_dict`."""
         if strategy not in get_args(Strategy):
             raise InvalidArgumentError("strategy", strategy, f"Pass one of {get_args(Strategy)}")
-        rank, world_size = _place()
+        rank, world_size = rank_and_world_size()
         shards = {fqn: shard.spec for fqn, shard in self._model.shards.items()}
-        counters = {name: counter.state_dict() for name, counter in self._counters.items()}
-        kinds = {name: kind_of(counter) for name, counter in self._counters.items()}
+        counters, kinds = self._counters.states(), self._counters.kinds()
         is_gathered = strategy != "local" and world_size > 1
         if is_gathered and self._group is None:
             self._group = RankGroup("parts", 'state_dict(strategy="gather")', TORCH_TIMEOUT)
@@ -187,17 +167,12 @@ class TrackerCheckpoint:
             _logger.warning("loaded a checkpoint without tracker state: every row counts as changed for every consumer")
             self._monitor.log("delta_tracker.restored_nothing", "every row counts as changed for every consumer")
             return
-        plan = self.plan_load(_parts(state))
-        tensors = {}
-        for key, (dtype, shape) in plan.needs().items():
-            tensor = state.get(key)
-            if tensor is None or tensor.dtype != dtype or tuple(tensor.shape) != shape:
-                found = "missing" if tensor is None else f"{tensor.dtype} of shape {tuple(tensor.shape)}"
-                raise MalformedStateError(key, f"the tensor is {found}, its header says {dtype} of shape {shape}")
-            tensors[key] = tensor.detach().cpu()
-        counted = merged(self._counters, {name: _counted(name, plan.counted, tensors) for name in self._counters})
+        parts = parse_all(state)
+        plan = self.plan_load(parts)
+        tensors = take(state, plan.needs())
+        counted = self._counters.merged(plan.counted, parts, tensors)
         log_state = plan.state(tensors)
-        load_all(self._counters, counted)
+        self._counters.load(counted)
         with self._log.lock:
             self._log.restore(log_state)
             self._positions = {name: self._log.position(name) for name in self._log.consumers}
@@ -244,41 +219,6 @@ class TrackerCheckpoint:
             if saved != found:
                 raise StateMismatchError(what, saved, found)
         check_tables("", first.shards, {fqn: shard.spec for fqn, shard in self._model.shards.items()})
-        counters = sorted({name for part in parts for name in part.counters})
-        rank, world_size = _place()
-        if counters != sorted(self._counters):
-            raise StateMismatchError("counters", counters, sorted(self._counters))
-        for part, (name, counter) in itertools.product(parts, self._counters.items()):
-            fields = part.counter_fields(name)
-            if fields is not None:
-                check_saved(name, counter, part.counter_kinds.get(name), fields)
-        check_world_size(self._counters, first.world_size, world_size)
+        rank, world_size = rank_and_world_size()
+        self._counters.check(parts, world_size)
         return Resharding(parts, self._model.shards, self._capture, rank, world_size)
-
-
-def _parts(state: Mapping[str, Tensor]) -> list[RankHeader]:
-    """Return the headers of all parts in a state. A part is the saved state of one rank.
-
-    Raises:
-        UnknownFormatError: if the format version of a header is unknown.
-        MalformedStateError: if there is no header, or a header is invalid.
-    """
-    parts = [parse(key, tensor) for key, tensor in state.items() if HEADER.fullmatch(key)]
-    if not parts:
-        raise MalformedStateError(", ".join(sorted(state)[:3]), "it has no header")
-    return parts
-
-
-def _counted(name: str, parts: Sequence[RankHeader], tensors: Mapping[str, Tensor]) -> list[Mapping[str, object]]:
-    """Return the saved fields of counter ``name`` from each part that has the counter.
-
-    ``tensors`` contains the tensors of all parts. Each key begins with the prefix of its part.
-    """
-    return [fields for part in parts if (fields := part.counter(name, tensors)) is not None]
-
-
-def _place() -> tuple[int, int]:
-    """Return the rank and the world size; ``(0, 1)`` if no process group is initialized."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1

@@ -1,0 +1,168 @@
+"""Counters and metrics of each rank that are saved without a tracker, in the format of a tracker's checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, get_args
+
+from torch import Tensor
+
+from delta_tracker.distributed import TORCH_TIMEOUT, RankGroup, rank_and_world_size
+from delta_tracker.errors import InvalidArgumentError, PartialStateError, StateMismatchError
+from delta_tracker.tracker.checkpoint.counter_set import CounterSet, counted_by
+from delta_tracker.tracker.checkpoint.counters import State
+from delta_tracker.tracker.checkpoint.gather import gather_parts
+from delta_tracker.tracker.checkpoint.pack import pack
+from delta_tracker.tracker.checkpoint.rank_header import Layout, RankHeader, check_alike, parse_all, take
+from delta_tracker.tracker.log_state import LogState
+
+CounterStrategy = Literal["local", "gather", "gather_or_local", "merge"]
+
+MODE = "rank_counters"
+"""Mode in the headers. It is not a tracking mode, so a tracker rejects this state, and the reverse."""
+
+
+class RankCounters:
+    """Counters and metrics of this rank, saved per rank or merged, and loaded at any number of ranks.
+
+    It needs no tracker and no embedding module. Each saved part is loaded by exactly one rank, so that the total over
+    all ranks is the same before and after. A load replaces the states, so a second load of the same state changes
+    nothing. At the number of ranks that saved, each rank has its own states again.
+
+    States that are reduced by sum, max, min or cat can be loaded at any number of ranks, all others only at the number
+    that saved them.
+
+    Args:
+        counters: name to a ``torchmetrics.Metric`` or a
+            :class:`~delta_tracker.tracker.checkpoint.counters.Mergeable`. Names have no slash. All ranks must pass the
+            same names.
+
+    Raises:
+        InvalidArgumentError: if there is no counter, a name is empty or contains a slash, or a counter has another
+            type.
+
+    Example:
+        >>> class Clicks:
+        ...     total = 0
+        ...
+        ...     def state_dict(self):
+        ...         return {"total": self.total}
+        ...
+        ...     def merge(self, states):
+        ...         return {"total": sum(each["total"] for each in states)}
+        ...
+        ...     def load_state_dict(self, state):
+        ...         self.total = state["total"]
+        >>> clicks = Clicks()
+        >>> counters = RankCounters({"clicks": clicks})
+        >>> clicks.total = 3
+        >>> saved = counters.state_dict()  # tensors: pass them to safetensors, or `counters` to dcp.save
+        >>> clicks.total = 99
+        >>> counters.load_state_dict(saved)
+        >>> clicks.total
+        3
+    """
+
+    def __init__(self, counters: Mapping[str, object]) -> None:
+        if not counters or not hasattr(counters, "items"):
+            raise InvalidArgumentError("counters", counters, "Pass a dict from name to counter, with at least one")
+        self._counters = CounterSet()
+        for name, counter in counters.items():
+            self._counters.register(name, counter)
+        self._group: RankGroup | None = None  # created at the first gather, in which all ranks participate
+
+    def description(self) -> dict[str, object]:
+        """Return the names and kinds of the counters, which must be the same on every rank. JSON serializable."""
+        return {"counters": self._counters.kinds()}
+
+    def state_dict(self, *, strategy: CounterStrategy = "local") -> dict[str, Tensor]:
+        """Return CPU tensors to save, by key. The keys of different ranks differ.
+
+        Args:
+            strategy: ``local`` returns this rank's part. ``gather`` returns the parts of all ranks on rank 0, and
+                nothing on the others. ``gather_or_local`` returns the parts of all ranks on rank 0, and this rank's
+                part on the others. ``merge`` returns one part with the merged states of all ranks on rank 0, and
+                nothing on the others. All but ``local`` are collectives.
+
+        Raises:
+            InvalidArgumentError: if the strategy is unknown, or the state of a counter cannot be saved.
+            StateMismatchError: if ``strategy`` is ``merge`` and a state cannot be merged.
+            RankLostError: if a rank does not take part in a collective.
+        """
+        if strategy not in get_args(CounterStrategy):
+            raise InvalidArgumentError("strategy", strategy, f"Pass one of {get_args(CounterStrategy)}")
+        rank, world_size = rank_and_world_size()
+        if strategy == "merge":
+            self._counters.check_world_size(world_size, 1)
+        part = self._packed(rank, world_size, self._counters.states())
+        if strategy == "local" or world_size == 1:
+            return part
+        if self._group is None:
+            self._group = RankGroup("counters", 'RankCounters.state_dict(strategy="gather")', TORCH_TIMEOUT)
+        gathered = gather_parts(part, self._group)
+        if strategy == "merge" and rank == 0:
+            parts = parse_all(gathered)
+            return self._packed(0, 1, self._counters.merged(parts, parts, gathered))
+        return part if strategy == "gather_or_local" and rank != 0 else gathered
+
+    def plan_load(self, parts: Sequence[RankHeader]) -> CounterPlan:
+        """Check saved headers against the counters, and return which parts this rank loads.
+
+        Raises:
+            StateMismatchError: if the parts were not saved together or not by a :class:`RankCounters`, if names or
+                kinds differ, or if the number of ranks differs and a state cannot be merged.
+            PartialStateError: if there is no part, or a part that this rank loads is missing.
+            MalformedStateError: if the fields of a counter are invalid.
+        """
+        if not parts:
+            raise PartialStateError("it has no counters", [])
+        check_alike(parts)
+        if parts[0].mode != MODE:
+            raise StateMismatchError("mode", parts[0].mode, MODE)
+        rank, world_size = rank_and_world_size()
+        self._counters.check(parts, world_size)
+        return CounterPlan(counted_by(rank, world_size, parts))
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Replace the states of all counters. If this method raises an error, no counter of this rank has changed.
+
+        Args:
+            state: tensors of the parts that this rank loads. At the number of ranks that saved, this is its own part.
+                Otherwise rank ``r`` of ``W`` loads the parts of the ranks ``r``, ``r + W``, ``r + 2W`` and so on; a
+                rank without such a part needs any other one. You may pass the parts of all ranks.
+
+        Raises:
+            UnknownFormatError: if the format version of a header is unknown.
+            StateMismatchError, PartialStateError, MalformedStateError: see :meth:`plan_load`.
+        """
+        self._counters.load(self._merged(state))
+
+    def check(self, state: Mapping[str, Tensor]) -> None:
+        """Raise the errors that :meth:`load_state_dict` would raise for this state, without changing any counter.
+
+        Call it on all ranks before any rank loads, so that either all ranks load a state or none does.
+        """
+        self._merged(state)
+
+    def _merged(self, state: Mapping[str, Tensor]) -> dict[str, State]:
+        parts = parse_all(state) if state else []
+        plan = self.plan_load(parts)
+        return self._counters.merged(plan.counted, parts, take(state, plan.needs()))
+
+    def _packed(self, rank: int, world_size: int, states: Mapping[str, State]) -> dict[str, Tensor]:
+        return pack(rank, world_size, MODE, {}, LogState(0, {}), {}, states, self._counters.kinds())
+
+
+class CounterPlan:
+    """Parts whose counters this rank loads.
+
+    Args:
+        counted: headers of these parts.
+    """
+
+    def __init__(self, counted: Sequence[RankHeader]) -> None:
+        self.counted = tuple(counted)
+
+    def needs(self) -> dict[str, Layout]:
+        """Return the dtype and shape of every tensor that this rank reads, by key."""
+        return {part.prefix + name: layout for part in self.counted for name, layout in part.layouts.items()}

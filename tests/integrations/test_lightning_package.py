@@ -1,0 +1,36 @@
+"""Which package the callbacks for Lightning use, and the error without one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+
+def test_without_lightning_the_error_names_the_extra() -> None:
+    said = _said("""
+sys.modules["pytorch_lightning"] = sys.modules["lightning"] = None
+try:
+    import delta_tracker.integrations.lightning
+except Exception as error:
+    print(type(error).__name__, error)
+""")
+    assert said.startswith("MissingExtraError the package 'pytorch_lightning' is not installed")
+    assert "delta_tracker[lightning]" in said
+
+
+def test_the_callbacks_are_of_the_package_that_is_imported() -> None:
+    said = _said("""
+import types
+for name in ("lightning", "lightning.pytorch"):
+    sys.modules[name] = types.ModuleType(name)
+sys.modules["lightning.pytorch"].Callback = type("Callback", (), {})
+from delta_tracker.integrations.lightning import TrackerCallback
+from delta_tracker.integrations.lightning_counters import CountersCallback
+print(*(each.__mro__[1] is sys.modules["lightning.pytorch"].Callback for each in (TrackerCallback, CountersCallback)))
+""")
+    assert said == "True True\n"
+
+
+def _said(program: str) -> str:
+    command = [sys.executable, "-W", "ignore", "-c", f"import sys\n{program}"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
