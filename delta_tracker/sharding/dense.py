@@ -56,7 +56,7 @@ def dense_tensors(
                 raise InvalidArgumentError("dense", name, "Leave it out: the tracker sends its changed rows")
             if name not in whole:
                 remedy = f"{_PARTS}, some of" if name in every else "Pass some of"
-                raise InvalidArgumentError("dense", name, f"{remedy} {sorted(whole)}")
+                raise InvalidArgumentError("dense", name, f"{remedy} {sorted(whole.keys() - rows)}")
         found = {name: whole[name] for name in names}
     for name, tensor in found.items():
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or tensor.is_sparse:

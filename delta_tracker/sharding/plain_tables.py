@@ -9,7 +9,7 @@ In a process group, every rank must hold the same rows. Only ``DistributedDataPa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from delta_tracker.types import ShardSpec, TableSpec
 
 PlainModule = nn.Embedding | nn.EmbeddingBag
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_LOST = "can no longer be tracked"
 _REMEDY = "Name it in fqns_to_skip to train it untracked"
 
 
@@ -32,13 +33,36 @@ class PlainTable:
     """Table of one ``nn.Embedding`` or ``nn.EmbeddingBag``, which holds all rows. It is its own memory, with one slot.
 
     Args:
+        fqn: name of the table.
         module: the module.
+        path: the modules from the model to this one: each one's dictionary of children, the key in it, and the child.
     """
 
     is_fused = False
 
-    def __init__(self, module: PlainModule) -> None:
+    def __init__(
+        self, fqn: str, module: PlainModule, path: Iterable[tuple[Mapping[str, object], str, nn.Module]]
+    ) -> None:
         self.module = module
+        self._fqn = fqn
+        self._path = tuple(path)
+        self._kind = _kind(module.weight)
+
+    def check(self) -> None:
+        """Check that the module is still in the model, and its weight of the same shape, dtype and device.
+
+        Raises:
+            UnsupportedTableError: if it is not.
+        """
+        weight = self.module._parameters.get("weight")  # noqa: SLF001
+        now = "missing" if weight is None else _kind(weight)
+        if any(children.get(key) is not child for children, key, child in self._path):
+            reason = "its module was replaced in the model"
+        elif now != self._kind:
+            reason = f"its weight is now {now}, and was {self._kind} when the tracker was built"
+        else:
+            return
+        raise UnsupportedTableError(self._fqn, reason, "Detach the tracker, and build a new one", problem=_LOST)
 
     @property
     def memory(self) -> PlainTable:
@@ -78,6 +102,7 @@ def plain_shards(model: nn.Module, modules: Mapping[str, PlainModule], torchrec:
             or may differ between the ranks of the process group.
     """
     fsdp, replicated = managed_by_fsdp(model, torchrec), _replicated(model)
+    paths = {id(module): name for name, module in model.named_modules()}
     found = {}
     for fqn, module in modules.items():
         if not fqn:
@@ -90,8 +115,22 @@ def plain_shards(model: nn.Module, modules: Mapping[str, PlainModule], torchrec:
         spec = ShardSpec(table, 0, module.num_embeddings, ((0, module.embedding_dim),), is_replicated=True)
         # max_norm rescales rows in the forward pass, without a gradient and without an optimizer.
         is_stepped = module.sparse and module.max_norm is None
-        found[fqn] = LocalShard(spec, ((PlainTable(module), 0),), weight.device, is_fused=False, is_stepped=is_stepped)
+        holder = PlainTable(fqn, module, _path(model, paths[id(module)]))
+        found[fqn] = LocalShard(spec, ((holder, 0),), weight.device, is_fused=False, is_stepped=is_stepped)
     return found
+
+
+def _path(model: nn.Module, name: str) -> Iterator[tuple[Mapping[str, object], str, nn.Module]]:
+    """Yield each module's dictionary of children, the key in it, and the child, from the model to a submodule."""
+    for key in name.split("."):
+        child = model.get_submodule(key)
+        yield model._modules, key, child  # noqa: SLF001
+        model = child
+
+
+def _kind(weight: Tensor) -> str:
+    """Return the shape, dtype and device of a weight as text."""
+    return f"{tuple(weight.shape)} {str(weight.dtype).removeprefix('torch.')} on {weight.device}"
 
 
 def _obstacle(module: PlainModule, weight: Tensor | None, fsdp: set[int], replicated: set[int] | None) -> str | None:

@@ -9,8 +9,9 @@ report all writes. Which rows a step writes follows from the sparse gradient and
   gradient that is not sparse.
 
 A ``step`` with a closure computes the gradients itself. The rows are then reported after the step, with unknown old
-states. The closure must not write to the weights. Code that is compiled together with ``step`` calls no hook; the
-version counter of the weight then shows the write, and all rows count as changed.
+states. If another hook or the closure writes to a weight during a step, all rows of it count as changed. Code that is
+compiled together with ``step`` calls no hook; the version counter of the weight then shows the write, and all rows
+count as changed.
 """
 
 from __future__ import annotations
@@ -48,12 +49,14 @@ class _Step:
         is_computed_inside: True if a closure computes the gradients inside the step.
         rows: FQN to the ids ``[N]`` of the rows that were reported before the step; None for all rows.
         gradients: FQN, gradient and version counter of the gradient when ``rows`` was computed.
+        versions: FQN to the version counter of the table's weight before the step.
     """
 
     key: int
     is_computed_inside: bool
     rows: Mapping[str, Tensor | None] = field(default_factory=dict)
     gradients: list[tuple[str, Tensor, int]] = field(default_factory=list)
+    versions: Mapping[str, int] = field(default_factory=dict)
 
 
 class StepHook(Watcher):
@@ -83,18 +86,19 @@ class StepHook(Watcher):
         self._open: WeakKeyDictionary[torch.optim.Optimizer, _Step] = WeakKeyDictionary()
         self._strange: set[str] = set()
         self.num_updates = 0
-        self._handles = [
-            register_optimizer_step_pre_hook(untraced(self._before, self._omitted)),
-            register_optimizer_step_post_hook(untraced(self._after, self._omitted)),
-        ]
+        _STEPS.add(self)
 
     def remove(self) -> None:
         """Remove the hook."""
-        for handle in self._handles:
-            handle.remove()
+        _STEPS.remove(self)
         super().remove()
 
-    def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def omitted(self) -> None:
+        """Take note that a compiled graph runs steps without this hook."""
+        self._omitted()
+
+    def before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Report the rows that a step is going to write."""
         if (failed := self._open.pop(optimizer, None)) is not None and failed.rows:
             # The step raised. If it wrote a part of its rows, the version counter reports the write.
             self._contained(lambda: self._listener.applied(failed.key, failed.rows), otherwise=None)
@@ -105,9 +109,11 @@ class StepHook(Watcher):
             step.rows = self._contained(lambda: self._rows(optimizer, step), otherwise=self._all_rows())
             if step.rows:
                 self._opened(step.key, step.rows)
+        step.versions = self._contained(self._versions, otherwise={})
         self._open[optimizer] = step
 
-    def _after(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    def after(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        """Report that a step has written its rows."""
         del args, kwargs
         step = self._open.pop(optimizer, None)
         if step is None:
@@ -118,12 +124,24 @@ class StepHook(Watcher):
             # Another hook may have replaced a gradient after this hook read it.
             late = {fqn: None for fqn, gradient, version in step.gradients if gradient._version != version}  # noqa: SLF001
             late |= {fqn: None for fqn, gradient, _ in step.gradients if self._modules[fqn].weight.grad is not gradient}
+        # These optimizers write a weight once per step. Any further write is one of another hook, or of the closure.
+        now: dict[str, int] = self._contained(self._versions, otherwise={})
+        skipped = {fqn for fqn, gradient, _ in step.gradients if _is_skipped(optimizer, gradient)}
+        late |= {
+            fqn: None
+            for fqn in {**step.rows, **late}
+            if now.get(fqn, 2) > step.versions.get(fqn, 0) + (fqn not in skipped)
+        }
         for fqn, ids in late.items():
             self._contained(partial(self._listener.mark, fqn, ids, is_written=True), otherwise=None)
         if step.rows:
             self._contained(lambda: self._listener.applied(step.key, step.rows), otherwise=None)
         # A table without a gradient after its closure is not acknowledged: the version counter reports the write.
         self._contained(lambda: self._listener.acknowledge_writes({**step.rows, **late}), otherwise=None)
+
+    def _versions(self) -> dict[str, int]:
+        """Return the version counter of the weight of each reported table, by FQN."""
+        return {fqn: self._modules[fqn].weight._version for fqn in self._tables}  # noqa: SLF001
 
     def _rows(self, optimizer: torch.optim.Optimizer, step: _Step) -> dict[str, Tensor | None]:
         """Return the rows that the current gradients let an optimizer write, by FQN; None for all rows."""
@@ -172,6 +190,49 @@ class StepHook(Watcher):
                 remedy,
                 list(self._tables),
             )
+
+
+def _is_skipped(optimizer: torch.optim.Optimizer, gradient: Tensor) -> bool:
+    """Return True if the optimizer does not write the weight of a gradient: SparseAdam skips those without values."""
+    is_sparse = gradient.layout == torch.sparse_coo
+    return type(optimizer) is torch.optim.SparseAdam and is_sparse and not gradient._values().numel()  # noqa: SLF001
+
+
+class _Steps:
+    """The hooks of all trackers, behind one pair of hooks of torch, which stays registered from the first use on.
+
+    torch iterates over its dictionary of hooks during each step of an optimizer. The garbage collector may delete a
+    tracker in the middle of a step; to remove a hook of torch there would raise an error in the step.
+    """
+
+    def __init__(self) -> None:
+        self._hooks: dict[int, StepHook] = {}
+        self._is_registered = False
+
+    def add(self, hook: StepHook) -> None:
+        self._hooks[id(hook)] = hook
+        if not self._is_registered:
+            self._is_registered = True
+            register_optimizer_step_pre_hook(untraced(self._before, self._omitted))
+            register_optimizer_step_post_hook(untraced(self._after, self._omitted))
+
+    def remove(self, hook: StepHook) -> None:
+        self._hooks.pop(id(hook), None)
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for hook in tuple(self._hooks.values()):
+            hook.before(optimizer, args, kwargs)
+
+    def _after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for hook in tuple(self._hooks.values()):
+            hook.after(optimizer, args, kwargs)
+
+    def _omitted(self) -> None:
+        for hook in tuple(self._hooks.values()):
+            hook.omitted()
+
+
+_STEPS = _Steps()
 
 
 def watch_steps(

@@ -75,24 +75,27 @@ class WriteWatch:
         # Takes less than a microsecond for most shards.
         shard = self._shard()
         if shard is self._of:
-            for owner, name, tensor, version in self._held:
+            for owner, name, tensor, version, address in self._held:
                 if tensor._version != version or owner.get(name) is not tensor:  # noqa: SLF001
+                    break
+                if address and tensor.data_ptr() != address:
                     break
             else:
                 return False
         before, self._of, self._held = self._held, shard, _versions(shard)
         return len(before) != len(self._held) or any(
-            now[2] is not held[2] or now[3] != held[3] for now, held in zip(self._held, before, strict=True)
+            now[2] is not held[2] or now[3:] != held[3:] for now, held in zip(self._held, before, strict=True)
         )
 
 
-def _versions(shard: LocalShard) -> list[tuple[Mapping[str, Tensor | None], str, Tensor, int]]:
-    """Return ``(mapping, key, tensor, version)`` for each nonempty weight tensor of a shard's kernels.
+def _versions(shard: LocalShard) -> list[tuple[Mapping[str, Tensor | None], str, Tensor, int, int]]:
+    """Return ``(mapping, key, tensor, version, address)`` for each nonempty weight tensor of a shard's kernels.
 
-    ``mapping[key]`` is the tensor, and ``version`` is its version counter.
+    ``mapping[key]`` is the tensor, and ``version`` is its version counter. The address is that of the first value for
+    plain modules, whose ``weight.data`` may be replaced without a new version, and 0 for kernels.
     """
     return [
-        (owner, name, tensor, tensor._version)  # noqa: SLF001
+        (owner, name, tensor, tensor._version, tensor.data_ptr() if shard.is_stepped else 0)  # noqa: SLF001
         for kernel, _ in shard.places
         for owner, name in kernel.memory.weight_slots()
         if (tensor := owner[name]) is not None and tensor.numel()

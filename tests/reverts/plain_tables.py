@@ -58,8 +58,15 @@ REVERTS = [
         "pass",
     ),
     _revert(
+        "writes of hooks and closures are taken for writes of the step",
+        f"{_TESTS}::test_writes_inside_a_step_that_are_not_the_optimizers_are_sent[SGD-after]",
+        _HOOK,
+        "if now.get(fqn, 2) > step.versions.get(fqn, 0) + (fqn not in skipped)",
+        "if False",
+    ),
+    _revert(
         "a step that raised keeps its rows open for ever",
-        f"{_RANDOM}[SGD-True-False]",
+        f"{_TESTS}::test_rows_of_a_step_that_raised_are_sent_once",
         _HOOK,
         "self._contained(lambda: self._listener.applied(failed.key, failed.rows), otherwise=None)",
         "pass",
@@ -101,5 +108,38 @@ REVERTS = [
         "delta_tracker/sharding/discover.py",
         "    if found.modules and plain:\n",
         "    if False:\n",
+    ),
+    _revert(
+        "a step of SparseAdam that writes nothing hides the write of a hook",
+        f"{_TESTS}::test_an_empty_gradient_does_not_hide_the_write_of_a_hook",
+        _HOOK,
+        "if _is_skipped(optimizer, gradient)}",
+        "if False}",
+    ),
+    _revert(
+        "values that were assigned to a weight's data are not sent",
+        f"{_TESTS}::test_assigned_data_is_sent[True]",
+        "delta_tracker/sharding/weights.py",
+        "tensor.data_ptr() if shard.is_stepped else 0)",
+        "0)",
+    ),
+    _revert(
+        "rows of a module that left the model are published",
+        f"{_TESTS}::test_a_table_that_is_no_longer_the_one_that_was_tracked_is_refused[replaced-True]",
+        "delta_tracker/tracker/tracked_model.py",
+        "table.check()",
+        "pass",
+    ),
+    _revert(
+        "a snapshot reads a table before it is checked",
+        f"{_TESTS}::test_a_table_that_is_no_longer_the_one_that_was_tracked_is_refused[resized-False]",
+        "delta_tracker/tracker/consumer_handle.py",
+        """
+        self._model.check_attached()
+        name = f"{self._held()} (snapshot)"
+""",
+        """
+        name = f"{self._held()} (snapshot)"
+""",
     ),
 ]

@@ -20,9 +20,6 @@ from delta_tracker.errors import InvalidArgumentError, NoShardedModuleError, Uns
 from tests.ranks import RankPool
 from tests.sweeps import SWEEPS_ARE_WHOLE, num_examples
 
-# torch warns once if this is left open, and warnings are errors.
-torch.sparse.check_sparse_tensor_invariants.disable()
-
 _CASES = "tests.sharding.plain_cases"
 _ROWS = 24
 _optim = torch.optim
@@ -272,6 +269,88 @@ def test_replaced_weights_are_all_sent() -> None:
     assert tracker.get_delta_ids()["user"].tolist() == [4]
 
 
+@pytest.mark.promise("lossless")
+def test_an_empty_gradient_does_not_hide_the_write_of_a_hook() -> None:
+    model = _model(is_sparse=True, bag=True)
+    optimizer = _optim.SparseAdam(list(model.parameters()), lr=0.1)
+    tracker = ModelDeltaTracker(model)
+    empty = torch.empty(0, dtype=torch.long)
+    model["user"](empty, torch.tensor([0])).sum().backward()
+    assert model["user"].weight.grad._values().numel() == 0  # type: ignore[union-attr, operator]
+    before = model["user"].weight.detach().clone()  # type: ignore[union-attr, operator]
+
+    def edit(*_: object) -> None:
+        with torch.no_grad():
+            model["user"].weight[5].add_(1)  # type: ignore[union-attr, index, operator]  # one write
+
+    handle = optimizer.register_step_pre_hook(edit)
+    optimizer.step()
+    handle.remove()
+    assert (model["user"].weight != before).any(1).nonzero().flatten().tolist() == [5]  # type: ignore[union-attr, operator]
+    assert 5 in tracker.get_delta()["user"].ids.tolist()
+    optimizer.step()
+    assert tracker.get_delta()["user"].ids.tolist() == []
+
+
+@pytest.mark.promise("minimal")
+def test_rows_of_a_step_that_raised_are_sent_once() -> None:
+    model = _model(is_sparse=True, bag=True)
+    optimizer = _optim.SGD(model.parameters(), lr=0.1)
+    tracker = ModelDeltaTracker(model)
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    model["user"](torch.tensor([[3, 4]])).sum().backward()
+    handle = optimizer.register_step_pre_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    handle.remove()
+    optimizer.zero_grad()
+    model["user"](torch.tensor([[5]])).sum().backward()
+    optimizer.step()
+    assert tracker.get_delta()["user"].ids.tolist() == [3, 4, 5]  # the failed step may have written its rows
+    assert tracker.get_delta()["user"].ids.tolist() == []
+
+
+@pytest.mark.promise("lossless")
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_assigned_data_is_sent(is_sparse: bool) -> None:
+    model = _model(is_sparse=is_sparse, bag=True)
+    tracker = ModelDeltaTracker(model)
+    model["user"].weight.data = torch.ones(_ROWS, 4)  # type: ignore[union-attr]
+    assert tracker.get_delta()["user"].ids.tolist() == list(range(_ROWS))
+    assert tracker.get_delta()["user"].ids.tolist() == []
+
+
+@pytest.mark.promise("supported")
+@pytest.mark.parametrize("is_sparse", [False, True])
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda model: model.update({"user": nn.EmbeddingBag(_ROWS, 4)}), "its module was replaced in the model"),
+        (lambda model: model.half(), r"its weight is now \(24, 4\) float16 on cpu, and was \(24, 4\) float32 on cpu"),
+        (lambda model: setattr(model["user"].weight, "data", torch.ones(3, 4)), r"its weight is now \(3, 4\)"),
+        (lambda model: model["user"].register_parameter("weight", None), "its weight is now missing"),
+    ],
+    ids=["replaced", "cast", "resized", "removed"],
+)
+def test_a_table_that_is_no_longer_the_one_that_was_tracked_is_refused(
+    tmp_path: Path, is_sparse: bool, change: Callable[[nn.ModuleDict], object], reason: str
+) -> None:
+    model = _model(is_sparse=is_sparse, bag=True)
+    tracker = ModelDeltaTracker(model)
+    with Publisher(tracker, tmp_path) as publisher:
+        publisher.snapshot()
+        change(model)
+        for read in (publisher.publish, publisher.snapshot):
+            with pytest.raises(UnsupportedTableError, match=rf"'user' can no longer be tracked: {reason}.*build a new"):
+                read()
+    with pytest.raises(UnsupportedTableError, match=reason):
+        tracker.get_delta()
+    tracker.detach()
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method.:DeprecationWarning")  # the compiler's own code
 def test_compiled_steps_lose_no_update() -> None:
     model = _model(is_sparse=False, bag=True)
@@ -305,6 +384,35 @@ def test_top_k_and_modes() -> None:
     assert tracker.get_delta()["user"].ids.tolist() == [7]
     with pytest.raises(UnsupportedTableError, match="keeps no state per row inside the kernel"):
         ModelDeltaTracker(model, mode=TrackingMode.MOMENTUM_LAST)
+
+
+@pytest.mark.promise("lossless", "equal")
+@pytest.mark.parametrize("place", ["before", "after", "closure"])
+@pytest.mark.parametrize("optimizer", sorted(set(_SPARSE) - {"own"}))
+def test_writes_inside_a_step_that_are_not_the_optimizers_are_sent(tmp_path: Path, optimizer: str, place: str) -> None:
+    run = _Run(is_sparse=True, bag=True, optimizer=optimizer, mode=TrackingMode.ID_ONLY, url=f"file://{tmp_path}")
+
+    def limit(*args: object) -> None:
+        del args
+        with torch.no_grad():
+            run.model["user"].weight.clamp_(-0.5, 0.5)  # type: ignore[union-attr, operator]
+
+    def closure() -> Tensor:
+        limit()
+        loss = run._loss([7, 9])
+        loss.backward()
+        return loss
+
+    if place == "closure":
+        run.optim.step(closure)  # type: ignore[arg-type]
+    else:
+        (run.optim.register_step_pre_hook if place == "before" else run.optim.register_step_post_hook)(limit)
+        run._backward([7, 9])
+        run.optim.step()
+    run.tracker.step()
+    run.publisher.publish()
+    run.predictor.sync()
+    assert torch.equal(run.served["user"].weight, run.weight)  # type: ignore[arg-type]
 
 
 @pytest.mark.promise("supported")
@@ -396,7 +504,7 @@ def test_beside_sharded_collections_they_are_named_and_not_tracked(one_rank: Ran
     assert one_rank.run("tests.sharding.plain_beside_cases:beside") == [["ec.embeddings.t"]]
 
 
-@pytest.mark.promise("equal")
+@pytest.mark.promise("equal", "restored")
 @pytest.mark.parametrize("case", ["replicas", "publishes", "not_replicated", "sharded_by_torch", "checkpoint"])
 def test_ranks(two_ranks: RankPool, case: str) -> None:
     two_ranks.run(f"{_CASES}:{case}")

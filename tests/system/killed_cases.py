@@ -61,6 +61,10 @@ class _Store(Storage):
         self.steps("before a listing")
         return super().objects(prefix, **bound)
 
+    def names(self, prefix, **bound):
+        self.steps("before a listing")
+        return super().names(prefix, **bound)
+
 
 class _Target(TensorTarget):
     steps: Steps

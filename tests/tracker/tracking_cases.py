@@ -413,7 +413,7 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
         ),
         "consumers": message(lambda: ModelDeltaTracker(model, ["a", "a"])),
         "no consumers": message(lambda: ModelDeltaTracker(model, [])),
-        "mode": message(lambda: ModelDeltaTracker(model, mode="id_only")),
+        "mode": message(lambda: ModelDeltaTracker(model, mode="ids")),
         "skip": message(lambda: ModelDeltaTracker(model, fqns_to_skip="ec")),
         "unknown consumer": message(lambda: tracker.get_delta("c")),
         "no consumer": message(tracker.get_delta),
