@@ -27,7 +27,7 @@ from delta_tracker.errors import (
 )
 from delta_tracker.sharding.kernel_memory import KernelMemory
 from delta_tracker.sharding.local_shard import LocalShard
-from delta_tracker.sharding.plain_tables import PlainModule, plain_shards
+from delta_tracker.sharding.plain_tables import PlainModule, PlainTable, plain_shards
 from delta_tracker.sharding.torchrec_api import (
     Torchrec,
     known_torchrec,
@@ -78,6 +78,7 @@ class Discovery:
         shards: table FQN to this rank's shard, which may have no rows.
         kernels: the kernels that hold at least one tracked shard.
         skipped: FQNs of the tables, and of the unsupported sharded modules and tensors, that ``fqns_to_skip`` excludes.
+        plain: the tables of plain modules.
     """
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
@@ -86,6 +87,7 @@ class Discovery:
     shards: dict[str, LocalShard] = field(default_factory=dict)
     kernels: list[Kernel] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
+    plain: list[PlainTable] = field(default_factory=list)
 
 
 def discover(model: nn.Module, fqns_to_skip: Sequence[str] = ()) -> Discovery:
@@ -142,6 +144,8 @@ def discover(model: nn.Module, fqns_to_skip: Sequence[str] = ()) -> Discovery:
         kept = {fqn: module for fqn, module in plain.items() if not _is_skipped(fqn, fqns_to_skip)}
         found.shards = plain_shards(model, kept, torchrec)
         found.tables = {fqn: shard.spec.table for fqn, shard in found.shards.items()}
+        holders = (holder for shard in found.shards.values() for holder, _ in shard.places)
+        found.plain = [holder for holder in holders if isinstance(holder, PlainTable)]
     if not found.tables and not found.skipped:
         raise NoShardedModuleError(others)
     _warn_of_unused(fqns_to_skip, [*found.tables, *found.skipped])

@@ -1,0 +1,64 @@
+"""Which release of FBGEMM fits which release of torch.
+
+FBGEMM's libraries are compiled for one minor release of torch, and its wheels do not say which. With another one, its
+import fails with an ``OSError`` or an undefined symbol, which names neither of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+
+from delta_tracker.errors import IncompatiblePackagesError
+
+FBGEMM_OF_TORCH: Mapping[str, str] = {
+    "2.6": "1.1",
+    "2.7": "1.2",
+    "2.8": "1.3",
+    "2.9": "1.4",
+    "2.10": "1.5",
+    "2.11": "1.6",
+    "2.12": "1.7",
+    "2.13": "1.8",
+    "2.14": "1.9",
+}
+"""Minor release of torch to that of FBGEMM. torchrec needs any of the releases that its own metadata allows."""
+
+_CUDA, _CPU = "fbgemm-gpu", "fbgemm-gpu-cpu"  # both install the import name fbgemm_gpu
+_MINOR = re.compile(r"(\d+\.\d+)\b")
+
+
+def check_pair() -> None:
+    """Check that the installed FBGEMM, if there is one, was built for the installed torch. Takes about a millisecond.
+
+    Nothing is imported. A release that is not in :data:`FBGEMM_OF_TORCH` is accepted.
+
+    Raises:
+        IncompatiblePackagesError: if it was built for another release, or for CUDA where torch is the CPU build.
+    """
+    torch, cuda, cpu = _installed("torch"), _installed(_CUDA), _installed(_CPU)
+    wanted = FBGEMM_OF_TORCH.get(_minor(torch))
+    if wanted is None:
+        return
+    if torch.endswith("+cpu") and cuda:
+        line = f"pip uninstall -y {_CUDA} && pip install --no-deps --force-reinstall '{_CPU}=={wanted}.*'"
+        raise IncompatiblePackagesError(f"{_CUDA} {cuda}", f"torch {torch}", line)
+    for package, found in ((_CUDA, cuda), (_CPU, cpu)):
+        if _minor(found) in FBGEMM_OF_TORCH.values() and _minor(found) != wanted:
+            line = f"pip install --no-deps '{package}=={wanted}.*'"
+            raise IncompatiblePackagesError(f"{package} {found}", f"torch {torch}", line)
+
+
+def _installed(package: str) -> str:
+    """Return the version of an installed package; empty if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _minor(release: str) -> str:
+    """Return the minor release of a version, such as ``2.13``; empty if it has none."""
+    found = _MINOR.match(release)
+    return "" if found is None else found[1]
