@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 
 import click
@@ -22,6 +23,7 @@ _SUMMARIES = {
     "release": "Let the predictors of a rolled back stream continue from a snapshot.",
     "takeover": "Ask a standby to take over from the publisher of a stream.",
     "export": "Write the tables of a version to safetensors files, a torch state dict or a DCP checkpoint.",
+    "plan": "Forecast memory, bytes, requests, disk and start-up time of a stream.",
     "report": "Write a self-contained HTML report about a stream.",
 }
 
@@ -58,6 +60,18 @@ class _Commands(click.Group):
         command = importlib.import_module(f"{__package__}.{cmd_name}").command
         assert isinstance(command, click.Command)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that the arguments name. The error of an unknown command has similar names."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            similar = difflib.get_close_matches(args[0], self.list_commands(ctx))
+            if not similar:
+                raise
+            raise click.UsageError(f"{error.message} Did you mean {' or '.join(similar)}?", ctx) from None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

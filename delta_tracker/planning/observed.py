@@ -1,0 +1,105 @@
+"""What the entries of an existing stream show of its workload."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.stream.format.encoding import Encoding
+from delta_tracker.stream.format.manifest import FORMAT, Manifest
+from delta_tracker.stream.log import StreamLog
+from delta_tracker.types import TableSpec
+
+_NUM_ENTRIES = 100
+_MINUTE = 60.0
+_COARSE_SECONDS = 1.0  # S3 truncates modification times to whole seconds: shorter times are averaged
+_LEAST_SECONDS = 1e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """Workload of a stream, from its last 100 entries.
+
+    Args:
+        tables: tables of the newest version.
+        changed: fraction of the rows that change in a minute by FQN, from the deltas.
+        seconds: median time between two versions, by the store's clock.
+        encoding: encoding of all tables; None if each has its own dtype.
+        ranks: largest number of parts of a delta.
+        snapshot_every: number of versions between the last two snapshots; None if the entries have fewer.
+        dense_bytes: size of the dense tensors of the newest version.
+    """
+
+    tables: tuple[TableSpec, ...]
+    changed: Mapping[str, float]
+    seconds: float
+    encoding: Encoding | None
+    ranks: int
+    snapshot_every: int | None
+    dense_bytes: int
+
+
+def observe(log: StreamLog) -> Observed:
+    """Return the workload of a stream. Reads its last 100 entries and no rows.
+
+    Raises:
+        InvalidArgumentError: if the stream has fewer than two deltas, has states or raw ids, or has different encodings
+            of tables of one dtype.
+        MalformedError, StorageError: if the entries cannot be read.
+    """
+    url = log.storage.url
+    entries = [entry for entry in map(log.read, log.versions()[-_NUM_ENTRIES:]) if entry is not None]
+    versions = [entry for entry in entries if entry.kind != "claim"]
+    deltas = [entry for entry in versions if entry.kind == "delta"]
+    if len(deltas) < 2:  # noqa: PLR2004  a rate needs two times
+        raise InvalidArgumentError("--from", url, "Pass a stream with two deltas or more, or describe it with --table")
+    if versions[-1].format != FORMAT:
+        remedy = "Its states or raw ids are not part of a plan. Describe its tables with --table"
+        raise InvalidArgumentError("--from", url, remedy)
+    gaps = [after.committed - before.committed for before, after in pairwise(versions)]
+    seconds = statistics.median(gaps)
+    if seconds <= _COARSE_SECONDS:
+        seconds = max(_LEAST_SECONDS, statistics.mean(gaps))
+    tables = tuple(versions[-1].tables.values())
+    snapshots = [entry.version for entry in versions if entry.kind == "snapshot"]
+    return Observed(
+        tables=tables,
+        changed={each.fqn: _changed(deltas, each) * _MINUTE / seconds for each in tables},
+        seconds=seconds,
+        encoding=_encoding(url, versions, tables),
+        ranks=max(len(entry.parts) for entry in deltas) or 1,
+        snapshot_every=snapshots[-1] - snapshots[-2] if len(snapshots) > 1 else None,
+        dense_bytes=sum(spec.num_bytes for spec in versions[-1].dense.values()),
+    )
+
+
+def _changed(deltas: list[Manifest], table: TableSpec) -> float:
+    """Return the mean share of a table's rows in a delta."""
+    cells = sum(
+        block.num_rows * block.num_columns
+        for entry in deltas
+        for part in entry.parts
+        for block in part.blocks
+        if block.table == table.fqn
+    )
+    return cells / len(deltas) / max(1, table.num_rows * table.dim)
+
+
+def _encoding(url: str, versions: list[Manifest], tables: tuple[TableSpec, ...]) -> Encoding | None:
+    dtypes = {each.fqn: each.dtype for each in tables}
+    found = {
+        block.table: block.encoding
+        for entry in versions
+        for part in entry.parts
+        for block in part.blocks
+        if block.table in dtypes
+    }
+    if all(encoding is Encoding.of(dtypes[fqn]) for fqn, encoding in found.items()):
+        return None
+    if len(set(found.values())) > 1:
+        remedy = "Its tables have different encodings. Describe them with --table, one encoding at a time"
+        raise InvalidArgumentError("--from", url, remedy)
+    return next(iter(found.values()))

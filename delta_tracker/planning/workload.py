@@ -1,0 +1,120 @@
+"""Description of a stream to forecast: its tables, its rates and its readers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from delta_tracker.arguments import is_number
+from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.stream.format.encoding import Encoding
+from delta_tracker.types import TableSpec, TrackingMode
+
+_COUNTS = {"ranks": 1, "predictors": 0, "consumers": 1, "dense_bytes": 0}
+_OPTIONAL_COUNTS = ("snapshot_every", "retained_versions")
+_SECONDS = {"seconds": 0.001, "poll_seconds": 0.001, "grace_seconds": 0.0}
+_MAX_BLOCKS = 200_000  # of one version, whose sizes are computed one by one
+_MINUTE = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Tables, rates and readers of a stream.
+
+    Rows are assumed to be split evenly over the ranks, as in row-wise sharding, and changed rows to be spread evenly
+    over a table. A row that changes again in a later version counts again.
+
+    Args:
+        tables: tables of the model, such as ``tuple(tracker.tables.values())``.
+        changed: fraction of the rows that change in a minute, 0 or more, of all tables or by FQN. A version has
+            ``changed * seconds / 60`` of the rows, at most all.
+        seconds: time between two versions.
+        encoding: encoding of the rows; None for each table's own dtype.
+        ranks: number of ranks of the trainer.
+        predictors: number of predictors that read the bucket.
+        poll_seconds: time between two polls of a predictor. ``follow()`` polls a bucket every second.
+        has_heartbeats: True if the predictors have names and therefore write heartbeats.
+        snapshot_every: ``Cadence.snapshot_every``; None for one snapshot at the start.
+        retained_versions: ``Retention.versions``; None without retention.
+        grace_seconds: ``Retention.grace_seconds``.
+        dense_bytes: size of the dense tensors, which each version has.
+        mode: tracking mode.
+        consumers: number of consumers of the tracker.
+        is_torch_engine: True for the torch engine, which takes a byte per row where the others take a bit.
+
+    Raises:
+        InvalidArgumentError: if there are no tables, or more than 200,000 shards, if an encoding does not support a
+            table, or if a number is invalid.
+
+    Example:
+        >>> import torch
+        >>> table = TableSpec("user", 1_000_000, 64, torch.float32)
+        >>> Workload(tables=(table,), changed=0.01, seconds=30).rows_per_version(table)
+        5000
+    """
+
+    tables: tuple[TableSpec, ...]
+    changed: float | Mapping[str, float]
+    seconds: float
+    encoding: Encoding | None = None
+    ranks: int = 1
+    predictors: int = 1
+    poll_seconds: float = 1.0
+    has_heartbeats: bool = True
+    snapshot_every: int | None = None
+    retained_versions: int | None = None
+    grace_seconds: float = 600.0
+    dense_bytes: int = 0
+    mode: TrackingMode = TrackingMode.ID_ONLY
+    consumers: int = 1
+    is_torch_engine: bool = False
+
+    def __post_init__(self) -> None:
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        for name, least in _COUNTS.items():
+            if type(values[name]) is not int or values[name] < least:
+                raise InvalidArgumentError(name, values[name], f"Pass an integer of {least} or more")
+        for name in _OPTIONAL_COUNTS:
+            if values[name] is not None and (type(values[name]) is not int or values[name] < 1):
+                raise InvalidArgumentError(name, values[name], "Pass an integer of 1 or more, or None")
+        for name, least_seconds in _SECONDS.items():
+            if not is_number(values[name]) or values[name] < least_seconds:
+                raise InvalidArgumentError(name, values[name], f"Pass seconds, {least_seconds:g} or more")
+        self._check_tables()
+
+    def _check_tables(self) -> None:
+        if not self.tables:
+            raise InvalidArgumentError("tables", self.tables, "Pass at least one table")
+        if self.ranks * len(self.tables) > _MAX_BLOCKS:
+            remedy = f"Pass at most {_MAX_BLOCKS // len(self.tables)} ranks for {len(self.tables)} tables"
+            raise InvalidArgumentError("ranks", self.ranks, remedy)
+        names = [table.fqn for table in self.tables]
+        if len(set(names)) < len(names):
+            raise InvalidArgumentError("tables", names, "Give each table another name")
+        for table in self.tables:
+            share = self._changed_of(table)
+            if not is_number(share) or share < 0:
+                raise InvalidArgumentError("changed", share, f"Pass a fraction of 0 or more for {table.fqn}")
+            self.encoding_of(table).width(table.dim)  # raises if the width is not supported
+
+    def encoding_of(self, table: TableSpec) -> Encoding:
+        """Return the encoding of a table's rows."""
+        return Encoding.of(table.dtype) if self.encoding is None else self.encoding
+
+    def rows_per_version(self, table: TableSpec) -> int:
+        """Return the number of rows of a table in a delta, on all ranks."""
+        num_rows = table.num_rows * min(1.0, self._changed_of(table) * self.seconds / _MINUTE)
+        return math.ceil(round(num_rows, 6))  # 3.0000000004 is 3
+
+    def _changed_of(self, table: TableSpec) -> float:
+        if not isinstance(self.changed, Mapping):
+            return self.changed
+        if table.fqn not in self.changed:
+            raise InvalidArgumentError("changed", sorted(self.changed), f"Pass a fraction for {table.fqn} too")
+        return self.changed[table.fqn]
+
+    def rows_of_rank(self, table: TableSpec, rank: int) -> tuple[int, int]:
+        """Return the half-open range of the rows of a rank, as TorchRec's row-wise sharding cuts a table."""
+        block = math.ceil(table.num_rows / self.ranks)
+        return min(rank * block, table.num_rows), min((rank + 1) * block, table.num_rows)
