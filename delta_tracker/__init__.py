@@ -18,10 +18,12 @@ if TYPE_CHECKING:
     from delta_tracker.recovery.random_states import RandomStates
     from delta_tracker.recovery.restore import restore
     from delta_tracker.recovery.standby import Standby, Takeover
+    from delta_tracker.row_sink import RowSink
     from delta_tracker.row_target import RowTarget
     from delta_tracker.stream.format.encoding import Encoding
     from delta_tracker.stream.maintenance.retention import Retention
     from delta_tracker.stream.storage.storage import Storage
+    from delta_tracker.tracker.checkpoint.rank_counters import RankCounters
     from delta_tracker.tracker.data_position import DataPosition
     from delta_tracker.tracker.store.lookups import DeltaStore
     from delta_tracker.tracker.top_k import TopK
@@ -53,8 +55,10 @@ __all__ = [
     "Predictor",
     "Publisher",
     "RandomStates",
+    "RankCounters",
     "RawIdIndex",
     "Retention",
+    "RowSink",
     "RowTarget",
     "ShardSpec",
     "Standby",
@@ -82,8 +86,10 @@ _HOMES = {
     "Predictor": "delta_tracker.predictor.predictor",
     "Publisher": "delta_tracker.publisher.publisher",
     "RandomStates": "delta_tracker.recovery.random_states",
+    "RankCounters": "delta_tracker.tracker.checkpoint.rank_counters",
     "RawIdIndex": "delta_tracker.raw_id_index",
     "Retention": "delta_tracker.stream.maintenance.retention",
+    "RowSink": "delta_tracker.row_sink",
     "RowTarget": "delta_tracker.row_target",
     "ShardSpec": "delta_tracker.types",
     "Standby": "delta_tracker.recovery.standby",

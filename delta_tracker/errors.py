@@ -15,6 +15,7 @@ from typing import Any, Self, TypeVar
 
 _Error = TypeVar("_Error", bound=BaseException)
 _MAX_HELD = 10_000
+_MAX_REPR = 500  # characters of a value in a message
 
 
 def _listed(names: Iterable[object]) -> str:
@@ -126,6 +127,12 @@ def is_panic(error: BaseException) -> bool:
     return type(error).__name__ == "PanicException"
 
 
+def _brief(value: object) -> str:
+    """Return the ``repr`` of a value in one line of at most 500 characters."""
+    text = " ".join(line.strip() for line in repr(value).splitlines())
+    return text if len(text) <= _MAX_REPR else f"{text[:_MAX_REPR]}..."
+
+
 class InvalidArgumentError(DeltaTrackerError, ValueError):
     """An argument is invalid, or the call is invalid in the current state.
 
@@ -133,7 +140,9 @@ class InvalidArgumentError(DeltaTrackerError, ValueError):
     """
 
     def __init__(self, argument: str, value: object, remedy: str) -> None:
-        super().__init__(f"{argument}={value!r} cannot be used", remedy)
+        is_state = argument.endswith("()") and isinstance(value, str)
+        problem = f"{argument} cannot be called: {value}" if is_state else f"{argument}={_brief(value)} cannot be used"
+        super().__init__(problem, remedy)
         self.argument = argument
         self.value = value
 
@@ -150,6 +159,16 @@ class MissingExtraError(DeltaTrackerError, ImportError):
         )
         self.package = package
         self.extra = extra
+
+
+class IncompatiblePackagesError(DeltaTrackerError, ImportError):
+    """The installed release of ``package`` was not built for that of ``other``; ``command`` installs one that was."""
+
+    def __init__(self, package: str, other: str, command: str) -> None:
+        super().__init__(f"{package} was not built for {other} and cannot be loaded", f"Install its match: {command}")
+        self.package = package
+        self.other = other
+        self.command = command
 
 
 # Tracking
@@ -240,9 +259,7 @@ class ReservedConsumerError(DeltaTrackerError, RuntimeError):
         self,
         consumer: str,
         owner: str,
-        remedy: str = (
-            "Read as a consumer of your own: pass it in consumers=[...], or add it with tracker.add_consumer(name)"
-        ),
+        remedy: str,
     ) -> None:
         super().__init__(f"consumer {consumer!r} is reserved by {owner}", remedy)
         self.consumer = consumer
@@ -320,9 +337,11 @@ class UnsyncedReplicasError(DeltaTrackerError, RuntimeError):
 
 # Checkpoints
 
+_OR_NOTHING = "A tracker can also load {}, which marks every row as changed"
+
 
 class CheckpointError(DeltaTrackerError, ValueError):
-    """Base class of the errors raised when a saved tracker state cannot be loaded; the tracker is unchanged."""
+    """Base class of the errors raised when a saved state cannot be loaded; what it would replace is unchanged."""
 
 
 class UnknownFormatError(CheckpointError):
@@ -330,7 +349,7 @@ class UnknownFormatError(CheckpointError):
 
     def __init__(self, found: object, known: int) -> None:
         super().__init__(
-            f"the saved tracker state has format version {found!r}, this release reads {known}",
+            f"the saved state has format version {found!r}, this release reads {known}",
             "Load it with the release of delta_tracker that wrote it",
         )
         self.found = found
@@ -338,7 +357,7 @@ class UnknownFormatError(CheckpointError):
 
 
 class StateMismatchError(CheckpointError):
-    """A saved state does not fit the tracker, or the parts saved by different ranks contradict each other.
+    """A saved state does not fit the object that loads it, or the parts saved by different ranks contradict each other.
 
     ``what`` names the property that differs. ``saved`` is its value in the saved state, ``found`` the expected value.
     """
@@ -348,9 +367,9 @@ class StateMismatchError(CheckpointError):
         what: str,
         saved: object,
         found: object,
-        remedy: str = "Load it into a tracker with the same arguments, or load {} to mark every row as changed",
+        remedy: str = f"Load it into an object with the same arguments. {_OR_NOTHING}",
     ) -> None:
-        super().__init__(f"the saved tracker state has {what} {saved}, where {found} is expected", remedy)
+        super().__init__(f"the saved state has {what} {saved}, where {found} is expected", remedy)
         self.what = what
         self.saved = saved
         self.found = found
@@ -363,8 +382,8 @@ class PartialStateError(CheckpointError):
         self.reason = reason
         self.ranks = tuple(ranks)
         super().__init__(
-            f"the saved tracker state is incomplete: {reason}; missing parts of ranks: {_listed(self.ranks)}",
-            "Load the parts of all ranks that saved it, or load {} to mark every row as changed",
+            f"the saved state is incomplete: {reason}; missing parts of ranks: {_listed(self.ranks)}",
+            f"Load the parts of all ranks that saved it. {_OR_NOTHING}",
         )
 
 
@@ -373,8 +392,8 @@ class MalformedStateError(CheckpointError):
 
     def __init__(self, part: str, reason: str) -> None:
         super().__init__(
-            f"part {part!r} of the saved tracker state is malformed: {reason}",
-            "Load an older checkpoint, or load {} to mark every row as changed",
+            f"part {part!r} of the saved state is malformed: {reason}",
+            f"Load an older checkpoint. {_OR_NOTHING}",
         )
         self.part = part
         self.reason = reason
@@ -392,8 +411,8 @@ class StorageError(StreamError, OSError):
 
     _remedy = "Check the url, its permissions and free space, then try again; nothing was lost"
 
-    def __init__(self, url: str, reason: str) -> None:
-        super().__init__(f"the store {url} cannot be used: {reason}", self._remedy)
+    def __init__(self, url: str, reason: str, remedy: str | None = None) -> None:
+        super().__init__(f"the store {url} cannot be used: {reason}", self._remedy if remedy is None else remedy)
         self.url = url
         self.reason = reason
 
@@ -494,7 +513,12 @@ class RankLostError(StreamError, RuntimeError):
     """A rank died, exceeded a timeout, or was interrupted; all rows stay pending. See ``reason``."""
 
     def __init__(
-        self, reason: str, remedy: str = "Restart the job on all ranks; a new Publisher then claims the stream"
+        self,
+        reason: str,
+        remedy: str = (
+            "Check that every rank makes the same calls of the Publisher, and restart the job on all ranks; "
+            "a new Publisher then claims the stream"
+        ),
     ) -> None:
         super().__init__(f"a rank was lost: {reason}", remedy)
         self.reason = reason
@@ -915,6 +939,26 @@ def _picklable(error: BaseException | None) -> BaseException | None:
     except Exception:  # noqa: BLE001  the constructor of any class may run
         return None
     return error
+
+
+class WaitTimeoutError(StreamError, TimeoutError):
+    """``Predictor.wait`` ended before the version was applied.
+
+    ``wanted`` is the version, None for any; ``version`` is what the tables hold, None for nothing.
+    """
+
+    def __init__(
+        self, url: str, wanted: int | None, version: int | None, seconds: float | None, error: Exception | None
+    ) -> None:
+        what = "any version" if wanted is None else f"version {wanted}"
+        held = "no version" if version is None else f"version {version}"
+        cause = "" if error is None else f"; the last attempt failed: {type(error).__name__}: {error}"
+        super().__init__(
+            f"the predictor of {url} has not applied {what} after {seconds} s and holds {held}{cause}",
+            "Check the url and that the publisher publishes, or pass a longer timeout",
+        )
+        self.wanted = wanted
+        self.version = version
 
 
 class FollowEndedError(_CausedError):

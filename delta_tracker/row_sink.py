@@ -186,6 +186,10 @@ class RowSink(Protocol):
     :class:`~delta_tracker.errors.SinkFencedError` if another process became the writer, and
     :class:`~delta_tracker.errors.MalformedSinkError` if stored data is invalid. In a forked process, every method
     raises an error: the process must build a sink of its own.
+
+    Example:
+        >>> from delta_tracker.sinks.lmdb import LmdbSink
+        >>> predictor = Predictor(LmdbSink("/var/rows"), "s3://bucket/prefix")  # doctest: +SKIP
     """
 
     def open(self) -> None:

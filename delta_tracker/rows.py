@@ -5,7 +5,7 @@ Notation: ``N`` is the number of rows, ``S`` the number of values in the old sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -210,16 +210,38 @@ def put_rows(memory: Tensor, places: Tensor, values: Tensor) -> None:
                 [0., 0.],
                 [1., 2.]])
     """
-    devices = {each.device.type for each in (memory, places, values)}
-    if devices == {"cpu"} and memory.dim() == 2 and memory.stride(1) == values.stride(1) == 1:  # noqa: PLR2004  rows
-        held = _items(memory)
-        if held.flags.c_contiguous:
-            held.put(places.numpy(), _items(values))  # faster, but would copy non-contiguous memory twice
+    put_pieces(memory, places, [values])
+
+
+def put_pieces(memory: Tensor, places: Tensor, pieces: Iterable[Tensor]) -> None:
+    """Write the rows of several tensors in place, one tensor after the other.
+
+    Args:
+        memory: ``[R, C]``, for ``R`` rows of ``C`` columns.
+        places: ``[N]`` int64 positions, unique and in ``[0, R)``.
+        pieces: tensors ``[M, C]`` in the dtype of ``memory``, with ``N`` rows together.
+
+    Example:
+        >>> memory = torch.zeros(3, 1)
+        >>> put_pieces(memory, torch.tensor([2, 0]), [torch.ones(1, 1), torch.ones(1, 1) * 2])
+        >>> memory.flatten()
+        tensor([2., 0., 1.])
+    """
+    is_host = memory.device.type == places.device.type == "cpu" and memory.dim() == 2  # noqa: PLR2004  rows
+    held = _items(memory) if is_host and memory.stride(1) == 1 else None
+    at, begin = places.numpy() if is_host else None, 0
+    for values in pieces:
+        end = begin + values.shape[0]
+        if held is None or at is None or values.device.type != "cpu" or values.stride(1) != 1:
+            own = to_device(places[begin:end], memory.device)
+            memory.index_copy_(0, own, to_device(values, memory.device))
+        elif held.flags.c_contiguous:
+            held.put(at[begin:end], _items(values))  # faster, but would copy non-contiguous memory twice
         else:
-            held[places.numpy()] = _items(values)
+            held[at[begin:end]] = _items(values)
+        begin = end
+    if held is not None:
         torch.autograd.graph.increment_version(memory)  # as torch's own writes do: autograd then detects the change
-    else:
-        memory.index_copy_(0, to_device(places, memory.device), to_device(values, memory.device))
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -22,7 +22,12 @@ StateWidth = Literal["columns", "range"]
 
 
 class TrackingMode(Enum):
-    """Kind of state that a read returns for each changed row in :attr:`DeltaRows.states`."""
+    """Kind of state that a read returns for each changed row in :attr:`DeltaRows.states`.
+
+    Example:
+        >>> TrackingMode.of("embedding")
+        <TrackingMode.EMBEDDING: 'embedding'>
+    """
 
     ID_ONLY = "id_only"
     """No state; :attr:`DeltaRows.states` is None."""
@@ -41,9 +46,26 @@ class TrackingMode(Enum):
     ROWWISE_ADAGRAD = "rowwise_adagrad"
     """Former name of MOMENTUM_DIFF, with the same meaning."""
 
+    @classmethod
+    def of(cls, mode: TrackingMode | str) -> TrackingMode:
+        """Return the mode of a name in capital or small letters, or the mode itself.
+
+        Raises:
+            InvalidArgumentError: if there is no such mode.
+        """
+        found = cls.__members__.get(mode.upper()) if isinstance(mode, str) else mode
+        if not isinstance(found, cls):
+            raise InvalidArgumentError("mode", mode, f"Pass one of {list(cls.__members__)}")
+        return found
+
 
 class EmbdUpdateMode(Enum):
-    """Choice of the state that a :class:`~delta_tracker.tracker.store.lookups.DeltaStore` returns for each id."""
+    """Choice of the state that a :class:`~delta_tracker.tracker.store.lookups.DeltaStore` returns for each id.
+
+    Example:
+        >>> EmbdUpdateMode("first")
+        <EmbdUpdateMode.FIRST: 'first'>
+    """
 
     NONE = "none"
     """No state; only ids are returned."""
@@ -61,6 +83,10 @@ class IndexedLookup:
         batch_idx: index of the batch.
         ids: ``[N]`` ids, in any order, duplicates allowed.
         states: ``[N, ...]`` recorded states; None if only ids are recorded.
+
+    Example:
+        >>> IndexedLookup(3, torch.tensor([7, 42]), None).ids.tolist()
+        [7, 42]
     """
 
     batch_idx: int
@@ -81,6 +107,10 @@ class TableSpec:
 
     Raises:
         InvalidArgumentError: if ``num_rows`` is negative or ``dim`` is less than 1.
+
+    Example:
+        >>> str(TableSpec("ec.embeddings.user", 1000, 16, torch.float32))
+        '1000 x 16 float32'
     """
 
     fqn: str
@@ -228,6 +258,8 @@ class ShardSpec:
         Raises:
             InvalidArgumentError: if ``ids`` are not ``[N]`` integers from 0 to ``num_rows - 1``.
         """
+        if not isinstance(ids, Tensor):
+            raise InvalidArgumentError("ids", ids, "Pass a [N] tensor of integers, for example torch.tensor([7, 42])")
         if ids.dim() != 1 or ids.dtype.is_floating_point or ids.dtype == torch.bool:
             raise InvalidArgumentError("ids", (tuple(ids.shape), ids.dtype), "Pass a [N] tensor of integers")
         outside = ids[(ids < 0) | (ids >= self.num_rows)]
@@ -313,6 +345,16 @@ class Delta(Mapping[str, DeltaRows]):
         stop: position in the change log at which the read ends. A commit moves the cursor to this position.
         batches: half-open range of ``step()`` counts that the read covers.
         left_out: table FQN to the changed rows that top-k left out; a commit keeps them pending.
+
+    Example:
+        >>> from delta_tracker import ModelDeltaTracker
+        >>> model = torch.nn.Sequential(torch.nn.EmbeddingBag(1000, 16, sparse=True))
+        >>> tracker = ModelDeltaTracker(model)
+        >>> model(torch.tensor([[7, 42, 7]])).sum().backward()
+        >>> torch.optim.SGD(model.parameters(), lr=0.1).step()
+        >>> delta = tracker.get_delta()
+        >>> delta["0"].ids.tolist(), delta.num_rows
+        ([7, 42], 2)
     """
 
     __slots__ = ("_left_out", "_rows", "batches", "consumer", "kept", "start", "stop")
@@ -387,6 +429,10 @@ class Memory:
             own rows (8 bytes for each row with managed collisions).
         carried_bytes: size of the pending rows that the log does not hold: rows that top-k left out, rows that were
             loaded with a state, and rows that were made pending for one consumer only.
+
+    Example:
+        >>> Memory(log_bytes=125, copy_bytes=0, carried_bytes=16)  # what tracker.memory() returns
+        Memory(log_bytes=125, copy_bytes=0, carried_bytes=16)
     """
 
     log_bytes: int

@@ -82,7 +82,9 @@ def test_every_document_is_linked_from_the_readme() -> None:
         "delta_tracker/README.md",
         "delta_tracker/monitor/README.md",
         "examples/README.md",
+        "examples/cpp_reader/README.md",
         "tests/README.md",
+        "tests/conformance/README.md",
     }
     assert {_ROOT / "CHANGELOG.md", _ROOT / "delta_tracker/stream/FORMAT.md", *_DOCUMENTS} <= linked
 
@@ -128,7 +130,7 @@ def test_every_error_has_a_cause_and_a_remedy() -> None:
 
 
 def test_every_example_and_every_command_is_listed() -> None:
-    examples = {path.stem for path in (_ROOT / "examples").glob("*.py")} - {"__init__"}
+    examples = {path.stem for path in (_ROOT / "examples").glob("*.py")} - {"__init__"} | {"quickstart"}
     assert _rows(_ROOT / "examples" / "README.md", "Examples") == examples
     listed = {call.removeprefix("delta-tracker ").split()[0] for call in _rows(_README, "Command line")}
     assert listed == set(commands.list_commands(click.Context(commands)))

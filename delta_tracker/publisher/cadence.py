@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
+from delta_tracker.arguments import is_number
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.tracker.tracker import ModelDeltaTracker
 
@@ -31,8 +31,10 @@ class Cadence:
         seconds: number of seconds since the last version, by rank 0's clock.
         rows: number of pending rows on one rank.
         num_bytes: size in bytes of the values of the pending rows on one rank, in the tables' dtypes.
-        snapshot_every: number of versions from one snapshot to the next. If set, :meth:`Publisher.step` also makes the
-            publisher's first version a snapshot. None to publish a snapshot only if one is needed.
+        snapshot_every: number of versions from one snapshot to the next, for :meth:`Publisher.step`. It is counted from
+            the stream's newest snapshot, by any publisher and any method. Claims count; merged snapshots of a
+            compaction do not. A publisher whose tracker state was restored therefore does not begin with a snapshot if
+            the stream has a recent one. None to publish a snapshot only if one is needed.
         vote_every: number of calls of :meth:`Publisher.step` from one exchange of votes to the next, the same on every
             rank. None for 1 with up to 16 ranks, and otherwise one more for each further 16 ranks, up to 16: the time
             of an exchange grows with the number of ranks.
@@ -57,8 +59,7 @@ class Cadence:
         for field in fields(self):
             bound = getattr(self, field.name)
             is_whole = field.name == "seconds" or isinstance(bound, int)
-            is_number = isinstance(bound, int | float) and not isinstance(bound, bool) and math.isfinite(bound)
-            if bound is not None and not (is_number and is_whole and bound > 0):
+            if bound is not None and not (is_number(bound) and is_whole and bound > 0):
                 raise InvalidArgumentError(field.name, bound, "Pass a positive number")
         if all(bound is None for bound in (self.batches, self.seconds, self.rows, self.num_bytes)):
             raise InvalidArgumentError("Cadence", "no bound", "Pass one of batches, seconds, rows and num_bytes")

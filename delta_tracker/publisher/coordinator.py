@@ -31,8 +31,8 @@ from delta_tracker.stream.format.manifest import (
 )
 from delta_tracker.stream.format.parse import parse_manifest, parse_part, parse_stored
 from delta_tracker.stream.format.part_writer import put_part, put_training
-from delta_tracker.stream.log import Claim, StreamLog, part_name
-from delta_tracker.stream.storage.storage import Storage, open_storage
+from delta_tracker.stream.log import Claim, StreamLog, entry_name, part_name
+from delta_tracker.stream.storage.storage import Location, Storage, open_storage
 from delta_tracker.types import Identity, TableSpec, TableStates
 
 Identities = Mapping[str, Identity]
@@ -137,7 +137,22 @@ class Coordinator:
         """True if the next version must be a snapshot because an entry was altered. False on all ranks but rank 0."""
         return self._claim is not None and self._claim.needs_snapshot
 
-    def open(self, url: str | Storage | ClaimedStream) -> None:
+    def skew(self) -> float | None:
+        """Return this host's clock minus the store's in seconds, at the commit of :attr:`head`. Sends a request.
+
+        It includes the time from the creation of the entry to its commit, as a negative number. Any thread may call it.
+
+        Returns:
+            The difference; None if the entry was removed, or the store has no modification times.
+
+        Raises:
+            StorageError: if the store cannot be read.
+        """
+        head = self.head
+        stored = self._storage.stat(entry_name(head.version))
+        return None if stored is None or stored.modified <= 0 else head.created - stored.modified
+
+    def open(self, url: Location | ClaimedStream) -> None:
         """Open the store on every rank, claim the stream on rank 0, and check that all ranks use the same store.
 
         A collective. A stream that is claimed already is not claimed again.
@@ -391,7 +406,7 @@ class Coordinator:
         """Return a new name of an object of the next version, with states (``s``) or a training state (``t``)."""
         return part_name(self.head.version + 1, self.head.generation, f"r{self._rank}{role}")
 
-    def _open(self, url: str | Storage) -> dict[str, Any]:
+    def _open(self, url: Location) -> dict[str, Any]:
         self._storage = open_storage(url, create=True)
         return {}
 

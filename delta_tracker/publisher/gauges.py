@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Protocol
+
 from delta_tracker.errors import (
     FencedError,
     MissingStepError,
@@ -13,8 +16,24 @@ from delta_tracker.errors import (
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.monitor.series import Cell
 from delta_tracker.stream.format.manifest import Kind, Manifest
+from delta_tracker.stream.maintenance.upkeep import UPKEEP_STEPS
+from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.stream.storage.url import shown_url
 
 _FAILURES = (FencedError, MissingStepError, PublishError, RankLostError, StorageError, UpdateInProgressError)
+
+
+class ClaimedLog(Protocol):
+    """Protocol of a stream that a publisher writes."""
+
+    head: Manifest
+
+    @property
+    def storage(self) -> Storage:
+        """Store of the stream."""
+
+    def skew(self) -> float | None:
+        """Return this host's clock minus the store's in seconds, at the commit of :attr:`head`."""
 
 
 class PublisherGauges:
@@ -31,19 +50,25 @@ class PublisherGauges:
         self._version_cells: dict[Kind, tuple[Cell, Cell]] = {}
         self._row_cells: dict[str, Cell] = {}
         self._version_cell: Cell  # set by begin()
+        self._measured: int | None = None  # version at which the clock was compared
 
-    def begin(self, version: int) -> None:
+    def begin(self, stream: ClaimedLog) -> None:
         """Create the metrics that alerts use, even though there is nothing to count yet.
 
         Alerts can then detect the first failure and the absence of new versions.
 
         Args:
-            version: version of the publisher's claim.
+            stream: the stream, whose last entry is the publisher's claim.
         """
+        head, url = stream.head, stream.storage.url
+        self._recorder.publisher_info.set(1, stream=head.stream, url=shown_url(url))
         if self._counts_versions:
             self._recorder.published_versions.cell(kind="delta")
             self._version_cell = self._recorder.published_version.cell()
-            self._version_cell.add(version)
+            self._version_cell.add(head.version)
+            for step in UPKEEP_STEPS:
+                self._recorder.upkeep_failures.cell(step=step)
+            self._recorder.watch(lambda _: self._show_skew(stream))
         self._recorder.fences.cell()
         for failure in _FAILURES:
             self._recorder.publish_failures.cell(reason=failure.__name__)
@@ -67,6 +92,24 @@ class PublisherGauges:
                 self._row_cells[fqn] = self._recorder.published_rows.cell(table=fqn)
             self._row_cells[fqn].add(num_rows)
         self._version_cell.add(manifest.version)
+
+    def upkeep_failed(self, step: str) -> None:
+        """Count a compaction or retention that failed. Any thread may call it."""
+        self._recorder.upkeep_failures.cell(step=step).add(1)
+
+    def _show_skew(self, stream: ClaimedLog) -> None:
+        """Set the gauge of the clock's skew, once per version. Runs in the collector's thread."""
+        version = stream.head.version
+        if version != self._measured:
+            skew = stream.skew()
+            if skew is not None:
+                self._recorder.publisher_skew_seconds.set(skew)
+            self._measured = version
+
+    def left_out(self, num_rows: Mapping[str, int]) -> None:
+        """Count the rows of this rank, by FQN, that a committed version left out, on every rank."""
+        for fqn, count in num_rows.items():
+            self._recorder.unchanged_rows.cell(table=fqn).add(count)
 
     def failed(self, error: Exception) -> None:
         """Count a version that was not published because of ``error``."""

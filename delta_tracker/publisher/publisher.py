@@ -8,11 +8,13 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from torch import nn
 
+from delta_tracker.arguments import is_number
 from delta_tracker.distributed import DEFAULT_TIMEOUT, Gathering
 from delta_tracker.errors import FencedError, InvalidArgumentError, PublishError, RankLostError, kind_of, unraised
 from delta_tracker.monitor.monitor import Monitor
@@ -24,7 +26,7 @@ from delta_tracker.publisher.exchange import Count, Exchange, Message, Phase, Vo
 from delta_tracker.publisher.flight import Committing, Copying, Flight, Writing
 from delta_tracker.publisher.gauges import PublisherGauges
 from delta_tracker.publisher.heartbeats import Heartbeats
-from delta_tracker.publisher.row_gatherer import EncodingChoice
+from delta_tracker.publisher.row_gatherer import EncodingChoice, name_encodings
 from delta_tracker.publisher.stored_rows import StoredRows, UnchangedChoice
 from delta_tracker.publisher.training import Stateful
 from delta_tracker.publisher.version_source import Training, VersionSource
@@ -35,12 +37,14 @@ from delta_tracker.stream.maintenance.retention import Retention
 from delta_tracker.stream.maintenance.upkeep import Upkeep
 from delta_tracker.stream.notify.notifier import Hints, Notifier
 from delta_tracker.stream.pointer_writer import PointerWriter
-from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.stream.storage.storage import Location
 from delta_tracker.tracker.top_k import TopK
 from delta_tracker.tracker.tracker import ModelDeltaTracker
 from delta_tracker.types import Delta
 
 _logger = logging.getLogger(__name__)
+
+_STANDSTILL_CALLS = 20  # more than the micro-batches of an accumulated batch usually are
 
 
 class Publisher:
@@ -92,9 +96,9 @@ class Publisher:
         states: ``"optimizer"`` publishes the training state with each version, so that
             :func:`~delta_tracker.recovery.restore.restore` can continue training from it: the states of the fused
             optimizers for each published row, the dense tensors, the objects in ``training_state`` and ``rank_state``,
-            and the position in the data. The entries have format 2. With ``cadence.snapshot_every``, a publisher that
-            resumed starts with a delta. After a load of a checkpoint, it starts with a snapshot, because the checkpoint
-            may lack the states of the optimizers. None publishes values only.
+            and the position in the data. The entries have format 2. After ``restore``, a publisher starts with a delta.
+            After a load of a checkpoint, it starts with a snapshot, because the checkpoint may lack the states of the
+            optimizers. None publishes values only.
         training_state: name to object with ``state_dict`` and ``load_state_dict``, such as the dense optimizer and the
             learning rate scheduler. Rank 0's state is published. Needs ``states``. Trainable dense parameters that no
             passed optimizer has are logged.
@@ -135,12 +139,27 @@ class Publisher:
         PublishError: if another rank raised one of these errors, only some ranks have a ``top_k``, or the ranks have
             different ``vote_every``.
         RankLostError: if a rank dies, or does not build a publisher in time.
+
+    Example:
+        >>> import torch
+        >>> from delta_tracker import Storage
+        >>> model = torch.nn.Sequential(torch.nn.EmbeddingBag(1000, 16, sparse=True))
+        >>> tracker = ModelDeltaTracker(model)
+        >>> with Publisher(tracker, Storage("memory://"), cadence=Cadence(batches=100)) as publisher:
+        ...     first = publisher.snapshot()
+        ...     model(torch.tensor([[7, 42, 7]])).sum().backward()
+        ...     torch.optim.SGD(model.parameters(), lr=0.1).step()
+        ...     tracker.step()
+        ...     publisher.step()  # publishes every 100th batch
+        ...     last = publisher.publish()  # now
+        >>> (first.num_rows, last.num_rows)
+        (1000, 2)
     """
 
     def __init__(  # noqa: PLR0913, PLR0915  all but two have a default that most users keep
         self,
         tracker: ModelDeltaTracker,
-        url: str | Storage | ClaimedStream,
+        url: Location | ClaimedStream,
         consumer: str | None = None,
         *,
         top_k: TopK | None = None,
@@ -160,7 +179,9 @@ class Publisher:
         pointer_seconds: float | None = 1.0,
         skip_unchanged: UnchangedChoice = None,
     ) -> None:
+        _check_tracker(tracker)
         self._tracker = tracker
+        self._still = _Standstill(tracker)
         self._thread, self._process = threading.get_ident(), os.getpid()
         self._upkeep: Upkeep | None = None
         self._pointer: PointerWriter | None = None
@@ -171,8 +192,6 @@ class Publisher:
         self._votes: Gathering | None = None  # started, not counted yet
         self._error: Exception | None = None
         self._failure: tuple[object, ...] | None = None  # kind of the last failure since the last version
-        self._num_versions = 0
-        self._first_multiple = 0  # lowest number of versions at which cadence.snapshot_every demands a snapshot
         self._num_steps = 0
         self._num_owed = 0  # votes of calls of step() that failed or were interrupted before they voted
         self._is_open = False
@@ -185,7 +204,6 @@ class Publisher:
             check_complete(tracker.model)
             training = _training(states, training_state, rank_state)
             self._stored = None if skip_unchanged is None else StoredRows(skip_unchanged)
-            self._first_multiple = 0 if training is None else 1
             self._source = VersionSource(
                 tracker,
                 consumer,
@@ -197,7 +215,9 @@ class Publisher:
                 training=training,
             )
             return {
-                "arguments": "no top_k" if top_k is None else "top_k",
+                "top_k": _budget(top_k),
+                "encoding": f"encoding={name_encodings(encoding)}",
+                "cadence": f"cadence={cadence}",
                 "vote_every": f"vote_every={self._vote_every}",
                 "kind": f"states={states!r} and skip_unchanged={skip_unchanged!r}",
                 "states": states_message(self._source.states),
@@ -208,12 +228,13 @@ class Publisher:
         self._vote_every = 1
         self._is_first = self._exchange.rank == 0
         self._writer = Coordinator(self._exchange, self._recorder)
+        self._gauges = PublisherGauges(self._recorder, counts_versions=self._is_first)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._hints = Hints(notifier)
         self._announces = notifier is not None
         try:
             messages = self._exchange.exchange(Phase.BUILDING, Message.of(prepare))
-            check_alike(messages, "arguments", "vote_every", "kind")
+            check_alike(messages, "top_k", "encoding", "vote_every", "cadence", "kind")
             if states is not None:
                 self._writer.declare(messages, tracker.tables)
             self._writer.stored = self._stored
@@ -225,15 +246,21 @@ class Publisher:
                 # The thread of a publisher that is dropped without close() ends, too.
                 weakref.finalize(self, self._pointer.end).atexit = False
             if retention is not None or compact_every is not None:
-                on_pass = None if self._pointer is None else self._pointer.rescan
-                self._upkeep = Upkeep(self._writer.storage, retention, compact_every=compact_every, on_pass=on_pass)
+                pointer = self._pointer
+                on_pass = None if pointer is None else lambda has_changed: pointer.rescan() if has_changed else None
+                self._upkeep = Upkeep(
+                    self._writer.storage,
+                    retention,
+                    compact_every=compact_every,
+                    on_pass=on_pass,
+                    on_failure=self._gauges.upkeep_failed,
+                )
         except BaseException:
             self._writer.release()
             self.close()
             raise
         self._is_open = True
-        self._gauges = PublisherGauges(self._recorder, counts_versions=self._is_first)
-        self._gauges.begin(self._writer.head.version)
+        self._gauges.begin(self._writer)
         self._cadence = cadence
         self._pace = None
         if cadence is not None:
@@ -324,6 +351,7 @@ class Publisher:
         self._checked_source()
         if self._pace is None:
             raise InvalidArgumentError("cadence", None, "Build the Publisher with cadence=Cadence(...)")
+        self._still.look()
         try:
             number = self._num_steps + 1
             self._num_steps, self._num_owed = number, self._num_owed + (number % self._vote_every == 0)
@@ -407,6 +435,17 @@ class Publisher:
             self._pointer.close()
         self._exchange.close()
         self._recorder.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Call :meth:`close`, also after an exception: the other ranks then wait for it, and this rank for them."""
+        self.close()
+
+    def __repr__(self) -> str:
+        head = self._writer.head
+        return f"Publisher({self._writer.storage.url!r}, generation={head.generation}, version={head.version})"
 
     def _checked_source(self) -> VersionSource:
         """Return the source of the rows, after checking that the publisher is open.
@@ -495,16 +534,20 @@ class Publisher:
             wants_snapshot = (
                 self._checked_source().needs_snapshot
                 or self._writer.needs_snapshot
-                or (every is not None and self._is_multiple(every))
+                or (every is not None and self._is_snapshot_due(every))
             )
             return vote._replace(is_due=pace.is_due(is_clock=self._is_first), wants_snapshot=wants_snapshot)
         except Exception as error:  # noqa: BLE001  step() must not raise it, and the other ranks wait for a vote
             self._fail(error)
             return vote
 
-    def _is_multiple(self, every: int) -> bool:
-        """Return True if ``cadence.snapshot_every`` demands that the next version is a snapshot."""
-        return self._num_versions >= self._first_multiple and self._num_versions % every == 0
+    def _is_snapshot_due(self, every: int) -> bool:
+        """Return True if ``cadence.snapshot_every`` demands that the next version is a snapshot.
+
+        Earlier publishers' snapshots count: a trainer that resumes does not send all rows again.
+        """
+        head = self._writer.head
+        return head.snapshot is None or head.version + 1 - head.snapshot >= every
 
     def _drop_votes(self) -> None:
         """Wait for the last votes without counting them."""
@@ -625,12 +668,11 @@ class Publisher:
         self._flight = None
         self._checked_source().end(read, committed)
         if self._stored is not None:
-            self._stored.commit()
+            self._gauges.left_out(self._stored.commit())
         self._gauges.published(committed)
         if self._failure is not None:
             _logger.warning("publishing recovered at version %d", committed.version)
         self._error = self._failure = None
-        self._num_versions += 1
 
     def _fail(self, error: Exception) -> None:
         """Record an error. If a version is being published, abort it; its rows stay pending."""
@@ -648,6 +690,41 @@ class Publisher:
                 _logger.exception("the read of a version that failed could not be aborted: the next one replaces it")
 
 
+class _Standstill:
+    """Finds a training loop that calls ``Publisher.step`` without ``tracker.step``, so that nothing is ever due."""
+
+    def __init__(self, tracker: ModelDeltaTracker) -> None:
+        self._tracker = tracker
+        self._num_batches = tracker.num_batches
+        self._num_calls = 0
+
+    def look(self) -> None:
+        """Count a call of ``Publisher.step``. Warn once if many calls saw updates, but no batch end."""
+        if self._num_batches != self._tracker.num_batches:
+            self._num_batches, self._num_calls = self._tracker.num_batches, 0
+            return
+        self._num_calls += 1
+        if self._num_calls == _STANDSTILL_CALLS and self._tracker.num_unstepped:
+            text = (
+                "rows changed during %d calls of Publisher.step(), but tracker.step() was not called: call it after "
+                "each batch, before Publisher.step(), because a cadence counts its calls"
+            )
+            _logger.warning(text, self._num_calls)
+
+
+def _check_tracker(tracker: object) -> None:
+    if not isinstance(tracker, ModelDeltaTracker):
+        given = tracker if isinstance(tracker, str) else type(tracker).__name__
+        raise InvalidArgumentError("tracker", given, "Pass a ModelDeltaTracker first, and then the url")
+
+
+def _budget(top_k: TopK | None) -> str:
+    """Return a text that is equal on all ranks whose budgets are equal."""
+    if top_k is None:
+        return "no top_k"
+    return f"top_k={replace(top_k, score=None)}" + (" with a score" if top_k.score is not None else "")
+
+
 def _check_claim(url: object, states: str | None) -> None:
     """Check that a recovery stream that a takeover has claimed continues with states."""
     if isinstance(url, ClaimedStream) and url.has_states and states is None:
@@ -660,11 +737,12 @@ def _check(cadence: object, retention: object, heartbeat_seconds: float | None, 
     Raises:
         InvalidArgumentError: if one is invalid.
     """
-    for argument, value, kind in (("cadence", cadence, Cadence), ("retention", retention, Retention)):
-        if value is not None and not isinstance(value, kind):
-            raise InvalidArgumentError(argument, value, f"Pass a {kind.__name__}")
+    if cadence is not None and not isinstance(cadence, Cadence):
+        raise InvalidArgumentError("cadence", cadence, "Pass a Cadence, for example Cadence(batches=100)")
+    if retention is not None and not isinstance(retention, Retention):
+        raise InvalidArgumentError("retention", retention, "Pass a Retention, for example Retention(versions=500)")
     for argument, seconds in (("heartbeat_seconds", heartbeat_seconds), ("pointer_seconds", pointer_seconds)):
-        if seconds is not None and not 0 < seconds < threading.TIMEOUT_MAX:
+        if seconds is not None and not (is_number(seconds) and 0 < seconds < threading.TIMEOUT_MAX):
             raise InvalidArgumentError(argument, seconds, "Pass seconds above 0, or None")
 
 

@@ -19,8 +19,19 @@ from delta_tracker.stream.format.manifest import Block, IdForm
 from delta_tracker.tracker.tracker import ModelDeltaTracker
 from delta_tracker.types import Delta, ShardSpec
 
-EncodingChoice = Encoding | Mapping[str, Encoding] | None
+EncodingChoice = Encoding | str | Mapping[str, Encoding | str] | None
 _NONE: Mapping[str, Tensor] = MappingProxyType({})
+
+
+def name_encodings(choice: EncodingChoice) -> str | dict[str, str] | None:
+    """Return the names of the chosen encodings, which are equal on all ranks that made the same choice.
+
+    Args:
+        choice: see :func:`choose_encodings`, which has accepted it.
+    """
+    if isinstance(choice, Mapping):
+        return {fqn: Encoding.named(choice[fqn]).name for fqn in sorted(choice)}
+    return None if choice is None else Encoding.named(choice).name
 
 
 def choose_encodings(choice: EncodingChoice, tracker: ModelDeltaTracker) -> dict[str, Encoding]:
@@ -37,14 +48,14 @@ def choose_encodings(choice: EncodingChoice, tracker: ModelDeltaTracker) -> dict
     """
     own = {fqn: Encoding.of(table.dtype) for fqn, table in tracker.tables.items()}
     chosen = dict(choice) if isinstance(choice, Mapping) else dict.fromkeys(own, choice) if choice is not None else {}
-    for fqn, encoding in chosen.items():
+    for fqn, name in chosen.items():
         if fqn not in own:
             raise InvalidArgumentError("encoding", fqn, f"Pass some of the tables {sorted(own)}")
-        if not isinstance(encoding, Encoding):
-            raise InvalidArgumentError("encoding", encoding, f"Pass some of {[str(known) for known in Encoding]}")
+        encoding = Encoding.named(name)
         for first, end in tracker.shards[fqn].columns:
             encoding.width(end - first)  # raises if the width is not supported
-    return own | chosen
+        own[fqn] = encoding
+    return own
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -35,13 +35,13 @@ class _Staged:
     Args:
         written: records and the indices of their rows that the version has.
         whole: records of which the version has all rows.
-        num_unchanged: number of rows that were left out.
+        num_unchanged: FQN to the number of rows that were left out.
         is_committed: True once the version is committed.
     """
 
     written: list[tuple[RowRecord, Ids]] = field(default_factory=list)
     whole: list[RowRecord] = field(default_factory=list)
-    num_unchanged: int = 0
+    num_unchanged: Counter[str] = field(default_factory=Counter)
     is_committed: bool = False
 
 
@@ -141,18 +141,24 @@ class StoredRows:
             same = self._replace(shard, blocks)
             if not skips or not same.any():
                 continue
-            self._staged.num_unchanged += int(same.sum())
+            self._staged.num_unchanged[shard[0]] += int(same.sum())
             places = torch.from_numpy(np.flatnonzero(~same))
             for each in blocks:
                 kept[id(each)] = _picked(each, places) if len(places) else None
         found = [kept.get(id(each), each) for each in rows]
         return [each for each in found if each is not None]
 
-    def commit(self) -> None:
-        """Record that the version whose rows were given last is committed."""
-        if not self._staged.is_committed:
-            self._num_unchanged += self._staged.num_unchanged
+    def commit(self) -> Mapping[str, int]:
+        """Record that the version whose rows were given last is committed.
+
+        Returns:
+            FQN to the number of rows that the version left out; empty if this was recorded before.
+        """
+        if self._staged.is_committed:
+            return {}
         self._staged.is_committed = True
+        self._num_unchanged += self._staged.num_unchanged.total()
+        return self._staged.num_unchanged
 
     def _shards(
         self, rows: Sequence[BlockRows], tables: Mapping[str, TableSpec]

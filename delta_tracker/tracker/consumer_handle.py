@@ -234,7 +234,10 @@ class ConsumerHandle:
 
         Raises:
             InvalidArgumentError: if a consumer with the second consumer's name exists.
+            DetachedError: if the tracker is detached.
+            UnsupportedTableError: if a plain module is not the one that was tracked, or has another kind of weight.
         """
+        self._model.check_attached()
         name = f"{self._held()} (snapshot)"
         copy = ConsumerHandle(
             name,

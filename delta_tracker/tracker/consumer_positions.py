@@ -136,7 +136,11 @@ class ConsumerPositions:
         """
         holder = self._consumers[name].holder
         if holder is not None:
-            raise ReservedConsumerError(name, holder)
+            remedy = (
+                "Pass another consumer, which you add with consumers=[...] or tracker.add_consumer(name): "
+                "each reader and each Publisher(tracker, url, consumer) needs its own"
+            )
+            raise ReservedConsumerError(name, holder, remedy)
 
     @property
     def origin(self) -> Mapping[str, ChangedRows]:

@@ -65,6 +65,24 @@ class DataPosition(Generic[T]):
 
     Raises:
         InvalidArgumentError: if an argument is invalid, or the state of the loader cannot be encoded.
+
+    Example:
+        >>> class Batches:
+        ...     position = 0
+        ...
+        ...     def __iter__(self):
+        ...         while self.position < 3:
+        ...             self.position += 1
+        ...             yield self.position
+        ...
+        ...     def state_dict(self):
+        ...         return {"position": self.position}
+        ...
+        ...     def load_state_dict(self, state):
+        ...         self.position = state["position"]
+        >>> position = DataPosition(Batches())  # call tracker.attach_data(position), and iterate over it
+        >>> list(position)
+        [1, 2, 3]
     """
 
     def __init__(

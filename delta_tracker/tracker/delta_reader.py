@@ -100,7 +100,7 @@ class DeltaReader:
             InvalidArgumentError: if ``top_k`` is not a TopK, or has no ``score`` in a tracking mode without scores.
         """
         if top_k is not None and not isinstance(top_k, TopK):
-            raise InvalidArgumentError("top_k", top_k, "Pass a TopK")
+            raise InvalidArgumentError("top_k", top_k, "Pass a TopK, for example TopK(rows=1000)")
         for fqn, shard in self._model.shards.items():
             if with_optimizer and not shard.is_fused:
                 raise UnsupportedTableError(fqn, "its optimizer is not fused, so its states cannot be read")

@@ -137,7 +137,8 @@ class MomentumLastCapture:
             UnsupportedTableError: if the shard is not supported; the error gives the reason.
         """
         if not shard.is_fused or (shard.places and num_optimizer_states(shard) == 0):
-            raise UnsupportedTableError(shard.spec.table.fqn, "its optimizer keeps no state per row inside the kernel")
+            reason = "its optimizer keeps no state per row inside the kernel; the modes ID_ONLY and EMBEDDING work"
+            raise UnsupportedTableError(shard.spec.table.fqn, reason)
 
     def old_states(self, shard: LocalShard, ids: Tensor) -> Tensor:
         """Return an empty tensor, ``[N, 0]``, because the mode keeps no old states."""

@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from delta_tracker.arguments import is_number
 from delta_tracker.distributed import TORCH_TIMEOUT, RankGroup
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.types import DeltaRows
@@ -75,10 +76,16 @@ class TopK:
         if len(given) != 1:
             raise InvalidArgumentError("TopK", budgets, "Pass exactly one of rows, fraction and num_bytes")
         ((name, budget),) = given.items()
-        if not budget > 0 or (budget > 1 if name == "fraction" else type(budget) is not int):
-            raise InvalidArgumentError(name, budget, "Pass a whole number above 0, or a fraction up to 1")
-        if self.max_age is not None and self.max_age < 1:
-            raise InvalidArgumentError("max_age", self.max_age, "Pass 1 or more")
+        is_valid = is_number(budget) and budget > 0 and (budget <= 1 if name == "fraction" else type(budget) is int)
+        if not is_valid:
+            remedy = "Pass a fraction above 0 and up to 1" if name == "fraction" else "Pass a whole number above 0"
+            raise InvalidArgumentError(name, budget, remedy)
+        if not isinstance(self.per_table, bool):
+            raise InvalidArgumentError("per_table", self.per_table, "Pass True or False")
+        if self.max_age is not None and (type(self.max_age) is not int or self.max_age < 1):
+            raise InvalidArgumentError("max_age", self.max_age, "Pass a whole number of reads, 1 or more")
+        if self.score is not None and not callable(self.score):
+            raise InvalidArgumentError("score", self.score, "Pass a function of a table's FQN and its DeltaRows")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -74,10 +74,13 @@ class TrackedModel:
         return self.shards[fqn]
 
     def check_attached(self) -> None:
-        """Raise an error if the tracker's hooks are not registered.
+        """Raise an error if the tracker's hooks are not registered, or a plain module was replaced or cast.
 
         Raises:
             DetachedError: if the tracker is detached.
+            UnsupportedTableError: if a plain module is not the one that was tracked, or has another kind of weight.
         """
         if not self.is_attached:
             raise DetachedError
+        for table in self.found.plain:
+            table.check()

@@ -29,6 +29,7 @@ from delta_tracker.sharding.optimizer_rows import (
     table_states,
     unfused_storages,
 )
+from delta_tracker.sharding.pairs import check_pair
 from delta_tracker.sharding.replicas import watch_syncs
 from delta_tracker.sharding.step_hook import StepHook, watch_steps
 from delta_tracker.sharding.torchrec_api import load_torchrec
@@ -36,9 +37,10 @@ from delta_tracker.sharding.untraced import forget_compiled_code
 from delta_tracker.sharding.weights import column_views, read_rows
 from delta_tracker.sharding.write_hooks import watch_writes
 from delta_tracker.tracker.change_log import ChangeLog
+from delta_tracker.tracker.checkpoint.gather import Strategy
 from delta_tracker.tracker.checkpoint.rank_header import RankHeader
 from delta_tracker.tracker.checkpoint.reshard import Resharding
-from delta_tracker.tracker.checkpoint.tracker_checkpoint import Restored, Strategy, TrackerCheckpoint
+from delta_tracker.tracker.checkpoint.tracker_checkpoint import Restored, TrackerCheckpoint
 from delta_tracker.tracker.consumer_handle import ConsumerHandle
 from delta_tracker.tracker.data_position import DataPosition
 from delta_tracker.tracker.delta_reader import DeltaReader
@@ -55,6 +57,9 @@ from delta_tracker.types import Delta, Identity, Memory, ShardSpec, TableSpec, T
 __all__ = ["UPDATE_MODE_MAP", "ModelDeltaTracker", "Record"]
 
 _logger = logging.getLogger(__name__)
+
+# Here and not in the constructor, because the user's own import of torchrec comes before that and names no remedy.
+check_pair()
 
 Record = Literal["updates", "lookups"]
 
@@ -124,7 +129,7 @@ class ModelDeltaTracker:
             output distribution, so that compaction overlaps with communication. False compacts after each read.
             Trackers that keep old states on a GPU always compact after reads, because merging old states waits for the
             device.
-        mode: the data that is kept for each changed row.
+        mode: the data that is kept for each changed row; a :class:`~delta_tracker.types.TrackingMode` or its name.
         fqns_to_skip: tables not to track, each by its FQN, the FQN of a module above it, or one component of its FQN.
         record: ``"updates"`` to record rows whose update is written, or ``"lookups"`` to also record all rows that are
             looked up, as TorchRec's tracker does. Plain modules support ``"updates"`` only.
@@ -164,7 +169,7 @@ class ModelDeltaTracker:
         consumers: Sequence[str] | None = None,
         delete_on_read: bool = True,  # noqa: FBT001, FBT002  positional as in TorchRec's tracker
         auto_compact: bool = False,  # noqa: FBT001, FBT002
-        mode: TrackingMode = TrackingMode.ID_ONLY,
+        mode: TrackingMode | str = TrackingMode.ID_ONLY,
         fqns_to_skip: Iterable[str] = (),
         *,
         record: Record = "updates",
@@ -173,8 +178,9 @@ class ModelDeltaTracker:
         monitor: Monitor | None = None,
         name: str | None = None,
     ) -> None:
-        if not isinstance(mode, TrackingMode):
-            raise InvalidArgumentError("mode", mode, f"Pass one of {[str(known) for known in TrackingMode]}")
+        if not isinstance(model, nn.Module):
+            raise InvalidArgumentError("model", model, "Pass a torch.nn.Module, such as a DistributedModelParallel")
+        mode = TrackingMode.of(mode)
         if record not in get_args(Record):
             raise InvalidArgumentError("record", record, f"Pass one of {get_args(Record)}")
         self._mode = mode
@@ -207,6 +213,12 @@ class ModelDeltaTracker:
         self._hooks = self._attach()
         self._log_tables()
         self._metrics.watch(ModelDeltaTracker._show_gauges)
+
+    def __repr__(self) -> str:
+        return (
+            f"ModelDeltaTracker(tables={len(self.tables)}, consumers={list(self.consumers)}, mode={self._mode.name}, "
+            f"batches={self.num_batches})"
+        )
 
     # Tracked tables
 
@@ -631,18 +643,22 @@ class ModelDeltaTracker:
         """Move the consumer's cursor past an uncommitted read.
 
         Raises:
+            InvalidArgumentError: if ``delta`` is not a :class:`~delta_tracker.types.Delta`.
             StaleDeltaError: if ``delta`` is no longer the consumer's uncommitted read.
             UnknownConsumerError: if the consumer was removed.
         """
+        _check_delta(delta)
         self._log.commit(delta)
 
     def abort(self, delta: Delta) -> None:
         """Discard an uncommitted read; its rows stay pending.
 
         Raises:
+            InvalidArgumentError: if ``delta`` is not a :class:`~delta_tracker.types.Delta`.
             StaleDeltaError: if ``delta`` is no longer the consumer's uncommitted read.
             UnknownConsumerError: if the consumer was removed.
         """
+        _check_delta(delta)
         self._log.abort(delta)
 
     def read_rows(self, fqn: str, ids: Tensor | None = None) -> Tensor:
@@ -1011,3 +1027,8 @@ def _remove(hooks: Iterable[Watcher]) -> None:
 
 def _modules(shard: LocalShard) -> list[tuple[object, int]]:
     return [(kernel.module, slot) for kernel, slot in shard.places]
+
+
+def _check_delta(delta: object) -> None:
+    if not isinstance(delta, Delta):
+        raise InvalidArgumentError("delta", delta, "Pass the Delta that get_delta(commit=False) returned")

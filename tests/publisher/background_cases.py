@@ -24,6 +24,7 @@ from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.retention import Retention
 from delta_tracker.stream.notify.notifier import LocalNotifier
 from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.types import DeltaRows
 from tests.models import Spec, Table, batch, ordinary_optimizer, shard
 from tests.publisher.publishing_cases import attempt, empty_model
 
@@ -266,6 +267,31 @@ def seldom_votes(rank: int, world_size: int, url: str, fails: bool) -> dict[str,
         return {"calls": calls, "cuts": [each.batches for each in seen], "error": error}
 
 
+def different_arguments(rank: int, world_size: int, url: str) -> dict[str, str]:
+    """Ranks with different arguments are refused, before the stream is claimed."""
+    trainer = Trainer(rank, world_size)
+    fqn = next(iter(trainer.tracker.tables))
+    choices: dict[str, list[dict[str, Any]]] = {
+        "encoding": [{}, {"encoding": "INT8"}],
+        "encoding of a table": [{"encoding": {fqn: Encoding.F16}}, {"encoding": {fqn: "bf16"}}],
+        "cadence": [{"cadence": Cadence(batches=2)}, {"cadence": Cadence(batches=3)}],
+        "top_k": [{"top_k": TopK(rows=2, score=by_id)}, {"top_k": TopK(rows=3, score=by_id)}],
+        "equal": [
+            {"encoding": {fqn: "INT8"}, "top_k": TopK(rows=2, score=by_id)},
+            {"encoding": {fqn: Encoding.INT8}, "top_k": TopK(rows=2, score=lambda _, rows: -rows.ids.float())},
+        ],
+    }
+    with trainer.tracker:
+        return {
+            name: attempt(lambda arguments=arguments[rank]: Publisher(trainer.tracker, url, **arguments).close())
+            for name, arguments in choices.items()
+        }
+
+
+def by_id(_: str, rows: DeltaRows) -> Tensor:
+    return rows.ids.float()
+
+
 def different_votes(rank: int, world_size: int, url: str) -> str:
     """Ranks with different ``vote_every`` are refused."""
     trainer = Trainer(rank, world_size)
@@ -365,7 +391,7 @@ def encoded(rank: int, world_size: int, url: str, encoding: str) -> int:
         assert refused.startswith("ReservedConsumerError: consumer 'default' is reserved by Publisher")
         publisher.close()
         assert attempt(lambda: Publisher(trainer.tracker, url, encoding={"x": chosen})).startswith("InvalidArgument")
-        assert attempt(lambda: Publisher(trainer.tracker, url, encoding="INT8")).startswith("InvalidArgument")
+        assert attempt(lambda: Publisher(trainer.tracker, url, encoding="INT9")).startswith("InvalidArgument")
         assert attempt(lambda: Publisher(trainer.tracker, url, dense=["dense.nothing"])).startswith(
             "InvalidArgument" if rank == 0 else "PublishError"
         )

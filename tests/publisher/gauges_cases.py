@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from delta_tracker import ModelDeltaTracker, Publisher
+from delta_tracker import ModelDeltaTracker, Publisher, Retention
 from delta_tracker.errors import FencedError
 from delta_tracker.monitor import Monitor
 from tests.models import Spec, Table, batch, shard
@@ -25,6 +28,11 @@ def counts(rank: int, world_size: int, url: str) -> dict[str, Any]:
         for reason in ("StorageError", "FencedError"):
             assert figures.of("publish_failures", publisher="publisher", reason=reason) == 0, "seen before the first"
         assert figures.of("fences", publisher="publisher") == 0
+        for step in ("start", "compaction", "retention"):
+            assert figures.of("upkeep_failures", publisher="publisher", step=step) == (0 if is_counting else None)
+        shown = {"publisher": "publisher", "stream": publisher.stream, "url": url}
+        assert figures.of("publisher_info", **shown) == 1
+        assert abs(figures.of("publisher_skew_seconds", publisher="publisher") or 0) < 5
         assert figures.of("published_versions", **by_kind) == (0 if is_counting else None)
         assert figures.of("published_version", publisher="publisher") == (0 if is_counting else None)
         manifests = [publisher.publish()]
@@ -54,8 +62,31 @@ def counts(rank: int, world_size: int, url: str) -> dict[str, Any]:
         second.close()
     assert figures.of("published_version", publisher="publisher") == (3 if is_counting else None), "shown once more"
     assert figures.of("published_version", publisher="publisher") is None, "nobody publishes it any more"
+    assert figures.of("publisher_info", **shown) is None
     assert figures.of("published_versions", **by_kind) == (2 if is_counting else None), "a total of the process"
     return {"counts versions": is_counting}
+
+
+def failing_upkeep(rank: int, world_size: int, url: str) -> None:
+    """Publish until a retention fails, because a directory cannot be listed; the clock is an hour ahead."""
+    monitor, model = Monitor(), shard(Spec([Table("t", 6, "row")]))
+    figures, by_name = Figures(monitor), {"publisher": "publisher"}
+    with ModelDeltaTracker(model) as tracker, mock.patch("time.time", _an_hour_ahead):
+        publisher = Publisher(tracker, url, monitor=monitor, retention=Retention(versions=1))
+        Path(url.removeprefix("file://"), "predictors").symlink_to("predictors")
+        while publisher.upkeep_error is None:
+            publisher.snapshot()
+        assert figures.of("upkeep_failures", **by_name, step="retention") >= 1
+        assert figures.of("upkeep_failures", **by_name, step="compaction") == 0
+        assert figures.of("publisher_skew_seconds", **by_name) == pytest.approx(3600, abs=60)
+        publisher.close()
+
+
+_time = time.time
+
+
+def _an_hour_ahead() -> float:
+    return _time() + 3600
 
 
 def two_publishers(rank: int, world_size: int, folder: str) -> None:

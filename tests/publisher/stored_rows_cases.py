@@ -18,11 +18,13 @@ from torch import distributed as dist
 
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher, TopK, restore
 from delta_tracker.errors import DeltaTrackerError, StorageError
+from delta_tracker.monitor import Monitor
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import DeltaRows
 from tests.models import Spec, Table, shard
+from tests.monitor.figures import Figures
 from tests.publisher.identities_cases import Served
 from tests.publisher.publishing_cases import assert_equal, attempt, empty_model
 from tests.publisher.states_cases import Trainer
@@ -216,9 +218,10 @@ def counts(rank: int, world_size: int, root: str, encoding: str | None, choice: 
     storage = _Faulty(f"file://{root}", create=True, fsync=False)
     chosen = None if encoding is None else Encoding(encoding)
     spec = Spec.every_sharding(world_size)
-    found: dict[str, list[int]] = {"sent": [], "unchanged": []}
+    found: dict[str, list[int]] = {"sent": [], "unchanged": [], "counted": []}
+    monitor = Monitor()
     with ModelDeltaTracker(shard(spec)) as tracker:
-        publisher = Publisher(tracker, storage, encoding=chosen, skip_unchanged=choice)
+        publisher = Publisher(tracker, storage, encoding=chosen, skip_unchanged=choice, monitor=monitor)
         held = empty_model(tracker)
         predictor = Predictor(held, f"file://{root}")
 
@@ -237,6 +240,10 @@ def counts(rank: int, world_size: int, root: str, encoding: str | None, choice: 
             predictor.sync()
             found["sent"].append(manifest.num_rows)
             found["unchanged"].append(publisher.num_unchanged)
+            counted = [
+                Figures(monitor).of("unchanged_rows", publisher="publisher", table=fqn) for fqn in tracker.tables
+            ]
+            found["counted"].append(sum(int(each or 0) for each in counted))
 
         for change in (0.0, 0.0, 1e-12, 0.5, 0.0):
             publish(change)

@@ -66,3 +66,27 @@ def test_a_rank_that_fails_to_vote_votes_at_its_next_call(two_ranks: RankPool, u
 def test_ranks_that_would_vote_at_different_calls_are_refused(two_ranks: RankPool, url: str) -> None:
     for answer in two_ranks.run(f"{_CASES}:different_votes", url=url):
         assert "rank 1 failed with vote_every=2 where rank 0 has vote_every=1" in answer
+
+
+@pytest.mark.promise("refused")
+def test_ranks_with_different_arguments_are_refused(two_ranks: RankPool, url: str) -> None:
+    first, last = two_ranks.run(f"{_CASES}:different_arguments", url=url)
+    assert first == last
+    assert first.pop("equal") == "nothing was raised"
+    assert len(first) == 4
+    for name, answer in first.items():
+        assert f"rank 1 failed with {name.partition(' ')[0]}=" in answer
+        assert "where rank 0 has" in answer
+
+
+def test_a_restarted_trainer_counts_from_the_last_snapshot(two_ranks: RankPool, tmp_path: Path) -> None:
+    """Claims count, and no row is lost: each version equals the trainer, also where a snapshot is needed earlier."""
+    for answer in two_ranks.run("tests.publisher.restarts_cases:restarts", root=str(tmp_path)):
+        assert answer == {
+            "new": [[1, "snapshot"], [2, "delta"], [3, "delta"]],
+            "resumed": [[5, "delta"], [6, "snapshot"], [7, "delta"]],
+            "by hand": [[9, "delta"], [10, "snapshot"], [11, "delta"], [12, "delta"], [13, "delta"]],
+            "without tracker state": [[15, "snapshot"], [16, "delta"]],
+            "from before a later snapshot": [[18, "snapshot"], [19, "delta"]],
+            "overdue": [[21, "delta"], [22, "delta"], [23, "snapshot"], [24, "delta"]],
+        }

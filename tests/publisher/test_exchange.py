@@ -29,4 +29,4 @@ def test_a_rank_that_cannot_read_is_reported_to_the_others(two_ranks: RankPool, 
 
 def test_a_rank_that_never_joins_is_reported(two_ranks: RankPool, url: str) -> None:
     messages, _ = two_ranks.run(f"{_CASES}:lost_rank", url=url)
-    assert all(message.startswith("RankLostError") and "Restart the job" in message for message in messages)
+    assert all(message.startswith("RankLostError") and "restart the job" in message for message in messages)

@@ -47,6 +47,7 @@ def test_only_rows_whose_stored_bytes_changed_are_sent(
     expected = [_NUM_BLOCKS, few, few, changed, few, changed, few, _NUM_BLOCKS, few]
     assert [each["sent"] for each in found] == [expected] * 2
     assert sum(each["unchanged"][1] for each in found) == _NUM_ROWS - 9
+    assert all(each["counted"] == each["unchanged"] for each in found), "the metric of each rank"
     stored = Encoding.F32 if encoding is None else Encoding(encoding)
     num_bytes = [stored.width(columns) * stored.dtype.itemsize for columns in (8, 4)]
     wide, stacked = [16 + 1] * 2 if choice == "digest" else [num_bytes[0] + 1, 2 * num_bytes[1] + 1]

@@ -108,15 +108,6 @@ REVERTS = [
         },
     ),
     Revert(
-        defect="a resumed trainer sends all rows because of snapshot_every",
-        generator=f"{_VERSIONS}::test_case[resumed]",
-        edits={
-            "delta_tracker/publisher/publisher.py": [
-                ("self._first_multiple = 0 if training is None else 1", "self._first_multiple = 0")
-            ]
-        },
-    ),
-    Revert(
         defect="loaded optimizer states are not published",
         generator=f"{_VERSIONS}::test_case[in_progress]",
         edits={

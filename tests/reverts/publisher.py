@@ -6,6 +6,32 @@ from tests.reverts.revert import Revert
 
 REVERTS = [
     Revert(
+        defect="a publisher begins with a snapshot after a restart although the stream has a recent one",
+        generator="tests/publisher/test_cadence.py::test_a_restarted_trainer_counts_from_the_last_snapshot",
+        timeout_seconds=240.0,
+        edits={
+            "delta_tracker/publisher/publisher.py": [
+                (
+                    "return head.snapshot is None or head.version + 1 - head.snapshot >= every",
+                    "return head.kind == 'claim' or head.version + 1 - head.snapshot >= every",
+                ),
+            ],
+        },
+    ),
+    Revert(
+        defect="the newest snapshot of the stream is not counted from",
+        generator="tests/publisher/test_cadence.py::test_a_restarted_trainer_counts_from_the_last_snapshot",
+        timeout_seconds=240.0,
+        edits={
+            "delta_tracker/publisher/publisher.py": [
+                (
+                    "return head.snapshot is None or head.version + 1 - head.snapshot >= every",
+                    "return head.snapshot is None",
+                ),
+            ],
+        },
+    ),
+    Revert(
         defect="a rank that dies while a group is made or used is torch's own error",
         generator="tests/publisher/test_building.py::test_a_rank_killed_while_it_builds_a_publisher_is_reported",
         edits={
@@ -80,6 +106,22 @@ REVERTS = [
                     "unraised(self._lost)\n        assert self._gloo",
                     "self._lost\n        assert self._gloo",
                 ),
+            ]
+        },
+    ),
+    Revert(
+        defect="ranks with different encodings publish",
+        generator="tests/publisher/test_cadence.py::test_ranks_with_different_arguments_are_refused",
+        edits={
+            "delta_tracker/publisher/publisher.py": [('"top_k", "encoding", "vote_every"', '"top_k", "vote_every"')]
+        },
+    ),
+    Revert(
+        defect="a number as text raises a TypeError",
+        generator="tests/test_arguments.py::test_what_is_not_a_finite_number_is_refused",
+        edits={
+            "delta_tracker/arguments.py": [
+                ("    if isinstance(value, bool) or not isinstance(value, Real):\n        return False\n", "")
             ]
         },
     ),

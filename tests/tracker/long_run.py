@@ -113,7 +113,7 @@ def serve_while_applying(url: str, *, num_versions: int | None = None, seconds: 
     generator, end = torch.Generator().manual_seed(2), time.monotonic() + seconds
     with ThreadPoolExecutor() as threads:
         readers = [threads.submit(_look_up, predictor, model, done, seed) for seed in range(2)]
-        predictor.follow(poll_seconds=0.0)
+        predictor.follow(poll_seconds=1e-6)
         try:
             version = 0
             while version != num_versions and time.monotonic() < end:

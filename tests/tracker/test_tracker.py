@@ -70,7 +70,7 @@ def test_bad_input_is_refused_by_name(two_ranks: RankPool) -> None:
         "unsharded": ("UnsupportedTableError", "'ec.embeddings.t'"),
         "consumers": ("InvalidArgumentError", "['a', 'a']"),
         "no consumers": ("InvalidArgumentError", "consumers=[]"),
-        "mode": ("InvalidArgumentError", "TrackingMode.ID_ONLY"),
+        "mode": ("InvalidArgumentError", "'ID_ONLY', 'EMBEDDING'"),
         "skip": ("InvalidArgumentError", "fqns_to_skip='ec'"),
         "unknown consumer": ("UnknownConsumerError", "known consumers: 'a', 'b'"),
         "no consumer": ("UnknownConsumerError", "known consumers: 'a', 'b'"),

@@ -91,6 +91,8 @@ class OldStates(ABC):
 class HostStates(OldStates):
     """Old states of the rows of one segment in CPU memory, in exactly the size of the rows.
 
+    Memory from the :class:`~delta_tracker.buffers.BufferPool` may be up to 1.5 times as large.
+
     Attributes:
         pieces: ids ``[N]`` and old states ``[N, S]`` of the rows that one call marked.
     """

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from delta_tracker.buffers import new_rows
-from delta_tracker.rows import ChangedRows, put_rows
+from delta_tracker.rows import ChangedRows, put_pieces
 from delta_tracker.tracker.row_sets.engines import choose_engine
 from delta_tracker.tracker.row_sets.row_set import RowSet
 from delta_tracker.tracker.store.old_states import DeviceStates, HostStates, OldStates, settle
@@ -562,10 +562,7 @@ class SegmentStore:
             if segment.states is not None and marked:
                 places = merged.rank(torch.cat(marked))
                 known.index_fill_(0, places, True)
-                begin = 0
-                for old in segment.states.states():
-                    put_rows(states, places[begin : begin + len(old)], old)
-                    begin += len(old)
+                put_pieces(states, places, segment.states.states())
         if not bool(known.all()):
             states[~known] = torch.nan
         return ChangedRows(ids, states, known)

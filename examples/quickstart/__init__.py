@@ -1,0 +1,1 @@
+"""A trainer and a predictor of plain torch."""

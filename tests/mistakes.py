@@ -1,0 +1,390 @@
+"""Plausible mistakes of new users, and what each says: ``python -m tests.mistakes`` prints the table.
+
+The mistakes were collected before their messages were read. Each message must name the offender and the next step.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from delta_tracker import (
+    Cadence,
+    Encoding,
+    Gate,
+    ModelDeltaTracker,
+    Predictor,
+    Publisher,
+    RankCounters,
+    RawIdIndex,
+    Retention,
+    Storage,
+    TopK,
+    restore,
+)
+from delta_tracker import monitor as monitoring
+from delta_tracker.cli.main import main as command_line
+from delta_tracker.errors import WaitTimeoutError
+from delta_tracker.monitor.monitor import Monitor
+
+_KEYS = {"access_key_id": "a", "secret_access_key": "b", "region": "us-east-1"}
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A mistake, and the words that its message must have.
+
+    Args:
+        make: function that makes the mistake; it raises, or returns what was logged or printed.
+        offender: words that name what is wrong.
+        step: words of the next step.
+    """
+
+    make: Callable[[], object]
+    offender: str
+    step: str
+
+
+def _model() -> nn.Sequential:
+    return nn.Sequential(nn.EmbeddingBag(100, 8, sparse=True))
+
+
+def _tracker(**options: Any) -> ModelDeltaTracker:
+    return ModelDeltaTracker(_model(), **options)
+
+
+def _url() -> str:
+    return f"file://{tempfile.mkdtemp(prefix='mistake-')}"
+
+
+def _train(model: nn.Module, tracker: ModelDeltaTracker | None = None) -> None:
+    model(torch.tensor([[1, 2, 3]])).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    if tracker is not None:
+        tracker.step()
+
+
+def _publisher(url: str | None = None, tracker: Any = None, **options: Any) -> Publisher:
+    return Publisher(tracker or _tracker(), url or _url(), **options)
+
+
+def _stream() -> str:
+    """Publish a snapshot and a delta; return the url."""
+    url, model = _url(), _model()
+    tracker = ModelDeltaTracker(model)
+    with Publisher(tracker, url) as publisher:
+        publisher.snapshot()
+        _train(model, tracker)
+        publisher.publish()
+    return url
+
+
+def _synced(**options: Any) -> Predictor:
+    predictor = Predictor(_model(), _stream(), **options)
+    predictor.sync()
+    return predictor
+
+
+class _Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(f"{record.levelname}: {record.getMessage()}")
+
+
+def _logged(act: Callable[[], object]) -> str:
+    """Return what the library logs and warns while ``act`` runs."""
+    handler = _Kept()
+    logger = logging.getLogger("delta_tracker")
+    logger.addHandler(handler)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            act()
+    finally:
+        logger.removeHandler(handler)
+    return " ".join([*handler.texts, *(str(each.message) for each in caught)])
+
+
+def _steps(publisher: Publisher, model: nn.Module, tracker: ModelDeltaTracker | None, number: int) -> None:
+    for _ in range(number):
+        _train(model, tracker)
+        publisher.step()
+
+
+def _unstepped() -> str:
+    model = _model()
+    publisher = Publisher(ModelDeltaTracker(model), _url(), cadence=Cadence(batches=1))
+    with publisher:
+        return _logged(lambda: _steps(publisher, model, None, 25))
+
+
+def _fenced(*, steps: bool) -> str:
+    url, model = _url(), _model()
+    tracker = ModelDeltaTracker(model)
+    with Publisher(tracker, url, cadence=Cadence(batches=1)) as publisher, _publisher(url):
+        if not steps:
+            publisher.publish()
+        return _logged(lambda: (_steps(publisher, model, tracker, 10), publisher._land()))
+
+
+def _twice_following() -> None:
+    with _synced() as predictor:
+        predictor.follow()
+        predictor.follow()
+
+
+def _sync_inside_reading() -> None:
+    predictor = _synced()
+    with predictor.reading():
+        predictor.sync()
+
+
+def _committed_twice() -> None:
+    model = _model()
+    tracker = ModelDeltaTracker(model)
+    _train(model, tracker)
+    delta = tracker.get_delta(commit=False)
+    tracker.commit(delta)
+    tracker.commit(delta)
+
+
+def _two_publishers() -> None:
+    tracker = _tracker()
+    with _publisher(tracker=tracker):
+        _publisher(tracker=tracker)
+
+
+def _closed(method: str) -> None:
+    publisher = _publisher(cadence=Cadence(batches=1))
+    publisher.close()
+    getattr(publisher, method)()
+
+
+def _waits(seconds: float, url: str | None = None) -> None:
+    with _synced() if url is None else Predictor(_model(), url) as predictor:
+        predictor.follow()
+        predictor.wait(99, timeout=seconds)
+
+
+def _follows_nothing(url: str) -> None:
+    with suppress(WaitTimeoutError):
+        _waits(0.5, url)
+
+
+def _extra_table() -> str:
+    served = nn.Sequential(nn.EmbeddingBag(100, 8), nn.EmbeddingBag(7, 8))
+    return _logged(Predictor(served, _stream()).sync)
+
+
+def _command(*arguments: str) -> str:
+    said = io.StringIO()
+    with redirect_stdout(said), redirect_stderr(said):
+        assert command_line(arguments) != 0
+    return said.getvalue()
+
+
+def _bucket(**options: str) -> Storage:
+    return Storage("s3://bucket/x", options={**_KEYS, **options})
+
+
+MISTAKES: Mapping[str, Mistake] = {
+    "track a model without tables": Mistake(
+        lambda: ModelDeltaTracker(nn.Linear(2, 2)), "no table to track", "nn.EmbeddingBag"
+    ),
+    "track a path": Mistake(lambda: ModelDeltaTracker("model.pt"), "model='model.pt'", "Pass a torch.nn.Module"),  # type: ignore[arg-type]
+    "skip a table that does not exist": Mistake(
+        lambda: _logged(lambda: _tracker(fqns_to_skip=["users"])), "'users'", "known tables: ['0']"
+    ),
+    "skip a string": Mistake(lambda: _tracker(fqns_to_skip="0"), "fqns_to_skip='0'", "Pass a list"),
+    "misspell a mode": Mistake(lambda: _tracker(mode="ids"), "mode='ids'", "'ID_ONLY'"),
+    "MOMENTUM_LAST with SGD": Mistake(lambda: _tracker(mode="MOMENTUM_LAST"), "table '0'", "ID_ONLY and EMBEDDING"),
+    "an engine for another device": Mistake(lambda: _tracker(engine="cuda"), "engine='cuda'", "'torch'"),
+    "a negative limit": Mistake(lambda: _tracker(max_bytes=-1), "max_bytes=-1", "1 or more"),
+    "consumers as a string": Mistake(lambda: _tracker(consumers="serving"), "consumers='serving'", "Pass a list"),
+    "a consumer twice": Mistake(lambda: _tracker(consumers=["a", "a"]), "['a', 'a']", "different names"),
+    "an unknown consumer": Mistake(lambda: _tracker().get_delta("serving"), "'serving'", "'default'"),
+    "commit a consumer": Mistake(
+        lambda: _tracker().commit("default"),  # type: ignore[arg-type]
+        "delta='default'",
+        "get_delta(commit=False)",
+    ),
+    "commit a read twice": Mistake(_committed_twice, "'default'", "Call get_delta(commit=False) again"),
+    "mark an unknown table": Mistake(lambda: _tracker().mark_changed("users"), "fqn='users'", "['0']"),
+    "mark a row outside": Mistake(
+        lambda: _tracker().mark_changed("0", torch.tensor([100])), "ids=[100]", "less than 100"
+    ),
+    "mark floats": Mistake(
+        lambda: _tracker().mark_changed("0", torch.tensor([1.5])), "torch.float32", "tensor of integers"
+    ),
+    "mark a list": Mistake(lambda: _tracker().mark_changed("0", [1, 2]), "ids=[1, 2]", "torch.tensor"),  # type: ignore[arg-type]
+    "read an unknown table": Mistake(lambda: _tracker().read_rows("user"), "fqn='user'", "['0']"),
+    "register a number as counter": Mistake(
+        lambda: _tracker().register_counter("seen", 3), "seen=3", "torchmetrics.Metric"
+    ),
+    "rank counters of a number": Mistake(lambda: RankCounters({"seen": 3}), "seen=3", "torchmetrics.Metric"),
+    "load something else": Mistake(
+        lambda: _tracker().load_state_dict({"a": torch.zeros(3)}), "'a'", "Load an older checkpoint"
+    ),
+    "swap the publisher's arguments": Mistake(
+        lambda: Publisher("/stream", _tracker()),  # type: ignore[arg-type]
+        "tracker='/stream'",
+        "Pass a ModelDeltaTracker first",
+    ),
+    "publish a model": Mistake(
+        lambda: Publisher(_model(), _url()),  # type: ignore[arg-type]
+        "tracker='Sequential'",
+        "Pass a ModelDeltaTracker first",
+    ),
+    "misspell a scheme": Mistake(lambda: _publisher("s4://bucket/x"), "url='s4://bucket/x'", "s3"),
+    "publish to an http url": Mistake(
+        lambda: _publisher("https://example.com/stream"), "https://example.com/stream", "Use the url of the bucket"
+    ),
+    "publish where nothing can be written": Mistake(
+        lambda: _publisher("/proc/stream"), "file:///proc/stream", "Check the url, its permissions"
+    ),
+    "misspell an encoding": Mistake(lambda: _publisher(encoding="int16"), "encoding='int16'", "'INT8'"),
+    "encode an unknown table": Mistake(lambda: _publisher(encoding={"users": "INT8"}), "encoding='users'", "['0']"),
+    "INT4 of odd columns": Mistake(
+        lambda: _publisher(tracker=ModelDeltaTracker(nn.Sequential(nn.EmbeddingBag(9, 3))), encoding=Encoding.INT4),
+        "num_columns=3",
+        "Use INT8",
+    ),
+    "top_k as a number": Mistake(lambda: _publisher(top_k=5), "top_k=5", "TopK(rows=1000)"),
+    "two budgets": Mistake(lambda: TopK(rows=5, fraction=0.5), "'fraction': 0.5", "exactly one"),
+    "a fraction above 1": Mistake(lambda: TopK(fraction=5), "fraction=5", "up to 1"),
+    "no budget": Mistake(TopK, "TopK=", "exactly one"),
+    "a budget as text": Mistake(lambda: TopK(rows="20"), "rows='20'", "whole number"),  # type: ignore[arg-type]
+    "an age as text": Mistake(lambda: TopK(rows=5, max_age="2"), "max_age='2'", "1 or more"),  # type: ignore[arg-type]
+    "a score that is no function": Mistake(lambda: TopK(rows=5, score="norm"), "score='norm'", "Pass a function"),  # type: ignore[arg-type]
+    "a cadence as a number": Mistake(lambda: _publisher(cadence=100), "cadence=100", "Cadence(batches=100)"),
+    "a cadence of 0": Mistake(lambda: Cadence(batches=0), "batches=0", "positive"),
+    "a cadence without a bound": Mistake(
+        lambda: _publisher(cadence=Cadence()), "Cadence='no bound'", "Pass one of batches"
+    ),
+    "step() without a cadence": Mistake(lambda: _publisher().step(), "cadence=None", "cadence=Cadence(...)"),
+    "retention as a number": Mistake(lambda: _publisher(retention=500), "retention=500", "Retention(versions=500)"),
+    "retention of 0": Mistake(lambda: Retention(versions=0), "versions=0", "1 or more"),
+    "heartbeats as text": Mistake(
+        lambda: _publisher(heartbeat_seconds="5"), "heartbeat_seconds='5'", "Pass seconds above 0"
+    ),
+    "a notifier's url": Mistake(
+        lambda: _publisher(notifier="redis://localhost"), "notifier='redis://localhost'", "RedisNotifier(url)"
+    ),
+    "compact every -1": Mistake(lambda: _publisher(compact_every=-1), "compact_every=-1", "2 or more"),
+    "dense names that match nothing": Mistake(
+        lambda: _publisher(dense=["over.weight"]), "dense='over.weight'", "Pass some of"
+    ),
+    "dense as a string": Mistake(lambda: _publisher(dense="over"), "dense='over'", "a list of names"),
+    "two publishers of one consumer": Mistake(_two_publishers, "'default'", "add_consumer"),
+    "publish after close()": Mistake(lambda: _closed("publish"), "'closed'", "Build a new Publisher"),
+    "step after close()": Mistake(lambda: _closed("step"), "'closed'", "Build a new Publisher"),
+    "never call tracker.step()": Mistake(_unstepped, "tracker.step() was not called", "call it after each batch"),
+    "a second trainer on the stream": Mistake(lambda: _fenced(steps=True), "ERROR: version 1", "Stop this trainer"),
+    "swap the predictor's arguments": Mistake(
+        lambda: Predictor("/stream", _model()),  # type: ignore[arg-type]
+        "model='/stream'",
+        "Pass the model first",
+    ),
+    "an empty stream": Mistake(lambda: Predictor(_model(), _url()).sync(), "no snapshot yet", "Publisher.snapshot()"),
+    "a directory that does not exist": Mistake(
+        lambda: Predictor(_model(), "/nonexistent/stream").sync(), "file:///nonexistent/stream", "check the url"
+    ),
+    "a model without the table": Mistake(
+        lambda: Predictor(nn.Sequential(nn.Linear(2, 2)), _stream()).sync(), "table '0'", "names={stream: model}"
+    ),
+    "follow with a model that does not fit": Mistake(
+        lambda: Predictor(nn.Sequential(nn.EmbeddingBag(99, 8)), _stream()).follow(), "99 x 8", "Build the predictor's"
+    ),
+    "another dtype": Mistake(
+        lambda: Predictor(nn.Sequential(nn.EmbeddingBag(100, 8, dtype=torch.float16)), _stream()).sync(),
+        "float16",
+        "Build the predictor's",
+    ),
+    "a table that the stream lacks": Mistake(_extra_table, "['1']", "keep their values"),
+    "names that match nothing": Mistake(
+        lambda: Predictor(_model(), _url(), names={"0": "users"}), "names='users'", "['0', '0.weight']"
+    ),
+    "a prefix that matches nothing": Mistake(
+        lambda: Predictor(_model(), _url(), names={"": "module."}), "names='module.'", "['0', '0.weight']"
+    ),
+    "follow twice": Mistake(_twice_following, "already following", "Call stop() first"),
+    "poll every 0 s": Mistake(lambda: _synced().follow(poll_seconds=0), "poll_seconds=0", "more than 0"),
+    "poll as text": Mistake(lambda: _synced().follow(poll_seconds="1"), "poll_seconds='1'", "more than 0"),  # type: ignore[arg-type]
+    "wait as text": Mistake(lambda: _synced().wait(1, timeout="2"), "timeout='2'", "0 or more"),  # type: ignore[arg-type]
+    "follow a misspelt url": Mistake(
+        lambda: _logged(lambda: _follows_nothing("/nonexistent/stream")),
+        "file:///nonexistent/stream",
+        "no snapshot yet",
+    ),
+    "wait for a misspelt url": Mistake(
+        lambda: _waits(0.05, url="/nonexistent/stream"), "file:///nonexistent/stream", "Check the url"
+    ),
+    "wait without follow()": Mistake(
+        lambda: _synced().wait(99), "wait() cannot be called: not following", "Call follow() first"
+    ),
+    "wait for a version that never comes": Mistake(lambda: _waits(0.05), "version 99", "pass a longer timeout"),
+    "roll back to a version that does not exist": Mistake(
+        lambda: _synced().rollback(77), "version=77", "versions up to 2"
+    ),
+    "accept without a gate": Mistake(lambda: _synced().accept(1), "accept()=1", "Build the Predictor with a gate"),
+    "a bound of a gate as text": Mistake(lambda: Gate(max_drift="0.5"), "max_drift='0.5'", "positive number"),  # type: ignore[arg-type]
+    "a canary as a number": Mistake(lambda: Predictor(_model(), _url(), canary=3), "canary=3", "Canary(versions=3)"),  # type: ignore[arg-type]
+    "a gate as a number": Mistake(lambda: Predictor(_model(), _url(), gate=0.5), "gate=0.5", "Gate(max_drift=0.5)"),  # type: ignore[arg-type]
+    "raw ids of a plain table": Mistake(
+        lambda: _synced(raw_ids={"0": RawIdIndex(100)}), "without raw ids in the stream", "Build the predictor's"
+    ),
+    "sync inside reading()": Mistake(_sync_inside_reading, "inside reading()", "Leave the"),
+    "a store's option misspelt": Mistake(lambda: _bucket(acces_key="x"), "acces_key", "is not valid for store"),
+    "an http endpoint": Mistake(lambda: _bucket(endpoint="http://127.0.0.1:1"), "endpoint", "allow_http='true'"),
+    "restore without states": Mistake(
+        lambda: restore(_model(), _stream()), "version 2", 'Publisher(..., states="optimizer")'
+    ),
+    "a metric's name": Mistake(lambda: monitoring.counter("my metric!", "x"), "name='my metric!'", "Use letters"),
+    "a file as sink": Mistake(lambda: Monitor().start(["m.jsonl"]), "sinks=['m.jsonl']", "JsonlSink(path)"),  # type: ignore[list-item]
+    "inspect nothing": Mistake(lambda: _command("inspect", "/nonexistent/x"), "/nonexistent/x", "Check the URL"),
+    "diff of an unknown table": Mistake(
+        lambda: _command("diff", _stream(), "1", "2", "--table", "users"), "users", "version 1: 0"
+    ),
+    "export a version that does not exist": Mistake(
+        lambda: _command("export", _stream(), "--version", "99", "--out", "/tmp/never"), "99", "2"
+    ),
+    "verify an empty directory": Mistake(lambda: _command("verify", _url()), "no stream", "Check the URL"),
+    "tail a misspelt scheme": Mistake(lambda: _command("tail", "s4://x/y"), "s4://x/y", "Use one of the schemes"),
+    "mirror onto itself": Mistake(lambda: _command("mirror", url := _stream(), url), "destination=", "another store"),
+    "misspell a command": Mistake(lambda: _command("inspct", "x"), "'inspct'", "Did you mean inspect?"),
+}
+
+
+def said(mistake: Mistake) -> str:
+    """Return the message of a mistake, with the type of an error."""
+    try:
+        return str(mistake.make())
+    except Exception as error:  # noqa: BLE001  the test looks at the message
+        return f"{type(error).__name__}: {error}"
+
+
+def main() -> None:
+    """Print the table."""
+    print("| mistake | message | seconds | names the offender | names the next step |\n|---|---|---|---|---|")
+    for name, mistake in MISTAKES.items():
+        start = time.monotonic()
+        text = said(mistake).replace("\n", " ")
+        seconds = time.monotonic() - start
+        print(f"| {name} | {text} | {seconds:.2f} | {mistake.offender in text} | {mistake.step in text} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""Numbers as arguments: everything that is not a finite number is refused by name, also text from a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from delta_tracker import Cadence, Gate, Retention, TopK
+from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.predictor.canary import Canary
+
+_NUMBERS: dict[str, Callable[[object], object]] = {
+    "fraction": lambda value: TopK(fraction=value),  # type: ignore[arg-type]
+    "max_drift": lambda value: Gate(max_drift=value),  # type: ignore[arg-type]
+    "seconds": lambda value: Canary(seconds=value),  # type: ignore[arg-type]
+}
+_COUNTS: dict[str, Callable[[object], object]] = {
+    "rows": lambda value: TopK(rows=value),  # type: ignore[arg-type]
+    "max_age": lambda value: TopK(rows=1, max_age=value),  # type: ignore[arg-type]
+    "min_rows": lambda value: Gate(min_rows=value),  # type: ignore[arg-type]
+    "batches": lambda value: Cadence(batches=value),  # type: ignore[arg-type]
+    "versions": lambda value: Retention(versions=value),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.promise("refused")
+@pytest.mark.parametrize("value", ["1", "", float("nan"), float("inf"), True, [1], 1j], ids=repr)
+@pytest.mark.parametrize("argument", [*_NUMBERS, *_COUNTS])
+def test_what_is_not_a_finite_number_is_refused(argument: str, value: object) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"^{argument}="):
+        (_NUMBERS | _COUNTS)[argument](value)
+
+
+@pytest.mark.parametrize("argument", _NUMBERS)
+@pytest.mark.parametrize("value", [0.5, 1, np.float32(0.5), np.int64(1)], ids=repr)
+def test_numbers_of_numpy_are_numbers(argument: str, value: object) -> None:
+    _NUMBERS[argument](value)
+
+
+@pytest.mark.promise("refused")
+@pytest.mark.parametrize("value", ["no", 0, None], ids=repr)
+def test_a_switch_is_true_or_false(value: object) -> None:
+    with pytest.raises(InvalidArgumentError, match="non_finite="):
+        Gate(non_finite=value)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgumentError, match="per_table="):
+        TopK(rows=1, per_table=value)  # type: ignore[arg-type]
