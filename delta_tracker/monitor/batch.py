@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from delta_tracker.monitor.aggregate import Aggregate
@@ -59,11 +59,13 @@ class TotalReport:
         definition: definition of the stat.
         labels: labels of the cell.
         figures: the aggregate. The sum of a counter also includes the total that was restored from a checkpoint.
+        function: for a gauge with a function, returns its value at present, or None for no data; None for other cells.
     """
 
     definition: Definition
     labels: Labels
     figures: Aggregate
+    function: Callable[[], float | None] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from delta_tracker.monitor.guarded_calls import Guard, Runner
 from delta_tracker.monitor.library import LibraryMetrics
 from delta_tracker.monitor.registry import Registry
 from delta_tracker.monitor.sinks.sink import Sink
-from delta_tracker.monitor.stat import Kind
+from delta_tracker.monitor.stat import Gauge, Kind
 
 _logger = logging.getLogger(__name__)
 
@@ -220,11 +220,17 @@ class Collector:
         for stat in self._registry.find():
             num_rejected = num_lost = 0
             for cell in stat.cells:
+                function = stat.function_of(cell) if isinstance(stat, Gauge) else None
+                reading = None if function is None else function()
+                if reading is not None:
+                    cell.add(reading)
                 closed, figures = cell.collect(is_last=is_last)
+                if function is not None and reading is None:
+                    figures = figures.fresh()  # there is no data now; the last reading is out of date
                 windows += [WindowReport.of(stat.definition, cell.labels, stat.policy, window) for window in closed]
                 # Export an unused counter as 0, so that its first increment is visible. Other stats have no data yet.
                 if figures.count or (stat.definition.kind is Kind.COUNTER and cell.enabled):
-                    totals.append(TotalReport(stat.definition, cell.labels, figures))
+                    totals.append(TotalReport(stat.definition, cell.labels, figures, function))
                 num_rejected += figures.num_rejected
                 num_lost += cell.num_lost_windows
             self._count_losses(stat.name, num_rejected, num_lost)

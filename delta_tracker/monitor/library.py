@@ -73,6 +73,13 @@ DEFINITIONS: dict[str, Definition] = {
         "pending_ratio", "Pending rows divided by the table's rows.", "tracker", "table", "consumer", unit="ratio"
     ),
     "published_rows": _counter("published_rows", "Rows in committed versions.", "publisher", "table", is_logical=True),
+    "unchanged_rows": _counter(
+        "unchanged_rows",
+        "Changed rows of a rank that deltas left out because of skip_unchanged.",
+        "publisher",
+        "table",
+        is_logical=True,
+    ),
     "published_bytes": _counter(
         "published_bytes",
         "Bytes of committed versions, with their states.",
@@ -114,6 +121,18 @@ DEFINITIONS: dict[str, Definition] = {
         "predictor",
         unit="seconds",
     ),
+    "served_age_seconds": _gauge(
+        "served_age_seconds",
+        "Time since the commit of the version that this predictor serves, by the store's clock.",
+        "predictor",
+        unit="seconds",
+    ),
+    "served_event_age_seconds": _gauge(
+        "served_event_age_seconds",
+        "Time since the event time of the version that this predictor serves; only for streams with event times.",
+        "predictor",
+        unit="seconds",
+    ),
     "heartbeat_lag_versions": _gauge(
         "heartbeat_lag_versions", "Versions that a predictor has not applied, from its heartbeat.", "predictor"
     ),
@@ -144,12 +163,38 @@ DEFINITIONS: dict[str, Definition] = {
     "cache_hits": _counter("cache_hits", "Parts that a predictor read from the host cache.", "predictor"),
     "cache_misses": _counter("cache_misses", "Parts that a predictor fetched into the host cache.", "predictor"),
     "cache_bypasses": _counter("cache_bypasses", "Parts that a predictor read past the host cache.", "predictor"),
+    # Which stream
+    "publisher_info": _gauge(
+        "publisher_info", "1, with the id and the url of the publisher's stream.", "publisher", "stream", "url"
+    ),
+    "predictor_info": _gauge(
+        "predictor_info",
+        "1, with the id and the url of the predictor's stream; the id is empty before the first version.",
+        "predictor",
+        "stream",
+        "url",
+    ),
     # Health
     "resyncs": _counter("resyncs", "Recoveries of a predictor from a fault in its stream.", "predictor", "reason"),
     "follow_errors": _counter("follow_errors", "Failed attempts of follow(), which retries.", "predictor", "reason"),
     "fences": _counter("fences", "Times that a newer publisher fenced this one.", "publisher"),
     "refused_parts": _counter("refused_parts", "Parts that a predictor rejected.", "predictor", "reason"),
     "publish_failures": _counter("publish_failures", "Versions that failed to publish.", "publisher", "reason"),
+    "upkeep_failures": _counter(
+        "upkeep_failures", "Compactions and retentions of a publisher that failed.", "publisher", "step"
+    ),
+    "publisher_skew_seconds": _gauge(
+        "publisher_skew_seconds",
+        "Clock of the publisher minus the store's, at the last version.",
+        "publisher",
+        unit="seconds",
+    ),
+    "predictor_skew_seconds": _gauge(
+        "predictor_skew_seconds",
+        "Clock of the predictor minus the store's; 0 unless modification times contradict the predictor's clock.",
+        "predictor",
+        unit="seconds",
+    ),
     "hook_errors": _counter("hook_errors", "Exceptions caught in the tracker's hooks.", "tracker", "table"),
     # Standby
     "standby_version": _gauge("standby_version", "Newest version applied by this standby.", "standby"),
@@ -196,6 +241,7 @@ class LibraryMetrics:
     pending_rows: Gauge
     pending_ratio: Gauge
     published_rows: Counter
+    unchanged_rows: Counter
     published_bytes: Counter
     published_versions: Counter
     applied_rows: Counter
@@ -215,6 +261,8 @@ class LibraryMetrics:
     consumer_lag_seconds: Gauge
     predictor_lag_versions: Gauge
     predictor_lag_seconds: Gauge
+    served_age_seconds: Gauge
+    served_event_age_seconds: Gauge
     heartbeat_lag_versions: Gauge
     heartbeat_lag_seconds: Gauge
     heartbeat_age_seconds: Gauge
@@ -227,11 +275,16 @@ class LibraryMetrics:
     cache_hits: Counter
     cache_misses: Counter
     cache_bypasses: Counter
+    publisher_info: Gauge
+    predictor_info: Gauge
     resyncs: Counter
     follow_errors: Counter
     fences: Counter
     refused_parts: Counter
     publish_failures: Counter
+    upkeep_failures: Counter
+    publisher_skew_seconds: Gauge
+    predictor_skew_seconds: Gauge
     hook_errors: Counter
     standby_version: Gauge
     standby_lag_versions: Gauge

@@ -310,11 +310,13 @@ class Monitor(Forkable):
                 Without any, ranks do not share traces.
 
         Raises:
-            InvalidArgumentError: if the monitor is running, ``interval`` is 0 or less, or an attribute has an invalid
-                name.
+            InvalidArgumentError: if the monitor is running, ``interval`` is 0 or less, a sink is no
+                :class:`~delta_tracker.monitor.sinks.sink.Sink`, or an attribute has an invalid name.
             RuntimeError: if no thread can be started.
         """
         seconds = _seconds("interval", interval)
+        if isinstance(sinks, Sink) or not all(isinstance(sink, Sink) for sink in sinks):
+            raise InvalidArgumentError("sinks", sinks, "Pass a list of sinks, for example [JsonlSink(path)]")
         texts = [encodable(str(value)) for value in (attributes or {}).values()]
         labels = dict(zip(check_label_names(attributes or {}), texts, strict=True))
         if self.is_running:

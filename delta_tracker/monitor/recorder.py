@@ -170,6 +170,14 @@ class BoundStat:
         assert isinstance(self._stat, Gauge), "only gauges have set()"
         self._stat.set(value, **self._label, **labels)
 
+    def set_function(self, function: Callable[[], float | None], **labels: object) -> None:
+        """Read the cell with the fixed label and ``labels`` from a function. The metric must be a gauge.
+
+        See :meth:`~delta_tracker.monitor.stat.Gauge.set_function`.
+        """
+        assert isinstance(self._stat, Gauge), "only gauges have set_function()"
+        self._stat.set_function(function, **self._label, **labels)
+
     def remove(self, **labels: object) -> None:
         """Remove the cells whose labels match the fixed label and ``labels``. An omitted label matches any value."""
         self._stat.remove(**self._label, **labels)

@@ -277,9 +277,63 @@ class Gauge(Stat):
     For a gauge, sinks that export totals export the newest reading.
     """
 
+    def __init__(self, definition: Definition, policy: Policy, progress: Progress, hooks: Hooks | None = None) -> None:
+        self._functions: Mapping[Labels, Callable[[], float | None]] = {}
+        super().__init__(definition, policy, progress, hooks)
+
     def set(self, value: float, **labels: object) -> None:
         """Record a reading."""
         (self.cell(**labels).add if labels else self.add)(value)
+
+    def set_function(self, function: Callable[[], float | None], **labels: object) -> None:
+        """Read the gauge from a function: at each collection, and at each scrape of a Prometheus endpoint.
+
+        The value is then never older than the scrape, also while the collection of other metrics waits. :meth:`remove`
+        removes the function.
+
+        Args:
+            function: returns the current value, or None for no data. It is called in threads of the library. It must
+                be fast and must not block, because it has no time limit; if it raises, there is no data.
+            labels: label values of the cell.
+
+        Raises:
+            InvalidArgumentError: if the label names are not those of the stat.
+
+        Example:
+            >>> from delta_tracker.monitor import Monitor
+            >>> gauge = Monitor().gauge("queue.length")
+            >>> queue = ["a", "b"]
+            >>> gauge.set_function(lambda: len(queue))
+            >>> gauge.function_of(gauge.cells[0])()
+            2
+        """
+        cell = self.cell(**labels)
+        with self._lock:
+            self._functions = {**self._functions, cell.labels: function}
+
+    def function_of(self, cell: Cell) -> Callable[[], float | None] | None:
+        """Return the function of a cell, or None. It returns None instead of raising an exception."""
+        function = self._functions.get(cell.labels)
+        return None if function is None else partial(_reading, function)
+
+    def remove(self, **labels: object) -> None:
+        """Remove the cells whose labels match ``labels``, and their functions."""
+        super().remove(**labels)
+        wanted = {(name, encodable(str(value))) for name, value in labels.items()}
+        with self._lock:
+            self._functions = {key: each for key, each in self._functions.items() if not wanted.issubset(key)}
+
+    def reset(self) -> None:
+        """Discard all records and functions, and replace the locks. Called in a forked child."""
+        super().reset()
+        self._functions = {}
+
+
+def _reading(function: Callable[[], float | None]) -> float | None:
+    try:
+        return function()
+    except Exception:  # noqa: BLE001  it may be user code, and a scrape must not fail
+        return None
 
 
 KINDS: Mapping[Kind, type[Stat]] = {

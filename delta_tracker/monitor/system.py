@@ -82,6 +82,15 @@ def num_open_files() -> Readings:
         return None
 
 
+def start_time_seconds() -> Readings:
+    """Return the Unix time at which the process started, in seconds; None if unavailable."""
+    text = _read("stat")
+    booted = None if text is None else _boot_seconds()
+    if text is None or booted is None:
+        return None
+    return booted + int(text.rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+
+
 def cuda_memory_bytes() -> Readings:
     """Return the memory of torch's CUDA allocator in bytes.
 
@@ -116,6 +125,7 @@ _METRICS: tuple[tuple[str, Kind, str, str, tuple[str, ...], Callable[[], Reading
         network_bytes,
     ),
     ("process_threads", Kind.GAUGE, "Threads of the process.", "", (), num_threads),
+    ("process_start_time_seconds", Kind.GAUGE, "Unix time of the start.", "seconds", (), start_time_seconds),
     ("process_open_files", Kind.GAUGE, "Open file descriptors.", "", (), num_open_files),
     ("cuda_memory_bytes", Kind.GAUGE, "Memory of torch's allocator.", "bytes", ("device", "kind"), cuda_memory_bytes),
 )
@@ -143,6 +153,15 @@ class SystemMetrics(Source):
         """Record the current readings."""
         for passive in self._passives:
             passive.read(is_last=is_last)
+
+
+def _boot_seconds() -> float | None:
+    """Return the Unix time at which the system started, in seconds; None if unavailable."""
+    try:
+        lines = Path("/proc/stat").read_text().splitlines()
+    except OSError:
+        return None
+    return next((float(line.split()[1]) for line in lines if line.startswith("btime ")), None)
 
 
 def _read(name: str) -> str | None:

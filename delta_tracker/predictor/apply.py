@@ -14,10 +14,11 @@ from delta_tracker.errors import DenseMismatchError, InvalidArgumentError
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.predictor.identities import OwnerChange
 from delta_tracker.predictor.lock import TableLock
+from delta_tracker.predictor.names import NameChoice, Names
 from delta_tracker.predictor.placement import Chunk, Placement, place
 from delta_tracker.predictor.raw_id_maps import check_hidden, check_indexes, check_maps, find_maps
 from delta_tracker.predictor.table_fence import TableFence
-from delta_tracker.predictor.targets import check_targets, find_targets, renamed
+from delta_tracker.predictor.targets import check_targets, find_targets, renamed, table_names
 from delta_tracker.raw_id_index import RawIdIndex
 from delta_tracker.raw_ids import NO_OWNER, RawIdMap, check_owners
 from delta_tracker.row_target import RowTarget, obstacle_of
@@ -57,7 +58,7 @@ class Applier:
     def __init__(
         self,
         model: Model,
-        names: Mapping[str, str],
+        names: NameChoice,
         *,
         raw_ids: Mapping[str, RawIdIndex] | None = None,
         takes_dense: bool,
@@ -66,21 +67,17 @@ class Applier:
         chunk_rows: int,
         recorder: Recorder,
     ) -> None:
-        if not isinstance(names, Mapping):
-            raise InvalidArgumentError("names", names, "Pass a mapping of name in the stream to name in the model")
         self._model = model
-        self._names = dict(names)
         self._takes_dense = takes_dense
         self._lock = lock
         self._fence = fence
         self._chunk_rows = chunk_rows
         self._timer = recorder.apply_seconds.timer()
         tables, dense = find_targets(model), _tensors(model)
-        known = {*tables, *dense}
-        for own in self._names.values():
-            if own not in known:
-                raise InvalidArgumentError("names", own, f"Pass names of the model: {sorted(known)}")
+        self._rule = Names(names, {*tables, *dense})
+        self._names = self._rule.of(() if raw_ids is None else raw_ids)  # of the last resolved version
         self._indexes = check_indexes({} if raw_ids is None else raw_ids, self._renamed(tables))
+        self._others: list[str] | None = None  # tables that the stream lacks; None before the first version
         self._hidden = traced_collisions(model) if isinstance(model, nn.Module) else []
         self._has_raw_ids = bool(self._indexes) or (isinstance(model, nn.Module) and has_collisions(model))
         with lock.writing():
@@ -99,14 +96,26 @@ class Applier:
             InvalidArgumentError: for a target whose block lies outside its table, or if the model has no tables.
         """
         tables = find_targets(self._model)
+        if self._rule.depends_on_stream:
+            self._names = self._rule.of((*manifest.tables, *manifest.dense))
         targets = self._renamed(tables) if self._names else tables
         check_targets(manifest, targets)
+        if self._others is None and manifest.kind != "claim":
+            self._warn_of_others(manifest)
         maps: Mapping[str, tuple[RawIdMap, ...]] = _NO_MAPS
         if manifest.identities or self._has_raw_ids:
             maps = self.raw_ids()
             check_hidden(manifest, self._hidden, self._names)
             check_maps(manifest, maps)
         return Receiver(targets, self._dense(manifest.dense), maps)
+
+    def _warn_of_others(self, manifest: Manifest) -> None:
+        """Warn of tables of the model that the stream does not have, and that therefore keep their values."""
+        sent = {self._names.get(name, name).removesuffix(".weight") for name in (*manifest.tables, *manifest.dense)}
+        self._others = sorted(table_names(self._model) - sent)
+        if self._others:
+            text = "the stream has no rows for these tables of the model, which keep their values: %s"
+            _logger.warning(text, self._others)
 
     def raw_ids(self) -> dict[str, tuple[RawIdMap, ...]]:
         """Return the live mappings of raw ids, by table FQN in the stream."""

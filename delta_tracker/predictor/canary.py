@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from delta_tracker.arguments import is_number
 from delta_tracker.errors import InvalidArgumentError, MalformedError
 from delta_tracker.stream.cursor import StreamCursor
 from delta_tracker.stream.format.manifest import Manifest
@@ -21,7 +22,7 @@ class Canary:
 
     Args:
         versions: number of versions.
-        seconds: number of seconds between the time at which a version was created and the latest such time in the log,
+        seconds: number of seconds between the times at which a version and the newest entry of the log were created,
             both by the clocks of the publishers. A predictor without newer versions to compare with waits.
 
     Raises:
@@ -40,7 +41,7 @@ class Canary:
             raise InvalidArgumentError("Canary", (self.versions, self.seconds), "Pass either versions or seconds")
         if self.versions is not None and (type(self.versions) is not int or self.versions < 1):
             raise InvalidArgumentError("versions", self.versions, "Pass a count of 1 or more")
-        if self.seconds is not None and not 0 < self.seconds < float("inf"):
+        if self.seconds is not None and not (is_number(self.seconds) and self.seconds > 0):
             raise InvalidArgumentError("seconds", self.seconds, "Pass a positive number of seconds")
 
     @property

@@ -12,6 +12,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
+from delta_tracker.arguments import is_number
 from delta_tracker.errors import (
     FollowEndedError,
     ForkedError,
@@ -117,8 +118,10 @@ class Follower:
         self._hints = Hints(notifier, self._stop)
         self._thread: threading.Thread | None = None
         self._over = threading.Event()  # set when the thread ends
+        self._moved = threading.Condition()  # notified when a version was applied, and when the thread ends
         self._schedule: PollSchedule | None = None
         self._num_hint_failures = 0
+        self._waits_for_snapshot = False  # True once this was logged
         self._pause = self._gap_check = 0.0
         self._gap_seconds = _GAP_CHECK_SECONDS
         self.error: Exception | None = None
@@ -138,10 +141,10 @@ class Follower:
         """Check that :meth:`start` can be called with ``poll_seconds``.
 
         Raises:
-            InvalidArgumentError: if the thread is already running, or ``poll_seconds`` is negative or not finite.
+            InvalidArgumentError: if the thread is already running, or ``poll_seconds`` is not positive and finite.
         """
-        if poll_seconds is not None and not 0 <= poll_seconds < threading.TIMEOUT_MAX:
-            raise InvalidArgumentError("poll_seconds", poll_seconds, "Pass seconds, 0 or more, or None")
+        if poll_seconds is not None and not (is_number(poll_seconds) and 0 < poll_seconds < threading.TIMEOUT_MAX):
+            raise InvalidArgumentError("poll_seconds", poll_seconds, "Pass seconds, more than 0, or None")
         if self.is_running:
             raise InvalidArgumentError("follow()", "already following", "Call stop() first")
 
@@ -157,7 +160,7 @@ class Follower:
             refuse: function that raises if the stream cannot be followed.
 
         Raises:
-            InvalidArgumentError: if the thread is already running, or ``poll_seconds`` is negative or not finite.
+            InvalidArgumentError: if the thread is already running, or ``poll_seconds`` is not positive and finite.
             Exception: the error of ``refuse``, after the thread has ended.
         """
         with self._control:
@@ -207,6 +210,35 @@ class Follower:
         if self.error is not None:
             _logger.warning("predictor stopped with an error: %s", self.error)
 
+    def wait(self, is_there: Callable[[], bool], seconds: float | None) -> bool:
+        """Wait until ``is_there`` returns True, which is called after each version. Return False after a time-out.
+
+        Args:
+            is_there: function that returns True if the wait is over.
+            seconds: maximum time to wait; None for no limit.
+
+        Raises:
+            InvalidArgumentError: if the thread is not running, or if called in the thread itself.
+            FollowEndedError: if the thread ended by an error.
+        """
+        if self._thread is threading.current_thread():
+            raise InvalidArgumentError("wait()", "called in the thread of follow()", "Call it in another thread")
+        with self._moved:
+            self._moved.wait_for(lambda: is_there() or not self.is_running, seconds)
+        if is_there():
+            return True
+        error = self.error
+        if isinstance(error, FollowEndedError):
+            raise unraised(error)
+        if not self.is_running:
+            raise InvalidArgumentError("wait()", "not following", "Call follow() first, or sync() instead")
+        return False
+
+    def moved(self) -> None:
+        """Wake the threads in :meth:`wait`."""
+        with self._moved:
+            self._moved.notify_all()
+
     def after_fork_in_child(self, lock: threading.Lock) -> None:
         """Drop the thread, which does not exist in the child process, and replace the locks that it may have held.
 
@@ -218,6 +250,7 @@ class Follower:
         if self._thread is threading.current_thread():
             return  # this thread forked, in a method of a RowTarget, and continues in the child
         self._lock, self._control, self._stop = lock, threading.RLock(), threading.Event()
+        self._moved = threading.Condition()
         self._hints = Hints(self._notifier, self._stop)
         if self._thread is not None and not isinstance(self.error, FollowEndedError):
             self.error = ForkedError("no thread applies versions here", "Call follow() or sync() in this process")
@@ -265,6 +298,7 @@ class Follower:
             self._follow(poll_seconds, refuse, begun)
         finally:
             over.set()
+            self.moved()
 
     def _new_schedule(self, poll_seconds: float | None) -> PollSchedule:
         storage = self._cursor.log.storage
@@ -339,6 +373,7 @@ class Follower:
         self._survives(self._beat)
         if has_moved:
             schedule.moved()
+            self.moved()
             return
         place = self._cursor.place
         if self.error is not None or place is None:
@@ -363,7 +398,10 @@ class Follower:
         try:
             with self._held_lock():
                 has_moved = self._advance(looks_for_gap=looks_for_gap)
-        except NoSnapshotError:
+        except NoSnapshotError as error:
+            if not self._waits_for_snapshot:
+                self._waits_for_snapshot = True
+                _logger.warning("predictor waits for the first snapshot: %s", error.problem)
             # The id of the stream is unknown, so that there are no hints: poll often.
             pause = min(schedule.first_seconds, _NO_STREAM_SECONDS)
             self.error, self._pause = (

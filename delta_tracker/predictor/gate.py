@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import NoReturn
 
+from delta_tracker.arguments import is_number
 from delta_tracker.errors import HeldVersionError, InvalidArgumentError, unraised
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.manifest import Link, Manifest
@@ -33,7 +34,13 @@ class Gate:
             norm of fewer rows varies too much.
 
     Raises:
-        InvalidArgumentError: for a ``max_drift`` that is not positive and finite, or a ``min_rows`` below 1.
+        InvalidArgumentError: for a ``non_finite`` that is not a bool, a ``max_drift`` that is not positive and finite,
+            or a ``min_rows`` that is not an integer of 1 or more.
+
+    Example:
+        >>> gate = Gate(max_drift=0.5)  # for Predictor(..., gate=gate)
+        >>> gate.non_finite
+        True
     """
 
     non_finite: bool = True
@@ -41,9 +48,11 @@ class Gate:
     min_rows: int = 100
 
     def __post_init__(self) -> None:
-        if self.max_drift is not None and not (math.isfinite(self.max_drift) and self.max_drift > 0):
+        if self.max_drift is not None and not (is_number(self.max_drift) and self.max_drift > 0):
             raise InvalidArgumentError("max_drift", self.max_drift, "Pass a positive number")
-        if self.min_rows < 1:
+        if not isinstance(self.non_finite, bool):
+            raise InvalidArgumentError("non_finite", self.non_finite, "Pass True or False")
+        if type(self.min_rows) is not int or self.min_rows < 1:
             raise InvalidArgumentError("min_rows", self.min_rows, "Pass a count of 1 or more")
 
 
@@ -66,7 +75,7 @@ class GateKeeper:
 
     def __init__(self, gate: Gate) -> None:
         if not isinstance(gate, Gate):
-            raise InvalidArgumentError("gate", gate, "Pass a Gate")
+            raise InvalidArgumentError("gate", gate, "Pass a Gate, for example Gate(max_drift=0.5)")
         self._gate = gate
         self._sizes: Measure = {}
         self._accepted: set[int] = set()

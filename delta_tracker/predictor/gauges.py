@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from delta_tracker.errors import CorruptPartError, StorageError
 from delta_tracker.monitor.recorder import Recorder
+from delta_tracker.predictor.served_age import ServedAge
 from delta_tracker.predictor.status import Status
 from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.storage.url import shown_url
+
+# A store that takes longer to show the lag does not answer.
+_PATIENCE_SECONDS = 10.0
 
 
 class HasStatus(Protocol):
     """Protocol of objects with a status, such as a predictor."""
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """Manifest of the served version."""
 
     def status(self) -> Status:
         """Return the current status."""
@@ -23,19 +34,47 @@ class PredictorGauges:
 
     Args:
         recorder: recorder of the predictor.
+
+    Attributes:
+        age: age of the served rows.
+        restored: manifest of the position that was loaded, until a version is applied; None if it is not known.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
+        self.age = ServedAge()
+        self.restored: Manifest | None = None
+        self._stream = self._url = ""  # as shown
+        self._lag: tuple[int, float] | None = None
+        self._asked: float | None = None  # monotonic time since which the store is asked for the lag
         self._num_requests: dict[str, int] = {}  # requests by operation that the counters have
         self._num_cached: dict[str, int] = {}  # the same for the host cache
 
-    def begin(self, faults: Iterable[type[Exception]]) -> None:
-        """Initialize the fault counters to 0, and report the lag at each collection of metrics.
+    def begin(self, owner: HasStatus, url: str, faults: Iterable[type[Exception]]) -> None:
+        """Initialize the fault counters to 0, and report the age and the lag at each collection of metrics.
 
         Args:
+            owner: the predictor. Only a weak reference to it is kept.
+            url: url of its current source.
             faults: types of errors that may cause a resync.
         """
+        self._url = url
+        self.reads("")
+        predictor = weakref.ref(owner)
+
+        def of_served(seconds: Callable[[Manifest], float | None]) -> Callable[[], float | None]:
+            def reading() -> float | None:
+                served = predictor()
+                manifest = None if served is None else served.manifest or self.restored
+                return None if manifest is None else seconds(manifest)
+
+            return reading
+
+        self._recorder.served_age_seconds.set_function(of_served(self.age.seconds))
+        self._recorder.served_event_age_seconds.set_function(of_served(self.age.event_seconds))
+        self._recorder.predictor_skew_seconds.set_function(of_served(lambda _: self.age.skew_seconds))
+        self._recorder.predictor_lag_versions.set_function(lambda: self._known_lag(0))
+        self._recorder.predictor_lag_seconds.set_function(lambda: self._known_lag(1))
         self._recorder.refused_parts.cell(reason="corrupt")
         self._recorder.follow_errors.cell(reason=StorageError.__name__)
         for fault in (*faults, StorageError):
@@ -44,12 +83,21 @@ class PredictorGauges:
             counter.cell()
         self._recorder.watch(self._show)
 
+    def reads(self, stream: str) -> None:
+        """Show the stream that the predictor reads, and the url of its source."""
+        self._stream = stream
+        self._recorder.predictor_info.remove()
+        self._recorder.predictor_info.set(1, stream=stream, url=shown_url(self._url))
+
     def applied(self, manifest: Manifest) -> None:
         """Count an applied version and its rows."""
         self._recorder.applied_versions.cell(kind=manifest.kind).add(1)
         for fqn, num_rows in manifest.rows_by_table.items():
             self._recorder.applied_rows.cell(table=fqn).add(num_rows)
         self._recorder.applied_version.set(manifest.version)
+        self.age.applied(manifest)
+        if manifest.stream != self._stream:
+            self.reads(manifest.stream)
 
     def admitted(self, fqn: str, num_ids: int) -> None:
         """Count raw ids of a table that were mapped to rows."""
@@ -77,13 +125,19 @@ class PredictorGauges:
         """Count objects that were read past an HTTP cache after a fault."""
         self._recorder.past_cache_reads.cell().add(num_objects)
 
-    def failed_over(self) -> None:
-        """Count a change to another source."""
+    def failed_over(self, url: str) -> None:
+        """Count a change to the source with the url ``url``."""
         self._recorder.failovers.cell().add(1)
+        self._url = url
+        self.reads(self._stream)
 
     def _show(self, predictor: HasStatus) -> None:
         """Set the gauges of the lag, the polling interval and the requests. Runs in the collector's thread."""
+        self._asked = time.monotonic()
         status = predictor.status()
+        lag_versions, lag_seconds = status.lag_versions, status.lag_seconds
+        self._lag = None if lag_versions is None or lag_seconds is None else (lag_versions, lag_seconds)
+        self._asked = None
         for operation, num_requests in status.requests.items():
             before = self._num_requests.get(operation, 0)
             if num_requests > before:
@@ -102,13 +156,10 @@ class PredictorGauges:
             self._recorder.poll_seconds.remove()
         else:
             self._recorder.poll_seconds.set(status.poll_seconds)
-        self._show_lag(status)
 
-    def _show_lag(self, status: Status) -> None:
-        """Set the gauges of the lag; remove them if the store cannot be read."""
-        if status.lag_versions is None or status.lag_seconds is None:  # the store cannot be read
-            self._recorder.predictor_lag_versions.remove()
-            self._recorder.predictor_lag_seconds.remove()
-            return
-        self._recorder.predictor_lag_versions.set(status.lag_versions)
-        self._recorder.predictor_lag_seconds.set(status.lag_seconds)
+    def _known_lag(self, place: int) -> float | None:
+        """Return a number of the last lag; None if the store cannot be read or does not answer."""
+        asked, lag = self._asked, self._lag
+        if lag is None or (asked is not None and time.monotonic() - asked > _PATIENCE_SECONDS):
+            return None
+        return lag[place]

@@ -19,6 +19,7 @@ from delta_tracker.predictor.identities import (
     version_owners,
 )
 from delta_tracker.predictor.lock import TableLock
+from delta_tracker.predictor.names import NameChoice
 from delta_tracker.predictor.placement import Chunk
 from delta_tracker.predictor.status import Served
 from delta_tracker.predictor.table_fence import TableFence
@@ -50,7 +51,7 @@ class ModelWriter(VersionWriter):
     def __init__(
         self,
         model: Model,
-        names: Mapping[str, str],
+        names: NameChoice,
         *,
         raw_ids: Mapping[str, RawIdIndex] | None,
         takes_dense: bool,

@@ -7,10 +7,11 @@ import random
 import threading
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Self
 
+from delta_tracker.arguments import is_number
 from delta_tracker.errors import (
     CorruptPartError,
     DenseMismatchError,
@@ -25,6 +26,7 @@ from delta_tracker.errors import (
     StreamError,
     StreamReplacedError,
     TableMismatchError,
+    WaitTimeoutError,
     kind_of,
 )
 from delta_tracker.forking import Forkable, protect
@@ -37,6 +39,7 @@ from delta_tracker.predictor.gate import Gate, GateKeeper
 from delta_tracker.predictor.gauges import PredictorGauges
 from delta_tracker.predictor.identities import identities_after
 from delta_tracker.predictor.model_writer import ModelWriter
+from delta_tracker.predictor.names import NameChoice
 from delta_tracker.predictor.settling import CACHE_FAULTS, Settling
 from delta_tracker.predictor.sink_writer import SinkWriter
 from delta_tracker.predictor.sources import Sources
@@ -54,7 +57,7 @@ from delta_tracker.stream.interruption import sleep
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.notify.notifier import Notifier
 from delta_tracker.stream.pin import Pin, PinFollower
-from delta_tracker.stream.storage.storage import Storage, open_storage
+from delta_tracker.stream.storage.storage import Location, Storage, open_storage
 
 _logger = logging.getLogger(__name__)
 
@@ -114,7 +117,8 @@ class Predictor(Forkable):
             opened :class:`~delta_tracker.stream.storage.storage.Storage`. A sequence of them names mirrors of the same
             stream: if the current one fails, the predictor continues from another that has the same entry at its
             version.
-        names: name in the stream to name in the model, for tables and dense tensors whose names differ.
+        names: name in the stream to name in the model, for tables and dense tensors whose names differ. A key that
+            ends with a dot, or is empty, is a prefix: ``{"module.": ""}``. Or a function from name to name.
         dense: True to apply the dense parameters and buffers of the stream too; the model must have all of them.
         raw_ids: table name in the stream to :class:`~delta_tracker.raw_id_index.RawIdIndex`, for tables whose raw ids
             are not mapped by a collision module of the model. The predictor changes the indexes.
@@ -153,9 +157,9 @@ class Predictor(Forkable):
     def __init__(  # noqa: PLR0913  all but two have a default that most users keep
         self,
         model: Model | RowSink,
-        url: str | Storage | Sequence[str | Storage],
+        url: Location | Sequence[Location],
         *,
-        names: Mapping[str, str] | None = None,
+        names: NameChoice | None = None,
         dense: bool = True,
         raw_ids: Mapping[str, RawIdIndex] | None = None,
         gate: Gate | None = None,
@@ -166,8 +170,10 @@ class Predictor(Forkable):
         cache: str | Path | HostCache | None = None,
         canary: Canary | None = None,
         follows_pins: bool = False,
-        heartbeats: str | Storage | None = None,
+        heartbeats: Location | None = None,
     ) -> None:
+        if isinstance(model, str | Path | Storage):
+            raise InvalidArgumentError("model", model, "Pass the model first, and then the url of the stream")
         if type(chunk_rows) is not int or chunk_rows < 1:
             raise InvalidArgumentError("chunk_rows", chunk_rows, "Pass a count of 1 or more")
         recorder = Recorder("predictor", self, name=name, monitor=monitor)
@@ -195,6 +201,8 @@ class Predictor(Forkable):
                 recorder=recorder,
             )
         self._cache = HostCache(cache) if isinstance(cache, str | Path) else cache
+        if canary is not None and not isinstance(canary, Canary):
+            raise InvalidArgumentError("canary", canary, "Pass a Canary, for example Canary(versions=3)")
         self._canary = canary
         self._settling = None if self._storage.lists else Settling()
         self._pins = PinFollower(lambda: self._storage) if follows_pins else None
@@ -224,7 +232,7 @@ class Predictor(Forkable):
             max_pause_seconds=_PIN_SECONDS if follows_pins else float("inf"),
         )
         protect(self)
-        self._gauges.begin(_FAULTS)
+        self._gauges.begin(self, self._storage.url, _FAULTS)
 
     @property
     def manifest(self) -> Manifest | None:
@@ -333,6 +341,7 @@ class Predictor(Forkable):
                 if not self._advance(looks_for_gap=True):
                     break
                 num_applied += self._storage is before  # a change of the source applies nothing
+        self._follower.moved()
         if self._follower.error is not None:
             self._follower.forget_error()
         if self._pulse is not None:
@@ -356,21 +365,61 @@ class Predictor(Forkable):
         By default, a directory is polled every 10 ms, and every 100 ms while no version comes; a remote store every
         second, and every 5 seconds while no version comes. After three hints of the notifier in a row that were right,
         a directory is polled every second and a remote store every 30 seconds, until a version comes without a hint or
-        the notifier fails. Intervals of 0.1 seconds and more vary by a quarter. A poll requests one object. While no
-        version comes, the thread sends at most ``1 / interval + 2 / 5`` requests a second, plus 1 for each heartbeat;
-        it lists the store only if the publisher writes no pointer object, then every 5 to 60 seconds. With a
-        :class:`Canary`, a poll sends two more requests.
+        the notifier fails. After a failover, the intervals are those of the new source. Intervals of 0.1 seconds and
+        more vary by a quarter. A poll requests one object. While no version comes, the thread sends at most
+        ``1 / interval + 2 / 5`` requests a second, plus 1 for each heartbeat; it lists the store only if the publisher
+        writes no pointer object, then every 5 to 60 seconds. With a :class:`Canary`, a poll sends two more requests.
 
         Args:
-            poll_seconds: number of seconds between two polls, 0 or more, which do not depend on hints or on the age of
-                the newest version; None for the intervals above.
+            poll_seconds: number of seconds between two polls, more than 0, which depend neither on hints nor on the age
+                of the newest version; None for the intervals above.
 
         Raises:
-            InvalidArgumentError: if the thread is already running, or ``poll_seconds`` is negative or not finite.
+            InvalidArgumentError: if the thread is already running, or ``poll_seconds`` is not positive and finite.
             TableMismatchError, DenseMismatchError: if the newest version can be read within two seconds and does not
                 fit the model.
         """
         self._follower.start(poll_seconds, self._check_newest)
+
+    def wait(self, version: int | None = None, timeout: float | None = None) -> int:
+        """Wait until :meth:`follow` has applied a version. Does not poll: the thread wakes this call.
+
+        Args:
+            version: number of the version; a later one will do. None for any version: the tables can then be served.
+            timeout: maximum number of seconds to wait; None for no limit.
+
+        Returns:
+            Number of the version that the tables hold.
+
+        Raises:
+            WaitTimeoutError: if the version was not applied in time. The message has the error of :meth:`follow`, if
+                there is one.
+            FollowEndedError: if the thread of :meth:`follow` ended by an error.
+            InvalidArgumentError: if the thread is not running and the version is not there, if ``version`` or
+                ``timeout`` is invalid, or if called inside :meth:`reading`, where it would deadlock, or in the thread
+                of :meth:`follow`.
+
+        Example:
+            >>> import torch
+            >>> from delta_tracker import ModelDeltaTracker, Publisher
+            >>> trained, served = (torch.nn.Sequential(torch.nn.EmbeddingBag(9, 2, sparse=True)) for _ in range(2))
+            >>> stream = Storage("memory://")
+            >>> with Publisher(ModelDeltaTracker(trained), stream) as publisher, Predictor(served, stream) as predictor:
+            ...     predictor.follow()
+            ...     snapshot = publisher.snapshot()
+            ...     predictor.wait(snapshot.version, timeout=60)
+            1
+        """
+        if version is not None and (type(version) is not int or version < 0):
+            raise InvalidArgumentError("version", version, "Pass the number of a version, 0 or more, or None")
+        if timeout is not None and not (is_number(timeout) and 0 <= timeout < threading.TIMEOUT_MAX):
+            raise InvalidArgumentError("timeout", timeout, "Pass seconds, 0 or more, or None")
+        self._refuse_inside_reading("wait()")
+        least = 0 if version is None else version
+        if not self._follower.wait(lambda: self.version is not None and self.version >= least, timeout):
+            raise WaitTimeoutError(self._storage.url, version, self.version, timeout, self.error)
+        assert self.version is not None, "checked by the wait"
+        return self.version
 
     def stop(self) -> None:
         """End the thread of :meth:`follow` within about a second, and raise its current error if there is one.
@@ -387,6 +436,9 @@ class Predictor(Forkable):
         """
         self._refuse_inside_reading("stop()")
         self._follower.stop()
+
+    def __repr__(self) -> str:
+        return f"Predictor({self._storage.url!r}, version={self.version})"
 
     def __enter__(self) -> Self:
         return self
@@ -495,6 +547,7 @@ class Predictor(Forkable):
         self._refuse_inside_reading("load_state_dict()")
         with self._syncing:
             self._writer.load_state_dict(state)
+            self._gauges.restored = None
             self._ways.clear()
             if self._settling is not None:
                 self._settling.clear()
@@ -533,7 +586,7 @@ class Predictor(Forkable):
                 pin=self._obeyed,
             )
 
-    def _store_of_heartbeats(self, given: str | Storage | None) -> Storage:
+    def _store_of_heartbeats(self, given: Location | None) -> Storage:
         """Return the store to write heartbeats to.
 
         Raises:
@@ -679,14 +732,14 @@ class Predictor(Forkable):
         _logger.warning("continue from another source: url=%s former=%s", storage.url, self._storage.url)
         self._storage, self._num_failures = storage, 0
         if self._pulse is not None and self._moves_heartbeats and not storage.is_read_only:
-            self._pulse.storage = storage
+            self._pulse.move_to(storage)
         if storage not in self._read_before:
             self._read_before.append(storage)
         self._cursor.log = StreamLog(storage)
         self._cursor.rested = None
         self._settling = None if storage.lists else Settling()
         self._buffer = PartBuffer()  # it may hold a part of the former source
-        self._gauges.failed_over()
+        self._gauges.failed_over(storage.url)
 
     def _contents(self, manifest: Manifest, storage: Storage | None = None) -> Contents:
         """Return the contents of a version, read from ``storage`` or, by default, through the host cache."""
@@ -719,15 +772,30 @@ class Predictor(Forkable):
         is_start = self._cursor.place is None
         if self._in_a_row >= _CATCH_UP and not is_start and self._catches_up():
             return True
+        self._gauges.age.rested = self._cursor.rested
         manifest = self._cursor.next()
         if manifest is None:
             self._in_a_row = 0
             if looks_for_gap:
                 self._cursor.check_for_gap()
+                if self._writer.manifest is None and self._gauges.restored is None:
+                    self._find_restored()
             return False
         self._take(manifest)
         self._in_a_row = _CATCH_UP if is_start else self._in_a_row + 1
         return True
+
+    def _find_restored(self) -> None:
+        """Read the entry of a loaded position once, from which the age of the rows is known. Errors are ignored."""
+        place = self._cursor.place
+        if place is None:
+            return
+        with suppress(StreamError):
+            entry = self._cursor.log.read(place.link.version)
+            while entry is not None and entry.kind == "claim" and entry.parent is not None:
+                entry = self._cursor.log.read(entry.parent.version)
+            self._gauges.restored = entry
+            self._gauges.reads(place.stream)
 
     def _recovers(self, fault: StreamError) -> bool:
         """Apply another version after a fault. Return False if the fault is over, and there is no next version."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from delta_tracker.errors import InvalidArgumentError, MalformedError, StorageError
 from delta_tracker.stream.cursor import Place
 from delta_tracker.stream.log import StreamLog
-from delta_tracker.stream.storage.storage import Storage, open_storage
+from delta_tracker.stream.storage.storage import Location, Storage, open_storage
 
 _logger = logging.getLogger(__name__)
 
@@ -50,10 +51,8 @@ class Sources:
         InvalidArgumentError: if there is none, or one is given twice.
     """
 
-    def __init__(
-        self, url: str | Storage | Sequence[str | Storage], *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        given = [url] if isinstance(url, str | Storage) else list(url)
+    def __init__(self, url: Location | Sequence[Location], *, clock: Callable[[], float] = time.monotonic) -> None:
+        given = [url] if isinstance(url, str | os.PathLike | Storage) else list(url)
         if not given:
             raise InvalidArgumentError("url", given, "Pass at least one url")
         stores = [open_storage(each) for each in given]

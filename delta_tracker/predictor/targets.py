@@ -69,6 +69,14 @@ def _items(model: object) -> Iterable[tuple[str, Tensor | RowTarget]]:
     return ((str(name), table) for name, table in model.items())
 
 
+def table_names(model: nn.Module | Mapping[str, Tensor | RowTarget]) -> set[str]:
+    """Return the FQNs of a model's embedding tables, without those of sharded and quantized modules."""
+    if not isinstance(model, nn.Module):
+        return {str(name).removesuffix(".weight") for name in model}
+    tables = nn.Embedding, nn.EmbeddingBag
+    return {name.replace(_COMPILED, "") for name, module in model.named_modules() if isinstance(module, tables)}
+
+
 def renamed(targets: dict[str, RowTarget], names: Mapping[str, str]) -> dict[str, RowTarget]:
     """Return the targets under their names in the stream.
 

@@ -18,6 +18,11 @@ from delta_tracker.monitor.stat import Kind
 
 _GRAFANA_UNITS = {"seconds": "s", "bytes": "bytes", "ratio": "percentunit", "": "short"}
 _WIDTH, _HEIGHT, _PER_ROW = 8, 7, 3
+_STAT_WIDTH, _STAT_HEIGHT = 4, 4
+_INFO = '{__name__=~"delta_tracker_(publisher|predictor)_info"'
+_SOURCE = {"type": "prometheus", "uid": "${source}"}
+_CHOSEN = '{job=~"$job", instance=~"$instance"}'
+_FAULTS = ("publish_failures", "follow_errors", "refused_parts", "upkeep_failures", "hook_errors", "fences")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,13 +34,15 @@ class Panel:
         title: title of the graph.
         metric: key in :data:`~delta_tracker.monitor.library.DEFINITIONS`: a counter is shown as its rate per second,
             a gauge as it is, a histogram by its median and its 99th percentile.
-        by: labels that make a line each.
+        by: labels that make a line each, besides the job and the instance.
+        worst: for a gauge, which of several values is shown: ``max`` or ``min``.
     """
 
     row: str
     title: str
     metric: str
     by: tuple[str, ...] = ()
+    worst: str = "max"
 
     @property
     def kind(self) -> Kind:
@@ -45,13 +52,14 @@ class Panel:
     @property
     def queries(self) -> dict[str, str]:
         """Return the PromQL queries by legend."""
-        name, by = exposed_name(self.metric), ", ".join(self.by)
-        legend = " ".join(f"{{{{{label}}}}}" for label in self.by) or self.title
+        labels = ("job", "instance", *self.by)
+        name, by = f"{exposed_name(self.metric)}{_CHOSEN}", ", ".join(labels)
+        legend = " ".join(f"{{{{{label}}}}}" for label in labels[1:])
         if self.kind is Kind.COUNTER:
             return {legend: f"sum by ({by}) (rate({name}[$__rate_interval]))"}
         if self.kind is Kind.GAUGE:
-            return {legend: f"max by ({by}) ({name})"}
-        le = ", ".join(("le", *self.by))
+            return {legend: f"{self.worst} by ({by}) ({name})"}
+        le = ", ".join(("le", *labels))
         return {
             f"p{percent} {legend}": f"histogram_quantile(0.{percent}, sum by ({le}) (rate({name}[$__rate_interval])))"
             for percent in (50, 99)
@@ -94,6 +102,8 @@ def exposed_name(metric: str) -> str:
 
 
 PANELS = (
+    Panel(row="Freshness", title="Age of the served rows", metric="served_age_seconds", by=("predictor",)),
+    Panel(row="Freshness", title="Age of the served events", metric="served_event_age_seconds", by=("predictor",)),
     Panel(row="Freshness", title="Predictor lag", metric="predictor_lag_seconds", by=("predictor",)),
     Panel(row="Freshness", title="Versions behind", metric="predictor_lag_versions", by=("predictor",)),
     Panel(row="Freshness", title="Lag by heartbeat", metric="heartbeat_lag_seconds", by=("predictor",)),
@@ -104,15 +114,16 @@ PANELS = (
         row="Freshness", title="Batches a consumer is behind", metric="consumer_lag_batches", by=("tracker", "consumer")
     ),
     Panel(row="Freshness", title="Oldest pending row", metric="oldest_pending_seconds", by=("tracker", "consumer")),
-    Panel(row="Freshness", title="Published version", metric="published_version", by=("publisher",)),
-    Panel(row="Freshness", title="Applied version", metric="applied_version", by=("predictor",)),
-    Panel(row="Freshness", title="Version of a standby", metric="standby_version", by=("standby",)),
+    Panel(row="Freshness", title="Published version", metric="published_version", by=("publisher",), worst="min"),
+    Panel(row="Freshness", title="Applied version", metric="applied_version", by=("predictor",), worst="min"),
+    Panel(row="Freshness", title="Version of a standby", metric="standby_version", by=("standby",), worst="min"),
     Panel(row="Freshness", title="Versions a standby is behind", metric="standby_lag_versions", by=("standby",)),
     Panel(row="Volume", title="Lookups", metric="lookups", by=("tracker", "table")),
     Panel(row="Volume", title="Touched rows", metric="touched_rows", by=("tracker", "table", "consumer")),
     Panel(row="Volume", title="Pending ratio", metric="pending_ratio", by=("tracker", "table", "consumer")),
     Panel(row="Volume", title="Pending rows", metric="pending_rows", by=("tracker", "table", "consumer")),
     Panel(row="Volume", title="Published rows", metric="published_rows", by=("publisher", "table")),
+    Panel(row="Volume", title="Unchanged rows", metric="unchanged_rows", by=("publisher", "table")),
     Panel(row="Volume", title="Published bytes", metric="published_bytes", by=("publisher", "kind")),
     Panel(row="Volume", title="Published versions", metric="published_versions", by=("publisher", "kind")),
     Panel(row="Volume", title="Applied rows", metric="applied_rows", by=("predictor", "table")),
@@ -141,6 +152,9 @@ PANELS = (
     Panel(row="Health", title="Publish failures", metric="publish_failures", by=("publisher", "reason")),
     Panel(row="Health", title="Fences", metric="fences", by=("publisher",)),
     Panel(row="Health", title="Refused parts", metric="refused_parts", by=("predictor", "reason")),
+    Panel(row="Health", title="Upkeep failures", metric="upkeep_failures", by=("publisher", "step")),
+    Panel(row="Health", title="Clock skew of publishers", metric="publisher_skew_seconds", by=("publisher",)),
+    Panel(row="Health", title="Clock skew of predictors", metric="predictor_skew_seconds", by=("predictor",)),
     Panel(row="Health", title="Hook errors", metric="hook_errors", by=("tracker", "table")),
     Panel(row="Health", title="Takeovers", metric="takeovers", by=("standby",)),
     Panel(row="Health", title="Failed takeovers", metric="takeover_failures", by=("standby", "reason")),
@@ -149,8 +163,17 @@ PANELS = (
 )
 
 
-def _grew(metric: str, window: str = "15m") -> str:
-    return f"increase({exposed_name(metric)}[{window}]) > 0"
+def _grew(metric: str, minutes: int = 15) -> str:
+    """Return an expression that holds if a counter grew within some minutes.
+
+    ``increase()`` misses what was counted before the first scrape of a series. Therefore a counter above 0 also holds
+    if its series is new, or if its process started within these minutes. The second case covers a process that is
+    restarted again and again and counts one fault each time.
+    """
+    name = exposed_name(metric)
+    is_new = f"{name} > 0 unless last_over_time({name}[1h] offset {minutes}m)"
+    is_young = f"{name} > 0 and on (job, instance) time() - process_start_time_seconds < {60 * minutes}"
+    return f"increase({name}[{minutes}m]) > 0 or ({is_new}) or ({is_young})"
 
 
 ALERTS = (
@@ -163,6 +186,63 @@ ALERTS = (
         action="Run delta-tracker inspect to see if the publisher still commits. Then check resyncs and refused parts.",
     ),
     Alert(
+        name="DeltaTrackerServedRowsOld",
+        # Needs no answer of the store, so it also covers a store that hangs.
+        expression=f"{exposed_name('served_age_seconds')} > 900",
+        minutes=5,
+        severity="page",
+        summary="A predictor serves rows that are more than fifteen minutes old.",
+        action="If all predictors of the stream do, see the trainer; if one does, see its error, store and process.",
+    ),
+    Alert(
+        name="DeltaTrackerTrainerGone",
+        # By stream, because a trainer that restarts may have another instance.
+        expression=(
+            f"max by (job, stream, url) (last_over_time({exposed_name('publisher_info')}[1h])) "
+            f"unless on (stream) {exposed_name('publisher_info')}"
+        ),
+        minutes=5,
+        severity="page",
+        summary="A stream that had a publisher has none any more.",
+        action="Restart the trainer, or let a standby take over. If training ended on purpose, this ends in an hour.",
+    ),
+    Alert(
+        name="DeltaTrackerPredictorDown",
+        # A target that was removed on purpose, for example by an autoscaler, has no series up.
+        expression=f"up == 0 and on (job, instance) last_over_time({exposed_name('predictor_info')}[1h])",
+        minutes=2,
+        severity="ticket",
+        summary="The process of a predictor is down.",
+        action="See why it ended, and restart it. It catches up from its newest saved position or a snapshot.",
+    ),
+    Alert(
+        name="DeltaTrackerPredictorEmpty",
+        expression=f'{exposed_name("predictor_info")}{{stream=""}}',
+        minutes=15,
+        severity="ticket",
+        summary="A predictor has applied no version for fifteen minutes.",
+        action="Check its url, which the label shows, and that the stream has a snapshot.",
+    ),
+    Alert(
+        name="DeltaTrackerStoreUnreadable",
+        expression=(
+            f"{exposed_name('predictor_info')} "
+            f"unless on (job, instance, predictor) {exposed_name('predictor_lag_versions')}"
+        ),
+        minutes=5,
+        severity="page",
+        summary="A predictor has not been able to read its store for five minutes.",
+        action="Check that the store answers. The predictor serves its last version and retries.",
+    ),
+    Alert(
+        name="DeltaTrackerFollowFails",
+        expression=f"increase({exposed_name('follow_errors')}[5m]) > 0",
+        minutes=5,
+        severity="ticket",
+        summary="A predictor fails again and again to apply the next version.",
+        action="The label holds the type of the error; status().error and the predictor's log have its text.",
+    ),
+    Alert(
         name="DeltaTrackerPredictorSilent",
         expression=f"{exposed_name('heartbeat_age_seconds')} > 60",
         minutes=5,
@@ -173,16 +253,16 @@ ALERTS = (
     Alert(
         name="DeltaTrackerPublisherStalled",
         # Only the rank that counts versions has this series; other ranks and trainers that do not publish lack it. A
-        # closed publisher keeps its counters but has no gauge.
+        # closed publisher keeps its counters but has no gauge. The lag in batches grows if training runs.
         expression=(
-            f"sum by (instance, publisher) (rate({exposed_name('published_versions')}[15m])) == 0 "
-            f"and on (instance, publisher) {exposed_name('published_version')} "
-            f"and on (instance) sum by (instance) (rate({exposed_name('lookups')}[15m])) > 0"
+            f"sum by (job, instance, publisher) (rate({exposed_name('published_versions')}[15m])) == 0 "
+            f"and on (job, instance, publisher) {exposed_name('published_version')} "
+            f"and on (job, instance) max by (job, instance) (delta({exposed_name('consumer_lag_batches')}[15m])) > 0"
         ),
         minutes=15,
         severity="page",
         summary="A publisher has committed no version for 15 minutes although training runs.",
-        action="Check publish failures and fences. No update is lost: the rows stay pending.",
+        action="Check publish failures, fences and the store. No update is lost: the rows stay pending.",
     ),
     Alert(
         name="DeltaTrackerPublisherFenced",
@@ -198,7 +278,25 @@ ALERTS = (
         minutes=5,
         severity="ticket",
         summary="Versions failed to publish.",
-        action="The label holds the reason; the log of the rank that failed holds the error.",
+        action="The label holds the reason; the log of the rank that failed holds the error, such as a full disk.",
+    ),
+    Alert(
+        name="DeltaTrackerUpkeepFails",
+        expression=_grew("upkeep_failures", 60),
+        minutes=0,
+        severity="ticket",
+        summary="A retention or compaction failed, so that the stream grows.",
+        action="See upkeep_error and the trainer's log. The next pass retries.",
+    ),
+    Alert(
+        name="DeltaTrackerClockSkew",
+        expression=(
+            f"abs({exposed_name('publisher_skew_seconds')}) > 60 or abs({exposed_name('predictor_skew_seconds')}) > 60"
+        ),
+        minutes=5,
+        severity="ticket",
+        summary="The clock of a publisher or predictor differs from the store's by more than a minute.",
+        action="Set the clock of the host. Ages are by the store's clock, but times in reports and logs are wrong.",
     ),
     Alert(
         name="DeltaTrackerTakeoverFailed",
@@ -276,10 +374,70 @@ ALERTS = (
 )
 
 
+def stats() -> dict[str, tuple[str, str]]:
+    """Return the numbers of the top row: title to PromQL query and unit. Of several values, the worst is shown."""
+
+    def worst(metric: str) -> str:
+        return f"max({exposed_name(metric)}{_CHOSEN})"
+
+    faults = (f"(sum(increase({exposed_name(metric)}{_CHOSEN}[1h])) or vector(0))" for metric in _FAULTS)
+    return {
+        "Oldest served rows": (worst("served_age_seconds"), "s"),
+        "Most versions behind": (worst("predictor_lag_versions"), "short"),
+        "Oldest heartbeat": (worst("heartbeat_age_seconds"), "s"),
+        "Publishers": (f"count({exposed_name('publisher_info')}{_CHOSEN}) or vector(0)", "short"),
+        "Predictors": (f"count({exposed_name('predictor_info')}{_CHOSEN}) or vector(0)", "short"),
+        "Faults in an hour": (" + ".join(faults), "short"),
+    }
+
+
+def _variables() -> list[dict[str, object]]:
+    """Return the variables: the source, and then stream, job and instance, each of which limits the next one."""
+    found: list[dict[str, object]] = [
+        {"name": "source", "type": "datasource", "query": "prometheus", "label": "Prometheus"}
+    ]
+    limits = ""
+    for name in ("stream", "job", "instance"):
+        query = f"label_values({_INFO}{limits}}}, {name})"
+        limits += f', {name}=~"${name}"'
+        found.append(
+            {
+                "name": name,
+                "type": "query",
+                "datasource": _SOURCE,
+                "query": {"query": query, "refId": name},
+                "refresh": 2,
+                "multi": True,
+                "includeAll": True,
+                # also processes without a publisher or predictor, such as a tracker alone
+                "allValue": ".*",
+                "current": {"text": "All", "value": "$__all"},
+            }
+        )
+    return found
+
+
+def _stat_panels() -> list[dict[str, object]]:
+    """Return the row of numbers at the top."""
+    return [
+        {
+            "id": number + 1,
+            "type": "stat",
+            "title": title,
+            "datasource": _SOURCE,
+            "gridPos": {"h": _STAT_HEIGHT, "w": _STAT_WIDTH, "x": _STAT_WIDTH * number, "y": 0},
+            "fieldConfig": {"defaults": {"unit": unit, "min": 0}, "overrides": []},
+            "options": {"reduceOptions": {"calcs": ["lastNotNull"]}, "graphMode": "area"},
+            "targets": [{"refId": "A", "datasource": _SOURCE, "expr": query}],
+        }
+        for number, (title, (query, unit)) in enumerate(stats().items())
+    ]
+
+
 def dashboard() -> str:
     """Return ``dashboard.json``, to import in Grafana 10 or newer with a data source."""
-    panels: list[dict[str, object]] = []
-    top, place, row = 0, 0, ""
+    panels = _stat_panels()
+    top, place, row = _STAT_HEIGHT, 0, ""
     for panel in PANELS:
         if panel.row != row:
             top += _HEIGHT if place else 0
@@ -292,7 +450,6 @@ def dashboard() -> str:
         grid = {"h": _HEIGHT, "w": _WIDTH, "x": _WIDTH * place, "y": top}
         panels.append(_grafana_panel(panel, len(panels) + 1, grid))
         place += 1
-    source = {"name": "source", "type": "datasource", "query": "prometheus", "label": "Prometheus"}
     board = {
         "title": "delta_tracker",
         "uid": "delta-tracker",
@@ -300,7 +457,7 @@ def dashboard() -> str:
         "schemaVersion": 39,
         "refresh": "10s",
         "time": {"from": "now-1h", "to": "now"},
-        "templating": {"list": [source]},
+        "templating": {"list": _variables()},
         "panels": panels,
     }
     return json.dumps(board, indent=1) + "\n"
@@ -323,7 +480,6 @@ def alerts() -> str:
 
 
 def _grafana_panel(panel: Panel, number: int, grid: dict[str, int]) -> dict[str, object]:
-    source = {"type": "prometheus", "uid": "${source}"}
     definition = DEFINITIONS[panel.metric]
     unit = "s" if panel.kind is Kind.HISTOGRAM else _GRAFANA_UNITS[definition.unit]
     if panel.kind is Kind.COUNTER:
@@ -333,11 +489,11 @@ def _grafana_panel(panel: Panel, number: int, grid: dict[str, int]) -> dict[str,
         "type": "timeseries",
         "title": panel.title,
         "description": definition.help,
-        "datasource": source,
+        "datasource": _SOURCE,
         "gridPos": grid,
         "fieldConfig": {"defaults": {"unit": unit, "min": 0}, "overrides": []},
         "targets": [
-            {"refId": chr(ord("A") + place), "datasource": source, "expr": query, "legendFormat": legend}
+            {"refId": chr(ord("A") + place), "datasource": _SOURCE, "expr": query, "legendFormat": legend}
             for place, (legend, query) in enumerate(panel.queries.items())
         ],
     }

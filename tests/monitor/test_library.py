@@ -119,15 +119,30 @@ def test_the_shipped_dashboard_is_current_and_uses_exposed_names(exposition) -> 
         "rejected_values",
         "lost_windows",
         "label_overflows",
+        "publisher_info",
+        "predictor_info",
     }
     for panel, graph in zip(PANELS, graphs, strict=True):
         assert set(panel.by) <= set(DEFINITIONS[panel.metric].labels)
         for target in graph["targets"]:
             assert target["expr"].count("(") == target["expr"].count(")")
-            assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= set(panel.by)
+            assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) == {"instance", *panel.by}
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
     cells = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in board["panels"]}
     assert len(cells) == len(board["panels"]), "no panel on top of another"
+    numbers = [panel for panel in board["panels"] if panel["type"] == "stat"]
+    assert {panel["gridPos"]["y"] for panel in numbers} == {0}
+    assert set().union(*(_used(panel["targets"][0]["expr"]) for panel in numbers)) <= set(exposition)
+
+
+def test_each_variable_of_the_dashboard_limits_the_next_one_and_every_query() -> None:
+    board = json.loads(dashboard())
+    source, stream, job, instance = board["templating"]["list"]
+    assert [source["name"], stream["name"], job["name"], instance["name"]] == ["source", "stream", "job", "instance"]
+    assert 'stream=~"$stream"' in job["query"]["query"]
+    assert 'job=~"$job"' in instance["query"]["query"]
+    queries = [target["expr"] for panel in board["panels"] for target in panel.get("targets", [])]
+    assert [query for query in queries if query.count('{job=~"$job", instance=~"$instance"}') != query.count("{")] == []
 
 
 def test_the_shipped_alerts_are_current_and_use_exposed_names(exposition) -> None:
@@ -146,12 +161,12 @@ def test_the_shipped_alerts_are_current_and_use_exposed_names(exposition) -> Non
 
 
 def test_the_stalled_publisher_alert_covers_only_ranks_that_count_versions() -> None:
-    """Every rank counts lookups, but only one counts versions; the alert ignores ranks without a series of versions."""
+    """Every rank trains, but only one counts versions; the alert ignores ranks without a series of versions."""
     (alert,) = (each for each in ALERTS if each.name == "DeltaTrackerPublisherStalled")
     assert "unless" not in alert.expression
-    versions, is_open, lookups = re.split(r" and on \([a-z, ]+\) ", alert.expression)
+    versions, is_open, training = re.split(r" and on \([a-z, ]+\) ", alert.expression)
     assert exposed_name("published_versions") in versions
     assert versions.endswith("== 0")
     assert is_open == exposed_name("published_version")
-    assert exposed_name("lookups") in lookups
-    assert lookups.endswith("> 0")
+    assert exposed_name("consumer_lag_batches") in training, "plain tables count no lookups"
+    assert training.endswith("> 0")

@@ -179,7 +179,7 @@ class Follower:
             return  # nothing is read after a rollback
         end = self.storage.num_reads + num_reads
         try:
-            self.predictor.follow(poll_seconds=0.0)
+            self.predictor.follow(poll_seconds=1e-6)
         except (TableMismatchError, DenseMismatchError):
             self.check()
             return

@@ -233,7 +233,7 @@ def test_it_may_start_before_the_stream_exists(tmp_path: Path) -> None:
 
 def test_a_store_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="url="):
-        Predictor({FQN: torch.zeros(1, 1)}, str(tmp_path))
+        Predictor({FQN: torch.zeros(1, 1)}, f"s4://{tmp_path}")
     with pytest.raises(StorageError, match="s3:"):
         Predictor({FQN: torch.zeros(1, 1)}, "s3://")
 

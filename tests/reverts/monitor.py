@@ -10,6 +10,9 @@ _METRIC = "delta_tracker/monitor/device/torchmetric.py"
 _STATE = "delta_tracker/monitor/device/state.py"
 _ANY_STREAM = "tests/monitor/test_device.py::test_a_metric_is_read_after_the_updates_of_any_stream"
 _SUMS = "tests/monitor/test_device.py::test_sums_are_read_after_the_updates_of_any_stream"
+_ALERTS = "delta_tracker/monitor/alerts.yml"
+_FAULTS = "tests/system/test_promtool.py::test_each_fault_fires_its_alerts_and_no_others"
+_HEALTHY = "tests/system/test_promtool.py::test_no_alert_fires_in_an_hour_of_healthy_load"
 _FORKS = "tests/system/test_monitor_forks.py::test_no_child_hangs_or_writes_its_parents_data"
 
 REVERTS = [
@@ -249,5 +252,125 @@ REVERTS = [
         defect="sums are recorded before they are on the host",
         generator=_SUMS,
         edits={"delta_tracker/host_copy.py": [("            self.copied.synchronize()\n", "            pass\n")]},
+    ),
+    Revert(
+        defect="a hung store leaves the age of the served rows as it was",
+        generator="tests/predictor/test_served_age.py::test_the_age_is_read_at_the_scrape_while_the_store_hangs",
+        edits={
+            "delta_tracker/monitor/sinks/prometheus.py": [
+                ("figures.last if report.function is None else report.function()", "figures.last")
+            ],
+        },
+    ),
+    Revert(
+        defect="a hung store leaves the lag of a predictor at 0",
+        generator="tests/predictor/test_served_age.py::test_the_age_is_read_at_the_scrape_while_the_store_hangs",
+        edits={
+            "delta_tracker/predictor/gauges.py": [
+                ("        self._asked = time.monotonic()\n", ""),
+            ],
+        },
+    ),
+    Revert(
+        defect="the age of the served rows follows this host's clock although entries contradict it",
+        generator="tests/predictor/test_served_age.py::test_the_age_is_that_of_the_stores_clock_whatever_the_readers",
+        edits={
+            "delta_tracker/predictor/served_age.py": [
+                (
+                    "        if rested is not None and rested[0] == manifest.version - 1:\n",
+                    "        if rested == ():\n",
+                ),
+            ],
+        },
+    ),
+    Revert(
+        defect="a predictor that loaded its position has no age until the next version",
+        generator="tests/predictor/test_served_age.py::test_a_loaded_position_has_an_age",
+        edits={
+            "delta_tracker/predictor/predictor.py": [
+                ("            self._gauges.restored = entry\n", ""),
+            ],
+        },
+    ),
+    Revert(
+        defect="a failed retention is counted nowhere",
+        generator="tests/publisher/test_gauges.py::test_a_failed_retention_and_a_skewed_clock_are_shown",
+        edits={
+            "delta_tracker/publisher/publisher.py": [
+                ("                    on_failure=self._gauges.upkeep_failed,\n", ""),
+            ],
+        },
+    ),
+    Revert(
+        defect="no alert fires if a trainer is killed",
+        generator=_FAULTS,
+        edits={
+            _ALERTS: [
+                (
+                    "unless on (stream) delta_tracker_publisher_info",
+                    "unless on () up",
+                ),
+            ],
+        },
+    ),
+    Revert(
+        defect="an alert misses what was counted before the first scrape",
+        generator=_FAULTS,
+        edits={
+            _ALERTS: [
+                ("delta_tracker_refused_parts_total > 0 unless", "delta_tracker_refused_parts_total < 0 unless"),
+                ("delta_tracker_refused_parts_total > 0 and on", "delta_tracker_refused_parts_total < 0 and on"),
+            ],
+        },
+    ),
+    Revert(
+        defect="an alert misses one fault at each start of a process",
+        generator=_FAULTS,
+        edits={
+            _ALERTS: [
+                ("delta_tracker_refused_parts_total > 0 and on", "delta_tracker_refused_parts_total < 0 and on"),
+            ],
+        },
+    ),
+    Revert(
+        defect="a stalled publisher of plain tables fires no alert",
+        generator=_FAULTS,
+        edits={
+            _ALERTS: [
+                (
+                    "max by (job, instance) (delta(delta_tracker_consumer_lag_batches[15m])) > 0",
+                    "sum by (instance) (rate(delta_tracker_lookups_total[15m])) > 0",
+                ),
+            ],
+        },
+    ),
+    Revert(
+        defect="a trainer that moves to another host fires an alert",
+        generator=_FAULTS,
+        edits={
+            _ALERTS: [
+                (
+                    "(job, stream, url) (last_over_time(delta_tracker_publisher_info[1h])) unless on (stream)",
+                    "(instance, stream, url) (last_over_time(delta_tracker_publisher_info[1h])) unless on (instance)",
+                ),
+            ],
+        },
+    ),
+    Revert(
+        defect="one failed poll fires an alert",
+        generator=_HEALTHY,
+        edits={
+            _ALERTS: [
+                (
+                    "increase(delta_tracker_follow_errors_total[5m]) > 0",
+                    "delta_tracker_follow_errors_total > 0",
+                ),
+            ],
+        },
+    ),
+    Revert(
+        defect="a quantile of Prometheus is off by more than 9 %",
+        generator="tests/system/test_promtool.py::test_a_quantile_of_prometheus_is_right",
+        edits={"delta_tracker/monitor/sinks/prometheus.py": [("_BOUNDS_PER_OCTAVE = 8", "_BOUNDS_PER_OCTAVE = 4")]},
     ),
 ]

@@ -177,4 +177,20 @@ REVERTS = [
         generator="tests/test_errors.py::test_errors_can_be_sent_to_another_process",
         edits={"delta_tracker/errors.py": [("vars(self), _picklable(self.__cause__)", "vars(self), None")]},
     ),
+    Revert(
+        defect="dense tensors change before the rows of their version",
+        generator="tests/integrations/test_aot_inductor.py::test_dense_tensors_of_a_mapping_change_after_the_last_row",
+        edits={
+            "delta_tracker/predictor/model_writer.py": [
+                (
+                    "        for num_rows in self.applier.write(placements):\n",
+                    (
+                        "        with self.lock.writing(), self.fence.writing():\n"
+                        "            receiver.write_dense(contents)\n"
+                        "        for num_rows in self.applier.write(placements):\n"
+                    ),
+                ),
+            ],
+        },
+    ),
 ]

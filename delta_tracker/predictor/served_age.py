@@ -1,0 +1,69 @@
+"""Age of the rows that a predictor serves, without a request to the store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from delta_tracker.stream.format.manifest import Manifest
+
+_COARSE_SECONDS = 1.0  # S3 truncates modification times to whole seconds
+
+
+class ServedAge:
+    """Estimate of the age of a served version, by the store's clock.
+
+    As in :class:`~delta_tracker.stream.store_clock.StoreClock`, this host's clock is used until the modification times
+    of entries contradict it: the store's time is not before the modification time of an entry that exists, and an entry
+    that did not exist at a look was modified after it. The estimate is exact to the time between two looks, plus one
+    second. The thread that applies versions changes it. Any thread may call the other methods, which never wait.
+
+    Args:
+        clock: function that returns this host's Unix time in seconds.
+        monotonic: function that returns monotonic seconds.
+
+    Attributes:
+        rested: version after which the last look found no entry, and the monotonic time at which the look began; None
+            if it found one.
+        skew_seconds: this host's clock minus the store's; 0 unless the entries contradict this host's clock.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> age = ServedAge(lambda: 1000.0)
+        >>> age.seconds(SimpleNamespace(committed=970.0, merges=None))
+        30.0
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._monotonic = clock, monotonic
+        self._low, self._high = -float("inf"), float("inf")  # bounds of the store's clock minus this host's
+        self.rested: tuple[int, float] | None = None
+        self.skew_seconds = 0.0
+
+    def applied(self, manifest: Manifest) -> None:
+        """Compare this host's clock with the time at which an applied version was committed."""
+        modified, rested = manifest.modified, self.rested
+        if modified is None or manifest.merges is not None:
+            return
+        now = self._clock()
+        low = modified - now
+        self._low = max(self._low, low)
+        if rested is not None and rested[0] == manifest.version - 1:
+            looked = now - (self._monotonic() - rested[1])
+            self._high = min(self._high, modified + _COARSE_SECONDS - looked)
+        if self._low > self._high:  # a clock was set
+            self._low, self._high = low, float("inf")
+        self.skew_seconds = 0.0 - min(max(0.0, self._low), self._high)
+
+    def seconds(self, manifest: Manifest) -> float:
+        """Return the time since the commit of a version; for a merged one, since the cut of its last version.
+
+        It is 0 if it were negative. If a mirror copied the entry, it is the time since the copy.
+        """
+        since = manifest.committed if manifest.merges is None else min(manifest.cut, manifest.committed)
+        return max(0.0, self._clock() - self.skew_seconds - since)
+
+    def event_seconds(self, manifest: Manifest) -> float | None:
+        """Return the time since the event time of a version, at least 0; None if it has none."""
+        event_time = manifest.event_time
+        return None if event_time is None else max(0.0, self._clock() - self.skew_seconds - event_time)
