@@ -179,9 +179,9 @@ class StreamCursor:
 
         Call this method if :meth:`next` returns None. If the pointer object shows no newer version, and the log has the
         last applied entry, nothing is listed: retention deletes in ascending order, so the next entry was not deleted.
-        Retention keeps claims, so that a claim does not prove this. Over http, a pointer to the last applied entry is
-        enough. Otherwise the entries from the last applied one on
-        are listed, and :attr:`has_listed` is True.
+        Retention keeps claims, so that a claim proves this only with an entry before it, see
+        :meth:`StreamLog.is_surely_newest`. Over http, a pointer to the last applied entry is enough. Otherwise the
+        entries from the last applied one on are listed, and :attr:`has_listed` is True.
 
         Raises:
             MissingVersionError: if the log has versions after the missing entry.
@@ -197,7 +197,8 @@ class StreamCursor:
             if not self.log.is_listed and (pointer.version, pointer.xxh3) == (held.version, held.xxh3):
                 return
             own = self.log.read(held.version)
-            if own is not None and own.xxh3 == held.xxh3 and own.kind != "claim":
+            is_own = own is not None and own.xxh3 == held.xxh3
+            if own is not None and is_own and (own.kind != "claim" or self.log.is_surely_newest(own)):
                 return
         self.has_listed = self.log.is_listed
         versions = self.log.versions(after=held.version - 1)  # a long log has many older entries

@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from typing import Literal
 
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.heartbeat import Heartbeat
+from delta_tracker.stream.pin import Pin
 
-State = Literal["current", "applying", "behind", "stuck", "silent", "pinned", "failing", "elsewhere"]
+State = Literal[
+    "current", "applying", "behind", "stuck", "silent", "pinned", "unpinned", "waiting", "failing", "elsewhere"
+]
+_PIN_SECONDS = 10.0  # predictors look for pins every 6.25 seconds or more often
 _MIN_LOOKS = 3
+_VERSIONS = re.compile(r"(\d{1,18}) versions", re.ASCII)  # Canary.text
+_SECONDS = re.compile(r"(\d{1,18}(?:\.\d{1,18})?(?:e[+-]?\d{1,3})?) seconds", re.ASCII)
 
 
-def evaluate(beat: Heartbeat, seconds_since: float, head: Manifest, *, pin: int = 0) -> State:
+def evaluate(beat: Heartbeat, seconds_since: float, head: Manifest, *, order: Pin | None = None) -> State:
     """Return the state of a predictor.
 
     ``silent``: three heartbeats, or as many seconds as the window has, are missing. ``elsewhere``: its version belongs
-    to another stream. ``pinned``: it has followed the pin that applies. ``failing``: it has an error, is behind the
-    newest version, and its version did not move in the window. ``current``: a heartbeat had no lag, or the version is
-    the newest. ``stuck``: it lags, and its version did not move. ``behind``: its version moves, but the lag never
-    falls. ``applying``: otherwise, and with fewer than three heartbeats.
+    to another stream. ``pinned``: it has followed the pin that applies. ``unpinned``: for ten seconds it has had a
+    version that was committed after that pin, so it does not follow pins. ``waiting``: it is a canary without an error
+    that stays below the version of a release, because its distance from the newest version does not allow that version
+    yet. ``failing``: it has an error, is behind the newest version, and its version did not move in the window.
+    ``current``: a heartbeat had no lag, or the version is the newest. ``stuck``: it lags, and its version did not move.
+    ``behind``: its version moves, but the lag never falls. ``applying``: otherwise, and with fewer than three
+    heartbeats. The lag of a canary whose version moves counts from its distance in versions.
 
     Args:
         beat: last heartbeat.
         seconds_since: age of the heartbeat in seconds, by the store's clock.
         head: newest entry of the stream.
-        pin: counter of the pin that applies, 0 if none.
+        order: newest pin or release of the stream; None if there is none. One of another stream is ignored.
 
     Example:
         >>> from delta_tracker.stream.log import StreamLog
@@ -41,9 +51,33 @@ def evaluate(beat: Heartbeat, seconds_since: float, head: Manifest, *, pin: int 
         return "silent"
     if beat.stream is not None and beat.stream != head.stream:
         return "elsewhere"
-    if pin and beat.pin == pin:
-        return "pinned"
+    if order is not None and order.stream == head.stream:
+        if order.kind == "pin" and beat.pin == order.counter:
+            return "pinned"
+        if order.kind == "pin" and _is_above(order, beat):
+            return "unpinned"
+        if order.kind == "release" and _waits_after(order, beat, head):
+            return "waiting"
     return "applying" if len(beat.window) < _MIN_LOOKS else _progress(beat, head)
+
+
+def _is_above(pin: Pin, beat: Heartbeat) -> bool:
+    """Return True if a predictor has had a version above a pin for longer than it takes to find the pin."""
+    return any(age >= _PIN_SECONDS and version is not None and version > pin.bad for age, version, _ in beat.window)
+
+
+def _waits_after(release: Pin, beat: Heartbeat, head: Manifest) -> bool:
+    """Return True if a canary applies no version because it may not apply the one of a release yet.
+
+    The versions between the canary's version and the release may be bad, so the canary applies none of them.
+    """
+    if beat.canary is None or beat.error is not None or beat.version is None or beat.pin >= release.counter:
+        return False
+    if beat.version >= release.version or len({version for _, version, _ in beat.window}) > 1:
+        return False  # it moves: it is above the release, or does not follow pins
+    if (seconds := _SECONDS.fullmatch(beat.canary)) is not None:
+        return head.created < release.time + float(seconds[1])  # the snapshot is older than its release
+    return head.version < release.version + _distance(beat)
 
 
 def _progress(beat: Heartbeat, head: Manifest) -> State:
@@ -55,7 +89,7 @@ def _progress(beat: Heartbeat, head: Manifest) -> State:
     known = [lag for lag in lags if lag is not None]
     if beat.error is not None and not has_moved:
         return "failing"
-    if 0 in lags:
+    if 0 in lags or (has_moved and known and min(known) <= _distance(beat)):
         return "current"
     if beat.canary is not None and not has_moved and known and known[-1] <= known[0]:
         return "current"  # no version came, so the canary had none to apply
@@ -63,3 +97,9 @@ def _progress(beat: Heartbeat, head: Manifest) -> State:
         return "stuck"
     falls = len(known) < len(lags) or any(later < earlier for earlier, later in pairwise(known))
     return "applying" if falls else "behind"
+
+
+def _distance(beat: Heartbeat) -> int:
+    """Return the number of versions that a predictor keeps from the newest one; 0 if it is no canary of versions."""
+    found = _VERSIONS.fullmatch(beat.canary or "")
+    return 0 if found is None else int(found[1])

@@ -101,6 +101,21 @@ def leave_heartbeat(storage: Storage, beat: Heartbeat) -> None:
     storage.replace(heartbeat_path(beat.name), json.dumps(fields).encode())
 
 
+@dataclass(slots=True)
+class _Target:
+    """Store for the heartbeats of a predictor, and their schedule there.
+
+    Args:
+        storage: the store.
+        due: time of the next heartbeat, by ``time.monotonic``.
+        num_failures: number of consecutive failures.
+    """
+
+    storage: Storage
+    due: float = 0.0
+    num_failures: int = 0
+
+
 class Pulse:
     """Writer of one predictor's heartbeats. It does not raise errors of the store.
 
@@ -113,25 +128,27 @@ class Pulse:
         name: name of the predictor.
         seconds: time between two heartbeats.
 
-    Attributes:
-        storage: store to which the next heartbeat is written.
-
     Raises:
         InvalidArgumentError: if the name is invalid.
     """
 
     def __init__(self, storage: Storage, name: str, seconds: float = 5.0) -> None:
         check_name(name)
-        self.storage = storage
+        self._target = _Target(storage)
         self._name = name
         self._seconds = seconds
-        self._next = 0.0
-        self._num_failures = 0  # in a row
         self._looks: deque[tuple[float, int | None, int | None]] = deque(maxlen=_WINDOW)  # with monotonic times
 
     def is_due(self) -> bool:
         """Return True if it is time for the next heartbeat."""
-        return time.monotonic() >= self._next
+        return time.monotonic() >= self._target.due
+
+    def move_to(self, storage: Storage) -> None:
+        """Write the next heartbeats to another store. The first one is due immediately, also after failures.
+
+        A heartbeat that another thread is writing to the former store does not delay it.
+        """
+        self._target = _Target(storage)
 
     def leave(self, **fields: Any) -> None:  # noqa: ANN401  fields of a Heartbeat
         """Write a heartbeat, except to a local directory without a log: it has no stream.
@@ -141,27 +158,27 @@ class Pulse:
         Args:
             **fields: fields of the :class:`Heartbeat`, except ``name``, ``time``, ``host``, ``seconds`` and ``window``.
         """
-        now = time.monotonic()
-        self._next = now + self._seconds
+        target, now = self._target, time.monotonic()
+        target.due = now + self._seconds
         self._looks.append((now, fields["version"], fields["lag_versions"]))
         window = tuple((now - then, version, lag) for then, version, lag in self._looks)
         try:
-            if not self.storage.has_directory("log"):
+            if not target.storage.has_directory("log"):
                 return
-            self.storage = self.storage.reopened()
+            target.storage = target.storage.reopened()
             own: dict[str, Any] = {"host": socket.gethostname()[:_MAX_HOST], "seconds": self._seconds, "window": window}
-            leave_heartbeat(self.storage, Heartbeat(name=self._name, time=time.time(), **(own | fields)))
+            leave_heartbeat(target.storage, Heartbeat(name=self._name, time=time.time(), **(own | fields)))
         except StorageError as error:
             if fields["stream"] is None:
                 return  # a predictor may start before the stream's directory exists
-            if not self._num_failures:
+            if not target.num_failures:
                 _logger.warning("could not write the predictor's heartbeat: %s", error)
-            self._num_failures = min(self._num_failures + 1, _MAX_FAILURES)
-            self._next = time.monotonic() + min(_MAX_PAUSE_SECONDS, self._seconds * 2**self._num_failures)
+            target.num_failures = min(target.num_failures + 1, _MAX_FAILURES)
+            target.due = time.monotonic() + min(_MAX_PAUSE_SECONDS, self._seconds * 2**target.num_failures)
         else:
-            if self._num_failures:
+            if target.num_failures:
                 _logger.warning("the predictor's heartbeat is written again: name=%s", self._name)
-            self._num_failures = 0
+            target.num_failures = 0
 
 
 @dataclass(frozen=True, slots=True)

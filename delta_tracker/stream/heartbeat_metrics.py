@@ -12,7 +12,7 @@ from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.polled_stats import Source
 from delta_tracker.monitor.stat import Gauge
 from delta_tracker.stream.heartbeat import SeenHeartbeat, see_heartbeats
-from delta_tracker.stream.storage.storage import Storage, open_storage
+from delta_tracker.stream.storage.storage import Location, Storage, open_storage
 from delta_tracker.stream.store_clock import StoreClock, skew_problem
 
 _logger = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ _NS_PER_SECOND = 10**9
 _LIMIT = 4096  # heartbeats that are read at each collection, newest first
 
 
-def show_heartbeats(url: str | Storage, monitor: Monitor | None = None, *, gone_seconds: float = GONE_SECONDS) -> None:
+def show_heartbeats(url: Location, monitor: Monitor | None = None, *, gone_seconds: float = GONE_SECONDS) -> None:
     """Export the heartbeats of a stream's predictors as the built-in gauges ``heartbeat_*``.
 
     At each collection of metrics, a thread of the monitor reads the heartbeats, so training does not wait. A failed

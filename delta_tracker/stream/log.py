@@ -48,7 +48,8 @@ from delta_tracker.stream.format.manifest import Fork, Link, Manifest
 from delta_tracker.stream.format.parse import parse_manifest
 from delta_tracker.stream.interruption import sleep
 from delta_tracker.stream.log_index import ListedIndex, LogIndex, PointedIndex
-from delta_tracker.stream.pointer import HeadPointer, PointerView
+from delta_tracker.stream.pin import has_deletions
+from delta_tracker.stream.pointer import HeadPointer, PointerView, read_pointer
 from delta_tracker.stream.storage.storage import Storage, Transfer, back_off
 
 __all__ = ["MAX_ENTRY_BYTES", "Claim", "Merged", "StreamLog", "entry_name", "generation_error", "part_name"]
@@ -58,6 +59,7 @@ _ALTERATIONS = 3  # consecutive altered claims that are created; each stays in t
 _REFUSALS = 5  # attempts at one name that the store refuses, although its listing does not show the name
 _MAX_REFUSED = 16  # malformed entries that are remembered
 MAX_ENTRY_BYTES = 64 << 20  # a manifest has about 300 bytes per rank and table
+_MAX_GUARDS = 32  # consecutive claims, and entries before them, that are read to find another entry
 _PROBE_SECONDS = 10.0  # after which a reader over http asks for an entry that the pointer does not show
 _DOUBT_SECONDS = 10.0  # between two reads of an entry past the caches
 _SPREAD_SECONDS = 1.0  # readers that meet the same fault of a cache spread their requests over this time
@@ -78,6 +80,7 @@ class StreamLog:
         self.is_listed = storage.lists
         self.pointer = PointerView(storage)
         self._index: LogIndex = ListedIndex(storage) if self.is_listed else PointedIndex(self.pointer)
+        self._known = -1  # newest version that was read or listed; a hint, because the store may be replaced
         self._awaited: tuple[int, float] | None = None  # version of may_have(), and monotonic time to ask for it
         self._doubted: tuple[str, float] | None = None  # entry read past the caches last, and the monotonic time
         self._parsed: tuple[str, Manifest] | None = None  # name and manifest of the entry that was read last
@@ -127,11 +130,16 @@ class StreamLog:
             after = pointed
         if after < 0:
             return max(self.versions(after=after), default=after)
+        present = self._last_present(after + 1) if self._has(after + 1) else after
+        if present == after > pointed and not self._has(after):
+            return max(self.versions(after=after), default=after)  # retention may have deleted both entries
+        return present
+
+    def _last_present(self, after: int) -> int:
+        """Return a version from ``after`` on that has no successor, and that exists if it is not ``after``."""
         present, step = after, 1
         while self._has(after + step):
             present, step = after + step, 2 * step
-        if present == after > pointed and not self._has(after):
-            return max(self.versions(after=after), default=after)  # retention may have deleted both entries
         missing = after + step
         while missing - present > 1:
             middle = (present + missing) // 2
@@ -158,8 +166,10 @@ class StreamLog:
         manifest = self._read(name)
         if manifest is not None and (manifest.version != version or manifest.merges is not None):
             raise MalformedError(name, f"it is the entry of version {manifest.version}, merged: {manifest.merges}")
-        if manifest is not None and not self.is_listed:
-            self._index.saw(manifest)
+        if manifest is not None:
+            self._known = max(self._known, version)
+            if not self.is_listed:
+                self._index.saw(manifest)
         return manifest
 
     def versions(self, *, after: int = -1) -> list[int]:
@@ -170,7 +180,9 @@ class StreamLog:
         Raises:
             StorageError: if the store cannot be listed.
         """
-        return list(self.listed(after=after))
+        versions = self._index.versions(after)
+        self._known = max(versions[-1:], default=self._known)
+        return versions
 
     def listed(self, *, after: int = -1) -> dict[int, float]:
         """Return the versions above ``after``, ascending, with the modification times of their entries in Unix seconds.
@@ -182,6 +194,11 @@ class StreamLog:
     def head(self) -> Manifest | None:
         """Return the newest entry, None if the store is empty.
 
+        The search begins at the newest version that is known from the pointer or an earlier call, so its time does not
+        depend on the length of the log. An object store is listed from there on. In a local directory, which can only
+        be listed as a whole, successive names are looked up. The whole log is listed if no version is known, or if an
+        entry that was found may not be the newest one because retention may have deleted the next one.
+
         Raises:
             MalformedError: if an entry does not follow the format.
             StaleCacheError: if the store is read over http, and the entry is not the one of the pointer.
@@ -190,6 +207,27 @@ class StreamLog:
         if not self.is_listed:
             pointer = self.pointer.newest()
             return None if pointer is None else self._pointed_head(pointer)
+        return self._known_head() or self._listed_head()
+
+    def _known_head(self) -> Manifest | None:
+        """Return the newest entry, found from a known version on; None if only a whole listing shows it."""
+        pointer = read_pointer(self.storage)  # not the view, which would not look again for a second if it is missing
+        known = max(self._known, -1 if pointer is None else pointer.version)
+        if known < 0:
+            return None
+        if self.storage.lists_from:
+            versions = self.versions(after=known - 1)
+            return self.read(versions[-1]) if versions else None
+        if not self._has(known):
+            return None
+        try:
+            head = self.read(self._last_present(known))
+        except MalformedError:
+            return None
+        return head if head is not None and self.is_surely_newest(head) else None
+
+    def _listed_head(self) -> Manifest | None:
+        """Return the newest entry by a listing of the whole log, None if the store is empty."""
         while versions := self.versions():
             head = self.read(versions[-1])
             if head is not None:
@@ -308,8 +346,50 @@ class StreamLog:
                     return manifest
         return None
 
+    def is_surely_newest(self, entry: Manifest) -> bool:
+        """Return True if an entry is the newest one, as far as single requests to a local directory can show it.
+
+        The next name must be free, and never have been used. Retention deletes in ascending order, except that it keeps
+        each claim and the entry before it. So if any other entry at or below ``entry`` is still there, nothing above it
+        was deleted. A power loss can undo some deletions of a pass that was interrupted. Its announcement remains, so
+        the result is False while there is one.
+
+        Returns:
+            False if the entry is not the newest, or may not be, and always if the store is not a local directory.
+
+        Raises:
+            StorageError: if the store cannot be read.
+        """
+        if self.storage.lists_from or not self.is_listed or self._has(entry.version + 1):
+            return False
+        return self._follows_deletable(entry) and not has_deletions(self.storage)
+
+    def _follows_deletable(self, entry: Manifest) -> bool:
+        """Return True if ``entry``, or one before it in the log, is still there, though retention need not keep it.
+
+        The parent of ``entry`` must be there, too: without it, ``entry`` may be late, at a name that was freed.
+        """
+        after: Manifest | None = None
+        link: Link | None = entry.link
+        is_deletable = False
+        try:
+            for _ in range(_MAX_GUARDS):
+                found = None if link is None else self.read(link.version)
+                if found is None or found.link != link:
+                    return False
+                is_deletable |= found.kind != "claim" and (after is None or after.kind != "claim")
+                if is_deletable and after is not None:
+                    return True
+                after, link = found, found.parent
+        except MalformedError:  # altered on the way to the store
+            return False
+        return False
+
     def is_committed(self, entry: Manifest) -> bool:
-        """Return True if an entry that was read is part of the log. Lists the log, or reads the pointer over http.
+        """Return True if an entry that was read is part of the log.
+
+        Lists the log above the entry, or reads the pointer over http. A local directory is listed only if
+        :meth:`is_surely_newest` returns False.
 
         Use this method for claims. A publisher that read the head long ago may have given its claim the name of an
         entry that retention has since deleted. The log then continues above the claim, and no entry names the claim as
@@ -320,8 +400,11 @@ class StreamLog:
             MalformedError: if the next entry does not follow the format.
             StorageError: if the store cannot be read.
         """
+        following = None if self.storage.lists_from else self.read(entry.version + 1)
+        if following is None and self.is_surely_newest(entry):
+            return True
         # List first, so that an entry committed between the two calls does not look like a gap.
-        if not self.versions(after=entry.version):
+        if following is None and not self.versions(after=entry.version):
             return True
         following = self.read(entry.version + 1)
         if following is None and not self.is_listed:
@@ -366,8 +449,9 @@ class StreamLog:
         refused, name = 0, ""
         altered: Manifest | None = None  # own claim whose bytes were altered on the way
         num_altered = 0  # consecutive altered claims
-        for _ in range(_CLAIM_ATTEMPTS):
-            head = altered or self.head()
+        for attempt in range(_CLAIM_ATTEMPTS):
+            # A second attempt lists the log, in case entries are missing that retention has not deleted.
+            head = altered or (self._listed_head() if attempt else self.head())
             if altered is None and head is not None and (head.kind, head.writer) == ("claim", writer):
                 adopted = self._adopted(head)
                 if adopted is not None:

@@ -15,6 +15,9 @@ _MAX_POINTED = 1 << 20  # versions that a pointed index returns: a forged pointe
 class LogIndex(Protocol):
     """Knowledge of which entries a log has."""
 
+    def versions(self, after: int) -> list[int]:
+        """Return the versions above ``after``, ascending."""
+
     def listed(self, after: int) -> dict[int, float]:
         """Return the versions above ``after``, ascending, with their modification times in Unix seconds."""
 
@@ -34,6 +37,15 @@ class ListedIndex:
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
+
+    def versions(self, after: int) -> list[int]:
+        """Return the versions above ``after``, ascending.
+
+        Raises:
+            StorageError: if the store cannot be listed.
+        """
+        found = self._storage.names("log", after=entry_name(after) if after >= 0 else None)
+        return [int(match[1]) for match in map(ENTRY_NAME.fullmatch, found) if match is not None]
 
     def listed(self, after: int) -> dict[int, float]:
         """Return the versions above ``after``, ascending, with the modification times of their entries.
@@ -69,6 +81,10 @@ class PointedIndex:
 
     def __init__(self, pointer: PointerView) -> None:
         self._pointer = pointer
+
+    def versions(self, after: int) -> list[int]:
+        """Return the versions above ``after``, as :meth:`listed` does."""
+        return list(self.listed(after))
 
     def listed(self, after: int) -> dict[int, float]:
         """Return the versions above ``after`` from the oldest to the newest one of the pointer.

@@ -36,7 +36,7 @@ from delta_tracker.stream.format.manifest import Manifest, Part, Stored
 from delta_tracker.stream.format.parse import parse_manifest
 from delta_tracker.stream.format.part_reader import check_object
 from delta_tracker.stream.log import MAX_ENTRY_BYTES, Merged, StreamLog, entry_name
-from delta_tracker.stream.maintenance.retention import Retention, retain
+from delta_tracker.stream.maintenance.retention import Retained, Retention, RetentionPasses
 from delta_tracker.stream.pin import Pin, newest_pin
 from delta_tracker.stream.pointer_writer import PointerWriter
 from delta_tracker.stream.storage.storage import Storage
@@ -97,7 +97,7 @@ class Mirror:
         # A cache may have an old 404, or an entry of a stream that was replaced; nothing would detect a wrong last one.
         self._entries = source.uncached
         self._from, self._to = StreamLog(self._entries), StreamLog(destination)
-        self._retention = retention
+        self._passes = None if retention is None else RetentionPasses(self._to, retention)
         self._memory_bytes = memory_bytes
         self._pointer_seconds = pointer_seconds
         self._pointer: PointerWriter | None = None
@@ -250,10 +250,10 @@ class Mirror:
             if is_due or now - self._pinned_at >= _PIN_SECONDS:
                 self._pinned_at = now
                 self.copy_pins()
-            if self._retention is not None and self._num_copied >= (1 if is_due else _RETENTION_ENTRIES):
+            if self._passes is not None and self._num_copied >= (1 if is_due else _RETENTION_ENTRIES):
                 self._num_copied = 0
-                retain(self._to, self._retention)
-                self._rescan()
+                if self._passes.run() != Retained():
+                    self._rescan()
         except MalformedError as error:  # a later pass may succeed
             _logger.warning("merged entries, pins or the retention were skipped: %s", error)
 

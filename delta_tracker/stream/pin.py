@@ -187,6 +187,15 @@ def end_deletions(storage: Storage, name: str) -> None:
     storage.delete(name)
 
 
+def has_deletions(storage: Storage) -> bool:
+    """Return True if a retention pass may be deleting entries, or was interrupted and has not been cleaned up yet.
+
+    Raises:
+        StorageError: if the store cannot be listed.
+    """
+    return bool(storage.names(_DELETIONS))
+
+
 def running_deletions(storage: Storage, *, now: float) -> list[Deletions]:
     """Return the announcements of all retention passes that run, or were interrupted in the last hour.
 

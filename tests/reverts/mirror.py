@@ -179,4 +179,16 @@ REVERTS = [
             ],
         },
     ),
+    Revert(
+        defect="a mirror copies nothing if the path of a pin is not complete",
+        generator="tests/stream/test_mirror.py::test_a_mirror_starts_above_a_pin_whose_path_is_not_complete",
+        edits={
+            "delta_tracker/stream/mirror.py": [
+                (
+                    "        except (MissingVersionError, NoSnapshotError, InvalidArgumentError) as error:\n",
+                    "        except (NoSnapshotError, InvalidArgumentError) as error:\n",
+                ),
+            ],
+        },
+    ),
 ]

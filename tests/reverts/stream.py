@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from tests.reverts.revert import Revert
 
+_RETENTION = "delta_tracker/stream/maintenance/retention.py"
+_PASSES = (
+    "tests/stream/test_retention_passes.py::"
+    "test_passes_of_one_process_delete_what_separate_ones_delete_within_the_grace"
+)
+
 REVERTS = [
     Revert(
         defect="a publisher's clock decides what retention deletes",
@@ -62,7 +68,7 @@ REVERTS = [
         edits={
             "delta_tracker/cli/times.py": [
                 (
-                    "        self._last = max(self._last, manifest.created - self._offset)\n",
+                    "        self._last = max(self._last, now)\n",
                     "        self._last = manifest.created\n",
                 ),
             ],
@@ -118,7 +124,7 @@ REVERTS = [
         generator="tests/stream/test_heartbeat.py::test_a_heartbeat_never_creates_a_stream",
         edits={
             "delta_tracker/stream/heartbeat.py": [
-                ('            if not self.storage.has_directory("log"):\n                return\n', ""),
+                ('            if not target.storage.has_directory("log"):\n                return\n', ""),
             ],
         },
     ),
@@ -185,7 +191,7 @@ REVERTS = [
         edits={
             "delta_tracker/stream/log.py": [
                 ("            if refused == _REFUSALS:\n", "            if refused < 0:\n"),
-                ("        for _ in range(_CLAIM_ATTEMPTS):\n", "        while True:\n"),
+                ("for attempt in range(_CLAIM_ATTEMPTS):", "for attempt in iter(int, 1):"),
                 ("            back_off(refused + 1)\n", ""),
             ],
         },
@@ -295,7 +301,7 @@ REVERTS = [
         generator="tests/stream/test_upkeep.py::test_versions_are_removed_although_the_compaction_before_fails",
         edits={
             "delta_tracker/stream/maintenance/upkeep.py": [
-                ("            self._fail(step, error)\n        else:", "            raise\n        else:"),
+                ("            self._fail(step, error)\n            return True\n", "            raise\n"),
             ],
         },
     ),
@@ -342,5 +348,109 @@ REVERTS = [
         defect="a malformed entry is parsed at each read",
         generator="tests/stream/test_log.py::test_a_malformed_entry_is_parsed_once_however_often_it_is_read",
         edits={"delta_tracker/stream/log.py": [("maxlen=_MAX_REFUSED", "maxlen=0")]},
+    ),
+    Revert(
+        defect="the start of a publisher and a predictor lists the whole log",
+        generator="tests/stream/test_known_head.py::test_no_operation_lists_a_log_with_a_pointer_whatever_its_length",
+        edits={
+            "delta_tracker/stream/log.py": [
+                ("return self._known_head() or self._listed_head()", "return self._listed_head()"),
+            ],
+        },
+    ),
+    Revert(
+        defect="the check for a gap at a claim lists the whole log",
+        generator="tests/stream/test_known_head.py::test_no_operation_lists_a_log_with_a_pointer_whatever_its_length",
+        edits={
+            "delta_tracker/stream/cursor.py": [
+                ('(own.kind != "claim" or self.log.is_surely_newest(own))', 'own.kind != "claim"'),
+            ],
+        },
+    ),
+    Revert(
+        defect="an entry that retention keeps below a gap is the newest",
+        generator="tests/stream/test_known_head.py::test_an_entry_that_retention_keeps_below_a_gap_is_not_the_newest",
+        edits={
+            "delta_tracker/stream/log.py": [
+                ("self._follows_deletable(entry) and not has_deletions", "not has_deletions"),
+            ],
+        },
+    ),
+    Revert(
+        defect="an entry whose deletion a power loss has undone is the newest",
+        generator="tests/stream/test_known_head.py::"
+        "test_entries_whose_deletion_a_power_loss_has_undone_are_not_the_newest",
+        edits={
+            "delta_tracker/stream/log.py": [(" and not has_deletions(self.storage)", "")],
+        },
+    ),
+    Revert(
+        defect="a late entry in a directory proves its own place in the log",
+        generator="tests/stream/test_sleepers.py::test_no_late_entry_counts_in_a_directory_either",
+        edits={
+            "delta_tracker/stream/log.py": [("if is_deletable and after is not None:", "if is_deletable:")],
+        },
+    ),
+    Revert(
+        defect="a retention pass that deletes nothing reads the whole log",
+        generator="tests/stream/test_retention_passes.py::test_a_pass_that_deletes_nothing_reads_only_new_entries",
+        edits={_RETENTION: [("            self._left = left\n", "")]},
+    ),
+    Revert(
+        defect="the bytes of versions since the last pass do not count",
+        generator=_PASSES,
+        edits={_RETENTION: [("            self.num_bytes += entry.total_bytes\n", "")]},
+    ),
+    Revert(
+        defect="snapshots since the last pass are not known to retention",
+        generator=_PASSES,
+        edits={_RETENTION: [('            if entry.kind == "snapshot":\n', "            if False:\n")]},
+    ),
+    Revert(
+        defect="merged entries that another one covers stay until the next full pass",
+        generator=_PASSES,
+        edits={_RETENTION: [(" or bool(_superseded(held, start, before))", "")]},
+    ),
+    Revert(
+        defect="a retention pass does not notice that the log was replaced",
+        generator="tests/stream/test_retention_passes.py::test_a_replaced_log_is_read_anew",
+        edits={
+            _RETENTION: [
+                (
+                    "there is None or (there.stream, there.link) != (self.head.stream, self.head.link)",
+                    "there is None",
+                ),
+                ("(entry.stream, entry.parent) != (self.head.stream, self.head.link)", "False"),
+            ]
+        },
+    ),
+    Revert(
+        defect="entries that another process deletes end the log for later passes",
+        generator="tests/stream/test_retention_passes.py::"
+        "test_entries_that_another_process_deletes_do_not_end_the_log_for_later_passes",
+        edits={
+            _RETENTION: [
+                (
+                    "if not log.is_surely_newest(self.head) and log.versions(after=self.head.version):",
+                    "if False:",
+                )
+            ]
+        },
+    ),
+    Revert(
+        defect="a retention pass forgets a snapshot right before a claim",
+        generator=_PASSES,
+        edits={
+            _RETENTION: [
+                (
+                    "first = min(kept)",
+                    "first = min([each for each in kept if each not in held.guards()] or [max(kept)])",
+                ),
+                (
+                    "snapshots=[(version, each.committed) for version, each in kept.items()",
+                    "snapshots=[(version, each.committed) for version, each in kept.items() if version >= first",
+                ),
+            ]
+        },
     ),
 ]

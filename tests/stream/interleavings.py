@@ -12,6 +12,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -55,10 +56,15 @@ class Choices:
 
 
 class TrueStorage(Storage):
-    """Objects in a dictionary; calls ``before_each`` before each operation and records which entries are committed."""
+    """Objects in a dictionary; calls ``before_each`` before each operation and records which entries are committed.
 
-    def __init__(self) -> None:
+    Args:
+        lists_from: False for a store that can only be listed as a whole, like a directory.
+    """
+
+    def __init__(self, *, lists_from: bool) -> None:
         super().__init__("memory://")
+        self._lists_from = lists_from
         self.data: dict[str, bytes] = {}
         self.truth: dict[int, bytes] = {}
         self.before_each: Callable[[], None] = lambda: None
@@ -93,6 +99,10 @@ class TrueStorage(Storage):
         self.before_each()
         return len(self.data[name]) if name in self.data else None
 
+    @property
+    def lists_from(self) -> bool:
+        return self._lists_from
+
     def objects(self, prefix: str, *, after: str | None = None) -> list[StoredObject]:
         self.before_each()
         names = sorted(name for name in self.data if name.startswith(prefix + "/") and name > (after or ""))
@@ -110,12 +120,12 @@ class World:
     # claim and may sleep or die as well.
     HISTORIES = ("csddr", "sddr", "dccsdr", "cdr", "dsdrcsdr", "bsddr", "cbsdr")
 
-    def __init__(self, choose: Choices, *, max_sleeps: int, is_old: bool) -> None:
+    def __init__(self, choose: Choices, *, max_sleeps: int, is_old: bool, is_directory: bool) -> None:
         self.choose = choose
         self.max_sleeps = max_sleeps
         self.histories = self.HISTORIES
         self.is_old = is_old  # the former retention, which removes claims too
-        self.storage = TrueStorage()
+        self.storage = TrueStorage(lists_from=not is_directory)
         self.log = StreamLog(self.storage)
         self.owner = self.log.claim()
         self.owner.commit(_draft("snapshot"))
@@ -249,13 +259,13 @@ def _listed(found: Manifest | list[Manifest] | None) -> list[Manifest]:
     return found if isinstance(found, list) else [] if found is None else [found]
 
 
-def explore(program: str, *, max_sleeps: int = 1, is_old: bool = False) -> int:
+def explore(program: str, *, max_sleeps: int = 1, is_old: bool = False, is_directory: bool = False) -> int:
     """Run a program of :class:`World` with all choices; return the number of runs."""
     given: list[int] | None = []
     count = 0
     while given is not None:
         choices = Choices(given)
-        world = World(choices, max_sleeps=max_sleeps, is_old=is_old)
+        world = World(choices, max_sleeps=max_sleeps, is_old=is_old, is_directory=is_directory)
         try:
             with mock.patch.object(
                 log, "parse_manifest", functools.cache(parse_manifest)
@@ -272,5 +282,6 @@ def explore(program: str, *, max_sleeps: int = 1, is_old: bool = False) -> int:
 
 if __name__ == "__main__":
     for program in ("commit", "claim"):
-        for is_old in (False, True):
-            print(program, "old" if is_old else "new", explore(program, max_sleeps=int(sys.argv[1]), is_old=is_old))
+        for is_old, is_directory in product((False, True), repeat=2):
+            count = explore(program, max_sleeps=int(sys.argv[1]), is_old=is_old, is_directory=is_directory)
+            print(program, "old" if is_old else "new", "directory" if is_directory else "bucket", count)

@@ -16,7 +16,9 @@ from delta_tracker.errors import InvalidArgumentError, NoSnapshotError, StorageE
 from delta_tracker.stream import heartbeat as heartbeat_module
 from delta_tracker.stream.heartbeat import Heartbeat, Pulse, leave_heartbeat, read_heartbeats
 from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.mirror import Mirror
 from delta_tracker.stream.storage.storage import Storage
+from tests.predictor.serving import Flaky
 from tests.stream.streams import FQN, Writer
 
 _BEAT = Heartbeat(
@@ -191,6 +193,47 @@ def test_heartbeats_to_a_store_that_fails_become_rare(clock: _Clock, monkeypatch
     storage.delete("predictors/p.json")
     beat_for(10)
     assert len(read_heartbeats(storage)) == 1, "the usual interval applies again"
+
+
+def test_the_first_heartbeat_after_a_failover_is_not_late(clock: _Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = Writer(Flaky("memory://"))
+    writer.snapshot()
+    other = Storage("memory://")
+    Mirror(writer.storage, other).step()
+    predictor = Predictor(writer.model(), [writer.storage, other], name="p")
+    predictor.sync()
+
+    def refuse(name: str, data: bytes) -> None:
+        raise StorageError("memory://", "down")
+
+    monkeypatch.setattr(writer.storage, "replace", refuse)
+    for _ in range(3600):
+        clock.seconds += 1
+        predictor._beat()
+    writer.storage.is_down = lambda _: True
+    with pytest.raises(StorageError):
+        predictor.sync()
+    predictor.sync()  # at the other store
+    (beat,) = read_heartbeats(other)
+    assert (beat.name, beat.version) == ("p", 1)
+
+
+def test_a_heartbeat_to_the_former_store_does_not_delay_the_next(
+    clock: _Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {key: value for key, value in _FIELDS.items() if key not in ("name", "time")}
+    former, later = Storage("memory://"), Storage("memory://")
+    pulse = Pulse(former, "p")
+
+    def refuse(name: str, data: bytes) -> None:
+        pulse.move_to(later)  # as another thread does during the request
+        raise StorageError("memory://", "down")
+
+    monkeypatch.setattr(former, "replace", refuse)
+    pulse.leave(**fields)
+    assert pulse.is_due()
+    pulse.leave(**fields)
+    assert len(read_heartbeats(later)) == 1
 
 
 def test_a_predictor_that_starts_before_its_stream_warns_of_nothing(clock: _Clock, caplog, tmp_path: Path) -> None:

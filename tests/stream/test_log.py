@@ -513,6 +513,9 @@ def test_a_claim_whose_name_is_unavailable_fails(tmp_path: Path, kind: str) -> N
             found = super().objects(prefix, **options)
             return [each for each in found if kind != "hidden" or not each.name.endswith("2.json")]
 
+        def names(self, prefix: str, **options: Any) -> Any:
+            return [each.name for each in self.objects(prefix, **options)]
+
     storage = Hides(f"file://{tmp_path}", fsync=False)
     writer = Writer(storage)
     writer.snapshot()

@@ -477,6 +477,24 @@ def test_a_mirror_that_starts_while_a_pin_applies_copies_the_path_of_the_pin(wri
     assert torch.equal(table, expected)
 
 
+def test_a_mirror_starts_above_a_pin_whose_path_is_not_complete(
+    writer: Writer, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = StreamLog(writer.storage).versions()[-1]
+    writer.delta([4])
+    writer.snapshot()
+    newest = StreamLog(writer.storage).versions()[-1]
+    pin_version(writer.storage, good)
+    writer.storage.delete(entry_name(good - 1))
+    destination = Prefix(writer.storage)
+    copy(Mirror(writer.storage, destination))
+    assert "cannot follow the pin" in caplog.text
+    assert newest_pin(destination) is None
+    table = torch.zeros(20, 4)
+    assert Predictor({FQN: table}, destination, dense=False, follows_pins=True).sync() == newest
+    assert torch.equal(table, writer.table)
+
+
 def test_the_destination_has_its_own_retention(writer: Writer) -> None:
     destination = Storage("memory://")
     mirror = Mirror(writer.storage, destination, retention=_ALL)

@@ -12,6 +12,7 @@ from delta_tracker.stream.maintenance.retention import Retention, retain
 from tests.predictor.serving import Follower
 from tests.stream.histories import Clock, ClockedStorage, History, Killed
 from tests.stream.interleavings import explore
+from tests.sweeps import SWEEPS_ARE_WHOLE
 
 
 def go_on(history: History, clock: Clock) -> None:
@@ -88,3 +89,19 @@ def test_the_claim_of_a_publisher_that_is_killed_is_never_served() -> None:
 def test_no_late_entry_counts_wherever_a_publisher_sleeps_or_dies(program: str, is_old: bool) -> None:
     """With the former retention, which frees the names of claims too, publishers only sleep and take entries back."""
     assert explore(program, is_old=is_old) > 20
+
+
+@pytest.mark.parametrize(
+    ("program", "is_old"),
+    [
+        ("commit", True),
+        ("claim", True),
+        *(
+            pytest.param(program, False, marks=pytest.mark.skipif(not SWEEPS_ARE_WHOLE, reason="up to a minute"))
+            for program in ("commit", "claim")
+        ),
+    ],
+)
+def test_no_late_entry_counts_in_a_directory_either(program: str, is_old: bool) -> None:
+    """A directory is not listed where single requests show which entry is the newest."""
+    assert explore(program, is_old=is_old, is_directory=True) > 20

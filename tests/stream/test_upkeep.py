@@ -83,7 +83,8 @@ def test_a_failure_is_logged_once_and_cleared_when_a_pass_succeeds(caplog: pytes
 
     storage = Failing("memory://")
     writer = Writer(storage)
-    upkeep = Upkeep(storage, Retention(versions=1), retain_every=1)
+    failures: list[str] = []
+    upkeep = Upkeep(storage, Retention(versions=1), retain_every=1, on_failure=failures.append)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             upkeep.after(writer.snapshot().version)
@@ -92,11 +93,13 @@ def test_a_failure_is_logged_once_and_cleared_when_a_pass_succeeds(caplog: pytes
     assert [record.getMessage() for record in caplog.records] == [
         "upkeep failed, the next pass retries: url=memory:// error=no route for 1.37 s"
     ]
+    assert failures == ["retention"] * 3, "each is reported"
     storage.fails = False
     with caplog.at_level(logging.WARNING):
         upkeep.after(writer.snapshot().version)
         upkeep.close()
     assert upkeep.error is None
+    assert failures == ["retention"] * 3
     assert caplog.messages[1:] == ["upkeep recovered: url=memory://"]
 
 
@@ -111,7 +114,7 @@ def test_a_retention_pass_does_not_clear_the_error_of_a_compaction(caplog: pytes
             super().put(name, buffers)
 
         def objects(self, prefix, *, after=None):
-            if self.fails_list and prefix == "drafts":
+            if self.fails_list and prefix == "merged":
                 raise OSError("no route")
             return super().objects(prefix, after=after)
 

@@ -45,7 +45,12 @@ _DEFLATE_RATIO = 1032  # maximum ratio of deflate: 258 bytes from two bits, http
 
 
 class Encoding(StrEnum):
-    """Encoding of rows in a part. The value of a member is its name in manifests."""
+    """Encoding of rows in a part. The value of a member is its name in manifests.
+
+    Example:
+        >>> Encoding.INT8.width(64)  # bytes of a row of 64 columns: a code per column, a scale and a bias
+        72
+    """
 
     F32 = "F32"
     F16 = "F16"
@@ -64,6 +69,18 @@ class Encoding(StrEnum):
             if stored == dtype and not encoding.is_quantized:
                 return encoding
         raise InvalidArgumentError("dtype", dtype, "Pass float32, float16 or bfloat16")
+
+    @classmethod
+    def named(cls, name: object) -> Encoding:
+        """Return the encoding of a name in capital or small letters, or the encoding itself.
+
+        Raises:
+            InvalidArgumentError: if there is no such encoding.
+        """
+        found = cls.__members__.get(name.upper()) if isinstance(name, str) else None
+        if found is None:
+            raise InvalidArgumentError("encoding", name, f"Pass some of {list(cls.__members__)}")
+        return found
 
     @property
     def dtype(self) -> torch.dtype:

@@ -57,6 +57,8 @@ _logger = logging.getLogger(__name__)
 
 _DELETIONS_PER_LOOK = 100
 _PASS_SECONDS = DELETIONS_SECONDS / 2
+_SCAN_SECONDS = 600.0  # between two passes of RetentionPasses that read every entry
+_SCAN_SHARE = 0.01  # of the time, which these passes take at most
 # Minimum age of a deleted orphan. A part with a version up to the head's must get its entry within this time.
 ORPHAN_SECONDS = 3600.0
 HEARTBEAT_SECONDS = 86_400.0  # predictors and publishers replace their heartbeats every few seconds
@@ -88,6 +90,10 @@ class Retention:
 
     Raises:
         InvalidArgumentError: for an invalid bound, or an ``orphan_seconds`` or ``heartbeat_seconds`` below 3600.
+
+    Example:
+        >>> Retention(versions=500).versions  # for Publisher(..., retention=Retention(versions=500))
+        500
     """
 
     versions: int | None = None
@@ -152,13 +158,132 @@ def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], 
         MalformedError: if an entry does not follow the format; nothing was deleted.
         StorageError: if the store cannot be read, or fails during the pass.
     """
-    log = stream if isinstance(stream, StreamLog) else StreamLog(stream)
+    return _pass(stream if isinstance(stream, StreamLog) else StreamLog(stream), retention, now)[0]
+
+
+class RetentionPasses:
+    """Retention passes of a process that runs many of them over one log. Not thread-safe.
+
+    A pass of :func:`retain` reads every entry and lists every part, so its time grows with the log. These passes keep
+    what one has found. The next one reads only the entries that were created since, and ends if no version and no
+    merged entry is to delete. Otherwise it runs :func:`retain`, and so it does at least every ten minutes, to delete
+    orphans and to see what other processes have deleted; less often if :func:`retain` took more than 6 s, so that it
+    takes at most a hundredth of the time.
+
+    Args:
+        log: log of the stream.
+        retention: bounds to apply.
+        now: as for :func:`retain`.
+    """
+
+    def __init__(self, log: StreamLog, retention: Retention, now: Callable[[], float] | None = None) -> None:
+        self._log = log
+        self._retention = retention
+        self._now = now
+        self._left: _Left | None = None  # by the last pass; None to run retain()
+        self._due = 0.0  # monotonic time of the next retain()
+
+    def run(self) -> Retained:
+        """Run one pass. Return counts of the deleted objects, and raise the errors that :func:`retain` raises."""
+        left, self._left = self._left, None
+        is_known = left is not None and time.monotonic() < self._due and left.follow(self._log)
+        if left is not None and is_known and not left.may_delete(self._retention, self._now):
+            self._left = left
+            return Retained()
+        began = time.monotonic()
+        retained, self._left = _pass(self._log, self._retention, self._now)
+        ended = time.monotonic()
+        self._due = ended + max(_SCAN_SECONDS, (ended - began) / _SCAN_SHARE)
+        return retained
+
+
+@dataclass(slots=True)
+class _Left:
+    """What a complete pass has left, as far as the next passes need it to know whether they may delete anything.
+
+    Attributes:
+        head: newest entry.
+        first: lowest version whose objects were not deleted.
+        first_committed: time of its commit, in Unix seconds.
+        num_bytes: size in bytes of all objects of the versions from ``first`` on.
+        snapshots: versions of snapshots in the log, with the times of their commits; ascending.
+        merged: reference to merged entry.
+        newest: newest modification time that is known, in Unix seconds.
+    """
+
+    head: Manifest
+    first: int
+    first_committed: float
+    num_bytes: int
+    snapshots: list[tuple[int, float]]
+    merged: dict[Merged, Manifest]
+    newest: float
+
+    @classmethod
+    def of(cls, held: _Held, old: Collection[int], stale: Collection[Merged], newest: float) -> _Left:
+        """Return what is left of ``held`` without the deleted versions and merged entries."""
+        kept = {version: each for version, each in sorted(held.entries.items()) if version not in old}
+        first = min(kept)  # the head is always kept
+        return cls(
+            head=held.head,
+            first=first,
+            first_committed=kept[first].committed,
+            num_bytes=sum(each.total_bytes for each in kept.values()),
+            snapshots=[(version, each.committed) for version, each in kept.items() if each.kind == "snapshot"],
+            merged={each: held.merged[each] for each in held.merged.keys() - set(stale)},
+            newest=newest,
+        )
+
+    def follow(self, log: StreamLog) -> bool:
+        """Read what was created since; return False if the log has another history than this."""
+        there = log.read(self.head.version)
+        if there is None or (there.stream, there.link) != (self.head.stream, self.head.link):
+            return False
+        while (entry := log.read(self.head.version + 1)) is not None:
+            if (entry.stream, entry.parent) != (self.head.stream, self.head.link):
+                return False
+            self.head = entry
+            self.num_bytes += entry.total_bytes
+            self.newest = max(self.newest, entry.committed)
+            if entry.kind == "snapshot":
+                self.snapshots.append((entry.version, entry.committed))
+        # The next name is also free if another process has deleted the next entries, up to the ones that it kept.
+        if not log.is_surely_newest(self.head) and log.versions(after=self.head.version):
+            return False
+        listed = {each: self.merged.get(each) or log.read_merged(each) for each in log.merged()}
+        self.merged = {each: manifest for each, manifest in listed.items() if manifest is not None}
+        self.newest = max([self.newest, *(manifest.committed for manifest in self.merged.values())])
+        return True
+
+    def may_delete(self, retention: Retention, now: Callable[[], float] | None) -> bool:
+        """Return True if a pass may delete a version or a merged entry."""
+        clock = min(self.newest, time.time()) if now is None else now()
+        before = clock - retention.grace_seconds
+        held = _Held(self.head, {}, {}, self.merged)
+        in_log = max((version for version, committed in self.snapshots if committed <= before), default=-1)
+        start = max(in_log, _start(held, before))
+        floor = min(start if start == in_log else start + 1, self.head.version - 1)
+        is_expired = (
+            (retention.versions is not None and self.head.version - self.first >= retention.versions)
+            or (retention.seconds is not None and clock - self.first_committed > retention.seconds)
+            or (retention.num_bytes is not None and self.num_bytes > retention.num_bytes)
+        )
+        self.snapshots = [each for each in self.snapshots if each[0] >= in_log]
+        return (self.first < floor and is_expired) or bool(_superseded(held, start, before))
+
+
+def _pass(log: StreamLog, retention: Retention, now: Callable[[], float] | None) -> tuple[Retained, _Left | None]:
+    """Delete what ``retention`` does not keep.
+
+    Returns:
+        Counts of the deleted objects, and what is left; None if the log is empty, or if a pin ended the pass.
+    """
     pin = newest_pin(log.storage)
     # List parts before entries, so that a part committed between the two listings does not look like an orphan.
     leftovers = _Leftovers.list(log.storage)
     held = _Held.read(log)
     if held is None:
-        return Retained()
+        return Retained(), None
     guards = held.guards()
     # A later time is wrong, or this host's clock is behind. Ages that are too low only delay deletions.
     newest = min(held.newest(leftovers.newest), time.time())
@@ -190,8 +315,9 @@ def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], 
             if each.name not in kept and each.name in leftovers.names
         }
     orphans = list(leftovers.orphans(named, held.head.version, retention, newest))
+    left = _Left.of(held, set(old), stale, newest)
     if not gone and not unused and not orphans:
-        return Retained()
+        return Retained(), left
     # The entries that were read make these objects unnecessary, so they must be on disk first. An entry whose deletion
     # is not on disk may be there again after a power loss, and must find its objects then.
     _sync_entries(log.storage)
@@ -209,12 +335,13 @@ def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], 
     for orphan in orphans:
         if deletions.may_continue() and _discard(log.storage, orphan):
             num_orphans, orphan_bytes = num_orphans + 1, orphan_bytes + orphan.num_bytes
-    return Retained(
+    retained = Retained(
         versions=min(num_gone, len(removed)),
         merged=max(0, num_gone - len(removed)),
         orphans=num_orphans,
         num_bytes=sum(islice(unused.values(), num_unused)) + orphan_bytes,
     )
+    return retained, None if deletions.is_over else left
 
 
 class _Deletions:
@@ -226,6 +353,9 @@ class _Deletions:
     Args:
         storage: store of the stream.
         counter: counter of the newest pin that the pass knows, 0 if none.
+
+    Attributes:
+        is_over: True once the deletions ended before all objects were deleted.
     """
 
     def __init__(self, storage: Storage, counter: int) -> None:
@@ -233,7 +363,7 @@ class _Deletions:
         self._counter = counter
         self._ends_at = time.monotonic() + _PASS_SECONDS
         self._left = 0  # deletions before the next look
-        self._is_over = False
+        self.is_over = False
 
     def of(self, names: Iterable[str]) -> int:
         """Delete objects. Return how many were deleted before the deletions ended."""
@@ -248,12 +378,12 @@ class _Deletions:
     def may_continue(self) -> bool:
         """Return True if the next object may be deleted. Looks for a pin before the first and each 100 more."""
         if time.monotonic() >= self._ends_at:
-            self._is_over = True
-        if not self._left and not self._is_over:
-            self._is_over = newest_counter(self._storage, after=self._counter) > self._counter
+            self.is_over = True
+        if not self._left and not self.is_over:
+            self.is_over = newest_counter(self._storage, after=self._counter) > self._counter
             self._left = _DELETIONS_PER_LOOK
         self._left -= 1
-        return not self._is_over
+        return not self.is_over
 
 
 def _pinned_path(log: StreamLog, held: _Held, pin: Pin | None) -> list[Manifest]:

@@ -10,10 +10,13 @@ from delta_tracker.errors import InvalidArgumentError, kind_of, unraised
 from delta_tracker.stream.interruption import Interrupted, interruptible
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import DEFAULT_MAX_BYTES, check_bounds, compact
-from delta_tracker.stream.maintenance.retention import Retention, retain
+from delta_tracker.stream.maintenance.retention import Retained, Retention, RetentionPasses
 from delta_tracker.stream.storage.storage import Storage
 
 _logger = logging.getLogger(__name__)
+
+UPKEEP_STEPS = ("start", "compaction", "retention")
+"""What may fail: the start of a pass, or one of its steps."""
 
 
 class Upkeep:
@@ -27,18 +30,22 @@ class Upkeep:
         storage: store of the stream.
         retention: bounds for retention passes; None disables retention.
         compact_every: number of versions between compactions, 2 or more; None disables compaction.
-        retain_every: number of versions between retention passes. A pass reads every entry of the log.
+        retain_every: number of versions between retention passes. A pass reads every entry of the log if it may delete
+            versions, and otherwise every ten minutes, see
+            :class:`~delta_tracker.stream.maintenance.retention.RetentionPasses`.
         fold: see :func:`~delta_tracker.stream.maintenance.compaction.compact`.
         max_bytes: maximum bytes of versions that a compaction holds in memory, in addition to the publisher's memory.
         close_seconds: time that :meth:`close` waits for a running pass before it interrupts the pass.
-        on_pass: called in the background thread after each pass, also after one that failed or was interrupted: it may
-            have deleted or merged entries. Must not raise.
+        on_pass: called in the background thread after each pass, with False if the pass deleted nothing and merged
+            nothing, and True otherwise, also if it failed or was interrupted. Must not raise.
+        on_failure: called with ``"compaction"``, ``"retention"`` or, if no pass could be started, ``"start"`` each time
+            it failed. Must not raise.
 
     Raises:
         InvalidArgumentError: for an invalid bound.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  all but two have a default that most users keep
         self,
         storage: Storage,
         retention: Retention | None,
@@ -48,7 +55,8 @@ class Upkeep:
         fold: float = 0.5,
         max_bytes: int = DEFAULT_MAX_BYTES,
         close_seconds: float = 10.0,
-        on_pass: Callable[[], None] | None = None,
+        on_pass: Callable[[bool], None] | None = None,
+        on_failure: Callable[[str], None] | None = None,
     ) -> None:
         if type(retain_every) is not int or retain_every < 1:
             raise InvalidArgumentError("retain_every", retain_every, "Pass an integer of 1 or more")
@@ -56,13 +64,14 @@ class Upkeep:
             raise InvalidArgumentError("close_seconds", close_seconds, "Pass seconds, 0 or more")
         check_bounds(fold, max_bytes, 2 if compact_every is None else compact_every, name="compact_every")
         self._log = StreamLog(storage)
-        self._retention = retention
+        self._passes = None if retention is None else RetentionPasses(self._log, retention)
         self._compact_every = compact_every
         self._retain_every = retain_every
         self._fold = fold
         self._max_bytes = max_bytes
         self._close_seconds = close_seconds
         self._on_pass = on_pass
+        self._on_failure = on_failure
         self._stop = threading.Event()
         # Version at the last pass of each kind. The first call of after() sets both to the preceding version.
         self._compacted: int | None = None
@@ -89,7 +98,7 @@ class Upkeep:
         if self._compacted is None or self._retained is None:
             self._compacted = self._retained = version - 1
         compacts = self._compact_every is not None and version - self._compacted >= self._compact_every
-        retains = self._retention is not None and version - self._retained >= self._retain_every
+        retains = self._passes is not None and version - self._retained >= self._retain_every
         if not compacts and not retains:
             return
         self._compacted = version if compacts else self._compacted
@@ -120,38 +129,42 @@ class Upkeep:
     def _run(self, compacts: bool, retains: bool) -> None:  # noqa: FBT001  positions of a thread's arguments
         steps = [("compaction", self._compact)] * compacts + [("retention", self._retain)] * retains
         self._succeed("start")
+        has_changed = True  # unless all steps succeed
         try:
             with interruptible(self._stop):
-                for step, run in steps:
-                    self._try(step, run)
+                changes = [self._try(step, run) for step, run in steps]
+            has_changed = any(changes)
         except Interrupted:
             _logger.info("close() interrupted the upkeep pass: url=%s", self._log.storage.url)
         except Exception as error:  # noqa: BLE001  a failure must not reach training; it is logged and kept
             self._fail("start", error)
         finally:
             if self._on_pass is not None:
-                self._on_pass()
+                self._on_pass(has_changed)
 
-    def _try(self, step: str, run: Callable[[], None]) -> None:
+    def _try(self, step: str, run: Callable[[], bool]) -> bool:
         """Run one step of a pass. Its error does not keep the next step from running: a store without space needs it.
 
         Args:
             step: key of the step in ``_errors``.
-            run: the step.
+            run: the step, which returns False if it changed nothing.
+
+        Returns:
+            False if the step succeeded and changed nothing.
         """
         try:
-            run()
+            has_changed = run()
         except Exception as error:  # noqa: BLE001  a failure must not reach training; it is logged and kept
             self._fail(step, error)
-        else:
-            self._succeed(step)
+            return True
+        self._succeed(step)
+        return has_changed
 
-    def _compact(self) -> None:
-        compact(self._log, fold=self._fold, max_bytes=self._max_bytes)
+    def _compact(self) -> bool:
+        return compact(self._log, fold=self._fold, max_bytes=self._max_bytes) is not None
 
-    def _retain(self) -> None:
-        if self._retention is not None:
-            retain(self._log, self._retention)
+    def _retain(self) -> bool:
+        return self._passes is not None and self._passes.run() != Retained()
 
     def _succeed(self, step: str) -> None:
         if step in self._errors:
@@ -164,3 +177,5 @@ class Upkeep:
         if before is None or kind_of(error) != kind_of(before):
             _logger.warning("upkeep failed, the next pass retries: url=%s error=%s", self._log.storage.url, error)
         self._errors = {**self._errors, step: unraised(error)}
+        if self._on_failure is not None:
+            self._on_failure(step)

@@ -11,6 +11,7 @@ import threading
 import time
 from typing import Protocol
 
+from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.forking import Forkable, protect
 
 _logger = logging.getLogger(__name__)
@@ -99,6 +100,8 @@ class Hints:
     """
 
     def __init__(self, notifier: Notifier | None, stop: threading.Event | None = None) -> None:
+        if notifier is not None and not callable(getattr(notifier, "announce", None)):
+            raise InvalidArgumentError("notifier", notifier, "Pass a Notifier, for example RedisNotifier(url)")
         self.num_lost = 0
         self.num_failures = 0
         self._notifier = notifier

@@ -164,6 +164,15 @@ def make_directory(directory: Path, *, fsync: bool) -> None:
 
 
 def list_files(directory: Path, prefix: str, after: str) -> list[tuple[str, os.stat_result]]:
+    """Return the regular files in a directory and its subdirectories with their status, in no order.
+
+    See :func:`list_names`, which is faster, because most systems return no status with a name.
+    """
+    found = _list(directory, prefix, after, needs_status=True)
+    return [(name, status) for name, status in found if status is not None]
+
+
+def list_names(directory: Path, prefix: str, after: str) -> list[str]:
     """Return the regular files in a directory and its subdirectories, in no order. Follows links to files.
 
     Reads each directory at most once, so the cost is linear in the number of names. Skips links to directories (except
@@ -176,21 +185,26 @@ def list_files(directory: Path, prefix: str, after: str) -> list[tuple[str, os.s
         after: only paths that sort after this one are returned.
 
     Returns:
-        The path of each file, relative to ``directory`` and with forward slashes, and the file's status.
+        The path of each file, relative to ``directory`` and with forward slashes.
 
     Raises:
-        OSError: if the listed directory, or the status of a file or subdirectory, cannot be read. A file must not be
+        OSError: if the listed directory, or the status of a link or subdirectory, cannot be read. A file must not be
             missing from the result because of a failure: the entry before it would look like the head.
     """
+    return [name for name, _ in _list(directory, prefix, after, needs_status=False)]
+
+
+def _list(directory: Path, prefix: str, after: str, *, needs_status: bool) -> list[tuple[str, os.stat_result | None]]:
+    """Return the path and the status of each file. The status of a file that is not a link may be None if unneeded."""
     root = os.fspath(directory)
-    found = []
+    found: list[tuple[str, os.stat_result | None]] = []
     try:
         seen = {identity((directory / prefix).stat())}  # a bind mount may repeat a directory
         waiting = [prefix]
         while waiting:
             folder = waiting.pop()
-            for name, status in _scan(root, folder, after, may_fail=folder != prefix):
-                if stat.S_ISREG(status.st_mode):
+            for name, status in _scan(root, folder, after, may_fail=folder != prefix, needs_status=needs_status):
+                if status is None or stat.S_ISREG(status.st_mode):
                     if name > after:
                         found.append((name, status))
                 elif stat.S_ISDIR(status.st_mode) and identity(status) not in seen:
@@ -201,13 +215,15 @@ def list_files(directory: Path, prefix: str, after: str) -> list[tuple[str, os.s
     return found
 
 
-def _scan(root: str, folder: str, after: str, *, may_fail: bool) -> list[tuple[str, os.stat_result]]:
+def _scan(
+    root: str, folder: str, after: str, *, may_fail: bool, needs_status: bool
+) -> list[tuple[str, os.stat_result | None]]:
     """Return the paths in a directory and their status, except links to directories.
 
-    If ``may_fail`` is True, the result lacks what this process has no permission to read, and is empty if the directory
-    does not exist.
+    The status of a file that is not a link is None unless ``needs_status`` is True. If ``may_fail`` is True, the result
+    lacks what this process has no permission to read, and is empty if the directory does not exist.
     """
-    found: list[tuple[str, os.stat_result]] = []
+    found: list[tuple[str, os.stat_result | None]] = []
     try:
         entries = os.scandir(f"{root}/{folder}")
     except (FileNotFoundError, NotADirectoryError, PermissionError):
@@ -217,8 +233,10 @@ def _scan(root: str, folder: str, after: str, *, may_fail: bool) -> list[tuple[s
     with entries:
         for entry in entries:
             name = f"{folder}/{entry.name}"
-            if name <= after and entry.is_file(follow_symlinks=False):
-                continue  # its status is not needed
+            if (name <= after or not needs_status) and entry.is_file(follow_symlinks=False):
+                if name > after:
+                    found.append((name, None))
+                continue
             status = _status(entry, may_fail=may_fail)
             if status is None:
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from datetime import timedelta
@@ -42,12 +43,30 @@ _CLIENT_OPTIONS = frozenset(
         "user_agent",
     }
 )
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 _OPTION_PREFIX = re.compile(r"^(aws|google|azure)_")
+_ENDPOINTS = frozenset({"endpoint", "endpoint_url"})
 # Control characters, backslashes, #, which obstore uses to mark a file that is still being written, and surrogates,
 # which replace bytes that are not UTF-8.
 _FORBIDDEN = re.compile(r"[\x00-\x1f\x7f\\#\ud800-\udfff]")
 _NO_PARTS = frozenset(("", ".", ".."))
 _MAX_NAME_BYTES = 1024
+
+
+def store_url(location: object) -> str:
+    """Return the URL of a store.
+
+    Args:
+        location: a URL; or a path, as an ``os.PathLike`` or a string without a scheme, which becomes absolute.
+
+    Raises:
+        InvalidArgumentError: if ``location`` is neither.
+    """
+    if isinstance(location, os.PathLike):
+        return Path(location).absolute().as_uri()
+    if not isinstance(location, str) or not location:
+        raise InvalidArgumentError("url", location, "Pass a url such as s3://bucket/prefix, or the path of a directory")
+    return location if _SCHEME.match(location) else Path(location).absolute().as_uri()
 
 
 def local_directory(url: object) -> Path | None:
@@ -58,6 +77,17 @@ def local_directory(url: object) -> Path | None:
     """
     parts = _split(url)
     return Path(unquote(parts.path)) if parts.scheme == "file" else None
+
+
+def shown_url(url: str) -> str:
+    """Return a URL without user and password, for metrics.
+
+    Example:
+        >>> shown_url("s3://key:secret@bucket/stream"), shown_url("file:///directory")
+        ('s3://bucket/stream', 'file:///directory')
+    """
+    parts = _split(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl() if "@" in parts.netloc else url
 
 
 def is_remote(url: str) -> bool:
@@ -108,6 +138,9 @@ def connection(url: str, options: Mapping[str, str] | None, *, past_cache: bool 
             raise InvalidArgumentError("options", sorted(store), f"Use only {', '.join(sorted(_CLIENT_OPTIONS))}")
         if scheme == "http":
             client["allow_http"] = "true"
+    endpoint = next((value for key, value in store.items() if _OPTION_PREFIX.sub("", key.lower()) in _ENDPOINTS), "")
+    if endpoint.startswith("http://") and client.get("allow_http") != "true":
+        raise InvalidArgumentError("options", ["endpoint"], "Add allow_http='true' to the options: it is an http url")
     headers = {"default_headers": _NO_CACHE} if past_cache else {}
     retry = {"max_retries": _MAX_RETRIES, "retry_timeout": _RETRY_TIMEOUT}
     return {"client_options": client | headers, "config": store, "retry_config": retry}
@@ -140,7 +173,7 @@ def is_name(name: str) -> bool:
 
 def _split(url: object) -> SplitResult:
     if not isinstance(url, str):
-        raise InvalidArgumentError("url", url, "Pass a string. For a path, pass path.absolute().as_uri()")
+        raise InvalidArgumentError("url", url, "Pass a string")
     parts = urlsplit(url)
     if parts.query or parts.fragment:
         raise InvalidArgumentError("url", url, "Remove the query and the fragment (? and #)")
@@ -148,6 +181,8 @@ def _split(url: object) -> SplitResult:
         raise InvalidArgumentError(
             "url", url, f"Use one of the schemes {', '.join(_SCHEMES)}. Write a directory as file:///directory"
         )
+    if parts.scheme != "memory" and not url[len(parts.scheme) :].startswith("://"):
+        raise InvalidArgumentError("url", url, f"Write {parts.scheme}:// with two slashes")
     if parts.scheme in ("http", "https") and ("@" in parts.netloc or not parts.hostname):
         shown = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
         raise InvalidArgumentError("url", shown, "Write a host, without user and password: obstore does not send them")
