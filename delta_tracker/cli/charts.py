@@ -12,6 +12,18 @@ from dataclasses import dataclass, field
 WIDTH, HEIGHT = 1000, 100
 _MAX_TICKS = 5
 _STEPS = (1, 2, 5, 10)
+_MIN_SLOT = 0.2  # percent of the axis
+_ROUND_SECONDS = tuple(
+    unit * steps
+    for unit, all_steps in (
+        (0.001, (1, 2, 5, 10, 20, 50, 100, 200, 500)),
+        (1.0, (1, 2, 5, 10, 15, 30)),
+        (60.0, (1, 2, 5, 10, 15, 30)),
+        (3600.0, (1, 2, 3, 6, 12)),
+        (86_400.0, (1, 2, 7, 14, 28)),
+    )
+    for steps in all_steps
+)
 
 Labels = Callable[[float], str]
 
@@ -44,6 +56,29 @@ class Shape:
     path: str
     series: str
     is_line: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Part of the horizontal axis that one bar takes, in percent from the left.
+
+    Args:
+        left: left edge.
+        width: width.
+    """
+
+    left: float
+    width: float
+
+    @property
+    def right(self) -> float:
+        """Right edge."""
+        return self.left + self.width
+
+    @property
+    def middle(self) -> float:
+        """Middle between the edges."""
+        return self.left + self.width / 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +123,7 @@ class Chart:
         x_ticks: labels of the horizontal axis.
         hits: tooltips, from left to right.
         marks: vertical markers.
+        axis: title of the horizontal axis; empty if it has none.
     """
 
     about: str
@@ -97,6 +133,7 @@ class Chart:
     x_ticks: list[Tick] = field(default_factory=list)
     hits: list[Hit] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
+    axis: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,23 +191,31 @@ def logarithmic(values: Sequence[float]) -> Scale:
     return Scale(10.0**low, 10.0 ** max(high, low + 1), is_log=True)
 
 
-def bars(heights: Sequence[float], below: Sequence[float] | None = None, gap: float = 0.0) -> str:
-    """Return the SVG path data of bars. The chart is divided into slots of equal width, one for each bar.
+def bars(
+    heights: Sequence[float],
+    below: Sequence[float] | None = None,
+    gap: float = 0.0,
+    slots: Sequence[Slot] | None = None,
+) -> str:
+    """Return the SVG path data of bars, one for each slot of the chart.
 
     Args:
         heights: height of each bar in percent. A bar of height 0 is not drawn.
         below: distance of each bar's lower edge from the bottom of the chart, in percent; None if all are 0.
         gap: gap between two bars, as a fraction of a bar's slot.
+        slots: slot of each bar; None for slots of equal width that fill the chart.
     """
-    slot = WIDTH / max(1, len(heights))
+    width = WIDTH / 100
     steps = []
-    for index, height in enumerate(heights):
+    for index, (height, slot) in enumerate(
+        zip(heights, even_slots(len(heights)) if slots is None else slots, strict=True)
+    ):
         if height > 0:
             bottom = 0.0 if below is None else below[index]
-            left = slot * (index + gap / 2)
+            left = width * (slot.left + slot.width * gap / 2)
+            across = width * slot.width * (1 - gap)
             steps.append(
-                f"M{_number(left)} {_number(HEIGHT - bottom)}v{_number(-height)}h{_number(slot * (1 - gap))}"
-                f"v{_number(height)}z"
+                f"M{_number(left)} {_number(HEIGHT - bottom)}v{_number(-height)}h{_number(across)}v{_number(height)}z"
             )
     return "".join(steps)
 
@@ -187,6 +232,54 @@ def line(places: Sequence[tuple[float, float]], *, is_area: bool = False) -> str
         return f"M{points}"
     left, right = (_number(places[end][0] * WIDTH / 100) for end in (0, -1))
     return f"M{left} {HEIGHT}L{points}L{right} {HEIGHT}z"
+
+
+def even_slots(count: int) -> list[Slot]:
+    """Return ``count`` slots of equal width that fill the axis.
+
+    Example:
+        >>> even_slots(2)
+        [Slot(left=0.0, width=50.0), Slot(left=50.0, width=50.0)]
+    """
+    return [Slot(100 * index / count, 100 / count) for index in range(count)]
+
+
+def timed_slots(spans: Sequence[tuple[float, float]], usual: float) -> list[Slot]:
+    """Return slots at their times: each ends at the end of its span.
+
+    A slot begins at the end of the one before it, but no earlier than ``usual`` seconds before its own span. A longer
+    time without a span thus remains empty. A slot takes at least 0.2 % of the axis.
+
+    Args:
+        spans: begin and end of each span in seconds, ascending; the last end must be after the first begin.
+        usual: usual time between two spans in seconds.
+
+    Example:
+        >>> [(slot.left, slot.right) for slot in timed_slots([(10.0, 10.0), (20.0, 20.0), (50.0, 50.0)], 10.0)]
+        [(0.0, 20.0), (20.0, 40.0), (80.0, 100.0)]
+    """
+    low, high = spans[0][0] - usual, spans[-1][1]
+    slots, before = [], low
+    for begin, end in spans:
+        left = 100 * (max(before, begin - usual) - low) / (high - low)
+        right = 100 * (end - low) / (high - low)
+        left = max(0.0, min(left, right - _MIN_SLOT))
+        slots.append(Slot(left, max(right - left, _MIN_SLOT)))
+        before = end
+    return slots
+
+
+def time_ticks(low: float, high: float, most: int) -> list[float]:
+    """Return round Unix times from ``low`` to ``high``, at most ``most``, which is 2 or more.
+
+    Example:
+        >>> time_ticks(1000.0, 1290.0, 6)
+        [1020.0, 1080.0, 1140.0, 1200.0, 1260.0]
+    """
+    days = 86_400.0 * 10.0 ** math.ceil(max(0.0, math.log10(max(1.0, (high - low) / 86_400.0 / most))))
+    rounds = (*_ROUND_SECONDS, days)
+    step = next((each for each in rounds if math.floor(high / each) - math.ceil(low / each) < most), days)
+    return [step * index for index in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 def spread(count: int, most: int) -> list[int]:

@@ -6,18 +6,20 @@ from collections import deque
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from delta_tracker.cli.attention import Notice, of_clocks, of_predictors, of_publishers, sort_notices
 from delta_tracker.cli.entries import read_all
 from delta_tracker.cli.followers import hosts_of, read_followers
 from delta_tracker.cli.history import History
 from delta_tracker.cli.movement import Movement, TableMovement
 from delta_tracker.cli.stream_command import Stream
 from delta_tracker.cli.survey import contiguous
-from delta_tracker.errors import CorruptPartError, MalformedError
+from delta_tracker.cli.text import duration, several
+from delta_tracker.errors import CorruptPartError, MalformedError, StreamError
 from delta_tracker.monitor.buckets import PER_OCTAVE, LogBuckets, upper_bound
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.manifest import DTYPE_NAMES, Manifest
 from delta_tracker.stream.log import entry_name
-from delta_tracker.stream.pin import newest_pin
+from delta_tracker.stream.pin import Pin, newest_pin
 from delta_tracker.stream.store_clock import StoreClock
 
 Figures = dict[str, Any]
@@ -26,7 +28,8 @@ MAX_TABLES = 40
 _HOT_ROWS = 10
 _MAX_BARS = 48
 _MAX_FAULTS = 20
-_HEALTH = ("failing", "stuck", "silent", "behind", "applying", "pinned", "current")  # order of the predictors
+# Order of the predictors.
+_HEALTH = ("failing", "stuck", "silent", "elsewhere", "unpinned", "behind", "waiting", "pinned", "applying", "current")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,16 +73,25 @@ def gather(stream: Stream, limits: Limits) -> Figures:
         StorageError: if the store cannot be read.
     """
     head = stream.head()
-    history, faults, sizes, older = _read_log(stream, head, limits)
+    history, faulty, sizes, older = _read_log(stream, head, limits)
+    has_snapshot = head.kind == "snapshot" or head.snapshot is not None
     names = sorted(history.tables, key=lambda fqn: (-history.totals[fqn].num_bytes, fqn))
     movement = Movement({fqn: history.tables[fqn] for fqn in names[:MAX_TABLES]})
-    reading = _read_rows(stream, movement, sizes, faults)
+    reading = _read_rows(stream, movement, sizes, faulty)
     clock = StoreClock()
     clock.saw("log", [(history.newest or head).committed], began=clock.reader_time())
-    pin = newest_pin(stream.storage)
-    if pin is not None and (pin.kind == "release" or pin.stream != head.stream):
-        pin = None
-    followers, num_gone = read_followers(stream.storage, head, clock, pin=0 if pin is None else pin.counter)
+    order = newest_pin(stream.storage)
+    pin = order if order is not None and order.kind == "pin" and order.stream == head.stream else None
+    followers, num_gone = read_followers(stream.storage, head, clock, order=order)
+    skews = history.skews.problems(followers, clock)
+    described = [version for version in history.lost if any(entry_name(version) in each.problem for each in faulty)]
+    notices = [
+        *_notices(faulty),
+        *of_publishers(history, head, clock.now(), described, has_snapshot=has_snapshot),
+        *of_predictors(followers),
+        *([] if pin is None else [_pinned(pin, clock.now())]),
+        *of_clocks(skews),
+    ]
     followers.sort(key=lambda each: (_HEALTH.index(each.health), each.beat.version or 0, each.beat.name))
     return {
         "url": stream.storage.url,
@@ -106,19 +118,38 @@ def gather(stream: Stream, limits: Limits) -> Figures:
         },
         "predictors": [follower.to_dict() | {"behind": follower.behind} for follower in followers],
         "predictors_gone": num_gone,
-        "hosts": hosts_of([follower.beat for follower in followers]),
+        "hosts": hosts_of([(each.beat, each.health) for each in followers]),
         "pin": None if pin is None else asdict(pin),
-        "skews": history.skews.problems(followers, clock),
-        "faults": faults[:_MAX_FAULTS],
-        "more_faults": len(faults[_MAX_FAULTS:]),
+        "skews": skews,
+        "faults": [each.problem for each in faulty[:_MAX_FAULTS]],
+        "more_faults": len(faulty[_MAX_FAULTS:]),
+        "notices": [each.to_dict() for each in sort_notices(notices)],
+        "axis": "time" if history.is_timed else "versions",
     }
 
 
-def _read_log(stream: Stream, head: Manifest, limits: Limits) -> tuple[History, list[str], list[tuple[int, int]], int]:
+def _notices(faulty: list[StreamError]) -> list[Notice]:
+    found = [Notice("fault", each.problem, each.remedy) for each in faulty[:_MAX_FAULTS]]
+    if len(faulty) > _MAX_FAULTS:
+        what = f"{several(len(faulty) - _MAX_FAULTS, 'other fault')} in objects of the stream"
+        found.append(Notice("fault", what, "Run delta-tracker verify, which lists all of them"))
+    return found
+
+
+def _pinned(pin: Pin, now: float) -> Notice:
+    reason = f": {pin.reason}" if pin.reason else ""
+    what = f"Pinned to version {pin.version} for {duration(max(0.0, now - pin.time))}{reason}"
+    step = "Retention keeps all later versions meanwhile. Publish a good snapshot, then run delta-tracker release"
+    return Notice("note", what, step)
+
+
+def _read_log(
+    stream: Stream, head: Manifest, limits: Limits
+) -> tuple[History, list[StreamError], list[tuple[int, int]], int]:
     """Read the newest entries of the log, at most ``limits.versions``.
 
     Returns:
-        The history; descriptions of missing or malformed entries; a list of ``(version, bytes)`` for the newest
+        The history; errors of missing or malformed entries; a list of ``(version, bytes)`` for the newest
         entries, up to ``limits.num_bytes`` in total; the number of older entries that were not read.
     """
     listed = [version for version in stream.log.versions() if version <= head.version]
@@ -130,7 +161,7 @@ def _read_log(stream: Stream, head: Manifest, limits: Limits) -> tuple[History, 
         for _, entry in read_all(chosen, stream.log.read, lambda manifest: manifest):
             progress.advance()
             if isinstance(entry, MalformedError):
-                faults.append(entry.problem)
+                faults.append(entry)
             elif entry is not None:  # None if retention deleted it after the listing
                 history.add(entry)
                 sizes.append((entry.version, entry.num_bytes))
@@ -140,8 +171,8 @@ def _read_log(stream: Stream, head: Manifest, limits: Limits) -> tuple[History, 
     return history, faults, list(sizes), len(listed) - len(chosen)
 
 
-def _gap(stream: Stream, listed: list[int]) -> list[str]:
-    """Return a list with the description of a missing entry after the newest snapshot; empty if none is missing.
+def _gap(stream: Stream, listed: list[int]) -> list[StreamError]:
+    """Return a list with the error of a missing entry after the newest snapshot; empty if none is missing.
 
     If such an entry is missing, a new predictor cannot reach the newest version. Missing entries before the snapshot
     are not a fault, because retention deletes them.
@@ -156,10 +187,11 @@ def _gap(stream: Stream, listed: list[int]) -> list[str]:
         return []
     if snapshot is None or not listed or (first := listed[contiguous(listed)]) <= snapshot.version + 1:
         return []
-    return [f"{entry_name(first - 1)}: it is missing, and the newest snapshot is below it"]
+    problem = f"{entry_name(first - 1)}: it is missing, and the newest snapshot is below it"
+    return [StreamError(problem, "Call Publisher.snapshot() on the trainer: predictors continue from it")]
 
 
-def _read_rows(stream: Stream, movement: Movement, sizes: list[tuple[int, int]], faults: list[str]) -> _Reading:
+def _read_rows(stream: Stream, movement: Movement, sizes: list[tuple[int, int]], faults: list[StreamError]) -> _Reading:
     reading = _Reading()
     with stream.out.progress("reading rows", sum(num_bytes for _, num_bytes in sizes)) as progress:
         for version, num_bytes in sizes:
@@ -175,7 +207,7 @@ def _read_rows(stream: Stream, movement: Movement, sizes: list[tuple[int, int]],
                 there = stream.log.read(version)
                 # Not a fault if retention deleted the parts. It keeps their entry only if the next entry is a claim.
                 if there is not None and not stream.log.precedes_claim(there):
-                    faults.append(f"version {version}: {error.problem}")
+                    faults.append(StreamError(f"version {version}: {error.problem}", error.remedy))
                 continue
             reading.first = version if reading.first is None else reading.first
             reading.last = version

@@ -16,14 +16,14 @@ from delta_tracker.stream.heartbeat import SeenHeartbeat, remove_heartbeats, see
 from delta_tracker.stream.pin import newest_pin
 from delta_tracker.stream.store_clock import StoreClock
 
-_BAD = ("failing", "stuck")
+_BAD = ("failing", "stuck", "unpinned")
 
 _HELP = """Show the version, the lag and the state of every predictor, by host.
 
 A state is judged by the last ten heartbeats of a predictor, not by one: a predictor is stuck if its version did not
-move while it lagged, failing if it also has an error, silent if it left no heartbeat in this time, and elsewhere if it
-has a version of another stream. The exit code is
-1 if a predictor is stuck or failing.
+move while it lagged, failing if it also has an error, unpinned if it applies versions in spite of a rollback, silent if
+it left no heartbeat in this time, and elsewhere if it has a version of another stream. The exit code is 1 if a
+predictor is stuck, failing or unpinned, or if all are silent.
 
 \b
 Examples:
@@ -40,19 +40,18 @@ Examples:
 )
 @click.option("--remove", "removes", is_flag=True, help="Delete heartbeats that were not replaced for a day.")
 def command(stream: Stream, limit: int, *, removes: bool) -> int:
-    """Show the predictors with a heartbeat in the last hour. Return 1 if one is stuck or failing."""
+    """Show the predictors with a heartbeat in the last hour. Return 1 if one needs attention, or all are silent."""
     before = sum(stream.storage.requests.values())
     head, clock, pin = stream.head(), StoreClock(), newest_pin(stream.storage)
     listed = see_heartbeats(stream.storage, clock, max_age=GONE_SECONDS, limit=limit)
     num_removed = remove_heartbeats(stream.storage, clock) if removes else 0
     num_requests = sum(stream.storage.requests.values()) - before
-    counter = pin.counter if pin is not None and pin.kind == "pin" and pin.stream == head.stream else 0
     seen = [each for each in listed if each is not None]
     states: list[tuple[SeenHeartbeat, State]] = [
-        (each, evaluate(each.beat, max(0.0, clock.now() - each.modified), head, pin=counter)) for each in seen
+        (each, evaluate(each.beat, max(0.0, clock.now() - each.modified), head, order=pin)) for each in seen
     ]
     totals = dict(sorted(Counter(state for _, state in states).items()))
-    hosts = hosts_of([each.beat for each in seen])
+    hosts = hosts_of([(each.beat, state) for each, state in states])
     slowest = sorted(states, key=lambda each: each[0].beat.version or 0)[: -(-len(states) // 10)]
     shown = [each for each in states if each in slowest or each[1] in (*_BAD, "silent")]
     if stream.out.is_json:
@@ -70,7 +69,8 @@ def command(stream: Stream, limit: int, *, removes: bool) -> int:
         )
     else:
         counts = ", ".join(f"{number} {state}" for state, number in totals.items()) or "none"
-        stream.out.line(f"predictors at version {head.version}: {counts}; {num_requests} requests")
+        age = duration(max(0.0, clock.now() - head.committed))
+        stream.out.line(f"version {head.version}, committed {age} ago; predictors: {counts}; {num_requests} requests")
         if len(listed) > len(seen):
             stream.out.line(f"{len(listed) - len(seen)} heartbeats are older than an hour or above --limit")
         if removes:
@@ -78,15 +78,27 @@ def command(stream: Stream, limit: int, *, removes: bool) -> int:
         if pin is not None:
             age = duration(max(0.0, clock.now() - pin.time))
             stream.out.line(f"{pin.kind} {pin.counter}, {age} ago: version {pin.version} of {pin.bad} {pin.reason}")
-        rows = [[host or "unknown", *of_host.values()] for host, of_host in hosts.items()]
-        stream.out.show(table(["host", "predictors", "lowest", "median", "highest", "worst lag"], rows))
+        rows = [
+            [host or "unknown", *("no data" if value is None else value for value in of_host.values())]
+            for host, of_host in hosts.items()
+        ]
+        stream.out.show(table(["host", "predictors", "silent", "lowest", "median", "highest", "worst lag"], rows))
         stream.out.show(
             table(
-                ["predictor", "host", "state", "version", "lag", "error"],
-                [
-                    [e.beat.name, e.beat.host, state, e.beat.version, e.beat.lag_versions, e.beat.error]
-                    for e, state in shown
-                ],
+                ["predictor", "host", "state", "version", "lag"],
+                [_row(each, state, clock.now()) for each, state in shown],
             )
         )
-    return 1 if any(state in _BAD for _, state in states) else 0
+        for each, _ in shown:
+            if each.beat.error is not None:  # it may be long, so it is not in the table
+                stream.out.line(f"{each.beat.name} has an error: {each.beat.error}", "red")
+    are_silent = bool(states) and all(state == "silent" for _, state in states)
+    return 1 if are_silent or any(state in _BAD for _, state in states) else 0
+
+
+def _row(seen: SeenHeartbeat, state: State, now: float) -> list[object]:
+    beat = seen.beat
+    since = f"no data for {duration(max(0.0, now - seen.modified))}"
+    version = "none" if beat.version is None else beat.version
+    lag = since if state == "silent" else "unknown" if beat.lag_versions is None else beat.lag_versions
+    return [beat.name, beat.host, state, version, lag]

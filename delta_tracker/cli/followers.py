@@ -11,6 +11,7 @@ from delta_tracker.stream.fleet import State as Health
 from delta_tracker.stream.fleet import evaluate
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.heartbeat import Heartbeat, SeenHeartbeat, see_heartbeats
+from delta_tracker.stream.pin import Pin
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.stream.store_clock import StoreClock
 
@@ -73,7 +74,7 @@ class FollowerView:
 
 
 def read_followers(
-    storage: Storage, head: Manifest, clock: StoreClock, *, pin: int = 0
+    storage: Storage, head: Manifest, clock: StoreClock, *, order: Pin | None = None
 ) -> tuple[list[FollowerView], int]:
     """Return the predictors with a heartbeat in the last hour, sorted by name, and the number of older heartbeats.
 
@@ -81,25 +82,34 @@ def read_followers(
         storage: store of the stream.
         head: newest entry of the stream.
         clock: estimate of the store's time; it is updated with the modification times of the heartbeats.
-        pin: counter of the pin that applies, 0 if none.
+        order: newest pin or release of the stream; None if there is none.
 
     Raises:
         StorageError: if the store cannot be read.
     """
     seen = see_heartbeats(storage, clock, max_age=GONE_SECONDS)
-    found = [_follower(each, head, max(0.0, clock.now() - each.modified), pin) for each in seen if each is not None]
+    found = [_follower(each, head, max(0.0, clock.now() - each.modified), order) for each in seen if each is not None]
     return found, len(seen) - len(found)
 
 
-def hosts_of(beats: Sequence[Heartbeat]) -> dict[str, dict[str, int | None]]:
-    """Return the number of predictors of each host, the range of their versions, and their worst lag in versions."""
+def hosts_of(states: Sequence[tuple[Heartbeat, Health]]) -> dict[str, dict[str, int | None]]:
+    """Return the numbers of predictors and of silent ones of each host, and the versions and worst lag of the others.
+
+    The range of versions and the worst lag in versions are None if they are unknown, as on a host whose predictors are
+    all silent. Versions of another stream do not count.
+
+    Args:
+        states: last heartbeat and state of each predictor.
+    """
     found: dict[str, dict[str, int | None]] = {}
-    for host in sorted({beat.host for beat in beats}):
-        of_host = [beat for beat in beats if beat.host == host]
-        versions = [beat.version for beat in of_host if beat.version is not None]
-        lags = [beat.lag_versions for beat in of_host if beat.lag_versions is not None]
+    for host in sorted({beat.host for beat, _ in states}):
+        of_host = [(beat, state) for beat, state in states if beat.host == host]
+        heard = [beat for beat, state in of_host if state not in ("silent", "elsewhere")]
+        versions = [beat.version for beat in heard if beat.version is not None]
+        lags = [beat.lag_versions for beat in heard if beat.lag_versions is not None]
         found[host] = {
             "predictors": len(of_host),
+            "silent": sum(state == "silent" for _, state in of_host),
             "lowest": min(versions, default=None),
             "median": statistics.median_low(versions) if versions else None,
             "highest": max(versions, default=None),
@@ -108,9 +118,9 @@ def hosts_of(beats: Sequence[Heartbeat]) -> dict[str, dict[str, int | None]]:
     return found
 
 
-def _follower(seen: SeenHeartbeat, head: Manifest, seconds_ago: float, pin: int) -> FollowerView:
+def _follower(seen: SeenHeartbeat, head: Manifest, seconds_ago: float, order: Pin | None) -> FollowerView:
     beat = seen.beat
     is_here = beat.stream == head.stream and beat.version is not None
     lag = max(0, head.version - beat.version) if is_here and beat.version is not None else None
     state: State = "live" if seconds_ago <= SILENT_SECONDS else "silent"
-    return FollowerView(beat, state, seconds_ago, seen.skew, lag, evaluate(beat, seconds_ago, head, pin=pin))
+    return FollowerView(beat, state, seconds_ago, seen.skew, lag, evaluate(beat, seconds_ago, head, order=order))

@@ -13,6 +13,8 @@ from delta_tracker.stream.format.manifest import Block, Manifest
 from delta_tracker.types import TableSpec
 
 MAX_BINS = 240
+_MAX_LOST = 100
+_MAX_CORRECTION = 0.01  # of the time that a chart covers
 _SUMS = (
     "deltas",
     "snapshots",
@@ -96,9 +98,13 @@ class History:
         delays: distribution of the seconds from a version's cut to its commit.
         newest: the newest entry that was added; None if there is none.
         skews: differences between the clocks of the publishers and the store's.
+        lost: the first 100 missing versions.
         missing: number of missing versions between existing versions. Versions missing after a claim are not counted,
             because retention keeps the claim and deletes the entries after it.
         full_bytes: size of a full snapshot at the newest version, in bytes.
+        num_claims: number of claims after a version: new publishers that took over the stream.
+        last_claim: newest of these claims; None if there is none.
+        min_claim_seconds: shortest time between two consecutive of these claims, infinity if there are not two.
     """
 
     def __init__(self, max_bins: int = MAX_BINS) -> None:
@@ -111,7 +117,12 @@ class History:
         self.skews = Skews()
         self.newest: Manifest | None = None
         self.missing = 0
+        self.lost: list[int] = []
         self.full_bytes = 0
+        self.num_claims = 0
+        self.last_claim: int | None = None
+        self.min_claim_seconds = float("inf")
+        self._claimed = -float("inf")
         self._max_bins = max_bins
         self._width = 1
         self._is_measured = False
@@ -123,11 +134,18 @@ class History:
         """Add an entry of the log. Entries must be added in ascending order."""
         if self.newest is not None and self.newest.kind != "claim":
             self.missing += manifest.version - self.newest.version - 1
+            missing = range(self.newest.version + 1, manifest.version)
+            self.lost += missing[: _MAX_LOST - len(self.lost)]
         self.newest = manifest
         self.skews.add(manifest)
         committed = self._times.next(manifest)
         if manifest.kind == "claim":
-            self._restarts += bool(self.bins)
+            if self.bins:
+                self._restarts += 1
+                self.num_claims += 1
+                self.last_claim = manifest.version
+                self.min_claim_seconds = min(self.min_claim_seconds, committed - self._claimed)
+                self._claimed = committed
             return
         self.tables.update(manifest.tables)
         self._learn_full_bytes(manifest)
@@ -140,6 +158,15 @@ class History:
             self.bins[-1].merge(entry)
         if len(self.bins) > 2 * self._max_bins:
             self._halve()
+
+    @property
+    def is_timed(self) -> bool:
+        """True if the times of the bins ascend and no clock was corrected by more than 1 % of the time they cover.
+
+        Otherwise, versions must be shown in their order, not at their times.
+        """
+        seconds = self.bins[-1].end - self.bins[0].begin if self.bins else 0.0
+        return seconds > 0 and not self._times.are_shifted and self._times.max_correction <= _MAX_CORRECTION * seconds
 
     def _bin_of(self, manifest: Manifest, committed: float) -> Bin:
         is_delta = manifest.kind == "delta"

@@ -87,7 +87,8 @@ def _facts(url: str, found: Survey) -> Table:
     }
     if found.num_strays:
         lines["below a gap"] = (
-            f"{several(found.num_strays, 'entry', 'entries')}: retention keeps claims and the entries before them"
+            f"{several(found.num_strays, 'entry', 'entries')} below a missing one: retention leaves only claims and "
+            "the entries before them; see delta-tracker verify"
         )
     for name, line in lines.items():
         facts.add_row(name, cell(line))
@@ -96,7 +97,7 @@ def _facts(url: str, found: Survey) -> Table:
 
 def _publisher(found: Survey) -> str:
     if found.beat_seconds_ago is None:
-        return f"generation {found.head.generation}, has left no heartbeat"
+        return f"generation {found.head.generation}; no heartbeat, which only publishers with states leave"
     silent = "silent, " if found.is_silent else ""
     return f"generation {found.head.generation}, {silent}last heartbeat {duration(found.beat_seconds_ago)} ago"
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import click
 
 from delta_tracker.cli.entries import Entry
-from delta_tracker.cli.stream_command import Stream, store_options, store_url, stream_command
+from delta_tracker.cli.stream_command import Stream, store_options, stream_command
 from delta_tracker.cli.text import size
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.stream.format.manifest import Manifest
@@ -66,7 +66,7 @@ def command(
         return _promote(stream)
     if dst is None:
         raise InvalidArgumentError("DST", dst, "Pass the URL of the copy")
-    destination = Storage(store_url(dst), create=True, options=store_options(dst_options))
+    destination = Storage(dst, create=True, options=store_options(dst_options))
     if not destination.is_read_only:
         destination.probe()
     mirror = Mirror(

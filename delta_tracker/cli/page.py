@@ -14,7 +14,23 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from delta_tracker.cli.charts import Chart, Hit, Mark, Scale, Shape, Tick, bars, line, linear, logarithmic, spread
+from delta_tracker.cli.charts import (
+    Chart,
+    Hit,
+    Mark,
+    Scale,
+    Shape,
+    Slot,
+    Tick,
+    bars,
+    even_slots,
+    line,
+    linear,
+    logarithmic,
+    spread,
+    time_ticks,
+    timed_slots,
+)
 from delta_tracker.cli.figures import Figures
 from delta_tracker.cli.text import count, duration, plain, size
 from delta_tracker.errors import MissingExtraError
@@ -24,7 +40,8 @@ _SCRIPT = Path(__file__).with_name("report.js")
 _NUM_SERIES = 8
 _NUM_CARDS = 12
 _MAX_NAME = 72
-_DAY = 86_400.0
+_NUM_TICKS = 6
+_MINUTE, _DAY = 60.0, 86_400.0
 
 
 def render(figures: Figures) -> str:
@@ -51,7 +68,8 @@ def render(figures: Figures) -> str:
         figures=figures,
         charts=_charts(figures),
         cards=[_card(table) for table in _moved(figures)],
-        lines={table["name"]: _line(table["bin_bytes"], figures["bins"]) for table in figures["tables"]},
+        lines={table["name"]: _line(table["bin_bytes"], figures) for table in figures["tables"]},
+        across=_across,
         hot=[table for table in figures["tables"] if table["hottest"]][:_NUM_CARDS],
         script=script,
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
@@ -104,12 +122,63 @@ def _harmless(value: object) -> object:
     return plain(value) if type(value) is str else value
 
 
+class _Axis:
+    """Horizontal axis of the charts over the life of a stream: time, or versions if clocks contradict each other.
+
+    Args:
+        figures: data of the report, with at least one bin.
+    """
+
+    def __init__(self, figures: Figures) -> None:
+        bins = self._bins = figures["bins"]
+        self.is_time = figures["axis"] == "time"
+        usual = sorted(each["gap_seconds"] / each["gaps"] for each in bins if each["gaps"])
+        self._usual = usual[len(usual) // 2] if usual else 0.0
+        spans = [(each["begin"], each["end"]) for each in bins]
+        self.slots: list[Slot] = timed_slots(spans, self._usual) if self.is_time else even_slots(len(bins))
+
+    def chart(self, about: str, legend: dict[str, str]) -> Chart:
+        """Return a chart with this axis, to which the caller adds bars or lines.
+
+        Marks show snapshots and publisher restarts.
+        """
+        chart = Chart(about=about, legend=legend)
+        if self.is_time:
+            chart.axis, chart.x_ticks = "time (UTC), and the newest version then", self._time_ticks()
+        else:
+            chart.axis = "version" if len(self._bins) == 1 else "version; not time, because the times do not ascend"
+            for index in spread(len(self._bins), 6):
+                chart.x_ticks.append(Tick(self.slots[index].middle, f"v{self._bins[index]['first']}"))
+        for each, slot in zip(self._bins, self.slots, strict=True):
+            if each["snapshots"]:
+                chart.marks.append(Mark(slot.middle, "snapshot"))
+            if each["restarts"]:
+                chart.marks.append(Mark(slot.left, "restart"))
+        return chart
+
+    def _time_ticks(self) -> list[Tick]:
+        """Return ticks at round times. A label has the date at the first tick and where the day changes."""
+        low, high = self._bins[0]["begin"] - self._usual, self._bins[-1]["end"]
+        form = "%H:%M:%S" if high - low < _NUM_TICKS * _MINUTE else "%H:%M"
+        ticks, day = [], moment(low, "%Y-%m-%d")
+        for time in time_ticks(low, high, _NUM_TICKS):
+            before, day = day, moment(time, "%Y-%m-%d")
+            label = day if high - low > _NUM_TICKS * _DAY else moment(time, form if day == before else f"%m-%d {form}")
+            past = [each["last"] for each in self._bins if each["end"] <= time]
+            ticks.append(Tick(100 * (time - low) / (high - low), label, f"v{past[-1]}" if past else ""))
+        return ticks
+
+
 def _charts(figures: Figures) -> dict[str, Chart]:
+    """Return the charts over the life of the stream by name; empty for a stream without versions."""
     bins = figures["bins"]
-    return {"sizes": _sizes(figures), "saved": _saved(bins), "cadence": _cadence(bins)} if bins else {}
+    if not bins:
+        return {}
+    axis = _Axis(figures)
+    return {"sizes": _sizes(figures, axis), "saved": _saved(bins, axis), "cadence": _cadence(bins, axis)}
 
 
-def _sizes(figures: Figures) -> Chart:
+def _sizes(figures: Figures, axis: _Axis) -> Chart:
     """Return the bar chart of the mean delta size in each bin of versions.
 
     Each bar is divided into the bytes of each table and the remaining bytes.
@@ -130,35 +199,35 @@ def _sizes(figures: Figures) -> Chart:
         for series, layer in layers.items()
     }
     scale = linear(max((sum(at) for at in zip(*means.values(), strict=True)), default=0.0))
-    chart = _over_versions("Mean bytes of a delta, by table", bins, legend)
+    chart = axis.chart("Mean bytes of a delta, by table", legend)
     chart.y_ticks = scale.ticks(size)
     below = [0.0] * len(bins)
     for series, values in means.items():
         heights = [scale(value) for value in values]
-        chart.shapes.append(Shape(bars(heights, below, gap=_gap(len(bins))), series))
+        chart.shapes.append(Shape(bars(heights, below, _gap(len(bins)), axis.slots), series))
         below = [start + height for start, height in zip(below, heights, strict=True)]
-    slot = 100 / len(bins)
-    for index, each in enumerate(bins):
+    for index, (each, slot) in enumerate(zip(bins, axis.slots, strict=True)):
         at = tuple(size(layer[index]) for layer in means.values()) if each["deltas"] else ()
         title = f"{_version_title(each)} · {_contents(each)}"
-        chart.hits.append(Hit(slot * index, slot, title, at))
+        chart.hits.append(Hit(slot.left, slot.width, title, at))
     return chart
 
 
-def _saved(bins: Sequence[dict[str, Any]]) -> Chart:
+def _saved(bins: Sequence[dict[str, Any]], axis: _Axis) -> Chart:
     """Return the chart that compares the cumulative bytes of the stream with those of one full snapshot per version."""
     legend = {"full": "as full snapshots", "s0": "this stream"}
-    chart = _over_versions("Cumulative bytes since the first version", bins, legend)
+    chart = axis.chart("Cumulative bytes since the first version", legend)
     full = sent = 0
-    curves: dict[str, list[tuple[float, float]]] = {"full": [(0.0, 0.0)], "s0": [(0.0, 0.0)]}
-    slot = 100 / len(bins)
-    for index, each in enumerate(bins):
+    curves: dict[str, list[tuple[float, float]]] = {"full": [], "s0": []}
+    for each, slot in zip(bins, axis.slots, strict=True):
+        curves["full"].append((slot.left, full))
+        curves["s0"].append((slot.left, sent))
         full += each["full_bytes"]
         sent += each["delta_bytes"] + each["snapshot_bytes"]
-        curves["full"].append((slot * (index + 1), full))
-        curves["s0"].append((slot * (index + 1), sent))
+        curves["full"].append((slot.right, full))
+        curves["s0"].append((slot.right, sent))
         saved = f" · {share(1 - sent / full)} saved" if full else ""
-        chart.hits.append(Hit(slot * index, slot, f"up to version {each['last']}{saved}", (size(full), size(sent))))
+        chart.hits.append(Hit(slot.left, slot.width, f"up to version {each['last']}{saved}", (size(full), size(sent))))
     scale = linear(max(full, sent))
     chart.y_ticks = scale.ticks(size)
     for series, points in curves.items():
@@ -167,52 +236,29 @@ def _saved(bins: Sequence[dict[str, Any]]) -> Chart:
     return chart
 
 
-def _cadence(bins: Sequence[dict[str, Any]]) -> Chart:
+def _cadence(bins: Sequence[dict[str, Any]], axis: _Axis) -> Chart:
     """Return the chart of the longest and the mean time between consecutive versions, for each bin of versions."""
-    chart = _over_versions("Time between versions", bins, {"s0": "longest", "s1": "mean"})
-    known = [each for each in bins if each["gaps"]]
+    chart = axis.chart("Time between versions", {"s0": "longest", "s1": "mean"})
+    known = [each for each in bins if each["gap_seconds"] > 0]  # 0 is the time between contradicting clocks
     means = [each["gap_seconds"] / each["gaps"] if each["gaps"] else 0.0 for each in bins]
     scale = logarithmic([*(each["max_gap"] for each in known), *means])
     chart.y_ticks = scale.ticks(duration)
-    slot = 100 / len(bins)
     if any(each["gaps"] > 1 for each in bins):
         above = [scale(each["max_gap"]) - scale(mean) for each, mean in zip(bins, means, strict=True)]
-        chart.shapes.append(Shape(bars(above, [scale(mean) for mean in means]), "s0"))
+        chart.shapes.append(Shape(bars(above, [scale(mean) for mean in means], slots=axis.slots), "s0"))
     else:
         chart.legend = {"s1": "seconds since the previous version"}
-    places = [
-        (slot * (i + 0.5), scale(mean)) for i, (each, mean) in enumerate(zip(bins, means, strict=True)) if each["gaps"]
-    ]
+    places: list[tuple[float, float]] = []
+    before = 0.0
+    for slot, each, mean in zip(axis.slots, bins, means, strict=True):
+        if each["gap_seconds"] > 0:  # a step as long as the time that it shows
+            places += [(before if places or axis.is_time else slot.left, scale(mean)), (slot.right, scale(mean))]
+        before = slot.right
     if places:
-        chart.shapes.append(Shape(line([(places[0][0] - slot, places[0][1]), *places]), "s1", is_line=True))
-    for index, (each, mean) in enumerate(zip(bins, means, strict=True)):
-        values = (duration(each["max_gap"]), duration(mean)) if each["gaps"] else ()
-        chart.hits.append(Hit(slot * index, slot, _version_title(each), values[-len(chart.legend) :]))
-    return chart
-
-
-def _over_versions(about: str, bins: Sequence[dict[str, Any]], legend: dict[str, str]) -> Chart:
-    """Return a chart to which the caller adds the bars or lines.
-
-    The x axis shows versions. Marks show snapshots and publisher restarts.
-
-    Args:
-        about: alternative text for screen readers.
-        bins: statistics of consecutive versions, one bin per slot of the x axis.
-        legend: as in :class:`~delta_tracker.cli.charts.Chart`.
-    """
-    chart = Chart(about=about, legend=legend)
-    slot = 100 / len(bins)
-    is_long = bins[-1]["end"] - bins[0]["begin"] > _DAY
-    form = "%m-%d %H:%M" if is_long else "%H:%M:%S"
-    for index in spread(len(bins), 6):
-        each = bins[index]
-        chart.x_ticks.append(Tick(slot * (index + 0.5), f"v{each['first']}", moment(each["begin"], form)))
-    for index, each in enumerate(bins):
-        if each["snapshots"]:
-            chart.marks.append(Mark(slot * (index + 0.5), "snapshot"))
-        if each["restarts"]:
-            chart.marks.append(Mark(slot * index, "restart"))
+        chart.shapes.append(Shape(line(places), "s1", is_line=True))
+    for slot, each, mean in zip(axis.slots, bins, means, strict=True):
+        values = (duration(each["max_gap"]), duration(mean)) if each["gap_seconds"] > 0 else ()
+        chart.hits.append(Hit(slot.left, slot.width, _version_title(each), values[-len(chart.legend) :]))
     return chart
 
 
@@ -254,19 +300,28 @@ def _distances(across: Scale) -> list[Tick]:
     return [Tick(across(value), number(value)) for value in inside]
 
 
-def _line(num_bytes: Sequence[int], bins: Sequence[dict[str, Any]]) -> str:
-    """Return the SVG path data of a line chart that shows one table's mean bytes per delta in each bin.
+def _line(num_bytes: Sequence[int], figures: Figures) -> dict[str, str]:
+    """Return the SVG path data and the label of a line chart of one table's mean bytes per delta in each bin.
 
-    Bins without deltas are omitted. The result is empty if fewer than two bins have deltas.
+    The horizontal axis is that of the other charts. Bins without deltas are omitted. The path is empty if fewer than
+    two bins have deltas.
 
     Args:
         num_bytes: bytes of the table in the deltas of each bin.
-        bins: statistics of consecutive versions.
+        figures: data of the report.
     """
-    means = [total / each["deltas"] for total, each in zip(num_bytes, bins, strict=True) if each["deltas"]]
-    scale = linear(max(means, default=0.0))
-    slot = 100 / max(1, len(means) - 1)
-    return line([(slot * index, scale(mean)) for index, mean in enumerate(means)]) if len(means) > 1 else ""
+    bins = figures["bins"]
+    if sum(1 for each in bins if each["deltas"]) < 2:  # noqa: PLR2004  ends of a line
+        return {"path": "", "range": ""}
+    axis = _Axis(figures)
+    means = [
+        (slot.middle, total / each["deltas"])
+        for slot, total, each in zip(axis.slots, num_bytes, bins, strict=True)
+        if each["deltas"]
+    ]
+    highest = max(mean for _, mean in means)
+    scale = Scale(0.0, highest or 1.0)
+    return {"path": line([(x, scale(mean)) for x, mean in means]), "range": f"0 to {size(highest)}"}
 
 
 def _version_title(each: dict[str, Any]) -> str:
@@ -288,6 +343,11 @@ def _contents(each: dict[str, Any]) -> str:
 
 def _several(amount: int, one: str) -> str:
     return f"{count(amount)} {one}{'' if amount == 1 else 's'}"
+
+
+def _across(num_cards: int) -> int:
+    """Return the number of cards in a row of a wide page: the last row has at most one card less, if possible."""
+    return num_cards if num_cards <= 4 else 4 if num_cards % 4 in (0, 3) else 3  # noqa: PLR2004  four fit
 
 
 def _gap(num_bars: int) -> float:

@@ -33,4 +33,5 @@ def command(stream: Stream, version: int, reason: str, *, replaces: bool) -> int
         stream.out.json(asdict(pin))
     else:
         stream.out.line(f"pinned to version {pin.version} of {pin.bad}, counter {pin.counter}")
+        stream.out.line("Predictors without follows_pins=True ignore it: delta-tracker fleet shows them as unpinned")
     return 0

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -21,8 +19,6 @@ from delta_tracker.stream.storage.storage import Storage, Transfer
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 _URL = click.Argument(["url"])
@@ -125,18 +121,13 @@ def stream_command(function: Callable[..., int]) -> Callable[..., int]:
 
     @functools.wraps(function)
     def wrapped(url: str, options: Sequence[str], *, is_json: bool, **own: object) -> int:
-        storage = MeteredStorage(store_url(url), options=store_options(options))
+        storage = MeteredStorage(url, options=store_options(options))
         return function(Stream(storage, StreamLog(storage), Output(is_json=is_json)), **own)
 
     # click reverses this list: the URL precedes the command's own parameters, the options follow them.
     own_params = list(getattr(function, "__click_params__", ()))
     wrapped.__click_params__ = [_JSON, _OPTION, *own_params, _URL]  # type: ignore[attr-defined]
     return wrapped
-
-
-def store_url(url: str) -> str:
-    """Return ``url``, or the ``file://`` URL of the path if ``url`` is a plain path."""
-    return url if _SCHEME.match(url) else Path(url).absolute().as_uri()
 
 
 def store_options(options: Sequence[str]) -> dict[str, str] | None:

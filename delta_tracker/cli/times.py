@@ -16,9 +16,15 @@ class CommitTimes:
     The differences between the commits of one publisher are those of the publisher's clock, because a store may
     truncate modification times to seconds. If this clock differs from the store's by more than a minute, its times are
     shifted so that the publisher's first commit has the store's time. This is repeated if the clock was set.
+
+    Attributes:
+        are_shifted: True if the times of a publisher were shifted.
+        max_correction: longest time in seconds by which a commit seemed to be before the one before it.
     """
 
     def __init__(self) -> None:
+        self.are_shifted = False
+        self.max_correction = 0.0
         self._writer = ""
         self._created = self._offset = self._last = 0.0
 
@@ -30,8 +36,11 @@ class CommitTimes:
         if manifest.writer != self._writer or was_set:
             self._writer = manifest.writer
             self._offset = manifest.skew if abs(manifest.skew) > SKEW_SECONDS else 0.0
+            self.are_shifted = self.are_shifted or self._offset != 0.0
         self._created = manifest.created
-        self._last = max(self._last, manifest.created - self._offset)
+        now = manifest.created - self._offset
+        self.max_correction = max(self.max_correction, self._last - now)
+        self._last = max(self._last, now)
         return self._last
 
 

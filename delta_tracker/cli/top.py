@@ -6,23 +6,26 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import click
 from rich.live import Live
 
 from delta_tracker.cli.followers import read_followers
-from delta_tracker.cli.screen import screen
+from delta_tracker.cli.keys import reading_keys
+from delta_tracker.cli.screen import KEYS, SECTIONS, Section, screen
 from delta_tracker.cli.stream_command import Stream, stream_command
 from delta_tracker.cli.termination import terminated
 from delta_tracker.cli.watch import View, Watch
 from delta_tracker.errors import MalformedError, StorageError
+from delta_tracker.stream.pin import Pin, newest_pin
 from delta_tracker.stream.store_clock import StoreClock
 
 _HELP = """Show a live screen of a stream: publish rates, rates of each table, and the lag of each predictor.
 
 Rates are averages over the last minute (--window). Each refresh reads only the versions committed since the last one.
 Predictors are listed by their heartbeats: "silent" after 30 seconds without a heartbeat, and omitted after an hour. The
-lag of a live predictor is read from its heartbeat. Exit with Ctrl-C.
+lag of a live predictor is read from its heartbeat. The keys are listed in the last line; q or Ctrl-C quits.
 
 \b
 Examples:
@@ -52,7 +55,7 @@ Examples:
 @click.option("--once", is_flag=True, help="Show the screen once and exit.")
 @stream_command
 def command(stream: Stream, *, every: float, window: float, once: bool) -> int:
-    """Show the screen and refresh it until Ctrl-C. With ``--json``, print one line per refresh instead."""
+    """Show the screen and refresh it until ``q`` or Ctrl-C. With ``--json``, print one line per refresh instead."""
     views = _views(stream, window)
     console = stream.out.console
     if once or stream.out.is_json or not console.is_terminal:
@@ -64,11 +67,24 @@ def command(stream: Stream, *, every: float, window: float, once: bool) -> int:
             if once:
                 return 0
             time.sleep(every)
-    with _notes() as notes, terminated(), Live(console=console, screen=True, auto_refresh=False) as live:
+    with (
+        _notes() as notes,
+        terminated(),
+        reading_keys() as keys,
+        Live(console=console, screen=True, auto_refresh=False) as live,
+    ):
+        section: Section = "all"
         for view in views:
             view.problem = view.problem or notes.last
-            live.update(screen(view, console.width, console.height), refresh=True)
-            time.sleep(every)
+            due, key = time.monotonic() + every, ""
+            while key != " ":
+                hint = KEYS if keys.are_read else "Ctrl-C quits"
+                live.update(screen(view, console.width, console.height, section=section, hint=hint), refresh=True)
+                if not (key := keys.wait(due - time.monotonic())):
+                    break
+                if key == "q":
+                    return 0
+                section = SECTIONS.get(key, section)
     return 0
 
 
@@ -80,8 +96,9 @@ def _views(stream: Stream, window: float) -> Iterator[View]:
     """
     stream.head()
     watch, clock = Watch(stream.log, window), StoreClock()
-    view = View(stream.storage.url, clock.now(), watch)
-    is_first = True
+    order: Pin | None = None
+    now = clock.now()
+    view, is_first = View(stream.storage.url, now, watch, read=now), True
     while True:
         began = clock.reader_time()
         try:
@@ -89,15 +106,16 @@ def _views(stream: Stream, window: float) -> Iterator[View]:
             if watch.head is not None:
                 if watch.is_complete:
                     clock.saw("log", [watch.head.committed], began=began)
-                followers, num_gone = read_followers(stream.storage, watch.head, clock)
+                order = newest_pin(stream.storage, after=0 if order is None else order.counter) or order
+                followers, num_gone = read_followers(stream.storage, watch.head, clock, order=order)
                 skews = watch.skews.problems(followers, clock)
-                view = View(stream.storage.url, clock.now(), watch, followers, num_gone, skews)
+                now = clock.now()
+                view = View(stream.storage.url, now, watch, followers, num_gone, skews, watch.fault, read=now)
         except (StorageError, MalformedError) as error:
             if is_first:
                 raise
             former = view
-            view = View(stream.storage.url, clock.now(), watch, former.followers, former.num_gone, former.skews)
-            view.problem = error.problem
+            view = replace(former, now=clock.now(), problem=f"{error.problem}. {error.remedy}.")
         is_first = False
         yield view
 

@@ -70,6 +70,9 @@ def command(stream: Stream, *, quick: bool) -> int:
         stream.out.line(f"damaged: {finding.where}: {finding.problem}{away}", "red")
     if check.findings:
         stream.out.line(f"{several(len(check.findings), 'finding')} in {done}", "bold red")
+        if any(finding.is_in_the_way for finding in check.findings):
+            step = "copy the objects back from a mirror, or call Publisher.snapshot(): predictors continue from it"
+            stream.out.line(f"Next: {step}")
     else:
         stream.out.line(f"{'sizes and links agree' if quick else 'no damage found'}: {done}", "bold green")
     return 1 if check.findings else 0

@@ -11,6 +11,7 @@ from itertools import islice
 from delta_tracker.cli.entries import Amount, Entry
 from delta_tracker.cli.followers import FollowerView
 from delta_tracker.cli.times import Skews
+from delta_tracker.errors import MalformedError
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.types import TableSpec
@@ -35,6 +36,8 @@ class Watch:
         changed: FQN to the newest delta with rows of the table.
         is_complete: True if the last call of :meth:`refresh` read the newest entry.
         skews: differences between the clocks of the publishers and the store's.
+        fault: problem of a malformed entry below the head, at which the last read from the head backwards ended; None
+            if there is none.
         starts: number of times that :meth:`refresh` read the log from the head backwards.
     """
 
@@ -45,6 +48,7 @@ class Watch:
         self.changed: dict[str, Entry] = {}
         self.is_complete = False
         self.skews = Skews()
+        self.fault: str | None = None
         self.starts = 0
         self._log = log
         self._window_seconds = window_seconds
@@ -60,7 +64,7 @@ class Watch:
             now: Unix time in seconds, by the store's clock.
 
         Raises:
-            MalformedError: if an entry is malformed.
+            MalformedError: if a new entry, or the newest one, is malformed.
             StorageError: if the store cannot be read.
         """
         if self.head is None or not self._go_on(self.head):
@@ -143,12 +147,17 @@ class Watch:
         head = self._log.head()
         if head is None:
             return
-        found = [head]
+        found, fault = [head], None
         while len(found) < _MAX_READS and (len(found) < _MIN_KEPT or found[-1].committed >= now - self._window_seconds):
-            before = None if found[-1].version == 0 else self._log.read(found[-1].version - 1)
+            try:
+                before = None if found[-1].version == 0 else self._log.read(found[-1].version - 1)
+            except MalformedError as error:
+                fault = f"{error.problem}. {error.remedy}."
+                break
             if before is None:
                 break
             found.append(before)
+        self.fault = fault
         self.starts += 1
         self.is_complete = True
         self.entries.clear()
@@ -180,6 +189,8 @@ class View:
         num_gone: number of predictors whose last heartbeat is older than an hour.
         skews: descriptions of clocks that differ from the store's by more than a minute.
         problem: error of the last read, or another message to show; None if there is no problem.
+        read: time of the last successful read, as ``now``. Rates are those of then; they must not fall to 0 because
+            the store cannot be read.
     """
 
     url: str
@@ -189,18 +200,20 @@ class View:
     num_gone: int = 0
     skews: list[str] = field(default_factory=list)
     problem: str | None = None
+    read: float = field(kw_only=True)
 
     def to_dict(self) -> dict[str, object]:
         """Return the data as JSON values. Times are Unix seconds. Rates are averages over ``window_seconds``."""
-        watch, now, head = self.watch, self.now, self.watch.head
+        watch, now, head = self.watch, self.read, self.watch.head
         seconds, recent = watch.seconds(now), watch.recent(now)
         return {
-            "time": now,
+            "time": self.now,
+            "read": now,
             "url": self.url,
             "stream": None if head is None else head.stream,
             "head": None
             if head is None
-            else _short(watch.newest(1)[0].to_dict()) | {"age_seconds": max(0.0, now - head.committed)},
+            else _short(watch.newest(1)[0].to_dict()) | {"age_seconds": max(0.0, self.now - head.committed)},
             "window_seconds": seconds,
             "versions_per_second": len(recent) / seconds,
             "rows_per_second": sum(entry.num_rows for entry in recent) / seconds,

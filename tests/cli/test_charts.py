@@ -8,7 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delta_tracker.cli.charts import HEIGHT, WIDTH, Scale, bars, line, linear, logarithmic, spread
+from delta_tracker.cli.charts import (
+    HEIGHT,
+    WIDTH,
+    Scale,
+    bars,
+    line,
+    linear,
+    logarithmic,
+    spread,
+    time_ticks,
+    timed_slots,
+)
 
 _NUMBER = r"(-?[\d.]+)"
 
@@ -65,3 +76,24 @@ def test_a_line_goes_through_its_points_and_an_area_down_to_the_ground() -> None
 def test_labels_are_spread_from_the_first_to_the_last_place() -> None:
     assert spread(3, 5) == [0, 1, 2]
     assert spread(11, 3) == [0, 5, 10]
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e5), st.floats(0, 1e5)), min_size=2, max_size=30), st.floats(0.1, 1e4))
+def test_slots_end_at_their_times_and_stay_on_the_axis(lengths: list[tuple[float, float]], usual: float) -> None:
+    spans, now = [], 1e9
+    for pause, length in lengths:
+        spans.append((now + pause, now + pause + length))
+        now += pause + length
+    low, high = spans[0][0] - usual, spans[-1][1]
+    for (_, end), slot in zip(spans, timed_slots(spans, usual), strict=True):
+        assert slot.width >= 0.2 * (1 - 1e-9)
+        assert slot.left >= 0
+        assert slot.right == pytest.approx(max(0.2, 100 * (end - low) / (high - low)), abs=1e-3)
+
+
+@given(st.floats(0, 2e9), st.floats(1e-2, 1e9), st.integers(2, 12))
+def test_ticks_of_time_are_few_ascending_and_inside(low: float, seconds: float, most: int) -> None:
+    ticks = time_ticks(low, low + seconds, most)
+    assert len(ticks) <= most
+    assert ticks == sorted(set(ticks))
+    assert all(low - 1e-6 <= tick <= low + seconds + 1e-6 for tick in ticks)

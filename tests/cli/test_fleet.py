@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
+from delta_tracker import Predictor
+from delta_tracker.predictor.canary import Canary
+from delta_tracker.stream.heartbeat import read_heartbeats
 from tests.cli.commands import Cli, beat, leave, url_of
 from tests.stream.streams import Writer
 
@@ -26,6 +30,13 @@ def test_a_stuck_predictor_has_exit_code_1(cli: Cli, writer: Writer) -> None:
     assert "1 current, 1 silent, 1 stuck" in text
 
 
+def test_a_long_error_leaves_the_table_readable(cli: Cli, writer: Writer) -> None:
+    leave(writer, beat(writer, "bad", host="host-7", version=1, window=_STUCK, error="cannot be read " * 60))
+    lines = cli("fleet", url_of(writer), code=1).splitlines()
+    assert any(line.split() == ["bad", "host-7", "failing", "1", "1"] for line in lines)
+    assert any(line.startswith("bad has an error: cannot be read cannot") for line in lines)
+
+
 def test_a_thousand_heartbeats_cost_a_request_each_and_a_few_more(cli: Cli, writer: Writer) -> None:
     for number in range(1000):
         leave(writer, beat(writer, f"p-{number}", version=4, window=_CURRENT))
@@ -41,6 +52,53 @@ def test_the_pin_is_shown(cli: Cli, writer: Writer) -> None:
     found = cli.json("fleet", url_of(writer))
     assert (found["states"], found["pin"]["version"]) == ({"pinned": 1}, 2)
     assert "ago: version 2 of 4 bad" in cli("fleet", url_of(writer))
+
+
+def test_a_predictor_that_ignores_a_pin_has_exit_code_1(cli: Cli, writer: Writer) -> None:
+    assert "fleet shows them as unpinned" in cli("rollback", url_of(writer), 2)
+    writer.delta([1])
+    leave(writer, beat(writer, "ignores", version=5, window=((10.0, 5, 0), (5.0, 5, 0), (0.0, 5, 0))))
+    assert cli.json("fleet", url_of(writer), code=1)["states"] == {"unpinned": 1}
+    assert "1 unpinned" in cli("fleet", url_of(writer), code=1)
+
+
+def test_a_fleet_that_is_silent_as_a_whole_has_exit_code_1(cli: Cli, writer: Writer) -> None:
+    assert cli.json("fleet", url_of(writer))["states"] == {}
+    leave(writer, beat(writer, "gone", host="b", window=_CURRENT), seconds_ago=60)
+    assert cli.json("fleet", url_of(writer), code=1)["states"] == {"silent": 1}
+    leave(writer, beat(writer, "good", host="a", version=4, window=_CURRENT))
+    text = cli("fleet", url_of(writer))
+    assert re.search(r"version 4, committed .* ago; predictors: 1 current, 1 silent", text)
+
+
+def test_a_canary_after_a_release_waits_and_is_not_stuck(cli: Cli, writer: Writer, tmp_path: Path) -> None:
+    options = {"canary": Canary(versions=3), "follows_pins": True, "name": "canary", "dense": False}
+    before = Predictor(model := writer.model(), writer.storage, **options)
+    assert before.sync() == 1
+    cli("rollback", url_of(writer), 2)
+    writer.snapshot()
+    cli("release", url_of(writer))
+    canary = Predictor(model, writer.storage, **options)  # restarted: it looks for pins at once
+    canary.load_state_dict(before.state_dict())
+    assert canary.sync() == 1, "the versions before the release may be bad"
+    (sent,) = read_heartbeats(writer.storage)
+    window = tuple((5.0 * (9 - number), sent.version, 1 + number // 3) for number in range(10))
+    leave(writer, sent := replace(sent, window=window))  # what it would write 45 seconds later
+    assert cli.json("fleet", url_of(writer))["states"] == {"waiting": 1}
+    found = cli.json("report", url_of(writer), "--out", tmp_path / "r.html")
+    assert [each["health"] for each in found["predictors"]] == ["waiting"]
+    for number in range(3):
+        writer.delta([number])
+    assert canary.sync() == 5
+    leave(writer, sent)
+    assert cli.json("fleet", url_of(writer), code=1)["states"] == {"stuck": 1}, "it might have moved"
+
+
+def test_a_report_of_a_stream_with_a_predictor_of_another_one(cli: Cli, writer: Writer, tmp_path: Path) -> None:
+    leave(writer, beat(writer, "other", stream="1" * 32, window=_CURRENT))
+    found = cli.json("report", url_of(writer), "--out", tmp_path / "r.html")
+    assert [each["health"] for each in found["predictors"]] == ["elsewhere"]
+    assert "another stream" in (tmp_path / "r.html").read_text()
 
 
 def test_heartbeats_that_are_older_than_a_day_are_removed(cli: Cli, writer: Writer) -> None:
@@ -62,7 +120,8 @@ def test_a_report_has_the_hosts_and_the_health_of_predictors(cli: Cli, writer: W
         ("bad", "b", "stuck"),
         ("good", "a", "current"),
     ]
-    assert found["hosts"]["b"] == {"predictors": 1, "lowest": 1, "median": 1, "highest": 1, "worst_lag": 1}
+    versions = {"lowest": 1, "median": 1, "highest": 1, "worst_lag": 1}
+    assert found["hosts"]["b"] == {"predictors": 1, "silent": 0} | versions
     page = (tmp_path / "report.html").read_text()
     assert re.search("Pinned to version 2 for .*: why it was", page)
-    assert page.index(">stuck<") < page.index(">current<")
+    assert page.index("✕ stuck<") < page.index(">current<")

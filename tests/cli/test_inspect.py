@@ -107,7 +107,7 @@ def test_inspect_shows_predictors_until_they_are_long_gone(cli: Cli, writer: Wri
 
 def test_inspect_shows_the_heartbeats_of_the_publisher(cli: Cli, writer: Writer) -> None:
     url, head = url_of(writer), writer.claim.head
-    assert "generation 1, has left no heartbeat" in cli("inspect", url)
+    assert "generation 1; no heartbeat" in cli("inspect", url)
     assert cli.json("inspect", url)["publisher"] == {
         "generation": 1,
         "heartbeat_seconds_ago": None,

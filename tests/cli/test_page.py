@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
 import re
 import time
 from collections import Counter
@@ -15,12 +16,15 @@ import torch
 from delta_tracker.cli.figures import MAX_TABLES
 from delta_tracker.cli.main import main
 from delta_tracker.cli.page import render
+from delta_tracker.stream import log as log_module
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block
 from delta_tracker.stream.heartbeat import Heartbeat, leave_heartbeat
+from delta_tracker.stream.log import entry_name
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableSpec
+from tests.cli.commands import beat, leave, make, path_of
 from tests.cli.trainer import HOSTILE, Page, Trainer, figures_of
 from tests.stream.streams import FQN, Writer
 
@@ -75,9 +79,78 @@ def test_a_stream_of_few_versions_has_a_page(num_versions: int, tmp_path: Path) 
     out = tmp_path / "r.html"
     assert main(["report", str(tmp_path / "s"), "--out", str(out)]) == 0
     text = Page(out.read_text()).text
-    assert ("No delta has been committed yet" in text) is (num_versions < 2)
+    assert ("No delta has been committed yet" in text) is (num_versions == 1)
     assert ("No version has been committed yet" in text) is (num_versions < 1)
     assert "No predictor has written a heartbeat" in text
+
+
+def dated(tmp_path: Path, seconds: list[float], skews: dict[int, float] | None = None) -> Writer:
+    """A stream of versions committed at ``seconds`` by the store's clock, and ``skews`` later by the writer's."""
+    now, skew = 1e9, 0.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(log_module.time, "time", lambda: now + skew)
+        writer = Writer(Storage((tmp_path / "s").as_uri(), create=True, fsync=False))
+        os.utime(path_of(writer, entry_name(0)), (now, now))
+        for number, each in enumerate(seconds):
+            now, skew = 1e9 + each, (skews or {}).get(number, skew)
+            version = (writer.delta([number % 20]) if number else writer.snapshot()).version
+            os.utime(path_of(writer, entry_name(version)), (now, now))
+    return writer
+
+
+def page_of(writer: Writer, tmp_path: Path, code: int = 0) -> Page:
+    assert main(["report", writer.storage.url, "--out", str(tmp_path / "r.html")]) == code
+    return Page((tmp_path / "r.html").read_text())
+
+
+def test_time_is_on_the_axis_and_a_pause_of_the_publisher_is_empty(tmp_path: Path) -> None:
+    seconds = [0, 10, 20, 30, 70, 80, 90]
+    page = page_of(dated(tmp_path, seconds), tmp_path)
+    assert "time (UTC)" in page.text
+    hits = [each["style"] for _, each in page.elements if "data-t" in each][: len(seconds)]
+    places = [tuple(map(float, re.findall(r"[\d.]+", style or ""))) for style in hits]
+    assert [left + width for left, width in places] == pytest.approx([each + 10 for each in seconds], abs=0.1)
+    assert [width for _, width in places] == pytest.approx([10] * len(seconds), abs=0.1)
+
+
+@pytest.mark.parametrize("skews", [{0: 7200.0}, {3: 7200.0}, {3: -7200.0}, {2: 50.0, 4: -30.0}])
+def test_versions_are_on_the_axis_if_a_clock_was_wrong(tmp_path: Path, skews: dict[int, float]) -> None:
+    page = page_of(dated(tmp_path, [0, 10, 20, 30, 70, 80, 90], skews), tmp_path)
+    assert "version; not time, because the times do not ascend" in page.text
+    assert "time (UTC)" not in page.text
+    hits = [each["style"] for _, each in page.elements if "data-t" in each][:7]
+    assert hits == [f"left:{round(100 * index / 7, 3)}%;width:14.286%" for index in range(7)]
+
+
+def test_a_silent_predictor_has_no_figures(tmp_path: Path) -> None:
+    writer = make(tmp_path / "stream")
+    leave(writer, beat(writer, "quiet", host="a", lag_versions=0, lag_seconds=0.0, version=2), seconds_ago=900)
+    leave(writer, beat(writer, "other", host="a", lag_versions=0, lag_seconds=0.0, version=2), seconds_ago=900)
+    leave(writer, beat(writer, "fresh", host="b", lag_versions=0, lag_seconds=0.0, version=None), seconds_ago=0)
+    page_of(writer, tmp_path)
+    text = (tmp_path / "r.html").read_text()
+    rows = {
+        name: Page(row).text.split() for name, row in re.findall(r'class="name">(\w+)</td>(.*?)</tr>', text, re.DOTALL)
+    }
+    assert " ".join(rows["quiet"]).startswith("! silent a 15 min ago no data since ")
+    assert not {"0", "versions", "ms"} & set(rows["quiet"])
+    assert "".join(rows["a"]) == "22" + 4 * "nodata"
+    figures = rows["fresh"][rows["fresh"].index("ago") :]
+    assert not {"0", "versions", "ms"} & set(figures), "without a version, it has no lag"
+
+
+def test_tables_name_each_cell_for_narrow_pages_and_lines_have_a_range(trainer: Trainer, tmp_path: Path) -> None:
+    leave(trainer.writer, beat(trainer.writer, "p", error="late"))
+    page = page_of(trainer.writer, tmp_path)
+    cells = [each for tag, each in page.elements if tag == "td"]
+    labelled = [each for each in cells if "data-label" in each]
+    assert {each["data-label"] for each in labelled} >= {"version", "behind", "rows sent", "bytes per delta"}
+    rest = Counter(each.get("class") for each in cells if "data-label" not in each)
+    assert set(rest) <= {"name", "text state", "text", "bar", None}
+    num_hot = sum(tag == "td" and each.get("class") == "bar" for tag, each in page.elements)
+    assert rest[None] == 2 * num_hot, "the tables of hot rows are narrow"
+    lines = [each["aria-label"] for tag, each in page.elements if tag == "svg" and "range" not in each]
+    assert sum(str(each).startswith("bytes per delta, 0 to ") for each in lines) == 2
 
 
 def test_tables_that_never_change_or_are_empty_have_their_line(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from tests.stream.streams import Writer
 
 
 def test_a_rollback_prints_the_pin(cli: Cli, writer: Writer) -> None:
-    assert cli("rollback", url_of(writer), 2, "--reason", "bad") == "pinned to version 2 of 4, counter 1\n"
+    text = cli("rollback", url_of(writer), 2, "--reason", "bad")
+    assert text.startswith("pinned to version 2 of 4, counter 1\n")
     pin = newest_pin(writer.storage)
     assert pin is not None
     assert (pin.kind, pin.version, pin.bad, pin.reason) == ("pin", 2, 4, "bad")

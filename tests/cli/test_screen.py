@@ -46,10 +46,32 @@ def test_the_screen_fits(
     stream = Stream(storage, StreamLog(storage), Output(is_json=False))
     view = next(top_command._views(stream, 60.0))
     for each in (view, replace(view, problem="y" * 500)):
-        console.print(screen(each, width, height))
+        console.print(screen(each, width, height, hint="keys"))
         lines = console.export_text().splitlines()
         assert len(lines) <= height
         assert all(len(line) <= width for line in lines)
         assert lines[1].startswith(f"version {num_versions}"), "its head is whole"
         assert sum("…" in line or "name_" in line for line in lines) >= min(3 if height > 15 else 1, num_tables)
         assert any(line.split()[:2] == [str(num_versions), "delta"] for line in lines)
+        assert lines[3].startswith("delta bytes per ")
+        if num_predictors and each.problem is None:
+            assert any(line.startswith(("✕ ", "! ")) for line in lines[4:]), "a predictor has an error"
+            assert any(line.startswith("  next step: ") for line in lines) is (height >= 24)
+        assert lines[-1] == "keys", "the hint is the last line"
+
+
+def test_an_unreadable_store_is_no_standstill(tmp_path: Path) -> None:
+    storage = Storage((tmp_path / "s").as_uri(), create=True, fsync=False)
+    writer = Writer(storage)
+    for number in range(3):
+        writer.delta([number])
+    view = next(top_command._views(Stream(storage, StreamLog(storage), Output(is_json=False)), 60.0))
+    shown = []
+    for each in (view, replace(view, now=view.now + 3600, problem="connection refused")):
+        console = Console(width=100, record=True, file=io.StringIO(), markup=False)
+        console.print(screen(each, 100))
+        shown.append(console.export_text().splitlines())
+    before, after = shown
+    assert after[2].startswith(before[2].rstrip())
+    assert "! no data since" in after[2]
+    assert after[3] == before[3], "the bars are those of the last read"

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import sys
+import termios
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -10,8 +16,9 @@ import pytest
 from delta_tracker.cli import top as top_command
 from delta_tracker.cli.main import main
 from delta_tracker.errors import StorageError
+from delta_tracker.stream.log import entry_name
 from delta_tracker.stream.storage.storage import Storage
-from tests.cli.commands import HOSTILE, beat, leave
+from tests.cli.commands import HOSTILE, beat, leave, path_of
 from tests.stream.streams import Writer
 
 
@@ -24,6 +31,11 @@ def frames(storage: Storage, arguments: str, capsys: pytest.CaptureFixture[str])
     capsys.readouterr()
     assert main(["top", storage.url, *arguments.split()]) == 0
     return capsys.readouterr().out
+
+
+@pytest.fixture(autouse=True)
+def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # a narrower one wraps and cuts texts
 
 
 def test_predictors_are_shown_and_dead_ones_age_out(storage: Storage, capsys) -> None:
@@ -52,6 +64,11 @@ def test_predictors_are_shown_and_dead_ones_age_out(storage: Storage, capsys) ->
     assert text.index("\nheld ") < text.index("\nsilent ") < text.index("\nlive ")
     assert "predictor (and 1 gone)" in text
     assert "resyncs 8  errors 1" in text
+    (silent,) = [line.split() for line in text.splitlines() if line.startswith("silent ")]
+    assert silent[1:3] == ["!", "silent"]
+    assert "no data since" in " ".join(silent)
+    assert silent.count("-") == 4, "what it wrote last is not what is now"
+    assert "next step: " in text
     for bad in ("\x1b", "\x9b", "\u202e", "\r"):
         assert bad not in text
     assert "[red]\\x1b[31m" in text, "markup is no markup"
@@ -81,6 +98,49 @@ def test_lines_of_json_go_on_until_it_is_interrupted(storage: Storage, capsys, m
     assert [line["head"]["version"] for line in lines] == [1, 2, 2, 2]
     assert [line["problem"] is not None for line in lines] == [False, False, True, False], "it tries again"
     assert "connection refused" in lines[2]["problem"]
+    rates = [line["rows_per_second"] for line in lines]
+    assert lines[2]["time"] > lines[2]["read"] == lines[1]["read"]
+    assert rates[2] == rates[1] > 0, "rates do not fall to 0 because the store cannot be read"
+
+
+def test_a_malformed_entry_below_the_head_is_shown(storage: Storage, capsys) -> None:
+    writer = Writer(storage)
+    writer.snapshot()
+    for number in range(3):
+        writer.delta([number])
+    path_of(writer, entry_name(2)).write_text("{")
+    found = json.loads(frames(storage, "--once --json", capsys))
+    assert [each["version"] for each in found["versions"]] == [4, 3]
+    assert "00000000000000000002.json is malformed" in found["problem"]
+    assert "Check for other writers" in frames(storage, "--once", capsys)
+
+
+def test_keys_choose_a_table_and_quit(storage: Storage, capsys, monkeypatch) -> None:
+    writer = Writer(storage)
+    writer.snapshot()
+    leave(writer, beat(writer, "p-1", version=1))
+    for name, value in {"FORCE_COLOR": "1", "COLUMNS": "80", "LINES": "24", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+    ours, theirs = os.openpty()
+    before = termios.tcgetattr(theirs)
+    with os.fdopen(theirs) as keyboard:
+        monkeypatch.setattr(sys, "stdin", keyboard)
+
+        def press() -> None:
+            while termios.tcgetattr(keyboard)[3] & termios.ICANON:
+                time.sleep(0.01)
+            os.write(ours, b"zPtq")
+
+        pressing = threading.Thread(target=press, daemon=True)
+        pressing.start()
+        assert main(["top", storage.url, "--every", "60"]) == 0
+        assert termios.tcgetattr(keyboard) == before
+    os.close(ours)
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out).split("delta-tracker top")[1:]
+    assert len(shown) == 4, "one for the first look, one for each key but the last"
+    assert all("q quit  space refresh" in each for each in shown)
+    heads = [[word for word in ("heartbeat", "last change", "kind") if word in each] for each in shown]
+    assert heads == [["heartbeat", "last change", "kind"]] * 2 + [["heartbeat"], ["last change"]]
 
 
 def test_a_url_without_a_stream_is_reported_immediately(tmp_path: Path, capsys) -> None:

@@ -101,7 +101,9 @@ def test_verify_follows_the_chain(cli: Cli, writer: Writer) -> None:
         path.write_text(json.dumps(fields | change))
         assert problem in cli("verify", url_of(writer), code=1)
     path.unlink()
-    assert "it is missing" in cli("verify", url_of(writer), code=1)
+    text = cli("verify", url_of(writer), code=1)
+    assert "it is missing" in text
+    assert "Next: copy the objects back from a mirror, or call Publisher.snapshot()" in text
 
 
 def test_verify_skips_objects_that_retention_removes(cli: Cli, writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +132,7 @@ def test_claims_that_retention_keeps_are_no_damage(cli: Cli, writer: Writer) -> 
     assert cli.json("verify", url, "--quick")["findings"] == []
     found = cli.json("inspect", url)
     assert (found["findings"], found["log"]["strays"]) == ([], 1)
-    assert "1 entry: retention keeps claims" in cli("inspect", url)
+    assert "1 entry below a missing one: retention leaves only claims" in cli("inspect", url)
     report = cli.json("report", url)
     assert (report["faults"], report["versions"]["missing"]) == ([], 0)
 

@@ -57,6 +57,10 @@ class Counting(Storage):
         self.asked[f"list {prefix}"] += 1
         return super().objects(prefix, **options)
 
+    def names(self, prefix, **options):
+        self.asked[f"list {prefix}"] += 1
+        return super().names(prefix, **options)
+
     def calls(self) -> dict[str, int]:
         """Return the numbers of operations since the last call."""
         asked, self.asked = self.asked, Counter()
@@ -89,8 +93,8 @@ def test_a_refresh_reads_what_is_new_and_nothing_else(storage: Counting, clock: 
     watch = Watch(StreamLog(storage), window_seconds=20)
     storage.calls()
     watch.refresh(clock.now)
-    # One listing finds the head; then downwards until the window is full: 100 entries are kept for the list.
-    assert storage.calls() == {"list log": 1, "log": 100}
+    # Without a pointer, one listing finds the head; then downwards until the window is full: 100 entries are kept.
+    assert storage.calls() == {"control": 1, "list log": 1, "log": 100}
     assert len(watch.recent(clock.now)) == 40
     for _ in range(3):
         watch.refresh(clock.now)
@@ -139,7 +143,7 @@ def test_the_rates_are_those_of_the_window(storage: Counting, clock: Clock) -> N
     manifests = [StreamLog(storage).read(version) for version in range(1, 33)]
     inside = [each for each in manifests if each.created > clock.now - 20]
     assert len(inside) == 9
-    view = View(storage.url, clock.now, Watch(StreamLog(storage), window_seconds=20))
+    view = View(storage.url, clock.now, Watch(StreamLog(storage), window_seconds=20), read=clock.now)
     view.watch.refresh(clock.now)
     found = view.to_dict()
     assert found["window_seconds"] == 20
@@ -154,7 +158,7 @@ def test_the_rates_are_those_of_the_window(storage: Counting, clock: Clock) -> N
     assert [each["version"] for each in found["versions"]] == list(range(32, 12, -1))
     assert sum(view.watch.pulse(clock.now, 10)) == sum(each.num_bytes for each in inside if each.kind == "delta")
     clock.now += 100
-    late = View(storage.url, clock.now, view.watch).to_dict()
+    late = View(storage.url, clock.now, view.watch, read=clock.now).to_dict()
     assert (late["versions_per_second"], late["head"]["age_seconds"]) == (0, 100)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.reverts.revert import Revert
 
+_PAGE = "tests/cli/test_page.py"
 _PINS = "tests/predictor/test_pins.py"
 
 REVERTS = [
@@ -50,7 +51,7 @@ REVERTS = [
         generator="tests/stream/test_rollback.py::test_a_pass_ends_before_its_announcement_expires",
         edits={
             "delta_tracker/stream/maintenance/retention.py": [
-                ("        if time.monotonic() >= self._ends_at:\n            self._is_over = True\n", ""),
+                ("        if time.monotonic() >= self._ends_at:\n            self.is_over = True\n", ""),
             ],
         },
     ),
@@ -59,7 +60,7 @@ REVERTS = [
         generator=f"{_PINS}::test_a_pin_written_during_a_retention_pass_ends_the_pass",
         edits={
             "delta_tracker/stream/maintenance/retention.py": [
-                ("        if not self._left and not self._is_over:\n", "        if False:\n"),
+                ("        if not self._left and not self.is_over:\n", "        if False:\n"),
             ],
         },
     ),
@@ -107,7 +108,7 @@ REVERTS = [
         generator="tests/stream/test_fleet.py::test_a_state_is_judged_by_the_window",
         edits={
             "delta_tracker/stream/fleet.py": [
-                ("    if 0 in lags:\n", "    if lags[-1] == 0:\n"),
+                ("    if 0 in lags or (", "    if lags[-1] == 0 or ("),
             ],
         },
     ),
@@ -171,7 +172,7 @@ REVERTS = [
         edits={
             "delta_tracker/stream/heartbeat.py": [
                 (
-                    "self._seconds * 2**self._num_failures)",
+                    "self._seconds * 2**target.num_failures)",
                     "self._seconds)",
                 ),
             ],
@@ -222,5 +223,150 @@ REVERTS = [
                 ("self._moves_heartbeats = heartbeats is None", "self._moves_heartbeats = False"),
             ],
         },
+    ),
+    Revert(
+        defect="the first heartbeat after a failover waits as long as the failed store was left alone",
+        generator="tests/stream/test_heartbeat.py::test_the_first_heartbeat_after_a_failover_is_not_late",
+        edits={
+            "delta_tracker/stream/heartbeat.py": [
+                (
+                    "        self._target = _Target(storage)\n\n    def leave",
+                    "        self._target.storage = storage\n\n    def leave",
+                ),
+            ],
+        },
+    ),
+    Revert(
+        defect="a heartbeat to the former store delays the first one at the next store",
+        generator="tests/stream/test_heartbeat.py::test_a_heartbeat_to_the_former_store_does_not_delay_the_next",
+        edits={
+            "delta_tracker/stream/heartbeat.py": [
+                (
+                    "        self._target = _Target(storage)\n\n    def leave",
+                    (
+                        "        old, self._target.storage = self._target, storage\n"
+                        "        old.due, old.num_failures = 0.0, 0\n\n    def leave"
+                    ),
+                ),
+            ],
+        },
+    ),
+    Revert(
+        defect="a canary of versions that keeps its distance is behind",
+        generator="tests/stream/test_fleet.py::test_a_canary_that_keeps_its_distance_is_current",
+        edits={
+            "delta_tracker/stream/fleet.py": [
+                (" or (has_moved and known and min(known) <= _distance(beat)):", ":"),
+            ],
+        },
+    ),
+    Revert(
+        defect="a long error takes the place of the names of predictors",
+        generator="tests/cli/test_fleet.py::test_a_long_error_leaves_the_table_readable",
+        edits={
+            "delta_tracker/cli/fleet.py": [
+                ('"version", "lag"],', '"version", "lag", "error"],'),
+                ("beat.host, state, version, lag]", "beat.host, state, version, lag, beat.error]"),
+            ],
+        },
+    ),
+    Revert(
+        defect="a canary that may not apply a release yet is stuck",
+        generator="tests/cli/test_fleet.py::test_a_canary_after_a_release_waits_and_is_not_stuck",
+        edits={
+            "delta_tracker/stream/fleet.py": [
+                ('order.kind == "release" and _waits_after(order, beat, head)', "False"),
+            ],
+        },
+    ),
+    Revert(
+        defect="the page of a stream fails if a predictor has a version of another stream",
+        generator="tests/cli/test_fleet.py::test_a_report_of_a_stream_with_a_predictor_of_another_one",
+        edits={"delta_tracker/cli/figures.py": [('"silent", "elsewhere", "unpinned"', '"silent", "unpinned"')]},
+    ),
+    Revert(
+        defect="the report shows the last lag of silent predictors",
+        generator=f"{_PAGE}::test_a_silent_predictor_has_no_figures",
+        edits={
+            "delta_tracker/cli/report.html.jinja": [
+                ('set is_silent = each.health == "silent"', "set is_silent = false"),
+            ],
+        },
+    ),
+    Revert(
+        defect="the lag of silent predictors counts for their host",
+        generator=f"{_PAGE}::test_a_silent_predictor_has_no_figures",
+        edits={"delta_tracker/cli/followers.py": [('("silent", "elsewhere")', '("elsewhere",)')]},
+    ),
+    Revert(
+        defect="versions are on the axis of reports although their times ascend",
+        generator=f"{_PAGE}::test_time_is_on_the_axis_and_a_pause_of_the_publisher_is_empty",
+        edits={"delta_tracker/cli/figures.py": [('"time" if history.is_timed else "versions"', '"versions"')]},
+    ),
+    Revert(
+        defect="shifted times are on the axis of reports",
+        generator=f"{_PAGE}::test_versions_are_on_the_axis_if_a_clock_was_wrong",
+        edits={
+            "delta_tracker/cli/history.py": [("seconds > 0 and not self._times.are_shifted and", "seconds > 0 and")]
+        },
+    ),
+    Revert(
+        defect="times of contradicting clocks are on the axis of reports",
+        generator=f"{_PAGE}::test_versions_are_on_the_axis_if_a_clock_was_wrong",
+        edits={
+            "delta_tracker/cli/history.py": [
+                (" and self._times.max_correction <= _MAX_CORRECTION * seconds", ""),
+            ],
+        },
+    ),
+    Revert(
+        defect="an error of a predictor has no next step",
+        generator="tests/cli/test_attention.py::test_each_condition_has_its_next_step_and_a_word_beside_its_color",
+        edits={
+            "delta_tracker/cli/attention.py": [
+                ("step = next_step_of(error)", "step = None"),
+            ],
+        },
+    ),
+    Revert(
+        defect="a cell of a narrow page has no name",
+        generator=f"{_PAGE}::test_tables_name_each_cell_for_narrow_pages_and_lines_have_a_range",
+        edits={"delta_tracker/cli/report.html.jinja": [('<td data-label="rows sent">', "<td>")]},
+    ),
+    Revert(
+        defect="rates fall to 0 because the store cannot be read",
+        generator="tests/cli/test_screen.py::test_an_unreadable_store_is_no_standstill",
+        edits={
+            "delta_tracker/cli/screen.py": [
+                ("watch, now, head = view.watch, view.read,", "watch, now, head = view.watch, view.now,"),
+            ],
+        },
+    ),
+    Revert(
+        defect="a live screen shows the last lag of silent predictors",
+        generator="tests/cli/test_top.py::test_predictors_are_shown_and_dead_ones_age_out",
+        edits={"delta_tracker/cli/screen.py": [('if state == "silent":  # what', "if False:  # what")]},
+    ),
+    Revert(
+        defect="a live screen does not start on a stream with a malformed entry",
+        generator="tests/cli/test_top.py::test_a_malformed_entry_below_the_head_is_shown",
+        edits={
+            "delta_tracker/cli/watch.py": [("except MalformedError as error:", "except ZeroDivisionError as error:")]
+        },
+    ),
+    Revert(
+        defect="keys of the live screen are not read at once",
+        generator="tests/cli/test_keys.py::test_a_key_ends_the_wait",
+        edits={"delta_tracker/cli/keys.py": [("        tty.setcbreak(descriptor)\n", "")]},
+    ),
+    Revert(
+        defect="a predictor that ignores a rollback counts as current",
+        generator="tests/cli/test_fleet.py::test_a_predictor_that_ignores_a_pin_has_exit_code_1",
+        edits={"delta_tracker/stream/fleet.py": [("_is_above(order, beat)", "False")]},
+    ),
+    Revert(
+        defect="a fleet that is silent as a whole has exit code 0",
+        generator="tests/cli/test_fleet.py::test_a_fleet_that_is_silent_as_a_whole_has_exit_code_1",
+        edits={"delta_tracker/cli/fleet.py": [("are_silent or any(", "any(")]},
     ),
 ]

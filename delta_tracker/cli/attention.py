@@ -1,0 +1,192 @@
+"""Notices about a stream: what needs attention, and what to do next. Shown by ``report`` and ``top``."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from delta_tracker import errors
+from delta_tracker.cli.followers import FollowerView
+from delta_tracker.cli.history import History
+from delta_tracker.cli.text import duration, several
+from delta_tracker.errors import DeltaTrackerError
+from delta_tracker.stream.format.manifest import Manifest
+
+Level = Literal["fault", "warning", "note"]
+
+LEVELS: tuple[Level, ...] = ("fault", "warning", "note")
+_MAX_NAMES = 3
+_MAX_ERRORS = 5
+_MAX_PROBLEM = 160  # characters
+_MIN_QUIET_SECONDS = 60.0
+_QUIET_GAPS = 3  # the publisher is quiet after so many times the longest time between versions
+_MIN_GAPS = 3
+_RIVAL_SECONDS = 600.0  # two claims within this time look like two jobs that fence each other
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Condition of a stream and the next step for the reader.
+
+    Args:
+        level: ``fault`` if data or a predictor does not arrive, ``warning`` if it may soon, ``note`` otherwise.
+        what: the condition. Untrusted text: it contains names and errors from the stream.
+        next_step: instruction for the reader; untrusted text as well.
+    """
+
+    level: Level
+    what: str
+    next_step: str
+
+    def to_dict(self) -> dict[str, str]:
+        """Return the notice as JSON values."""
+        return {"level": self.level, "what": self.what, "next_step": self.next_step}
+
+
+def sort_notices(notices: Iterable[Notice]) -> list[Notice]:
+    """Return notices with faults first, then warnings; the order within a level is kept."""
+    return sorted(notices, key=lambda each: LEVELS.index(each.level))
+
+
+def of_predictors(followers: Sequence[FollowerView]) -> list[Notice]:
+    """Return the notices about predictors, at most one for each state and kind of error."""
+    faulty = [each for each in followers if each.beat.error is not None]
+    found = _errors([each for each in faulty if each.health == "failing"], "fault")
+    found += _errors([each for each in faulty if each.health not in ("failing", "silent", "elsewhere")], "warning")
+    by_state = {state: [each for each in followers if each.health == state] for state in _STATES}
+    for state, (level, what, next_step) in _STATES.items():
+        if by_state[state]:
+            longest = max(each.seconds_ago for each in by_state[state])
+            found.append(Notice(level, f"{_names(by_state[state])}: {what.format(duration(longest))}", next_step))
+    return found
+
+
+_STATES: dict[str, tuple[Level, str, str]] = {
+    "stuck": (
+        "fault",
+        "stuck, the version does not move although newer ones exist",
+        "Read the log of that process: a lookup or a row store may not return. Restart it if it stays so",
+    ),
+    "silent": (
+        "warning",
+        "silent, no data for up to {}",
+        "Check that the process runs and can write to the store. One that was stopped leaves this list after an hour",
+    ),
+    "elsewhere": (
+        "warning",
+        "has a version of another stream",
+        "Pass the URL of this stream to it; if this stream replaced its own, publish a snapshot",
+    ),
+    "unpinned": (
+        "warning",
+        "unpinned, applies versions in spite of a rollback",
+        "Build it with Predictor(..., follows_pins=True), or call predictor.rollback(version) in its process",
+    ),
+    "behind": (
+        "warning",
+        "behind, and the lag never falls",
+        "Publish less often or fewer rows (Cadence, TopK), or give the predictor more bandwidth or CPU",
+    ),
+    "waiting": (
+        "note",
+        "waiting, a canary that may not apply the snapshot of the release yet",
+        "None: it continues when the newest version is far enough ahead",
+    ),
+}
+
+
+def of_publishers(
+    history: History, head: Manifest, now: float, described: Collection[int], *, has_snapshot: bool
+) -> list[Notice]:
+    """Return the notices about the publishers of a stream.
+
+    Args:
+        history: history with the entries of the stream that were read.
+        head: newest entry.
+        now: Unix time by the store's clock, in seconds.
+        described: missing or malformed versions for which there are other notices.
+        has_snapshot: False if no entry of the stream is a snapshot.
+    """
+    if not history.bins:
+        step = "Call Publisher.snapshot() on the trainer. Without it, predictors have nothing to start from"
+        return [Notice("warning", "No version has been committed yet", step)]
+    found = []
+    age, longest = now - head.committed, max(each.max_gap for each in history.bins)
+    if history.gaps.count >= _MIN_GAPS and age > max(_MIN_QUIET_SECONDS, _QUIET_GAPS * longest):
+        what = f"No version for {duration(age)}; before, the longest time between two was {duration(longest)}"
+        step = "If training should go on, read the log of the trainer and Publisher.error"
+        found.append(Notice("warning", what, step))
+    if not has_snapshot:
+        step = "Call Publisher.snapshot() on the trainer"
+        found.append(Notice("warning", "The stream has no snapshot, so that no new predictor can start", step))
+    if history.num_claims:
+        times = f" {history.num_claims} times, last" if history.num_claims > 1 else ""
+        what = f"A new publisher took over{times} with version {history.last_claim}"
+        if history.min_claim_seconds < _RIVAL_SECONDS:
+            what += f"; two of these within {duration(history.min_claim_seconds)}"
+            step = "Two jobs may publish to this stream and fence each other: stop one of them"
+            found.append(Notice("warning", what, step))
+        else:
+            step = "If the former job was to go on, it was fenced and its log has FencedError: stop one of the two jobs"
+            found.append(Notice("note", what, step))
+    lost = [version for version in history.lost if version not in described]
+    if lost:
+        left = history.missing - len(described) - _MAX_NAMES
+        versions = ", ".join(map(str, lost[:_MAX_NAMES])) + (f" and {left} more" if left > 0 else "")
+        what = f"Version{'' if len(lost) == 1 else 's'} {versions}: no entry in the log, although later ones exist"
+        step = "Nothing, if a person deleted them: predictors below them continue from the next snapshot"
+        found.append(Notice("warning", what, step))
+    return found
+
+
+def of_clocks(skews: Iterable[str]) -> list[Notice]:
+    """Return one notice for each description of a clock that differs from the store's."""
+    step = (
+        "Synchronize the clock of that host (NTP). Ages here are by the store's clock. Copy streams with their "
+        "modification times (cp -a, rsync -t)"
+    )
+    return [Notice("warning", skew, step) for skew in skews]
+
+
+def next_step_of(error: str) -> str | None:
+    """Return the instruction at the end of an error in a heartbeat; None if it is not an error of the library.
+
+    Example:
+        >>> next_step_of("NoSnapshotError: the stream s has no snapshot yet. Call Publisher.snapshot() on the trainer.")
+        'Call Publisher.snapshot() on the trainer'
+        >>> next_step_of("KeyError: 'x. y'") is None
+        True
+    """
+    kind, _, text = error.partition(": ")
+    known = getattr(errors, kind, None)
+    if not (isinstance(known, type) and issubclass(known, DeltaTrackerError)) or ". " not in text:
+        return None
+    return text.rpartition(". ")[2].removesuffix(".")
+
+
+def _errors(followers: Sequence[FollowerView], level: Level) -> list[Notice]:
+    """Return one notice for each kind of error, at most five."""
+    kinds: dict[str, list[FollowerView]] = {}
+    for each in followers:
+        kinds.setdefault((each.beat.error or "").partition(":")[0], []).append(each)
+    found = []
+    state = "failing" if level == "fault" else "has an error"
+    for of_kind in list(kinds.values())[:_MAX_ERRORS]:
+        error = of_kind[0].beat.error or ""
+        step = next_step_of(error)
+        problem = error if step is None else error.removesuffix(".").removesuffix(step).removesuffix(". ")
+        cut = "…" if len(problem) > _MAX_PROBLEM else ""
+        what = f"{_names(of_kind)}: {state}, {problem[:_MAX_PROBLEM]}{cut}"
+        found.append(Notice(level, what, step or "Correct the cause that its error names; it tries again by itself"))
+    if len(kinds) > _MAX_ERRORS:
+        left = sum(len(of_kind) for of_kind in list(kinds.values())[_MAX_ERRORS:])
+        step = "Read their errors in the table of predictors"
+        found.append(Notice(level, f"{several(left, 'other predictor')}: {state}, other errors", step))
+    return found
+
+
+def _names(followers: Sequence[FollowerView]) -> str:
+    names = ", ".join(each.beat.name for each in followers[:_MAX_NAMES])
+    left = len(followers) - _MAX_NAMES
+    return f"Predictor {names}" if len(followers) == 1 else f"Predictors {names}" + (f" and {left} more" * (left > 0))
