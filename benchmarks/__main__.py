@@ -26,6 +26,8 @@ PROGRAMS: dict[str, list[str]] = {
     "bench_sinks": [],
     "bench_recovery": [],
     "bench_fleet": [],
+    "growth": [],
+    "bench_alternatives": [],
 }
 """Arguments of each program."""
 PRINTING: dict[str, list[str]] = {

@@ -95,6 +95,13 @@ def _digest(rows: Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(rows.contiguous().numpy().data)
 
 
+def _note_versions(predictors: Sequence[Predictor], seen: Sequence[dict[int, float]]) -> None:
+    """Add the time now for each predictor whose version is new."""
+    for predictor, times in zip(predictors, seen, strict=True):
+        if (version := predictor.version) is not None:
+            times.setdefault(version, time.monotonic())
+
+
 def _readers(orders: Connection, url: str, fqn: str, num_rows: int, count: int) -> None:
     """Follow with ``count`` predictors until an order arrives; then answer with times, digests and resyncs."""
     torch.set_num_threads(1)
@@ -104,9 +111,7 @@ def _readers(orders: Connection, url: str, fqn: str, num_rows: int, count: int) 
         predictor.follow()
     seen: list[dict[int, float]] = [{} for _ in range(count)]
     while True:
-        for predictor, times in zip(predictors, seen, strict=True):
-            if (version := predictor.version) is not None and version not in times:
-                times[version] = time.monotonic()
+        _note_versions(predictors, seen)
         if not orders.poll(_WATCH_SECONDS):
             continue
         if orders.recv() == "stop":
@@ -115,6 +120,7 @@ def _readers(orders: Connection, url: str, fqn: str, num_rows: int, count: int) 
         for predictor, model in zip(predictors, models, strict=True):
             with predictor.reading() as view:
                 rows.append((view.version, _digest(model[fqn])))
+                _note_versions([predictor], [seen[len(rows) - 1]])  # it may be newer than the last look
         statuses = [predictor.status() for predictor in predictors]
         errors = {status.error for status in statuses} - {None}
         orders.send((seen, rows, [status.resyncs for status in statuses], errors))

@@ -3,7 +3,8 @@
 The model is a DLRM with eight tables under DistributedModelParallel on one rank, with layers as wide as those of
 MLPerf's DLRM. Two equal models, one of them with a tracker, train alternately step by step, so that other load on the
 machine affects both. A turn is a number of steps of each model and a read of the tracker; then the models swap roles.
-The read must return exactly the rows that were looked up.
+The read must return exactly the rows that were looked up. The batch sizes are those with which a step took about 330,
+80 and 20 ms on two cores.
 
 On the CPU nothing waits for a device. Device syncs of recording are counted separately, on a simulated device
 (:mod:`delta_tracker.monitor.device.syncs`).
@@ -40,19 +41,20 @@ _OURS: dict[str, tuple[TrackingMode, TopK | None]] = {
     "EMBEDDING": (_EMBEDDING, None),
     "EMBEDDING, top 10 %": (_EMBEDDING, TopK(fraction=0.1)),
 }
+_BATCHES = {4096: 4, 1024: 12, 256: 30}  # size to number of turns of each case
 _NOTES = (
     (
-        "The figure of a turn is the median of its steps plus a share of the read at its end. The table shows medians"
+        "Step: the median of the steps with the tracker, plus a share of the read at the end of each turn. Medians"
         " (smallest-largest) of the turns."
     ),
     (
-        "Against no tracker: the median ratio of a step to the other model's step on the same batch, directly before or"
-        " after it, plus the read's share."
+        "Against no tracker: the median of the ratios of a step to the other model's step on the same batch, directly"
+        " before or after it, plus the read's share; in parentheses the bounds of the median with a confidence of 95 %."
     ),
     (
-        "In the tracker: the mean of the metric record_seconds per step plus the read's share, absolute and relative to"
-        " a step without tracker. It does not include finding the ids of a lookup, calling the hooks, and effects on"
-        " the caches."
+        "Per looked-up row, in the tracker: the mean of the metric record_seconds per step plus the read's share,"
+        " divided by the ids of a batch. Finding the ids of a lookup, calling the hooks, and effects on caches are not"
+        " included."
     ),
     "TorchRec's tracker does not support EMBEDDING mode for an EmbeddingBagCollection, and has no top-k.",
     "Syncs: number of waits for the device when recording one batch.",
@@ -127,10 +129,14 @@ class _Turns:
         table_set: the tables.
         batch_size: number of samples of a step.
         num_steps: number of steps of a turn.
+
+    Attributes:
+        ratios: ratio of each step of the last turn to the other model's step, plus the read's share.
     """
 
     def __init__(self, table_set: Sequence[Table], batch_size: int, num_steps: int) -> None:
         self._models = [_Trained(table_set), _Trained(table_set)]
+        self.ratios: list[float] = []
         generator = torch.Generator().manual_seed(1)
         self._dense = torch.rand(batch_size, _NUM_DENSE, generator=generator)
         self._labels = torch.randint(2, (batch_size,), generator=generator).float()
@@ -152,8 +158,7 @@ class _Turns:
             start: attaches a tracker to one of the models.
 
         Returns:
-            Seconds per step: ``seconds`` with the tracker, ``without`` it, and their parts ``record`` and ``read``;
-            and ``ratio``.
+            Seconds per step: ``seconds`` with the tracker, ``without`` it, and their parts ``record`` and ``read``.
         """
         self._models.reverse()
         tracked, other = self._models
@@ -176,11 +181,10 @@ class _Turns:
         for fqn, ids in found.items():
             assert torch.equal(ids.sort()[0], self._expected[fqn]), f"{fqn}: not the rows that were looked up"
         without = median(seconds[other])
-        ratio = median(map(truediv, seconds[tracked], seconds[other])) + share / without
+        self.ratios = [ratio + share / without for ratio in map(truediv, seconds[tracked], seconds[other])]
         return {
             "seconds": median(seconds[tracked]) + share,
             "without": without,
-            "ratio": ratio,
             "record": record,
             "read": share,
         }
@@ -264,45 +268,67 @@ def _syncs() -> dict[str, int]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, check every read, and write the results."""
     settings = parser("bench_step", __doc__ or "").parse_args(argv)
-    num_rows, batch_size, num_steps = (1000, 32, 2) if settings.tiny else (1_000_000, 4096, 20)
-    repeats = settings.repeats or (1 if settings.tiny else 3)
+    num_rows, num_steps = (1000, 2) if settings.tiny else (1_000_000, 20)
+    batches = {32: 1} if settings.tiny else _BATCHES
     report = Report(
         name="bench_step",
         settings={
             "tables": f"8 of {num_rows} x 64",
-            "batch": batch_size,
             "a read every": f"{num_steps} steps",
-            "repeats": repeats,
+            "turns": settings.repeats or "/".join(map(str, batches.values())),
         },
-        columns=("tracker", "step, ms", "against no tracker", "in the tracker, ms", "of a step", "syncs"),
+        columns=("batch, tracker", "step, ms", "against no tracker", "per looked-up row, ns", "read, ms", "syncs"),
         notes=[*_NOTES],
     )
     syncs = _syncs()
+    for name, count in syncs.items():
+        report.figures[f"{name}: syncs"] = {"count": (count,)}
     with one_rank():
-        turns = _Turns(tables(8, num_rows), batch_size, num_steps)
-        cases: dict[str, Callable[[], Figures]] = {_OFF: turns.off}
-        for name, (mode, top_k) in _OURS.items():
-            cases[name] = lambda mode=mode, top_k=top_k: turns.ours(mode, top_k)  # type: ignore[misc]
-        cases[_THEIRS] = turns.theirs
-        turns.off()  # warm-up
-        found = interleaved(cases, repeats=repeats, warmups=0)
+        for batch_size, num_turns in batches.items():
+            _measure(report, tables(8, num_rows), batch_size, num_steps, settings.repeats or num_turns, syncs)
+    report.finish(settings.out)
+    return 0
+
+
+def _measure(
+    report: Report,
+    table_set: Sequence[Table],
+    batch_size: int,
+    num_steps: int,
+    num_turns: int,
+    syncs: Mapping[str, int],
+) -> None:
+    """Measure all trackers with one size of batches, and add their lines."""
+    turns = _Turns(table_set, batch_size, num_steps)
+    cases: dict[str, Callable[[], Figures]] = {_OFF: turns.off}
+    for name, (mode, top_k) in _OURS.items():
+        cases[name] = partial(turns.ours, mode, top_k)
+    cases[_THEIRS] = turns.theirs
+    turns.off()  # warm-up
+    ratios: dict[str, list[float]] = {name: [] for name in cases}
+
+    def run(name: str) -> Figures:
+        figures = cases[name]()
+        ratios[name] += turns.ratios
+        return figures
+
+    found = interleaved({name: partial(run, name) for name in cases}, repeats=num_turns, warmups=0)
+    num_ids = batch_size * len(table_set)
     for name, samples in found.items():
-        report.add(name, samples)
-        report.figures[f"{name}: syncs"] = {"count": (syncs[name],)}
+        ratio = Sample(tuple(ratios[name]))
+        report.add(f"{name}, batch {batch_size}", {**samples, "ratio": ratio})
         inside = Sample(tuple(map(add, samples["record"].values, samples["read"].values)))
-        is_ours = name in _OURS
+        low, high = ratio.interval
         report.lines.append(
             (
-                name,
+                f"{batch_size}, {name}",
                 samples["seconds"].text(1e3),
-                samples["ratio"].text(digits=3),
-                inside.text(1e3, 2) if is_ours else "",
-                f"{inside.median / samples['without'].median:.2%}" if is_ours else "",
+                f"{ratio.median:.3f} ({low:.3f}-{high:.3f})",
+                inside.text(1e9 / num_ids) if name in _OURS else "",
+                "" if name == _OFF else samples["read"].text(1e3 * num_steps),
                 str(syncs[name]),
             )
         )
-    report.finish(settings.out)
-    return 0
 
 
 if __name__ == "__main__":

@@ -140,7 +140,7 @@ class Results:
                     self.faults.append(f"{group} {sharding} {mode}: {verdict}, expected {group.expected(mode)}")
 
     def markdown(self) -> str:
-        """Return the table for benchmarks/README.md."""
+        """Return the table of benchmarks/results/conformance.md."""
         reasons: list[str] = []
         lines = [f"| | {' | '.join(f'`{kernel}`' for kernel in KERNELS)} |", "|---" * (len(KERNELS) + 1) + "|"]
         for module in MODULES:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -33,6 +34,17 @@ class Sample:
     def median(self) -> float:
         """Median of the repeats."""
         return statistics.median(self.values)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Bounds of the median with a confidence of 95 %, for independent repeats of any distribution.
+
+        The bounds are repeats: of ``n`` sorted ones, those about ``0.98 * sqrt(n)`` away from the middle, by the normal
+        approximation of the binomial distribution (W. J. Conover, Practical Nonparametric Statistics, section 3.2).
+        """
+        ordered, half = sorted(self.values), 0.98 * math.sqrt(len(self.values))
+        low, high = math.floor(len(ordered) / 2 - half), math.ceil(len(ordered) / 2 + half)
+        return ordered[max(low, 0)], ordered[min(high, len(ordered) - 1)]
 
     def text(self, scale: float = 1.0, digits: int = 1) -> str:
         """Format median and range, each multiplied by ``scale``: ``12.3 (11.9-14.0)``."""

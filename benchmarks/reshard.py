@@ -161,7 +161,7 @@ JOURNEYS = (
 
 
 def markdown(results: Sequence[tuple[Journey, Sequence[Leg]]]) -> str:
-    """Return the table for benchmarks/README.md."""
+    """Return the table of benchmarks/results/reshard.md."""
     lines = [
         (
             "| saved: ranks x plan | restored: ranks x plan | module, kernel, mode | pending rows, equal | of them left"

@@ -1,4 +1,4 @@
-"""Write the table of targets into benchmarks/README.md: ``python -m benchmarks.summary``."""
+"""Write the tables of targets and alternatives into the documents: ``python -m benchmarks.summary``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from benchmarks.harness import RESULTS
 from benchmarks.targets import TARGETS, Results, Target
 
 README = Path(__file__).parent / "README.md"
-_SECTION = re.compile(r"(?<=<!-- benchmarks -->\n).*?(?=<!-- /benchmarks -->)", re.DOTALL)
+_ALTERNATIVES = {
+    "delta_tracker": "this library",
+    "torch.save": "`torch.save` of the table",
+    "dcp.async_save": "`dcp.async_save` of the table",
+    "TorchRec's tracker and files": "TorchRec's tracker, and a safetensors file for each delta",
+    "rows to Redis": "rows set in Redis by the trainer",
+}
 
 
 def markdown(directory: Path, targets: Iterable[Target] = TARGETS) -> str:
@@ -20,6 +26,28 @@ def markdown(directory: Path, targets: Iterable[Target] = TARGETS) -> str:
     lines = ["| work | target | measured | met |", "| --- | ---: | ---: | --- |"]
     lines += [f"| {' | '.join(_cells(target, results))} |" for target in targets]
     return "\n".join([*lines, "", *_runs(directory), ""])
+
+
+def alternatives(directory: Path) -> str:
+    """Return the table of this library and its alternatives, from the results in a directory."""
+    results = Results(directory)
+    settings = json.loads((directory / "bench_alternatives.json").read_text())["settings"]
+    versions = settings["batches"] // settings["batches per version"]
+    untracked = results.median("bench_alternatives", "no tracking", "step")
+    lines = [
+        "| way | freshness p50, p99, ms | MB per version | step / untracked | wrong rows after kill -9 and a restart |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for case, way in _ALTERNATIVES.items():
+        half, most, step, num_bytes = (
+            results.median("bench_alternatives", case, figure) for figure in ("p50", "p99", "step", "bytes")
+        )
+        wrong = results.median("bench_alternatives", f"{case}, killed", "wrong rows")
+        lines.append(
+            f"| {way} | {half * 1e3:.0f}, {most * 1e3:.0f} | {num_bytes / versions / 1e6:.1f} |"
+            f" {step / untracked:.2f} | {wrong:,.0f} |"
+        )
+    return "\n".join([*lines, ""])
 
 
 def _cells(target: Target, results: Results) -> tuple[str, str, str, str]:
@@ -48,12 +76,19 @@ def _runs(directory: Path) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the table between its markers in benchmarks/README.md."""
+    """Write each table between its markers."""
     assert not argv, "no arguments"
-    readme = README.read_text()
-    assert _SECTION.search(readme), f"{README} has no markers for the table"
-    README.write_text(_SECTION.sub(lambda _: markdown(RESULTS), readme))
+    _fill(README, "benchmarks", markdown(RESULTS))
+    for document in (README, README.parent.parent / "README.md"):
+        _fill(document, "alternatives", alternatives(RESULTS))
     return 0
+
+
+def _fill(document: Path, name: str, table: str) -> None:
+    text = document.read_text()
+    section = re.compile(rf"(?<=<!-- {name} -->\n).*?(?=<!-- /{name} -->)", re.DOTALL)
+    assert section.search(text), f"{document} has no markers for the table of {name}"
+    document.write_text(section.sub(lambda _: table, text))
 
 
 if __name__ == "__main__":

@@ -142,6 +142,12 @@ def _recovery(results: Results) -> float:
     return naive / compacted
 
 
+def _longer_log(results: Results) -> float:
+    """Return the time with the longest log, relative to that with the shortest, of the worst operation."""
+    names = [each.removesuffix(", 100") for each in results.cases("growth", "") if each.endswith(", directory, 100")]
+    return max(_ratio("growth", f"{name}, 100000", f"{name}, 100")(results) for name in names)
+
+
 _TIMES, _MS = "{:.1f}x", "{:.1f} ms"
 _ZIPF = "10 M rows, 100 x 65,536 Zipf ids"
 _TABLES = "8 tables x 1 M rows, 20 x 4,096 Zipf ids"
@@ -172,13 +178,24 @@ TARGETS = (
     ),
     *(
         Target(
-            f"training step, {mode}, a read every 20 steps: time / time without a tracker",
+            f"training step of {milliseconds} ms, {mode}, a read every 20 steps: time / time without a tracker",
             bound,
             False,
-            _median("bench_step", mode, "ratio"),
+            _median("bench_step", f"{mode}, batch {batch}", "ratio"),
             "{:.3f}",
         )
+        for batch, milliseconds in ((4096, 330), (1024, 80), (256, 20))
         for mode, bound in (("ID_ONLY", 1.01), ("EMBEDDING", 1.03), ("EMBEDDING, top 10 %", 1.03))
+    ),
+    *(
+        Target(
+            f"the reads of ids of a step of {milliseconds} ms: TorchRec's time / ours",
+            10,
+            True,
+            _ratio("bench_step", f"TorchRec, ID_ONLY, batch {batch}", f"ID_ONLY, batch {batch}", "read"),
+            _TIMES,
+        )
+        for batch, milliseconds in ((4096, 330), (1024, 80), (256, 20))
     ),
     Target("device syncs in the step", 0, False, _median("bench_step", "EMBEDDING: syncs", "count"), "{:.0f}"),
     Target(
@@ -250,6 +267,20 @@ TARGETS = (
         6.6,
         True,
         _recovery,
+        _TIMES,
+    ),
+    Target(
+        "a log of 100,000 versions: time of a start, gap check or retention pass without work / with 100 versions",
+        2,
+        False,
+        _longer_log,
+        _TIMES,
+    ),
+    Target(
+        "publish on 16 ranks: time / on one rank",
+        16,
+        False,
+        _ratio("growth", "publish of ranks, 16", "publish of ranks, 1"),
         _TIMES,
     ),
 )
