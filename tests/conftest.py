@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -60,6 +61,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the slowest files first."""
     order = {Path(__file__).parent / name: number for number, name in enumerate(_SLOWEST)}
     items.sort(key=lambda item: order.get(item.path, len(order)))
+
+
+@pytest.fixture(autouse=True)
+def _logging_is_left_as_it_was() -> Iterator[None]:
+    """Fail a test that silences the log of the library, because later tests in the same process read it."""
+    yield
+    logger = logging.getLogger("delta_tracker")
+    assert (logger.level, logger.disabled, logger.propagate) == (logging.NOTSET, False, True)
+    assert logging.root.manager.disable == logging.NOTSET
 
 
 @pytest.fixture(scope="session")

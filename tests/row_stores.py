@@ -71,8 +71,16 @@ class RowStoreReader:
         self.num_checks = 0
 
     def check(self) -> SinkState | None:
-        """Check that each raw id reads its own row or a default row, as of the stored version or a later one."""
+        """Look all raw ids up, and check the answer, see :meth:`check_answer`."""
+        self.ask()
+        return self.check_answer()
+
+    def ask(self) -> None:
+        """Let the process look all raw ids up, at the same time as those of other readers."""
         self._pipe.send(True)
+
+    def check_answer(self) -> SinkState | None:
+        """Check that each raw id reads its own row or a default row, as of the stored version or a later one."""
         answer: Answer = self._pipe.recv()
         if answer is None:
             return None

@@ -27,14 +27,14 @@ _PACKAGE = _ROOT / "delta_tracker"
 
 # A package may import itself and packages of earlier lines: ``tracker`` does not import ``predictor``.
 _LAYERS = [
-    ["errors", "types", "rows", "row_target", "row_sink", "raw_ids", "raw_id_index", "state_tree"],
+    ["errors", "arguments", "types", "rows", "row_target", "row_sink", "raw_ids", "raw_id_index", "state_tree"],
     ["buffers", "cuda_fence", "distributed", "forking", "host_copy"],
     ["monitor"],
     ["sharding", "stream"],
     ["sinks"],
     ["tracker", "predictor"],
-    ["publisher"],
-    ["recovery"],
+    ["publisher", "compat"],
+    ["recovery", "planning"],
     ["integrations", "cli"],
 ]
 
@@ -53,10 +53,13 @@ _TESTS_OF_TORCHREC = {
 
 # Contract tests against real servers. Other tests that start processes are in system/.
 _TESTS_OF_PROCESSES = {
+    "conformance.test_cpp_reader",
+    "conformance.test_kit",
     "contract.test_host_cache",
     "contract.test_notify",
     "contract.test_row_sinks",
     "contract.test_storage",
+    "sharding.test_pairs",
 }
 # Modules without a test file of their name, and the file whose tests fail if the module is broken.
 _TESTED_THROUGH = {
@@ -283,6 +286,11 @@ def test_package_files_only_gather_names() -> None:
         assert all(isinstance(node, ast.Expr | ast.ImportFrom | ast.Assign) for node in body), path
 
 
+@pytest.mark.parametrize("name", delta_tracker.__all__)
+def test_a_public_name_has_an_example(name: str) -> None:
+    assert ">>>" in (getattr(delta_tracker, name).__doc__ or "")
+
+
 def test_the_public_names() -> None:
     assert delta_tracker.__all__ == [
         "Cadence",
@@ -300,8 +308,10 @@ def test_the_public_names() -> None:
         "Predictor",
         "Publisher",
         "RandomStates",
+        "RankCounters",
         "RawIdIndex",
         "Retention",
+        "RowSink",
         "RowTarget",
         "ShardSpec",
         "Standby",

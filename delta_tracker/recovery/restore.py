@@ -23,7 +23,7 @@ from delta_tracker.sharding.interrupted import mark, unmark
 from delta_tracker.stream.cursor import Place
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
-from delta_tracker.stream.storage.storage import Storage, open_storage
+from delta_tracker.stream.storage.storage import Location, open_storage
 from delta_tracker.tracker.data_position import DataPosition
 from delta_tracker.tracker.tracker import ModelDeltaTracker
 
@@ -55,7 +55,7 @@ class Restored:
 
 def restore(  # noqa: PLR0913  all but two have a default
     model: nn.Module,
-    url: str | Storage,
+    url: Location,
     version: int | None = None,
     *,
     tracker: ModelDeltaTracker | None = None,
@@ -128,6 +128,23 @@ def restore(  # noqa: PLR0913  all but two have a default
         StateRejectedError: if an object raises an error while it loads its state.
         RestoreFailedError: if another rank raised one of these errors.
         RankLostError: if a rank dies, or does not make the call in time.
+
+    Example:
+        >>> import torch
+        >>> from delta_tracker import ModelDeltaTracker, Publisher, Storage
+        >>> def build():
+        ...     model = torch.nn.Sequential(torch.nn.EmbeddingBag(1000, 16, sparse=True))
+        ...     return model, torch.optim.Adagrad(model.parameters(), lr=0.1)
+        >>> (trained, optimizer), (resumed, other) = build(), build()
+        >>> stream, tracker = Storage("memory://"), ModelDeltaTracker(trained)
+        >>> with Publisher(tracker, stream, states="optimizer", training_state={"optimizer": optimizer}) as publisher:
+        ...     trained(torch.tensor([[7, 42, 7]])).sum().backward()
+        ...     optimizer.step()
+        ...     tracker.step()
+        ...     version = publisher.publish()
+        >>> restored = restore(resumed, stream, training_state={"optimizer": other})
+        >>> restored.num_batches, torch.equal(resumed[0].weight, trained[0].weight)
+        (1, True)
     """
     exchange = Exchange(timeout, name="restore", call="restore(...)", failed=RestoreFailedError)
     try:
@@ -160,7 +177,7 @@ class Restoration:
     def __init__(
         self,
         exchange: Exchange,
-        url: str | Storage,
+        url: Location,
         version: int | None,
         job: LocalJob,
         *,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Sequence
 
@@ -10,7 +11,7 @@ from delta_tracker.recovery.library import Library
 from delta_tracker.recovery.training_states import TrainingStates
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import Claim, StreamLog
-from delta_tracker.stream.storage.storage import Storage, open_storage
+from delta_tracker.stream.storage.storage import Location, Storage, open_storage
 
 ATTEMPTS = 100  # claims of a stream that may be lost to versions of the former publisher
 
@@ -27,8 +28,8 @@ class ServingStreams:
         StorageError: if a store cannot be opened.
     """
 
-    def __init__(self, recovery: StreamLog, urls: Sequence[str | Storage]) -> None:
-        if isinstance(urls, str | Storage) or not isinstance(urls, Sequence):
+    def __init__(self, recovery: StreamLog, urls: Sequence[Location]) -> None:
+        if isinstance(urls, str | os.PathLike | Storage) or not isinstance(urls, Sequence):
             raise InvalidArgumentError("serving", urls, "Pass a list of urls")
         self._recovery = recovery
         self._urls = urls

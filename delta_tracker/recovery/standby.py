@@ -49,7 +49,7 @@ from delta_tracker.stream.format.parse import parse_manifest
 from delta_tracker.stream.heartbeat import PublisherPulse, check_name
 from delta_tracker.stream.liveness import Liveness, Signs
 from delta_tracker.stream.log import Claim, StreamLog
-from delta_tracker.stream.storage.storage import Storage, open_storage
+from delta_tracker.stream.storage.storage import Location, open_storage
 from delta_tracker.stream.takeover_request import read_request
 from delta_tracker.tracker.data_position import DataPosition
 from delta_tracker.tracker.tracker import ModelDeltaTracker
@@ -68,6 +68,10 @@ class Takeover:
         recovery: claim of the recovery stream, the first argument after the tracker of the new ``Publisher``.
         serving: claims of the serving streams, in the order of :class:`Standby`'s argument.
         seconds: time from the decision to take over to the return of the call, in seconds.
+
+    Example:
+        >>> taken = standby.take_over()  # doctest: +SKIP
+        >>> publisher = Publisher(tracker, taken.recovery, states="optimizer")  # doctest: +SKIP
     """
 
     restored: Restored
@@ -132,19 +136,24 @@ class Standby:
         StorageError: if the store cannot be opened.
         RestoreFailedError: if another rank raised one of these errors.
         RankLostError: if a rank dies, or does not make the call in time.
+
+    Example:
+        >>> standby = Standby(model, "s3://bucket/recovery", tracker=tracker)  # doctest: +SKIP
+        >>> taken = standby.follow(silence=30)  # returns when the publisher is silent for 30 s  # doctest: +SKIP
+        >>> publisher = Publisher(tracker, taken.recovery, states="optimizer")  # doctest: +SKIP
     """
 
     def __init__(  # noqa: PLR0913  all but two have a default
         self,
         model: nn.Module,
-        url: str | Storage,
+        url: Location,
         *,
         tracker: ModelDeltaTracker | None = None,
         training_state: Mapping[str, Stateful] | None = None,
         rank_state: Mapping[str, Stateful] | None = None,
         data: DataPosition[Any] | None = None,
         ignore: Collection[str] = (),
-        serving: Sequence[str | Storage] = (),
+        serving: Sequence[Location] = (),
         name: str = "standby",
         look_seconds: float = 1.0,
         timeout: timedelta = DEFAULT_TIMEOUT,
@@ -305,7 +314,7 @@ class Standby:
         finally:
             exchange.close()
 
-    def _build(self, url: str | Storage, name: str) -> dict[str, Any]:
+    def _build(self, url: Location, name: str) -> dict[str, Any]:
         """Validate the arguments and open the stores."""
         job = self._job
         job.check()

@@ -18,6 +18,7 @@ from delta_tracker import ModelDeltaTracker, Predictor, Publisher, Storage
 from delta_tracker.errors import FoldedConstantError, InvalidArgumentError
 from delta_tracker.integrations import aot_inductor
 from delta_tracker.integrations.aot_inductor import CompiledModel, compile_package
+from delta_tracker.row_target import RowTarget
 from tests.stream.streams import FQN, Writer
 from tests.sweeps import SWEEPS_ARE_WHOLE
 
@@ -68,6 +69,83 @@ def test_the_module_of_an_exported_program_follows_a_stream() -> None:
         assert torch.equal(
             served(*INPUTS[:2]), nn.functional.embedding_bag(*INPUTS[:1], writer.table, INPUTS[1], mode="sum")
         )
+
+
+class _Chunks(RowTarget):
+    """Table that keeps a copy of a dense tensor at each write of rows."""
+
+    def __init__(self, table: Tensor, dense: Tensor) -> None:
+        self.num_rows, self.dim = table.shape
+        self.dtype, self.rows, self.columns = table.dtype, (0, self.num_rows), ((0, self.dim),)
+        self._table, self._dense = table, dense
+        self.found: list[Tensor] = []
+
+    def write(self, ids: Tensor | slice, values: Tensor, columns: tuple[int, int]) -> None:
+        self.found.append(self._dense.clone())
+        self._table[ids, slice(*columns)] = values
+
+
+def test_dense_tensors_of_a_mapping_change_after_the_last_row() -> None:
+    """``CompiledModel.tensors`` is such a mapping."""
+    writer = Writer(Storage("memory://"))
+    bias = torch.zeros(3)
+    chunks = _Chunks(torch.zeros(20, 4), bias)
+    predictor = Predictor({FQN: chunks, "bias": bias}, writer.storage, chunk_rows=2)
+    for number in range(3):
+        writer.dense["bias"] = torch.full((3,), number + 1.0)
+        _ = writer.delta([0, 3, 5, 7, 9]) if number else writer.snapshot()
+        predictor.sync()
+        assert torch.equal(bias, writer.dense["bias"])
+        assert len(chunks.found) >= 3
+        assert all((found == number).all() for found in chunks.found), "the tensor of the version before"
+        chunks.found.clear()
+
+
+@compiles
+def test_a_compiled_collection_of_torchrec_follows_a_stream(tmp_path: Path) -> None:
+    torchrec = pytest.importorskip("torchrec")
+
+    class Ranker(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            sizes = {"user": 20, "item": 30}
+            self.bags = torchrec.EmbeddingBagCollection(
+                tables=[
+                    torchrec.EmbeddingBagConfig(
+                        name=name, num_embeddings=num_rows, embedding_dim=4, feature_names=[name]
+                    )
+                    for name, num_rows in sizes.items()
+                ]
+            )
+            self.over = nn.Linear(8, 3)
+
+        def forward(self, values: Tensor, lengths: Tensor) -> Tensor:
+            features = torchrec.KeyedJaggedTensor(["user", "item"], values, lengths=lengths)
+            scores: Tensor = self.over(self.bags(features).values())
+            return scores
+
+    inputs = torch.tensor([1, 2, 3, 4, 5]), torch.tensor([2, 1, 1, 1])
+    trained, url = Ranker(), (tmp_path / "stream").as_uri()
+    with torch.no_grad():
+        package = compile_package(torch.export.export(Ranker().eval(), inputs, strict=False), tmp_path / "m.pt2")
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+    tracker = ModelDeltaTracker(trained)
+    publisher = Publisher(tracker, url, dense=trained.over)
+    served = CompiledModel(package)
+    predictor = Predictor(served.tensors, url)
+    for number in range(3):
+        optimizer.zero_grad()
+        trained(*inputs).square().sum().backward()
+        optimizer.step()
+        tracker.step()
+        manifest = publisher.publish()
+        assert manifest.kind == ("delta" if number else "snapshot")
+        assert predictor.sync() == manifest.version
+        for name, tensor in trained.state_dict().items():
+            assert torch.equal(served.tensors[name], tensor), name
+        with torch.no_grad():
+            torch.testing.assert_close(served(*inputs), trained(*inputs))
+    publisher.close()
 
 
 @compiles
@@ -127,11 +205,12 @@ def test_tensors_that_the_examples_do_not_reach_are_logged(tmp_path: Path, caplo
         def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
             return self.table(ids, offsets)
 
+    unused = exported(Unused(), (torch.tensor([], dtype=torch.int64), torch.tensor([0])))
+    random_state = torch.get_rng_state()
     with caplog.at_level(logging.WARNING, "delta_tracker"):
-        compile_package(
-            exported(Unused(), (torch.tensor([], dtype=torch.int64), torch.tensor([0]))), tmp_path / "m.pt2"
-        )
+        compile_package(unused, tmp_path / "m.pt2")
     assert "table.weight" in caplog.text
+    assert torch.equal(torch.get_rng_state(), random_state), "the caller's random numbers"
 
 
 def test_models_that_cannot_be_followed_are_refused(tmp_path: Path) -> None:

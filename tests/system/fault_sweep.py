@@ -117,6 +117,9 @@ class Watched(Storage):
     def objects(self, prefix: str, *, after: str | None = None) -> list[StoredObject]:
         return self._around("objects", lambda: super(Watched, self).objects(prefix, after=after))
 
+    def names(self, prefix: str, *, after: str | None = None) -> list[str]:
+        return self._around("names", lambda: super(Watched, self).names(prefix, after=after))
+
 
 class Trainer:
     """A model in training and its publisher, which publishes the states of the optimizers if ``has_states`` is set."""

@@ -104,6 +104,10 @@ class CutStorage(Storage):
         """List objects, see :class:`Storage`."""
         return self._ask_cut(prefix, lambda: super(CutStorage, self).objects(prefix, after=after))
 
+    def names(self, prefix: str, *, after: str | None = None) -> list[str]:
+        """List the names of objects, see :class:`Storage`."""
+        return self._ask_cut(prefix, lambda: super(CutStorage, self).names(prefix, after=after))
+
     def _ask_cut(self, name: str, request: Callable[[], T], *, is_entry: bool = False) -> T:
         cut = self._switch.cut
         if cut is Cut.REFUSED or (cut is Cut.UNANSWERED and self._has_lost_an_answer):

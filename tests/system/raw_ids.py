@@ -669,7 +669,7 @@ class Reader:
             return
 
         def run() -> None:
-            self.predictor.follow(poll_seconds=0.0)
+            self.predictor.follow(poll_seconds=1e-6)
             time.sleep(0.01)
             self.predictor.stop()
 

@@ -17,7 +17,7 @@ import torch
 from benchmarks import bench_gpu, gpu_needs
 from benchmarks.bench_recovery import shortest_intervals
 from benchmarks.harness import Report, Sample, interleaved
-from benchmarks.summary import markdown
+from benchmarks.summary import alternatives, markdown
 from benchmarks.targets import Target
 from benchmarks.workloads import distinct_ids, uniform_ids, zipf_ids
 from tests import forked
@@ -34,6 +34,7 @@ _IN_SWEEPS = pytest.mark.skipif(not SWEEPS_ARE_WHOLE, reason="some 10 s each: `m
         *(
             pytest.param(name, marks=_IN_SWEEPS)
             for name in (
+                "bench_alternatives",
                 "bench_fleet",
                 "bench_freshness",
                 "bench_quality",
@@ -42,6 +43,7 @@ _IN_SWEEPS = pytest.mark.skipif(not SWEEPS_ARE_WHOLE, reason="some 10 s each: `m
                 "bench_sinks",
                 "bench_store",
                 "bench_unchanged",
+                "growth",
             )
         ),
     ],
@@ -154,6 +156,9 @@ def test_the_readme_has_the_table_of_the_committed_results() -> None:
     readme = (_ROOT / "benchmarks" / "README.md").read_text()
     table = markdown(_ROOT / "benchmarks" / "results")
     assert f"<!-- benchmarks -->\n{table}<!-- /benchmarks -->" in readme, "run python -m benchmarks.summary"
+    table = alternatives(_ROOT / "benchmarks" / "results")
+    for text in (readme, (_ROOT / "README.md").read_text()):
+        assert f"<!-- alternatives -->\n{table}<!-- /alternatives -->" in text, "run python -m benchmarks.summary"
 
 
 def test_a_target_is_met_missed_or_not_measured(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -131,6 +132,15 @@ def test_torchrun_starts_an_example(tmp_path: Path) -> None:
     assert done.stdout.count(_SHARDED) == 2
 
 
+@pytest.mark.skipif(not SWEEPS_ARE_WHOLE, reason="20 s: `make test-sweeps` runs it")
+def test_torchrun_starts_other_numbers_of_ranks_that_count() -> None:
+    done = forked.run("examples.metrics_per_rank", timeout_seconds=_LIMIT_SECONDS, environ=_ENVIRON)
+    assert done.returncode == 0, done.stderr
+    assert sorted(re.findall(r"rank \d of (\d): (\d+) clicks of 1111, longest 21", done.stdout)) == [
+        ("2", "101"), ("2", "1010"), ("4", "1"), ("4", "10"), ("4", "100"), ("4", "1000")
+    ]  # fmt: skip
+
+
 @pytest.mark.skipif(not SWEEPS_ARE_WHOLE, reason="30 s: `make test-sweeps` runs it")
 def test_torchrun_restarts_a_job_that_lost_a_rank(tmp_path: Path) -> None:
     done = forked.run("examples.elastic", str(tmp_path), timeout_seconds=_LIMIT_SECONDS, environ=_ENVIRON)
@@ -209,7 +219,66 @@ def test_service_under_load(tmp_path: Path) -> None:
     assert last["resyncs"] == 0
 
 
+_QUICKSTART = _ROOT / "examples" / "quickstart"
+
+
+@contextlib.contextmanager
+def following(folder: Path, *arguments: str, environ: dict[str, str]) -> Iterator[Callable[[str], None]]:
+    """Run the predictor of the quickstart; yield a function that waits for its line, and interrupt it at the end."""
+    output = folder / "predictor.txt"
+    program = str(_QUICKSTART / "predictor.py")
+    predictor = forked.Program(program, *arguments, output=output, errors=output, environ=environ)
+
+    def wait_for(line: str) -> None:
+        deadline = time.monotonic() + _LIMIT_SECONDS
+        while line not in output.read_text().splitlines():
+            assert time.monotonic() < deadline, output.read_text()
+            time.sleep(0.02)
+
+    try:
+        yield wait_for
+        predictor.send_signal(signal.SIGINT)
+        assert predictor.wait(30) == 0, output.read_text()
+        assert output.read_text().splitlines()[-1].startswith("stopped at version ")
+    finally:
+        predictor.kill()
+
+
+def test_the_quickstart_in_two_files(tmp_path: Path) -> None:
+    url = str(tmp_path / "stream")
+    with following(tmp_path, url, environ=_ENVIRON) as wait_for:
+        codes, outputs, errors = ranks(tmp_path / "ranks", 2, str(_QUICKSTART / "trainer.py"), url)
+        assert codes == [0, 0], errors
+        assert outputs[0].startswith("version ")
+        assert outputs[1] == ""
+        wait_for(outputs[0].strip())  # the trainer's version and the score of its model
+
+
+@pytest.mark.skipif(not SWEEPS_ARE_WHOLE, reason="25 s: `make test-sweeps` runs it")
+def test_torchrun_starts_the_quickstart_as_it_is_written(tmp_path: Path) -> None:
+    trainer, predictor = ((_QUICKSTART / f"{name}.py").read_text() for name in ("trainer", "predictor"))
+    assert "``torchrun --nproc-per-node 2 trainer.py``" in trainer
+    assert "``python predictor.py``" in predictor
+    (port,) = free_ports(1)
+    environ = _ENVIRON | {"TMPDIR": str(tmp_path), "PET_MASTER_PORT": str(port)}
+    with following(tmp_path, environ=environ) as wait_for:
+        for _ in range(2):  # the second job takes the stream over, and the predictor goes on
+            done = subprocess.run(
+                [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "trainer.py"],
+                cwd=_QUICKSTART,
+                env=environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), environ.get("PYTHONPATH")]))},
+                capture_output=True,
+                text=True,
+                timeout=_LIMIT_SECONDS,
+                check=False,
+            )
+            assert done.returncode == 0, done.stderr
+            wait_for(done.stdout.strip())
+
+
 def test_all_of_them_are_tested_and_short() -> None:
+    for path in sorted(_QUICKSTART.glob("*r.py")):
+        assert len(path.read_text().splitlines()) < 60, path
     tests = Path(__file__).read_text()
     for path in _EXAMPLES:
         assert f'"{path.stem}"' in tests or f'"examples.{path.stem}"' in tests, path

@@ -61,7 +61,7 @@ notifier = LocalNotifier()
 model = writer.model()
 predictor = Predictor({FQN: Halves.of(model[FQN])}, writer.storage, chunk_rows=4, notifier=notifier)
 predictor.sync()
-predictor.follow(poll_seconds=0.0)
+predictor.follow(poll_seconds=1e-6)
 done = threading.Event()
 
 def train():
@@ -190,7 +190,29 @@ def _run(program: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("program", [_MANY, _BY_HOLDERS, _TOO_SLOW], ids=["many", "by holders", "too slow"])
+_WAITING = """
+from delta_tracker.errors import InvalidArgumentError
+with Predictor(writer.model(), writer.storage) as predictor:
+    predictor.follow()
+    assert predictor.wait(timeout=60) == 1
+
+    def child():
+        try:
+            predictor.wait(99)  # the parent's thread does not exist here
+        except InvalidArgumentError as error:
+            assert "not following" in str(error), error
+        else:
+            raise AssertionError("nothing was raised")
+
+    assert in_child(child) == 0
+    publish(3)
+    assert predictor.wait(2, timeout=60) == 2
+"""
+
+
+@pytest.mark.parametrize(
+    "program", [_MANY, _BY_HOLDERS, _TOO_SLOW, _WAITING], ids=["many", "by holders", "too slow", "waiting"]
+)
 def test_children_of_a_process_that_follows(tmp_path: Path, program: str) -> None:
     _run(program, tmp_path)
 

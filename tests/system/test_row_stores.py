@@ -1,4 +1,4 @@
-"""Sinks of Redis and LMDB that are killed at each call and at random times, while a reader looks rows up."""
+"""Sinks of Redis and LMDB that are killed at each call and at random times, while readers look rows up."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ from delta_tracker.types import TableSpec
 from tests import forked
 from tests.contract.test_row_sinks import _finished, _state
 from tests.predictor.identity_histories import History
-from tests.row_stores import copy_stream, reader_of, sink_at
+from tests.row_stores import RowStoreReader, copy_stream, reader_of, sink_at
 from tests.servers import _process, free_ports, installed, redis_server
 from tests.sweeps import SWEEPS_ARE_WHOLE
 
 _PATIENCE_SECONDS = 60
+_NUM_READERS = 3
 
 
 def write_until_killed(target: str, url: str, num_calls: int, rolls_back: bool) -> None:
@@ -73,6 +74,14 @@ def _store(kind: str) -> Iterator[str]:
             yield url
 
 
+def _check(readers: list[RowStoreReader]) -> None:
+    """Let all readers look rows up at the same time, and check their answers."""
+    for reader in readers:
+        reader.ask()
+    for reader in readers:
+        reader.check_answer()
+
+
 @pytest.mark.parametrize("kind", ["redis", "lmdb"])
 @pytest.mark.parametrize("at", ["each call", "random times"])
 def test_no_reader_finds_a_wrong_row_while_sinks_are_killed(kind, at, tmp_path) -> None:
@@ -82,7 +91,8 @@ def test_no_reader_finds_a_wrong_row_while_sinks_are_killed(kind, at, tmp_path) 
     url = f"file://{tmp_path}/stream"
     Path(tmp_path / "stream").mkdir()
     killed = 0
-    with _store(kind) as target, reader_of(target, history) as reader:
+    with _store(kind) as target, contextlib.ExitStack() as stack:
+        readers = [stack.enter_context(reader_of(target, history)) for _ in range(_NUM_READERS)]
         for number in range(num_kills):
             for _ in range(6):
                 history.train()
@@ -92,17 +102,18 @@ def test_no_reader_finds_a_wrong_row_while_sinks_are_killed(kind, at, tmp_path) 
             process = forked.start(write_until_killed, target, url, calls, number % 3 == 2)
             deadline = time.monotonic() + draw.random() * 0.3 if at == "random times" else None
             while process.is_alive():
-                reader.check()
+                _check(readers)
                 if deadline is not None and time.monotonic() > deadline:
                     process.kill()
             process.join()
             killed += process.exitcode == -signal.SIGKILL
-            reader.check()
+            _check(readers)
             assert process.exitcode in (0, -signal.SIGKILL)
         process = forked.start(write_until_killed, target, url, -1, False)
         while process.is_alive():
-            reader.check()
-        reader.assert_is(history.version)
+            _check(readers)
+        for reader in readers:
+            reader.assert_is(history.version)
     assert killed or not SWEEPS_ARE_WHOLE
 
 
