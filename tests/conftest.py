@@ -18,7 +18,9 @@ from tests.servers import S3, s3_server
 os.environ.setdefault("PYTHONHASHSEED", "0")
 
 # A revert needs any failing example, not the smallest, and shrinking may take a minute.
-settings.register_profile("reverts", phases=[Phase.explicit, Phase.generate], report_multiple_bugs=False)
+settings.register_profile(
+    "reverts", derandomize=True, phases=[Phase.explicit, Phase.generate], report_multiple_bugs=False
+)
 
 # A shell that starts the tests in the background disables SIGINT for them and for every program that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

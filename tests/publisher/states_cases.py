@@ -439,7 +439,8 @@ def resumed(rank: int, world_size: int, root: str) -> None:
             restore(trainer.model, url, tracker=trainer.tracker, training_state=objects)
         else:
             trainer.tracker.load_state_dict(state)
-        cadence = Cadence(batches=1, snapshot_every=4 if states else None)
+        # No snapshot is due by the cadence, so each one is due to a load or a change of format.
+        cadence = Cadence(batches=1, snapshot_every=100 if states else None)
         trainer.publisher = trainer.publish_to(url, states=states, training_state=objects, cadence=cadence)
         trainer.train()
         trainer.publisher.step()

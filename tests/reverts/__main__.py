@@ -108,20 +108,23 @@ def main(words: Sequence[str]) -> int:
     elif words:
         chosen = [each for each in chosen if any(word in each.defect + each.generator for word in words)]
     waiting, running = deque(chosen), list[Trial]()
-    failed = 0
+    missed = list[Trial]()
     while waiting or running:
         while waiting and len(running) < _AT_ONCE:
             running.append(Trial(waiting.popleft()))
         time.sleep(_POLL_SECONDS)
         for trial in [each for each in running if each.poll()]:
             running.remove(trial)
-            failed += trial.why is not None
+            if trial.why:
+                missed.append(trial)
             verdict = "NOT FOUND" if trial.why else "found"
             print(f"{verdict} in {trial.seconds:.0f} s: {trial.revert.defect} ({trial.revert.generator})", flush=True)
             if trial.why:
                 print(trial.why, flush=True)
-    print(f"{len(chosen) - failed} passed, {failed} failed", flush=True)
-    return 1 if failed or not chosen else 0
+    for trial in missed:  # once more at the end, where a log that was cut off has them
+        print(f"NOT FOUND: {trial.revert.defect} ({trial.revert.generator})", flush=True)
+    print(f"{len(chosen) - len(missed)} passed, {len(missed)} failed", flush=True)
+    return 1 if missed or not chosen else 0
 
 
 if __name__ == "__main__":
