@@ -96,7 +96,7 @@ class Log:
         publisher.snapshot()
         self._finish(publisher)
         _extend(storage, num_versions)
-        self._publish_once()
+        self._publish()
         self._served = nn.ModuleDict({"user": nn.EmbeddingBag(_NUM_ROWS, _DIM, mode="sum")})
         self._predictor = Predictor(self._served, storage)
         self._sync()
@@ -106,7 +106,7 @@ class Log:
         self._done = threading.Event()
 
     def publisher_start(self) -> Figures:
-        """Time the construction of a publisher, which claims the stream. Then publish a delta."""
+        """Time the construction of a publisher, which claims the stream. Then publish."""
         figures, publisher = self._measured(lambda: Publisher(self._tracker, self._storage))
         self._finish(publisher)
         return figures
@@ -154,9 +154,9 @@ class Log:
             )
             self._pass()
         before = len(self._storage.names("log"))
-        self._publish_once()
+        self._publish()
         figures, _ = self._measured(self._pass)
-        assert len(self._storage.names("log")) == before + 2  # a claim and a version
+        assert len(self._storage.names("log")) == before + 3  # a claim and two versions
         return figures
 
     def close(self) -> None:
@@ -185,17 +185,22 @@ class Log:
         assert self._done.wait(_DEADLINE_SECONDS)
         assert self._upkeep.error is None
 
-    def _publish_once(self) -> None:
-        """Start a publisher that publishes one version."""
+    def _publish(self) -> None:
+        """Start a publisher, and let it publish."""
         self._finish(Publisher(self._tracker, self._storage))
 
     def _finish(self, publisher: Publisher) -> None:
-        """Change a row, publish a version, and close the publisher, which writes the pointer."""
-        self._optimizer.zero_grad()
-        self._table(torch.randint(0, _NUM_ROWS, (1, 1))).sum().backward()
-        self._optimizer.step()
-        self._tracker.step()
-        publisher.publish()
+        """Publish two versions with a changed row, and close the publisher, which writes the pointer.
+
+        Retention keeps the version before a claim. With more than one version between claims, a reader needs few
+        requests to see that nothing was deleted behind a claim, as in a stream that is not only claimed.
+        """
+        for _ in range(2):
+            self._optimizer.zero_grad()
+            self._table(torch.randint(0, _NUM_ROWS, (1, 1))).sum().backward()
+            self._optimizer.step()
+            self._tracker.step()
+            publisher.publish()
         publisher.close()
 
     def _sync(self) -> None:
