@@ -75,12 +75,16 @@ class RankGroup:
         """
         if self.world_size == 1:
             return Gathering(self, [tensor])
-        every = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        # gloo's all-gather passes the tensors through all ranks in turn, and each step waits for the one before. Its
+        # all-to-all sends the same number of messages at once: 8 instead of 33 ms with 16 ranks on two cores.
+        sent = tensor.expand(self.world_size, *tensor.shape).contiguous()
+        received = torch.empty_like(sent)
+        every = list(received.unbind())
         try:
             with self._typed_errors():
                 group = self._group
                 self._is_starting = True
-                gathering = Gathering(self, every, group.allgather([every], [tensor]))
+                gathering = Gathering(self, every, group.alltoall_base(received, sent, [], []))
         except RankLostError:  # kept in self._lost
             gathering = Gathering(self, every)
         self._is_starting = False
