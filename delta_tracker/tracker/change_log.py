@@ -347,8 +347,7 @@ class ChangeLog:
         with self.lock, self._reading_in_place(), profiler_range("delta_tracker: record"):
             self._fence.enter()
             self._notice_before_capture(ids)
-            for fqn, table_ids in ids.items():
-                self._count(fqn, table_ids)
+            self._count_each(ids)
             mark_in_each(self._stores, ids)
 
     def opened(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
@@ -365,8 +364,7 @@ class ChangeLog:
             self._close_ended()
             self._notice_before_capture(ids)
             self._open[key] = tuple(ids)
-            for fqn, table_ids in ids.items():
-                self._count(fqn, table_ids)
+            self._count_each(ids)
             open_in_each(self._stores, key, ids)
 
     def applied(self, key: int, tables: Iterable[str]) -> None:
@@ -400,7 +398,7 @@ class ChangeLog:
             self._fence.enter()
             if states is None and not is_written:
                 self._notice_before_capture([fqn])
-            self._count(fqn, ids)
+            self._count_each({fqn: ids})
             self._stores[fqn].mark(ids, states=states, is_written=is_written)
 
     def notice_writes(self, fqns: Iterable[str]) -> None:
@@ -410,7 +408,7 @@ class ChangeLog:
                 if self._stores[fqn].has_unmarked_writes():
                     self._fence.enter()
                     self._stores[fqn].notice_writes()
-                    self._count(fqn, None)
+                    self._count_each({fqn: None})
 
     def captured(self, fqns: Iterable[str]) -> None:
         """Mark all rows of the tables ``fqns`` at every cut from now on, because writes to them are not reported.
@@ -499,7 +497,7 @@ class ChangeLog:
                     owners[fqn].mark_unknown()
                 self._stores[fqn] = store
                 self._synced.pop(fqn, None)
-                self._count(fqn, None)
+                self._count_each({fqn: None})
                 store.cut(self._position)
                 store.mark(None, is_written=True)
             self._list_stores()
@@ -822,7 +820,7 @@ class ChangeLog:
             owners.update(partial(self._mark_owned, fqn))
 
     def _mark_owned(self, fqn: str, ids: Tensor) -> None:
-        self._count(fqn, ids)
+        self._count_each({fqn: ids})
         self._stores[fqn].mark(ids)
 
     def _check_owners(self) -> None:
@@ -839,9 +837,13 @@ class ChangeLog:
     def _list_stores(self) -> None:
         self._every = [*self._stores.items(), *self._owners.items()]
 
-    def _count(self, fqn: str, ids: Tensor | None) -> None:
-        num_rows = self._stores[fqn].num_rows if ids is None else ids.numel()
-        self._num_recorded[fqn] = self._num_recorded.get(fqn, 0) + num_rows
+    def _count_each(self, ids: Mapping[str, Tensor | None]) -> None:
+        """Count rows that are recorded as changed: table FQN to ``[N]`` local ids, None for all rows."""
+        recorded, num_rows = self._num_recorded, 0
+        for fqn, own in ids.items():
+            num_own = self._stores[fqn].num_rows if own is None else own.numel()
+            recorded[fqn] = recorded.get(fqn, 0) + num_own
+            num_rows += num_own
         if num_rows:
             self._lag.recorded(self._position)
 

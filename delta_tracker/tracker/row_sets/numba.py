@@ -168,7 +168,7 @@ class _Bits:
         self._words = np.zeros(num_blocks * _WORDS_PER_BLOCK, dtype=np.int64)
         self._octets = self._words.view(np.uint8)
         self._summary = np.zeros(-(-num_blocks // 64), dtype=np.int64)
-        self._count = 0
+        self._count = 0  # number of marked rows, or an upper bound if not settled
         self._is_settled = True  # summary and count match the words
 
     @property
@@ -187,6 +187,7 @@ class _Bits:
         if num_words <= self._max_cached_words and (not self._is_settled or ids.size * _WORDS_PER_ID >= num_words):
             self._loops.mark_octets(self._octets, self._num_rows, ids)
             self._is_settled = False
+            self._count += ids.size
         else:
             self._count += self._loops.mark(self._octets, self._summary, self._num_rows, ids)
 
@@ -226,9 +227,13 @@ class _Bits:
 
     def scan(self) -> NDArray[np.int64]:
         """Return the marked rows in ascending order, int64."""
-        self._settle()
-        rows = np.empty(self._count + self._loops.SPARE, dtype=np.int64)
-        self._loops.unpack(self._words, self._summary, rows)
+        rows = np.empty(min(self._count, self._num_rows) + self._loops.SPARE, dtype=np.int64)
+        if self._is_settled:
+            self._loops.unpack(self._words, self._summary, rows)
+        else:
+            self._count = self._loops.summarize_and_unpack(self._words, self._summary, rows)
+            self._is_settled = True
+            rows.resize(self._count, refcheck=False)  # frees the rest without a copy
         return rows[: self._count]
 
     def rank(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -37,7 +37,7 @@ _Octets = NDArray[np.uint8]
 _Intrinsic = tuple[Signature, Callable[[BaseContext, ir.IRBuilder, Signature, Sequence[ir.Value]], ir.Value]]
 
 _AHEAD = 32  # ids between a prefetch and its use: halves the time on large shards; 24 to 48 are equally fast
-SPARE = 4  # number of elements that :func:`unpack` may write after the last row
+SPARE = 4  # number of elements that the loops may write after the last row of a scan
 _FIRST_OF_FOUR = 0x1111111111111111  # the lowest of every four bits, because a cache line holds four blocks
 
 
@@ -242,6 +242,34 @@ def unpack(words: _Ints, summary: _Ints, out: _Ints) -> None:
                         out[k] = (j << 6) + _lowest(word)
                         word &= word - 1
                     following += 4
+
+
+@_loop("int64(int64[::1], int64[::1], int64[::1])")
+def summarize_and_unpack(words: _Ints, summary: _Ints, out: _Ints) -> int:
+    """Do :func:`summarize` and :func:`unpack` in one pass, which reads the words from memory once.
+
+    Return the number of marked rows. The length of ``out`` must be at least this number plus :data:`SPARE`.
+    """
+    at = 0
+    for i in range(summary.size):
+        blocks = 0
+        for first in range(i << 7, min(i + 1 << 7, words.size), 2):
+            blocks |= int((words[first] | words[first + 1]) != 0) << (first >> 1 & 63)
+            for j in range(first, first + 2):
+                word = words[j]
+                following = at
+                at += _popcount(word)
+                # Four rows without a test, also for a word without rows: most words have few, in no order.
+                for k in range(following, following + 4):
+                    out[k] = (j << 6) + _lowest(word)
+                    word &= word - 1
+                while word:
+                    following += 4
+                    for k in range(following, following + 4):
+                        out[k] = (j << 6) + _lowest(word)
+                        word &= word - 1
+        summary[i] = blocks
+    return at
 
 
 @_loop("void(int64[::1], int64[::1], int64[::1])")
