@@ -21,7 +21,7 @@ _ALTERNATIVES = {
 
 
 def markdown(directory: Path, targets: Iterable[Target] = TARGETS) -> str:
-    """Return the table of all targets, from the results in a directory, and a line on each run."""
+    """Return the table of all targets, from the results in a directory, and lines on the runs."""
     results = Results(directory)
     lines = ["| work | target | measured | met |", "| --- | ---: | ---: | --- |"]
     lines += [f"| {' | '.join(_cells(target, results))} |" for target in targets]
@@ -64,23 +64,25 @@ def _cells(target: Target, results: Results) -> tuple[str, str, str, str]:
 
 
 def _runs(directory: Path) -> list[str]:
-    """Return a line on each file of results: date, machine, load."""
-    lines = []
+    """Return a line on each machine and day of the results: the programs that ran there, and the load before them."""
+    runs: dict[str, list[tuple[str, str, float]]] = {}
     for path in sorted(directory.glob("*.json")):
         place = json.loads(path.read_text())["environment"]
-        lines.append(
-            f"- `{path.stem}`: {place['date']}, {place['cores']} cores ({place['processor']}), load"
-            f" {place['load_before']} before and {place['load_after']} after, torch {place['torch']}."
-        )
-    return lines
+        machine = f"{place['cores']} cores ({place['processor']}), torch {place['torch']}"
+        day, time = place["date"].split(maxsplit=1)
+        runs.setdefault(f"{day}, {machine}", []).append((path.stem, time.removesuffix(" UTC"), place["load_before"]))
+    return [
+        f"- {where}, load {min(load for *_, load in each)} to {max(load for *_, load in each)} before each run:"
+        f" {', '.join(f'`{name}` {time}' for name, time, _ in each)} (UTC)."
+        for where, each in runs.items()
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write each table between its markers."""
     assert not argv, "no arguments"
     _fill(README, "benchmarks", markdown(RESULTS))
-    for document in (README, README.parent.parent / "README.md"):
-        _fill(document, "alternatives", alternatives(RESULTS))
+    _fill(README.parent.parent / "README.md", "alternatives", alternatives(RESULTS))
     return 0
 
 

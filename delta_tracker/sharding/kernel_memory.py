@@ -11,8 +11,8 @@ next read.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -156,40 +156,35 @@ class _Thread(threading.local):
 _THREAD = _Thread()
 
 
-class _OutermostCut:
-    """Context manager of :func:`one_cut`. Without a generator, because hooks use it in each batch."""
-
-    def __enter__(self) -> None:
-        _THREAD.flushed = set()
-
-    def __exit__(self, *_: object) -> None:
-        _THREAD.flushed = None
-
-
-_NESTED, _OUTERMOST = nullcontext(), _OutermostCut()
+_NESTED = nullcontext()
 
 
 def one_cut() -> AbstractContextManager[None]:
     """Return a context manager in which reads by this thread flush each kernel at most once.
 
     This thread must not train inside the ``with`` statement, because reads miss rows that are written to a cache after
-    the cache was flushed. Writes of other threads count as changes after the cut. Nested calls have no effect.
+    the cache was flushed. Writes of other threads count as changes after the cut. Nested calls have no effect, and
+    neither have calls inside :func:`reading_in_place`, which flushes nothing.
     """
-    return _OUTERMOST if _THREAD.flushed is None else _NESTED
+    if _THREAD.flushed is None and not _THREAD.reads_in_place:
+        return _outermost_cut()
+    return _NESTED  # avoids a generator: hooks call this function for each table of each batch
 
 
-class _ReadingInPlace:
-    """Context manager of :func:`reading_in_place`. Without a generator, because hooks use it in each batch."""
-
-    __slots__ = ("_before",)
-
-    def __enter__(self) -> None:
-        self._before, _THREAD.reads_in_place = _THREAD.reads_in_place, True
-
-    def __exit__(self, *_: object) -> None:
-        _THREAD.reads_in_place = self._before
+@contextmanager
+def _outermost_cut() -> Iterator[None]:
+    _THREAD.flushed = set()
+    try:
+        yield
+    finally:
+        _THREAD.flushed = None
 
 
-def reading_in_place() -> AbstractContextManager[None]:
-    """Return a context manager in which :meth:`KernelMemory.rows` flushes no cache. For hooks."""
-    return _ReadingInPlace()
+@contextmanager
+def reading_in_place() -> Iterator[None]:
+    """Context manager in which :meth:`KernelMemory.rows` flushes no cache. For hooks, which run in each batch."""
+    before, _THREAD.reads_in_place = _THREAD.reads_in_place, True
+    try:
+        yield
+    finally:
+        _THREAD.reads_in_place = before

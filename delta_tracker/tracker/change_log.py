@@ -838,7 +838,11 @@ class ChangeLog:
         self._every = [*self._stores.items(), *self._owners.items()]
 
     def _count_each(self, ids: Mapping[str, Tensor | None]) -> None:
-        """Count rows that are recorded as changed: table FQN to ``[N]`` local ids, None for all rows."""
+        """Count rows that are recorded as changed.
+
+        Args:
+            ids: table FQN to ``[N]`` local ids; None for all rows.
+        """
         recorded, num_rows = self._num_recorded, 0
         for fqn, own in ids.items():
             num_own = self._stores[fqn].num_rows if own is None else own.numel()

@@ -6,6 +6,7 @@ import itertools
 import os
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -445,6 +446,69 @@ def test_a_scan_writes_no_further_than_it_may() -> None:
         assert rows[:count].tolist() == bits.nonzero()[0].tolist()
         assert (rows[count + loops.SPARE :] == -7).all()
         assert (summary == settled).all()
+
+
+class _Interrupted:
+    """The compiled loops, with Ctrl-C directly after one of them."""
+
+    def __init__(self, loops: Any) -> None:
+        self._loops = loops
+        self.name = ""
+
+    def __getattr__(self, name: str) -> Any:
+        loop = getattr(self._loops, name)
+        if name != self.name:
+            return loop
+
+        def interrupted(*args: Any) -> None:
+            loop(*args)
+            raise KeyboardInterrupt
+
+        return interrupted
+
+
+@_needs_numba
+@pytest.mark.parametrize("kind", [NumbaRows, _LargeRows])
+@pytest.mark.parametrize("name", ["mark_octets", "mark", "mark_new", "absorb", "clear", "summarize"])
+def test_an_interrupt_after_a_loop_loses_no_row(
+    kind: type[NumbaRows], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loops = _Interrupted(numba_rows.load_loops())
+    monkeypatch.setattr(numba_rows, "load_loops", lambda: loops)
+    num_interrupts = 0
+    for before, ids in itertools.product([[], [0, 3], list(range(0, 5000, 3))], [[7, 4999], list(range(1, 5000, 2))]):
+        rows, other = kind(5000, _CPU), kind(5000, _CPU)
+        rows.mark(torch.tensor(before, dtype=torch.int64))
+        other.mark(torch.tensor(ids))
+        other.count()
+        calls = {"mark_new": rows.mark_new, "absorb": partial(_absorb, rows, other), "clear": partial(_clear, rows)}
+        loops.name = name
+        try:
+            calls.get(name, rows.mark)(torch.tensor(ids))
+            rows.count()
+        except KeyboardInterrupt:
+            num_interrupts += 1
+        loops.name = ""
+        again = [11, 4000]
+        for _ in range(2):
+            rows.mark(torch.tensor(again))
+        found = rows.scan().tolist()
+        assert found == sorted(set(found))
+        assert rows.count() == len(found)
+        assert {*again, *([] if name == "clear" else before)} <= set(found) <= {*again, *before, *ids}
+        rows.clear()
+        assert rows.scan().tolist() == []
+    assert num_interrupts or (kind is _LargeRows and name in ("mark_octets", "summarize"))
+
+
+def _absorb(rows: NumbaRows, other: NumbaRows, ids: Tensor) -> None:
+    del ids
+    rows.absorb(other)
+
+
+def _clear(rows: NumbaRows, ids: Tensor) -> None:
+    rows.mark(ids)
+    rows.clear()
 
 
 @_needs_numba

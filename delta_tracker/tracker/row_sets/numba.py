@@ -6,6 +6,7 @@ Notation: ``R`` is the number of rows of the shard, ``N`` the number of ids in a
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from types import ModuleType
@@ -87,10 +88,10 @@ class NumbaRows(RowSet):
     def _unlisted(self) -> _Bits:
         """Return the bits. The first call allocates them, and sets the bits of the listed ids."""
         if self._bits is None:
-            self._bits = _Bits(self.num_rows, self._max_cached_words)
-            lists, self._lists = self._lists, []
-            for ids in lists:
-                self._bits.mark(ids)
+            bits = _Bits(self.num_rows, self._max_cached_words)
+            for ids in self._lists:
+                bits.mark(ids)
+            self._bits, self._lists = bits, []
         return self._bits
 
     def _sorted(self) -> NDArray[np.int64]:
@@ -149,8 +150,9 @@ class _Bits:
 
     The bit of a block is set if any row of the block is marked.
 
-    Some calls of :meth:`mark` do not update the summary; :meth:`_settle` rebuilds it when it is needed. The
-    methods take ``ids`` as ``[N]`` int64. Ids out of range count as row 0.
+    Some calls of :meth:`mark` do not update the summary. Before it is needed, :meth:`_settle` or :meth:`scan` rebuilds
+    it. If Ctrl-C interrupts a call, it is rebuilt, too: the count must never be too low, because :meth:`scan` allocates
+    memory for this number of rows. The methods take ``ids`` as ``[N]`` int64. Ids out of range count as row 0.
 
     Args:
         num_rows: ``R``.
@@ -185,11 +187,11 @@ class _Bits:
         """Set the bit of each id."""
         num_words = len(self._words)
         if num_words <= self._max_cached_words and (not self._is_settled or ids.size * _WORDS_PER_ID >= num_words):
-            self._loops.mark_octets(self._octets, self._num_rows, ids)
             self._is_settled = False
             self._count += ids.size
+            self._loops.mark_octets(self._octets, self._num_rows, ids)
         else:
-            self._count += self._loops.mark(self._octets, self._summary, self._num_rows, ids)
+            self._add(ids.size, self._loops.mark, self._octets, self._summary, self._num_rows, ids)
 
     def mark_new(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
         """Set the bit of each id. Return the ``M`` distinct ids whose bit was clear, and ``M``.
@@ -197,22 +199,22 @@ class _Bits:
         The returned array is ``[N]``; its elements after the first ``M`` are undefined.
         """
         fresh = np.empty(ids.size, dtype=np.int64)
-        count: int = self._loops.mark_new(self._octets, self._summary, self._num_rows, ids, fresh)
-        self._count += count
+        count = self._add(ids.size, self._loops.mark_new, self._octets, self._summary, self._num_rows, ids, fresh)
         return fresh, count
 
     def mark_all(self) -> None:
         """Set all bits."""
+        self._count, self._is_settled = self._num_rows, False
         _set_first(self._words, self._num_rows)
         _set_first(self._summary, -(-self._num_rows // _ROWS_PER_BLOCK))
-        self._count = self._num_rows
         self._is_settled = True
 
     def clear(self) -> None:
         """Clear all bits."""
         self._settle()
+        self._is_settled = False
         self._loops.clear(self._words, self._summary)
-        self._count = 0
+        self._count, self._is_settled = 0, True
 
     def contains(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return the bit of each id, ``[N]`` bool."""
@@ -223,7 +225,7 @@ class _Bits:
     def absorb(self, other: _Bits) -> None:
         """Set the bits that are set in ``other``, which has the same number of rows."""
         other._settle()  # self is settled later, when needed
-        self._count += self._loops.absorb(self._words, self._summary, other._words, other._summary)
+        self._add(other._count, self._loops.absorb, self._words, self._summary, other._words, other._summary)
 
     def scan(self) -> NDArray[np.int64]:
         """Return the marked rows in ascending order, int64."""
@@ -244,6 +246,20 @@ class _Bits:
         ranks = np.empty(ids.size, dtype=np.int64)
         self._loops.rank(self._words, before, self._num_rows, ids, ranks)
         return ranks
+
+    def _add(self, most: int, loop: Callable[..., int], *args: object) -> int:
+        """Call a loop that sets bits and updates the summary. Return the number of bits that were clear.
+
+        Args:
+            most: upper bound of this number.
+            loop: the loop.
+            args: arguments of the loop.
+        """
+        count, is_settled = self._count, self._is_settled
+        self._count, self._is_settled = count + most, False  # for an interrupt after the loop
+        added = loop(*args)
+        self._count, self._is_settled = count + added, is_settled
+        return added
 
     def _settle(self) -> None:
         """Update the summary and the count if they are out of date."""

@@ -259,7 +259,7 @@ def summarize_and_unpack(words: _Ints, summary: _Ints, out: _Ints) -> int:
                 word = words[j]
                 following = at
                 at += _popcount(word)
-                # Four rows without a test, also for a word without rows: most words have few, in no order.
+                # Four without a test, also in excess: most words have at most four rows, in an unpredictable number.
                 for k in range(following, following + 4):
                     out[k] = (j << 6) + _lowest(word)
                     word &= word - 1
