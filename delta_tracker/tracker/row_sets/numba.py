@@ -30,6 +30,9 @@ _MAX_LISTS = 128
 # If the words fit into a core's cache, they are marked without their summary, which halves the time per id. This pays
 # off only for calls with many ids, because the summary is then rebuilt from all words.
 _MAX_CACHED_WORDS = 2**18
+# Up to this number of rows, a scan rebuilds the summary while it lists the rows, in memory for the upper bound of their
+# number. Memory of more than 32 MiB, as this may be, comes from the system, which takes longer than a second pass.
+_MOST_IN_ONE_PASS = 1 << 17
 _WORDS_PER_ID = 4  # number of words that can be summarized in the time that is saved for one id
 
 
@@ -229,6 +232,8 @@ class _Bits:
 
     def scan(self) -> NDArray[np.int64]:
         """Return the marked rows in ascending order, int64."""
+        if self._count > _MOST_IN_ONE_PASS:
+            self._settle()
         rows = np.empty(min(self._count, self._num_rows) + self._loops.SPARE, dtype=np.int64)
         if self._is_settled:
             self._loops.unpack(self._words, self._summary, rows)
