@@ -31,6 +31,16 @@ class Results:
         """
         return float(statistics.median(self._read(benchmark)[case][figure]))
 
+    def median_ratio(self, benchmark: str, over: str, under: str, figure: str = "seconds") -> float:
+        """Return the median of the ratios of two cases in the same repeat.
+
+        Raises:
+            LookupError: if one was not measured.
+        """
+        found = self._read(benchmark)
+        pairs = zip(found[over][figure], found[under][figure], strict=True)
+        return float(statistics.median(one / other for one, other in pairs))
+
     def total(self, benchmark: str, case: str, figure: str = "seconds") -> float:
         """Return the sum of all repeats of a figure.
 

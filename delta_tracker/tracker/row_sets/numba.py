@@ -30,10 +30,10 @@ _MAX_LISTS = 128
 # If the words fit into a core's cache, they are marked without their summary, which halves the time per id. This pays
 # off only for calls with many ids, because the summary is then rebuilt from all words.
 _MAX_CACHED_WORDS = 2**18
+_WORDS_PER_ID = 4  # number of words that can be summarized in the time that is saved for one id
 # Up to this number of rows, a scan rebuilds the summary while it lists the rows, in memory for the upper bound of their
 # number. Memory of more than 32 MiB, as this may be, comes from the system, which takes longer than a second pass.
 _MOST_IN_ONE_PASS = 1 << 17
-_WORDS_PER_ID = 4  # number of words that can be summarized in the time that is saved for one id
 
 
 class NumbaRows(RowSet):
