@@ -181,7 +181,7 @@ TARGETS = (
     Target("EMBEDDING, record and read: 1 M rows x 64, 60 x 16,384 Zipf ids", 10, True, _store("EMBEDDING"), _TIMES),
     Target("the same, peak memory: TorchRec's / ours", 5, True, _store("EMBEDDING, peak", figure="bytes"), _TIMES),
     Target(
-        "memory of the bit engine: share of (1 + consumers + uncommitted reads) / 8 bytes per row, plus 1 %",
+        "bit engine: bytes per row / ((1 + consumers + uncommitted reads) / 8, plus 1 %)",
         1,
         False,
         _worst_memory,
@@ -207,9 +207,9 @@ TARGETS = (
         )
         for batch, milliseconds in ((4096, 330), (1024, 80), (256, 20))
     ),
-    Target("device syncs in the step", 0, False, _median("bench_step", "EMBEDDING: syncs", "count"), "{:.0f}"),
+    Target("device syncs in the step, on a simulated device", 0, False, _median("bench_step", "EMBEDDING: syncs", "count"), "{:.0f}"),
     Target(
-        "read with values, 1 M changed of 10 M x 64: memcpy's time / ours",
+        "read with values, ID_ONLY, 1 M changed of 10 M x 64: memcpy's time / ours",
         0.5,
         True,
         _ratio("bench_read", "memcpy of the rows", _READ),
@@ -227,9 +227,9 @@ TARGETS = (
         _ratio("bench_publish", "1000000 F32 limit write fsync", "1000000 F32 fsync"),
     ),
     Target("apply 1 M x 64 into 10 M: memcpy's time / ours", 0.4, True, _ratio("bench_predict", "memcpy", "apply")),
-    Target("lookup p99 while 1 M rows/s are applied: p99 / p99 without", 3, False, _p99_beside_writes, "{:.1f}"),
+    Target("lookup p99 while 1 M rows/s are applied, best chunk size: p99 / p99 without", 3, False, _p99_beside_writes, "{:.1f}"),
     Target(
-        "commit to applied, 10,000 rows",
+        "commit to applied, 10,000 rows, fp32, no fsync",
         3,
         False,
         _median("bench_freshness", "10000 F32", "commit to applied", 1e3),
@@ -280,7 +280,7 @@ TARGETS = (
         _TIMES,
     ),
     Target(
-        "a log of 100,000 versions: time of a start, gap check or retention pass without work / with 100 versions",
+        "log of 100,000 versions, worst of start, gap check and retention pass that deletes nothing: time / with 100",
         2,
         False,
         _longer_log,
