@@ -207,7 +207,13 @@ TARGETS = (
         )
         for batch, milliseconds in ((4096, 330), (1024, 80), (256, 20))
     ),
-    Target("device syncs in the step, on a simulated device", 0, False, _median("bench_step", "EMBEDDING: syncs", "count"), "{:.0f}"),
+    Target(
+        "device syncs in the step, on a simulated device",
+        0,
+        False,
+        _median("bench_step", "EMBEDDING: syncs", "count"),
+        "{:.0f}",
+    ),
     Target(
         "read with values, ID_ONLY, 1 M changed of 10 M x 64: memcpy's time / ours",
         0.5,
@@ -227,7 +233,13 @@ TARGETS = (
         _ratio("bench_publish", "1000000 F32 limit write fsync", "1000000 F32 fsync"),
     ),
     Target("apply 1 M x 64 into 10 M: memcpy's time / ours", 0.4, True, _ratio("bench_predict", "memcpy", "apply")),
-    Target("lookup p99 while 1 M rows/s are applied, best chunk size: p99 / p99 without", 3, False, _p99_beside_writes, "{:.1f}"),
+    Target(
+        "lookup p99 while 1 M rows/s are applied, best chunk size: p99 / p99 without",
+        3,
+        False,
+        _p99_beside_writes,
+        "{:.1f}",
+    ),
     Target(
         "commit to applied, 10,000 rows, fp32, no fsync",
         3,
