@@ -34,7 +34,12 @@ from delta_tracker.tracker.store.several_stores import changed_in_each, mark_in_
 from delta_tracker.types import Delta, Memory
 
 _logger = logging.getLogger(__name__)
+_Context = Callable[[], AbstractContextManager[None]]
 _NOTHING_IS_READ = nullcontext()
+
+
+def _reading_nothing() -> AbstractContextManager[None]:
+    return _NOTHING_IS_READ
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,7 +122,6 @@ class ChangeLog:
         self._owners = dict(owners)
         self._every: list[tuple[str, SegmentStore]] = []  # the stores of all tables, then those of all owners
         self._list_stores()
-        self._reads_shards = any(store.reads_shard for store in self._stores.values())
         self._consumers = ConsumerPositions(consumers)
         self._delete_on_read = delete_on_read
         self._auto_compact = auto_compact
@@ -501,7 +505,6 @@ class ChangeLog:
                 store.cut(self._position)
                 store.mark(None, is_written=True)
             self._list_stores()
-            self._reads_shards = any(store.reads_shard for store in self._stores.values())
 
     def state(self) -> LogState:
         """Return the state for a checkpoint: the pending rows of every consumer, and the log's history if it is kept.
@@ -836,6 +839,10 @@ class ChangeLog:
 
     def _list_stores(self) -> None:
         self._every = [*self._stores.items(), *self._owners.items()]
+        self._reads_shards = any(store.reads_shard for store in self._stores.values())
+        # Contexts for cutting and for marking. Their reads of the shards flush caches once, and never.
+        self._reading_shards: _Context = one_cut if self._reads_shards else _reading_nothing
+        self._reading_in_place: _Context = reading_in_place if self._reads_shards else _reading_nothing
 
     def _count_each(self, ids: Mapping[str, Tensor | None]) -> None:
         """Count rows that are recorded as changed.
@@ -906,14 +913,6 @@ class ChangeLog:
         """
         if self._reads_shards:
             self.notice_writes([fqn for fqn in fqns if self._stores[fqn].keeps_states])
-
-    def _reading_shards(self) -> AbstractContextManager[None]:
-        """Return the context manager :func:`one_cut` if a store reads its shard, otherwise a null context."""
-        return one_cut() if self._reads_shards else _NOTHING_IS_READ
-
-    def _reading_in_place(self) -> AbstractContextManager[None]:
-        """Return the context manager :func:`reading_in_place` if a store reads its shard, otherwise a null context."""
-        return reading_in_place() if self._reads_shards else _NOTHING_IS_READ
 
     def _cut(self) -> None:
         self._fence.enter()
