@@ -514,4 +514,13 @@ REVERTS = [
             ],
         },
     ),
+    Revert(
+        defect="after an interrupt, a cleared set still has its former number of rows",
+        generator="tests/contract/test_row_sets.py::test_an_interrupt_after_a_loop_loses_no_row",
+        edits={
+            "delta_tracker/tracker/row_sets/numba.py": [
+                ("        self._is_settled = False\n        self._loops.clear(", "        self._loops.clear("),
+            ],
+        },
+    ),
 ]
