@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -48,9 +50,15 @@ def without_chance() -> Iterator[None]:
     with (
         # the log's only: stores name their drafts randomly too
         mock.patch("delta_tracker.stream.log.secrets", _Counted(names)),
-        mock.patch("time.time", side_effect=(tick / 4 for tick in itertools.count(4))),
+        mock.patch("time.time", _ticking()),
     ):
         yield
+
+
+def _ticking() -> Callable[[], float]:
+    """Return a clock that ticks by 0.25 s when this thread reads it. Other threads, which may run, read the time."""
+    ticks, thread, now = itertools.count(4), threading.get_ident(), time.time
+    return lambda: next(ticks) / 4 if threading.get_ident() == thread else now()
 
 
 class Maker:
