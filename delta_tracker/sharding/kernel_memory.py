@@ -164,7 +164,7 @@ def one_cut() -> AbstractContextManager[None]:
 
     This thread must not train inside the ``with`` statement, because reads miss rows that are written to a cache after
     the cache was flushed. Writes of other threads count as changes after the cut. Nested calls have no effect, and
-    neither have calls inside :func:`reading_in_place`, which flushes nothing.
+    neither have calls inside :func:`reading_in_place`, where :meth:`KernelMemory.rows` flushes nothing.
     """
     if _THREAD.flushed is None and not _THREAD.reads_in_place:
         return _outermost_cut()
