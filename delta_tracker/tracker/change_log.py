@@ -840,8 +840,7 @@ class ChangeLog:
     def _list_stores(self) -> None:
         self._every = [*self._stores.items(), *self._owners.items()]
         self._reads_shards = any(store.reads_shard for store in self._stores.values())
-        # Inside the first context, which is for cuts, reads of shards flush each cache once; inside the second, which is
-        # for marks, they flush none.
+        # Reads of shards flush each cache once in the first context, for cuts, and never in the second, for marks.
         self._reading_shards: _Context = one_cut if self._reads_shards else _reading_nothing
         self._reading_in_place: _Context = reading_in_place if self._reads_shards else _reading_nothing
 
