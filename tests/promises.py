@@ -33,7 +33,7 @@ PROMISES = {
     "equal, except for the default rows of unknown raw ids",
     "contained": "An error inside a hook never reaches the training step. It is counted, and all rows of the table "
     "become pending",
-    "refused": "Invalid input is rejected whole, with a typed error that names the offender and the next step",
+    "refused": "Invalid input changes nothing and raises a typed error that names the offender and the next step",
     "unpickled": "Nothing is unpickled. Sizes, names and offsets are checked before use",
 }
 
