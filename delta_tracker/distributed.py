@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -268,16 +268,22 @@ class _Meeting:
         while store.check([f"{number}/ended"]):
             number = store.add(f"attempts of rank {rank}", 1)
         ended = f"{number}/ended"
-        store.set(f"{number}/{rank}", "here")
-        if store.add(f"{number}/count", 1) == world_size:
-            reason = self._end(ended, _GO)
-        elif self._waits(ended):
-            reason = store.get(ended).decode()
-        else:
-            missing = [str(each) for each in range(world_size) if not store.check([f"{number}/{each}"])]
-            who = f"rank {', '.join(missing)}" if missing else "a rank"
-            waited = f"within {self._timeout.total_seconds():g} s of rank {rank}"
-            reason = self._end(ended, f"{who} did not call {self._call} {waited}")
+        try:
+            store.set(f"{number}/{rank}", "here")
+            if store.add(f"{number}/count", 1) == world_size:
+                reason = self._end(ended, _GO)
+            elif self._waits(ended):
+                reason = store.get(ended).decode()
+            else:
+                missing = [str(each) for each in range(world_size) if not store.check([f"{number}/{each}"])]
+                who = f"rank {', '.join(missing)}" if missing else "a rank"
+                waited = f"within {self._timeout.total_seconds():g} s of rank {rank}"
+                reason = self._end(ended, f"{who} did not call {self._call} {waited}")
+        except BaseException:
+            # This rank was counted. The others must not go on without it: its next call is another attempt.
+            with suppress(RuntimeError):
+                self._end(ended, f"rank {rank} was interrupted while it waited for the others")
+            raise
         if reason != _GO:
             raise RankLostError(reason, f"Call {self._call} on every rank; if a rank died, restart the job")
         return number

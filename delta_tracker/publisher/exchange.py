@@ -69,6 +69,7 @@ class Vote(NamedTuple):
         tables: hash of the rank's tables.
         is_due: True to start a version.
         wants_snapshot: True if the version must be a snapshot.
+        is_repairing: True if the next delta must have all pending rows, without ``top_k``.
         is_working: True while the worker's task in this phase is running.
         num_bytes: length in bytes of the rank's next message; 0 if the rank sends none.
     """
@@ -78,6 +79,7 @@ class Vote(NamedTuple):
     tables: int = 0
     is_due: bool = False
     wants_snapshot: bool = False
+    is_repairing: bool = False
     is_working: bool = False
     num_bytes: int = 0
 

@@ -26,7 +26,8 @@ class Heartbeats:
         self._seconds = seconds
         self._pulse = PublisherPulse(storage, seconds)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="publisher-heartbeat")
-        self._job: Future[None] | None = None
+        # Start the thread now: a system that has no more threads must not fail training later.
+        self._job: Future[None] = self._worker.submit(lambda: None)
 
     def beat(self, head: Manifest) -> None:
         """Start to write a heartbeat if one is due and no other is being written. Makes no request in this thread.
@@ -34,7 +35,7 @@ class Heartbeats:
         Args:
             head: newest entry of the publisher.
         """
-        if self._pulse.is_due() and (self._job is None or self._job.done()):
+        if self._pulse.is_due() and self._job.done():
             self._job = self._worker.submit(self._pulse.leave, head)
 
     def wait(self, job: Future[Any], head: Manifest) -> None:

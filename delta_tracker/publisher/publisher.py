@@ -351,10 +351,10 @@ class Publisher:
         self._checked_source()
         if self._pace is None:
             raise InvalidArgumentError("cadence", None, "Build the Publisher with cadence=Cadence(...)")
-        self._still.look()
         try:
             number = self._num_steps + 1
             self._num_steps, self._num_owed = number, self._num_owed + (number % self._vote_every == 0)
+            self._still.look()
             while self._num_owed:  # more than one if the other ranks are ahead
                 self._count_and_vote()
             self._beat()
@@ -405,6 +405,7 @@ class Publisher:
         """
         self._checked_source()
         self._land()
+        self._answer()
         if self._error is not None:
             raise unraised(self._error)
 
@@ -423,6 +424,8 @@ class Publisher:
             self._checked_source()
         if self._source is not None:
             self._land()
+            if self._is_open:
+                self._answer()
             self._source.close(forgets=self._is_open)
         self._source = None
         self._worker.shutdown()
@@ -472,8 +475,9 @@ class Publisher:
         self._error = None
         vote = self._writer.vote(Phase.PUBLISHING, *source.place())
         needs_snapshot = source.needs_snapshot or self._writer.needs_snapshot
-        vote = vote._replace(is_due=True, wants_snapshot=needs_snapshot or kind == "snapshot")
-        self._votes = self._exchange.start_votes(vote)
+        wants_snapshot = needs_snapshot or kind == "snapshot"
+        vote = vote._replace(is_due=True, wants_snapshot=wants_snapshot, is_repairing=source.is_repairing)
+        self._votes = self._start_votes(vote)
         self._complete()
         if self._error is not None:
             raise unraised(self._error)
@@ -494,6 +498,11 @@ class Publisher:
             self._drop_votes()
         self._complete()
 
+    def _answer(self) -> None:
+        """Let the other ranks go on that wait for this one, because it failed or was interrupted before its turn."""
+        self._checked_source().fail_expected_read()
+        self._exchange.send_owed_message()
+
     def _complete(self) -> None:
         """Vote and count votes until no version is being published."""
         while (flight := self._flight) is not None or self._votes is not None:
@@ -501,7 +510,7 @@ class Publisher:
                 if self._beats is not None:
                     self._beats.wait(flight.job, self._writer.head)
                 flight.job.exception()  # waits, and costs less than futures.wait()
-                self._votes = self._exchange.start_votes(flight.vote())
+                self._votes = self._start_votes(flight.vote())
             # While another rank writes, this publisher is alive. Before a version is begun, the other ranks may hang.
             if self._count_votes(None if flight is None or self._beats is None else self._beat):
                 continue
@@ -509,7 +518,7 @@ class Publisher:
             if isinstance(flight, Committing):
                 self._exchange.send_owed_message()
             else:
-                self._votes = self._exchange.start_votes(Vote(Phase.FAILED))
+                self._votes = self._start_votes(Vote(Phase.FAILED))
                 self._drop_votes()
 
     def _count_and_vote(self) -> None:
@@ -520,11 +529,18 @@ class Publisher:
             return
         vote = self._step_vote() if self._flight is None else self._flight.vote()
         # One statement, so that an interrupt cannot come between the two assignments.
-        self._votes, self._num_owed = self._exchange.start_votes(vote), self._num_owed - 1
+        self._votes, self._num_owed = self._start_votes(vote), self._num_owed - 1
+
+    def _start_votes(self, vote: Vote) -> Gathering:
+        """Send this rank's vote. First, let a read fail in which the other ranks still wait for this rank."""
+        if self._source is not None:
+            self._source.fail_expected_read()
+        return self._exchange.start_votes(vote)
 
     def _step_vote(self) -> Vote:
         """Return this rank's vote while no version is being published."""
-        vote = self._writer.vote(Phase.STEPPING, *self._checked_source().place())
+        source = self._checked_source()
+        vote = self._writer.vote(Phase.STEPPING, *source.place())._replace(is_repairing=source.is_repairing)
         pace = self._pace
         if pace is None:
             return vote
@@ -532,7 +548,7 @@ class Publisher:
             assert self._cadence is not None, "there is a pace"
             every = self._cadence.snapshot_every
             wants_snapshot = (
-                self._checked_source().needs_snapshot
+                source.needs_snapshot
                 or self._writer.needs_snapshot
                 or (every is not None and self._is_snapshot_due(every))
             )
@@ -550,13 +566,22 @@ class Publisher:
         return head.snapshot is None or head.version + 1 - head.snapshot >= every
 
     def _drop_votes(self) -> None:
-        """Wait for the last votes without counting them."""
+        """Wait for the last votes, and begin no version."""
         try:
             if self._votes is not None:
-                self._votes.result()
+                count = self._exchange.count(self._votes)
+                if count.most.phase == Phase.PUBLISHING and count.is_alike:  # the other ranks begin the version
+                    self._expect_read(count)
+        except PublishError:
+            pass  # raised on the other ranks, too: no rank begins a version
         except RankLostError as error:
             self._fail(error)
         self._votes = None
+
+    def _expect_read(self, count: Count) -> None:
+        """Note that the other ranks wait for this one in the read of a delta, if the votes start a delta."""
+        if self._source is not None and not count.most.wants_snapshot:
+            self._source.expect_read(is_repairing=count.most.is_repairing)
 
     def _count_votes(self, meanwhile: Callable[[], None] | None = None) -> bool:
         """Wait for the votes that were started last, and enter the next state. An interrupted wait changes nothing.
@@ -576,6 +601,8 @@ class Publisher:
             self._votes = None
             self._fail(error)
             return True
+        if count.most.is_due and count.is_alike:
+            self._expect_read(count)
         self._votes = None
         return self._advance(count)
 
@@ -593,23 +620,32 @@ class Publisher:
                 case None if count.most.is_due:
                     if not count.is_alike:
                         self._writer.compare_places(*self._checked_source().place())
-                    self._begin("snapshot" if count.most.wants_snapshot else "delta")
+                        self._expect_read(count)
+                    kind: Kind = "snapshot" if count.most.wants_snapshot else "delta"
+                    self._begin(kind, is_repairing=count.most.is_repairing)
                 case Copying():
-                    self._cut(flight.kind, flight.job)
+                    self._cut(flight.kind, flight.job, is_repairing=False)
                 case Writing():
                     share = flight.job.result()
                     job = self._start_commit(share, self._writer.tally(share, count.most.num_bytes))
                     self._flight = Committing(kind=flight.kind, read=flight.read, job=job)
                 case Committing():
-                    self._finish(flight.read, self._writer.accept(flight.job.result(), count.most.num_bytes))
+                    self._flight = None  # if this rank is interrupted here, the others have finished the version
+                    try:
+                        committed = self._writer.accept(flight.job.result(), count.most.num_bytes)
+                    except Exception:
+                        self._flight = flight
+                        raise
+                    self._finish(flight.read, committed)
         except Exception as error:  # noqa: BLE001  kept: publish() raises it, step() must not
             self._fail(error)
             return False
         return True
 
-    def _begin(self, kind: Kind) -> None:
+    def _begin(self, kind: Kind, *, is_repairing: bool) -> None:
         if kind == "delta":
-            self._cut(kind, None)  # not deferred: with top_k it is a collective, which the other ranks have started
+            # Not deferred: with top_k its read is a collective, which the other ranks have started.
+            self._cut(kind, None, is_repairing=is_repairing)
         else:
             self._copy(kind)
         if self._pace is not None:
@@ -629,17 +665,19 @@ class Publisher:
             job.set_exception(error)
         self._flight = Copying(kind=kind, job=job)
 
-    def _cut(self, kind: Kind, copied: Future[Part | None] | None) -> None:
+    def _cut(self, kind: Kind, copied: Future[Part | None] | None, *, is_repairing: bool) -> None:
         """Read the rows of a version, and start a worker task that writes them.
 
         Args:
             kind: ``"snapshot"`` or ``"delta"``.
             copied: result of the copy for a snapshot; None for a delta.
+            is_repairing: for a delta, True to read all rows, without ``top_k``.
         """
         read: Delta | None = None
         draft: Draft | Exception
         try:
-            draft, read = self._checked_source().cut(kind, None if copied is None else copied.result())
+            part = None if copied is None else copied.result()
+            draft, read = self._checked_source().cut(kind, part, is_repairing=is_repairing)
         except Exception as error:  # noqa: BLE001  sent to the other ranks with the share, then raised
             draft = error
         self._flight = Writing(kind=kind, read=read, job=self._worker.submit(self._writer.write, draft))
@@ -665,7 +703,6 @@ class Publisher:
 
     def _finish(self, read: Delta | None, committed: Manifest) -> None:
         """Record that a version was published, and commit its read in the tracker."""
-        self._flight = None
         self._checked_source().end(read, committed)
         if self._stored is not None:
             self._gauges.left_out(self._stored.commit())

@@ -6,13 +6,14 @@ import logging
 import time
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from delta_tracker.errors import InvalidArgumentError, MissingStepError, StaleDeltaError
+from delta_tracker.errors import InvalidArgumentError, MissingStepError, RankLostError, StaleDeltaError
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.publisher.coordinator import Coordinator, Draft
 from delta_tracker.publisher.exchange import Exchange, Message, Phase
@@ -39,7 +40,7 @@ from delta_tracker.stream.format.manifest import (
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.tracker.checkpoint.tracker_checkpoint import Restored
 from delta_tracker.tracker.consumer_handle import ConsumerHandle
-from delta_tracker.tracker.top_k import AllRanks, TopK
+from delta_tracker.tracker.top_k import AllRanks, TopK, choose
 from delta_tracker.tracker.tracker import ModelDeltaTracker
 from delta_tracker.types import Delta, Identity, TableSpec, TableStates
 
@@ -159,6 +160,11 @@ class VersionSource:
         return not self._has_snapshot or self.handle.needs_snapshot or self._schema != self._published
 
     @property
+    def is_repairing(self) -> bool:
+        """True if the next delta must have all pending rows, without ``top_k``, because it repairs earlier versions."""
+        return self._is_repairing
+
+    @property
     def format(self) -> int:
         """Format of the next version."""
         return FORMAT if self._training is None and not self.schema[1] else STATES_FORMAT
@@ -226,12 +232,16 @@ class VersionSource:
         with one_cut():
             return self._gatherer.whole(self._tracker.fused_tables, self._owners())
 
-    def cut(self, kind: Kind, copied: Part | None) -> tuple[Draft, Delta]:
-        """Read the rows of a version with their current values. A collective if ``top_k`` is set.
+    def cut(self, kind: Kind, copied: Part | None, *, is_repairing: bool = False) -> tuple[Draft, Delta]:
+        """Read the rows of a version with their current values.
+
+        The read of a delta with ``top_k`` is a collective. If a rank raises before it reaches the read, it must call
+        :meth:`fail_expected_read`.
 
         Args:
             kind: ``"snapshot"`` or ``"delta"``.
             copied: for a snapshot, the part with the rows that :meth:`copy` returned; None if there are no such rows.
+            is_repairing: for a delta, True to read all rows, without ``top_k``. It must be the same on every rank.
 
         Returns:
             The contents of the version, and the uncommitted read for :meth:`end`.
@@ -269,7 +279,7 @@ class VersionSource:
                 owners = self._owners() if schema[1] else {}
                 gathered = self._gatherer.gather(changed, whole=compared, dense=dense, extra=extra, owners=owners)
             else:
-                top_k = None if self._is_repairing else self._top_k
+                top_k = None if is_repairing else self._top_k
                 with self._read_timer():
                     read = self.handle.read(commit=False, with_states=False, top_k=top_k, ranks=self._ranks)
                 with self._encode_timer():
@@ -299,6 +309,23 @@ class VersionSource:
             needs_all_rows=taken is not None and bool(self.handle.others()),
         )
         return draft, read
+
+    def expect_read(self, *, is_repairing: bool) -> None:
+        """Note that all ranks begin a delta, so that they wait for this rank in a read with ``top_k``.
+
+        Args:
+            is_repairing: as in :meth:`cut`.
+        """
+        self._ranks.is_expected = self._top_k is not None and not is_repairing
+
+    def fail_expected_read(self) -> None:
+        """Let the other ranks' read with ``top_k`` fail, if this rank failed or was interrupted before it. Else, no-op.
+
+        Call it before the next collective, which the other ranks would wait for in vain.
+        """
+        if self._ranks.is_expected and self._top_k is not None:
+            with suppress(_UnreadError, RankLostError):  # a lost rank is reported by the next collective
+                choose(self._top_k, _UnreadError(), list(self._tracker.shards), self._ranks)
 
     def end(self, read: Delta | None, committed: Manifest | None) -> None:
         """Commit or abort the read of a version.
@@ -333,6 +360,8 @@ class VersionSource:
         """
         if forgets:
             self.handle.annotate(None)
+        if self._meanwhile is not None:  # left by an interrupted call
+            self._meanwhile.release()
         self.handle.release()
 
     def _note(self, head: Manifest) -> None:
@@ -444,6 +473,10 @@ class VersionSource:
                 remedy = f"Leave it out: streams do not support {tensor.dim()}-d {tensor.dtype}"
                 raise InvalidArgumentError("dense", name, remedy)
         return found
+
+
+class _UnreadError(Exception):
+    """This rank failed or was interrupted before it read its rows."""
 
 
 def _count_owner_changes(read: Delta, identities: Iterable[str]) -> dict[str, Tensor]:

@@ -204,7 +204,7 @@ class DeltaReader:
         try:
             return choose(top_k, candidates, list(self._model.shards), ranks)
         except BaseException as error:
-            if not isinstance(error, Exception):
+            if not isinstance(error, Exception) and not ranks.is_expected:  # else, the caller takes part later
                 ranks.leave()
             raise
 

@@ -122,6 +122,10 @@ class AllRanks:
     Args:
         group: the ranks. None creates a group of all ranks of the default process group; this is a collective.
 
+    Attributes:
+        is_expected: True if the other ranks have begun a selection in which this rank must take part. Set by the
+            caller, and False once this rank takes part.
+
     Raises:
         RankLostError: in the constructor and in each collective, if a rank dies or does not make the same call in time.
     """
@@ -129,9 +133,11 @@ class AllRanks:
     def __init__(self, group: RankGroup | None = None) -> None:
         self._group = RankGroup("top-k", "get_delta(top_k=...)", TORCH_TIMEOUT) if group is None else group
         self.rank = self._group.rank
+        self.is_expected = False
 
     def total(self, counts: Tensor) -> Tensor:
         """Replace ``counts`` in place with the elementwise sum over all ranks. Return ``counts``."""
+        self.is_expected = False
         self._group.add(counts)
         return counts
 
@@ -181,7 +187,7 @@ def choose(
         raise
     if masks is None:
         raise InvalidArgumentError(
-            "top_k", "score", "Another rank could not read or score its rows: see the error there"
+            "top_k", "score", "Another rank failed before it selected its rows: see the error there"
         )
     return dict(zip([fqn for fqn in fqns if fqn in tables], masks, strict=True))
 

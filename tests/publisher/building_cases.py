@@ -34,7 +34,7 @@ from torch import distributed as dist
 from delta_tracker import ModelDeltaTracker, Publisher, TopK, TrackingMode
 from delta_tracker.errors import StreamError
 from tests.models import Spec, Table, batch, shard
-from tests.publisher.publishing_cases import attempt
+from tests.publisher.publishing_cases import attempt, is_interrupted
 
 _TIMEOUT = timedelta(seconds=1)
 _GROUP_TIMEOUT = timedelta(seconds=90)  # of the default group: far above the time in which a rank must raise
@@ -43,6 +43,20 @@ _LIFE_SECONDS = 60
 _FILES = ("distributed_c10d.py", "process_group.py", "exchange.py", "coordinator.py")
 _MAX_STEPS = 150
 _MAX_DELAY = 0.03
+
+
+def interrupted(rank: int, world_size: int, url: str) -> int:
+    """Rank 0 is interrupted while it waits for rank 1, which then finds it in its next attempt."""
+    spec = Spec([Table("t", 6, "row")])
+    with ModelDeltaTracker(shard(spec)) as tracker:
+
+        def build() -> Publisher:
+            return Publisher(tracker, url, timeout=timedelta(seconds=15))
+
+        assert rank or is_interrupted(build)
+        dist.barrier()
+        with build() as publisher:
+            return publisher.publish().version
 
 
 def lone(rank: int, world_size: int, url: str) -> dict[str, Any]:

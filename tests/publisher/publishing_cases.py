@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import itertools
 import logging
@@ -11,7 +12,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
 from datetime import timedelta
 from typing import Any
@@ -19,9 +20,11 @@ from unittest import mock
 
 import torch
 from torch import distributed as dist
+from torch import nn
 
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher, TopK, TrackingMode
 from delta_tracker.errors import DeltaTrackerError, FencedError, PublishError, RankLostError, StorageError
+from delta_tracker.publisher import coordinator
 from delta_tracker.publisher.cadence import Cadence
 from delta_tracker.publisher.coordinator import Draft
 from delta_tracker.stream.log import StreamLog
@@ -51,6 +54,22 @@ def attempt(action: Any) -> str:
     except DeltaTrackerError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was raised"
+
+
+def is_interrupted(action: Callable[[], object]) -> bool:
+    """Call ``action``, send Ctrl-C to this process after half a second, and return True if that ended the call."""
+    main = threading.main_thread().ident
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    timer = threading.Timer(0.5, signal.pthread_kill, (main, signal.SIGINT))
+    timer.start()
+    try:
+        action()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        timer.join()
+        signal.signal(signal.SIGINT, before)
+    return False
 
 
 def equal(rank: int, world_size: int, url: str, spec: dict[str, Any], num_versions: int = 6) -> dict[str, Any]:
@@ -529,39 +548,57 @@ def mixed_calls(rank: int, world_size: int, url: str) -> list[str]:
         return messages
 
 
-def interrupted_among_ranks(rank: int, world_size: int, url: str) -> list[str]:
+def interrupted_among_ranks(rank: int, world_size: int, url: str, top_k: int | None) -> list[str]:
     """Ctrl-C ends the wait for a late rank immediately; the ranks then report that they differ, and continue."""
     spec = Spec([Table("t", 6, "row")])
     model = shard(spec)
     generator = torch.Generator().manual_seed(rank)
-    with ModelDeltaTracker(model) as tracker:
-        publisher = Publisher(tracker, url)
+    with ModelDeltaTracker(model, mode=TrackingMode.EMBEDDING) as tracker:
+        budget = None if top_k is None else TopK(rows=top_k)
+        publisher = Publisher(tracker, url, top_k=budget, timeout=timedelta(seconds=20))
         held = empty_model(tracker)
         predictor = Predictor(held, url)
         publisher.publish()
         model(batch(spec, generator)).backward()
         tracker.step()
         messages = []
-        if rank == 0:
-            main = threading.main_thread().ident
-            before = signal.signal(signal.SIGINT, signal.default_int_handler)
-            timer = threading.Timer(0.5, signal.pthread_kill, (main, signal.SIGINT))
-            timer.start()
-            try:
-                publisher.publish()
-            except KeyboardInterrupt:
-                messages.append("interrupted")
-            finally:
-                timer.join()
-                signal.signal(signal.SIGINT, before)
+        if rank == 0 and is_interrupted(publisher.publish):
+            messages.append("interrupted")
         dist.barrier()  # now the other rank calls publish()
         messages.append(attempt(publisher.publish))
-        publisher.publish()
+        while publisher.publish().pending_rows:
+            pass
         predictor.sync()
         assert_equal(tracker, held)
         dist.barrier()
         publisher.close()
         return messages
+
+
+def interrupted_score(rank: int, world_size: int, url: str) -> str:
+    """Rank 1 is interrupted in the score of its rows, and publishes again; return the error of both ranks."""
+    spec = Spec([Table("t", 6, "row")])
+    model = shard(spec)
+    generator = torch.Generator().manual_seed(rank)
+    once = _Once(lambda fqn, rows: torch.zeros(len(rows)), KeyboardInterrupt)
+    once.has_raised = rank == 0
+    with ModelDeltaTracker(model) as tracker:
+        publisher = Publisher(tracker, url, top_k=TopK(rows=30, score=once), timeout=timedelta(seconds=20))
+        publisher.publish()
+        model(batch(spec, generator)).backward()
+        tracker.step()
+        with contextlib.suppress(KeyboardInterrupt):
+            message = attempt(publisher.publish)
+        if rank == 1:
+            assert once.has_raised
+            message = attempt(publisher.publish)
+        publisher.publish()
+        held = empty_model(tracker)
+        Predictor(held, url).sync()
+        assert_equal(tracker, held)
+        dist.barrier()
+        publisher.close()
+        return message
 
 
 class _Once:
@@ -669,6 +706,73 @@ def interrupted_cut(rank: int, world_size: int, url: str) -> None:
         assert tracker.consumers == ("default",)
 
 
+def unsupported_dense(rank: int, world_size: int, url: str) -> list[str]:
+    """Publish with ``top_k`` while rank 0 has a dense tensor that a stream cannot have; return the errors."""
+    spec = Spec([Table("t", 40, "row")])
+    model = shard(spec)
+    generator = torch.Generator().manual_seed(rank)
+    dense = nn.Linear(3, 2)
+    with ModelDeltaTracker(model, mode=TrackingMode.EMBEDDING) as tracker:
+        publisher = Publisher(tracker, url, dense=dense, top_k=TopK(rows=30), timeout=timedelta(seconds=10))
+        publisher.publish()
+        model(batch(spec, generator)).backward()
+        tracker.step()
+        held_weight = dense.weight.data
+        if rank == 0:
+            dense.weight.data = torch.zeros(2, 3, dtype=torch.complex64)
+        messages = [attempt(publisher.publish) for _ in range(2)]
+        dense.weight.data = held_weight
+        publisher.publish()
+        held = empty_model(tracker)
+        Predictor(held, url, dense=False).sync()
+        assert_equal(tracker, held)
+        dist.barrier()
+        publisher.close()
+        return messages
+
+
+def interrupted_repair(rank: int, world_size: int, url: str) -> list[int]:
+    """Rank 1 is interrupted once a version that repairs is committed; return the pending rows of the next versions."""
+    spec = Spec([Table("t", 40, "row")])
+    model = shard(spec)
+    generator = torch.Generator().manual_seed(rank)
+
+    def train(tracker: ModelDeltaTracker) -> None:
+        model(batch(spec, generator, size=8)).backward()
+        tracker.step()
+
+    with ModelDeltaTracker(model, mode=TrackingMode.EMBEDDING) as tracker:
+        publisher = Publisher(tracker, url, top_k=TopK(rows=2))
+        publisher.publish()
+        saved = copy.deepcopy(model.state_dict()), tracker.state_dict()
+        train(tracker)
+        publisher.publish()
+        publisher.close()
+    model.load_state_dict(saved[0])
+    with ModelDeltaTracker(model, mode=TrackingMode.EMBEDDING) as tracker:
+        tracker.load_state_dict(saved[1])
+        publisher = Publisher(tracker, url, top_k=TopK(rows=2), timeout=timedelta(seconds=10))
+        held = empty_model(tracker)
+        predictor = Predictor(held, url)
+        once = _Once(coordinator.parse_manifest, KeyboardInterrupt)
+        if rank:
+            with mock.patch.object(coordinator, "parse_manifest", once), contextlib.suppress(KeyboardInterrupt):
+                publisher.publish()
+            assert once.has_raised
+        else:
+            publisher.publish()
+        pending = []
+        for _ in range(2):
+            train(tracker)
+            pending.append(publisher.publish().pending_rows)
+        publisher.snapshot()
+        predictor.sync()
+        assert_equal(tracker, held)
+        dist.barrier()
+        publisher.close()
+        return pending
+
+
 def counted_steps(rank: int, world_size: int, url: str) -> list[int]:
     """Calls of ``step()`` alone commit a version, within a bounded number of calls."""
     spec = Spec([Table("t", 6, "row")])
@@ -746,7 +850,7 @@ def dropped(rank: int, world_size: int, url: str, during: str) -> None:
             assert len(tracker.consumers) == 2
             assert (tracker.num_pending(), tracker.needs_snapshot()) == (tracker.num_pending("default"), False)
         elif during == "a delta":
-            publisher._begin("delta")
+            publisher._begin("delta", is_repairing=False)
         dist.barrier()
         alive = weakref.ref(publisher)
         del publisher

@@ -19,6 +19,7 @@ import faulthandler
 import random
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -116,17 +117,22 @@ class Schedule:
         self.cadence = Cadence(**bounds, vote_every=chance.choice([1, 2, 3]))
         self.has_states = self.top_k is None and chance.random() < 0.7
         self.skip_unchanged = chance.choice([None, "bytes", "digest"])
+        self.is_resumed = not self.has_states and chance.random() < 0.4
 
 
 @dataclass(slots=True)
 class Run:
-    """One rank's calls of a publisher, and the broken promises that were seen."""
+    """One rank's calls of a publisher, and the broken promises that were seen.
+
+    Versions up to ``begin`` are of an earlier publisher, and are not compared.
+    """
 
     rank: int
     tracker: ModelDeltaTracker
     publisher: Publisher
     generator: torch.Generator
     counter: Counter
+    begin: int = 0
     broken: list[str] = field(default_factory=list)
     held: dict[int, dict[str, list[torch.Tensor]]] = field(default_factory=dict)
 
@@ -146,6 +152,21 @@ class Run:
         self.counter.number = self.tracker.num_batches
         views = {fqn: _views(self.tracker, fqn) for fqn in self.tracker.shards}
         self.held[self.tracker.num_batches] = {fqn: [view.clone() for view in each] for fqn, each in views.items()}
+
+    def resume(self, build: Callable[[], Publisher]) -> None:
+        """Publish two versions and go back to the first, so that the next version of a new publisher repairs."""
+        self.train()
+        self.publisher.publish()
+        values = {fqn: [view.clone() for view in _views(self.tracker, fqn)] for fqn in self.tracker.shards}
+        state = self.tracker.state_dict()
+        self.train()
+        self.begin = self.publisher.publish().version
+        self.publisher.close()
+        for fqn, held in values.items():
+            for view, value in zip(_views(self.tracker, fqn), held, strict=True):
+                view.data.copy_(value)
+        self.tracker.load_state_dict(state)
+        self.publisher = build()
 
     def call(self, name: str) -> bool:
         """Call a method of the publisher; return False if it raised a typed error or the injected one."""
@@ -191,7 +212,7 @@ class Run:
         while predictor.version != self.publisher.version:
             predictor.sync(limit=1)
             manifest = predictor.manifest
-            if manifest is None or manifest.kind == "claim" or has_top_k:
+            if manifest is None or manifest.kind == "claim" or manifest.version <= self.begin or has_top_k:
                 continue
             for fqn, shard_ in self.tracker.shards.items():
                 rows = slice(shard_.row_offset, shard_.row_offset + shard_.num_rows)
@@ -225,17 +246,22 @@ def case(rank: int, world_size: int, url: str, seed: int) -> tuple[bool, list[st
     tracker = ModelDeltaTracker(shard(spec), mode=TrackingMode.EMBEDDING)
     counter = Counter()
     states: dict[str, Any] = {"states": "optimizer", "rank_state": {"counter": counter}} if schedule.has_states else {}
-    publisher = Publisher(
-        tracker,
-        url,
-        top_k=schedule.top_k,
-        cadence=schedule.cadence,
-        timeout=_TIMEOUT,
-        pointer_seconds=None,
-        skip_unchanged=schedule.skip_unchanged,
-        **states,
-    )
-    run = Run(rank, tracker, publisher, torch.Generator().manual_seed(seed * 10 + rank), counter)
+
+    def build() -> Publisher:
+        return Publisher(
+            tracker,
+            url,
+            top_k=schedule.top_k,
+            cadence=schedule.cadence,
+            timeout=_TIMEOUT,
+            pointer_seconds=None,
+            skip_unchanged=schedule.skip_unchanged,
+            **states,
+        )
+
+    run = Run(rank, tracker, build(), torch.Generator().manual_seed(seed * 10 + rank), counter)
+    if schedule.is_resumed:
+        run.resume(build)
     for number, name in enumerate(schedule.calls):
         run.train()
         was_raised = fault.is_raised
@@ -251,7 +277,7 @@ def case(rank: int, world_size: int, url: str, seed: int) -> tuple[bool, list[st
         if schedule.has_states:
             run.compare_states(url)
     dist.barrier()
-    publisher.close()
+    run.publisher.close()
     if tracker.consumers != ("default",):
         run.broken.append(f"consumers are left: {tracker.consumers}")
     tracker.detach()

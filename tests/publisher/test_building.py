@@ -25,6 +25,12 @@ def test_a_publisher_that_one_rank_builds_alone_is_refused(two_ranks: RankPool, 
     assert alone["versions"] == other["versions"] == [1, 2]
 
 
+def test_a_rank_that_is_interrupted_while_it_waits_does_not_count_as_present(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
+    assert two_ranks.run(f"{_CASES}:interrupted", url=f"file://{tmp_path}/stream") == [1, 1]
+
+
 def test_a_rank_killed_while_it_builds_a_publisher_is_reported() -> None:
     done = forked.run(_CASES, "--seeds", "2", timeout_seconds=200)
     assert done.returncode == 0, done.stderr[-3000:]

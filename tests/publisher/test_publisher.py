@@ -160,8 +160,32 @@ def test_an_interrupted_cut_of_a_snapshot_loses_nothing(one_rank: RankPool, url:
     one_rank.run(f"{_CASES}:interrupted_cut", url=url)
 
 
-def test_an_interrupt_ends_the_wait_for_another_rank(two_ranks: RankPool, url: str) -> None:
-    first, second = two_ranks.run(f"{_CASES}:interrupted_among_ranks", url=url)
+@pytest.mark.promise("lossless")
+def test_all_ranks_report_dense_tensors_that_cannot_be_published(two_ranks: RankPool, url: str) -> None:
+    first, second = two_ranks.run(f"{_CASES}:unsupported_dense", url=url)
+    assert all(message.startswith("InvalidArgumentError: dense='weight' cannot be used") for message in first)
+    assert all(message.startswith("InvalidArgumentError: top_k='score' cannot be used") for message in second)
+
+
+@pytest.mark.promise("lossless")
+def test_a_rank_that_is_interrupted_before_it_selects_rows_lets_the_others_go_on(two_ranks: RankPool, url: str) -> None:
+    first, second = two_ranks.run(f"{_CASES}:interrupted_score", url=url)
+    assert first == second
+    assert "rank 1 failed with the phase publishing where rank 0 has the phase writing" in first
+
+
+@pytest.mark.promise("lossless")
+def test_ranks_agree_on_a_repair_after_an_interrupt(two_ranks: RankPool, url: str) -> None:
+    first, second = two_ranks.run(f"{_CASES}:interrupted_repair", url=url)
+    assert first == second
+    repaired, selected = first
+    assert repaired == 0
+    assert selected > 0
+
+
+@pytest.mark.parametrize("top_k", [None, 2])
+def test_an_interrupt_ends_the_wait_for_another_rank(two_ranks: RankPool, url: str, top_k: int | None) -> None:
+    first, second = two_ranks.run(f"{_CASES}:interrupted_among_ranks", url=url, top_k=top_k)
     interrupted, first_error = first
     (second_error,) = second
     assert interrupted == "interrupted"
