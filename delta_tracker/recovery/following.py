@@ -23,7 +23,7 @@ from delta_tracker.recovery.path import recovery_path
 from delta_tracker.recovery.plan import Plan
 from delta_tracker.recovery.preparation import prepare
 from delta_tracker.recovery.row_writer import RowWriter
-from delta_tracker.sharding.interrupted import mark_following
+from delta_tracker.sharding.interrupted import is_following, mark_following
 from delta_tracker.stream.cursor import StreamCursor
 from delta_tracker.stream.format.manifest import Manifest, Schema
 from delta_tracker.stream.log import StreamLog
@@ -47,7 +47,8 @@ class Following:
     only after a whole entry.
 
     The other contents of a version, such as dense tensors, are not written. From the first written row on, the model
-    raises :class:`~delta_tracker.errors.FollowingError` when it is called.
+    raises :class:`~delta_tracker.errors.FollowingError` when it is called. If the model does not, a restore has written
+    it, and the stream is followed from its newest snapshot again.
 
     Args:
         log: log of the stream.
@@ -89,6 +90,7 @@ class Following:
         Raises:
             MalformedError, StorageError: if that entry cannot be read.
         """
+        self._begin_again_if_restored()
         partial = self._partial
         if self._applied is None or partial is None:
             return self._applied
@@ -109,6 +111,7 @@ class Following:
             UnsupportedOptimizerError, UnsupportedTableError, ReservedConsumerError: if the stream does not fit the job,
                 as :func:`~delta_tracker.recovery.restore.restore` raises them.
         """
+        self._begin_again_if_restored()
         has_moved = False
         while time.monotonic() >= self._next_try and self._try(self._step):
             has_moved = True
@@ -129,6 +132,15 @@ class Following:
         if plan.continues:
             self._partial = plan.last
             return
+        self._begin_again()
+
+    def _begin_again_if_restored(self) -> None:
+        has_written = self._applied is not None or self._partial is not None
+        if has_written and not is_following(self._job.model):
+            _logger.warning("standby begins again with the newest snapshot, because the model was restored")
+            self._begin_again()
+
+    def _begin_again(self) -> None:
         self._applied = self._partial = self._cursor.place = None
         self._ahead.clear()
 

@@ -183,6 +183,7 @@ class Standby:
         self._writer = secrets.token_hex(16)
         self._claimed: Manifest | None = None  # this job's claim of the recovery stream
         self._next_look = 0.0
+        self._seen: int | None = None  # newest snapshot that rank 0 has seen; None before the first
         self._shown: tuple[int | None, str | None] = None, None  # version and error of all ranks, for the heartbeat
         self._checked_silence: tuple[float, float] | None = None  # and time between heartbeats
         self._reason = ""  # why there was no takeover
@@ -210,6 +211,8 @@ class Standby:
         Raises:
             NotRecoverableError: on all ranks with ``version`` None, if there is no stream, or if its publisher is
                 silent and no version was published: start a job without a restore. Also if the versions have no states.
+            StreamReplacedError: on all ranks, if the publisher is silent, and the stream that had versions has only a
+                claim now.
             RestoreMismatchError: if the stream does not fit the job.
             TakeoverFailedError: if the takeover failed after the claim. Call :meth:`take_over` or this method again.
             InvalidArgumentError: if an argument is invalid, if ``silence`` is below the time between two heartbeats of
@@ -278,6 +281,7 @@ class Standby:
         Raises:
             LivePublisherError: on all ranks, if the publisher is alive, or if another job claimed the stream meanwhile.
             StandbyBehindError: on all ranks, without ``force``, if a version cannot be applied. Nothing was claimed.
+            StreamReplacedError: on all ranks, if the stream that had versions is missing or has only a claim.
             StorageError: if the store fails. If the stream was claimed nevertheless, the next call uses that claim.
             NotRecoverableError, TakeoverFailedError, InvalidArgumentError, RestoreFailedError, RankLostError: as
                 :meth:`follow` raises them.
@@ -413,10 +417,11 @@ class Standby:
         self._next_look = time.monotonic() + self._look_seconds
         try:
             signs = self._liveness.look(*self._shown)
+            known = self._known_version(None if signs is None else signs.head)
             if signs is None:
-                if self.version is None:
+                if known is None:
                     return {"nothing": "the stream is empty"}
-                self._log_once(f"standby waits: {StreamReplacedError(self._storage.url, self.version)}")
+                self._log_once(f"standby waits: {StreamReplacedError(self._storage.url, known)}")
                 return {}
             request = read_request(self._storage, signs.head, signs.last)
         except (MalformedError, StorageError) as error:
@@ -428,7 +433,7 @@ class Standby:
         is_silent = silence is not None and signs.silent_seconds > silence
         if request is None and not is_silent and not self._is_own(signs.head):
             return {}
-        return self._due(signs.head, is_forced=request is not None and request.force)
+        return self._due(signs.head, is_forced=request is not None and request.force, last=signs.last)
 
     def _judged(self, *, force: bool, silence: float) -> dict[str, Any]:
         """Return the decision of rank 0 whether it may take over."""
@@ -440,29 +445,43 @@ class Standby:
             if signs is not None:
                 self._check_interval(silence, signs)
             head = signs.head if signs is not None else self._log.head() if force else None
+            known = self._known_version(head)
             if head is None:
-                verdict = {"nothing": "the stream is empty"} if self.version is None else {"gone": self.version}
+                verdict = {"nothing": "the stream is empty"} if known is None else {"gone": known}
             elif signs is not None and signs.silent_seconds < silence and not self._is_own(head):
                 verdict = {"live": [head.generation, head.version, signs.silent_seconds]}
             else:
-                verdict = self._due(head, is_forced=force)
+                verdict = self._due(head, is_forced=force, last=None if signs is None else signs.last)
         return {"call": f"take_over(force={bool(force)}, silence={silence})", "verdict": verdict}
 
-    def _due(self, head: Manifest, *, is_forced: bool) -> dict[str, Any]:
+    def _known_version(self, head: Manifest | None) -> int | None:
+        """Return a version that rank 0 has applied or seen; None if it never saw one.
+
+        Args:
+            head: newest entry of the stream; None if there is no stream.
+        """
+        if head is not None and head.snapshot is not None:
+            self._seen = head.snapshot
+        return self._seen if self.version is None else self.version
+
+    def _due(self, head: Manifest, *, is_forced: bool, last: float | None) -> dict[str, Any]:
         """Return the decision to take over, if there is a version.
 
         Args:
             head: newest entry of the stream.
-            is_forced: True to claim the stream also if its publisher commits a version meanwhile.
+            is_forced: True to claim the stream also if its publisher commits a version or leaves a heartbeat meanwhile.
+            last: time of the publisher's last sign of life; None if it is unknown.
         """
         if head.snapshot is None:
-            return {"nothing": "the stream has only a claim"}
+            known = self._known_version(head)
+            return {"nothing": "the stream has only a claim"} if known is None else {"gone": known}
         return {
             "is_due": True,
             "after": [head.version, head.xxh3],
             "generation": head.generation,
             "is_forced": bool(is_forced),
             "is_own": self._is_own(head),
+            "last": last,
         }
 
     def _is_own(self, head: Manifest) -> bool:
@@ -519,6 +538,7 @@ class Standby:
                 return {}
             try:
                 self._storage.probe()
+                self._check_still_silent(verdict)
                 claim = self._claim_after(verdict)
             except LivePublisherError as error:
                 return {"live": [error.generation, error.version, error.seconds]}
@@ -535,6 +555,19 @@ class Standby:
         entry = claim.head if claim is not None else parse_manifest("claim of rank 0", found["entry"].encode())
         self._claimed = entry
         return ClaimedStream(storage=self._storage, claim=claim, entry=entry, has_states=True)
+
+    def _check_still_silent(self, verdict: Mapping[str, Any]) -> None:
+        """Check that the publisher left no sign of life since the decision: to catch up may have taken minutes.
+
+        Raises:
+            LivePublisherError: if it did, unless the decision is forced or the stream is claimed already.
+            MalformedError, StorageError: if the store cannot be read and written.
+        """
+        if verdict["is_forced"] or verdict["is_own"] or verdict["last"] is None:
+            return
+        signs = self._liveness.look(*self._shown)
+        if signs is not None and signs.last > verdict["last"]:
+            raise LivePublisherError(self._storage.url, signs.head.generation, signs.head.version, signs.silent_seconds)
 
     def _claim_after(self, verdict: Mapping[str, Any]) -> Claim:
         """Claim the recovery stream on rank 0.

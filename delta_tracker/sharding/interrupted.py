@@ -44,13 +44,19 @@ def mark_following(model: nn.Module, version: int) -> None:
 
     Args:
         model: the model that is about to be written.
-        version: version of a stream that the model follows. It replaces that of an earlier call.
+        version: version of a stream that the model follows. It replaces that of an earlier call or restore.
     """
-    for hook in model._forward_pre_hooks.values():  # noqa: SLF001  a hook has no public list
-        if isinstance(hook, _Incomplete) and hook.error is FollowingError:
-            hook.version = version
-            return
-    model.register_forward_pre_hook(_Incomplete(version, FollowingError), prepend=True)
+    marks = [hook for hook in model._forward_pre_hooks.values() if isinstance(hook, _Incomplete)]  # noqa: SLF001
+    for hook in marks:
+        hook.version, hook.error = version, FollowingError
+    if not marks:
+        model.register_forward_pre_hook(_Incomplete(version, FollowingError), prepend=True)
+
+
+def is_following(model: nn.Module) -> bool:
+    """Return True if ``model`` follows a stream, and no restore has written it since, not even in part."""
+    hooks = model._forward_pre_hooks.values()  # noqa: SLF001  a hook has no public list
+    return {hook.error for hook in hooks if isinstance(hook, _Incomplete)} == {FollowingError}
 
 
 def unmark(model: nn.Module) -> None:

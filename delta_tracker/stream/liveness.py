@@ -97,7 +97,11 @@ class Liveness:
         return response.modified
 
     def _newest(self) -> Manifest | None:
-        """Return the newest entry. Lists the log only at the first look, and after the log was replaced."""
+        """Return the newest entry.
+
+        Lists the log only at the first look, after the log was replaced, and where the newest entry seems to be a
+        claim.
+        """
         head = self._head
         there = None if head is None else self._log.read(head.version)
         if head is None or there is None or there.link != head.link:
@@ -106,4 +110,6 @@ class Liveness:
             if (entry.stream, entry.parent) != (head.stream, head.link):
                 return self._log.head()
             head = entry
+        if head.kind == "claim" and not self._log.is_surely_newest(head):
+            return self._log.head()  # retention keeps claims: it may have deleted the entries after this one
         return head

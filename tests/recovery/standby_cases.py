@@ -212,6 +212,69 @@ def overtaken(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> li
     return messages
 
 
+def revived(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> str:
+    """A publisher that leaves a heartbeat while the standby catches up is not fenced."""
+    trainer, job = Job(spec_of(**spec), rank), made(spec, rank)
+    publisher = trainer.publisher(path)
+    standby = job.standby(path)
+    trainer.train(1)
+    last = publisher.snapshot()
+    make_silent(path)
+    write = RowWriter.write
+
+    def slow(writer: RowWriter, entry: Any) -> None:
+        write(writer, entry)
+        PublisherPulse(Storage(f"file://{path}/stream")).leave(last)
+
+    with mock.patch.object(RowWriter, "write", slow):
+        message = attempt(standby.take_over)
+    barrier()
+    assert log_of(path).head() == last
+    make_silent(path)
+    check_successor(trainer, publisher, job, standby.take_over(), trainer.held())
+    return message
+
+
+def restored_between(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> None:
+    """A standby notices that an older version was restored, in part or completely, between two of its calls."""
+    trainer, job = Job(spec_of(**spec), rank), made(spec, rank)
+    publisher = trainer.publisher(path)
+    standby = job.standby(path)
+    versions = []
+    for _ in range(3):
+        trainer.train(1)
+        versions.append(publisher.publish().version)
+    assert standby.sync() == versions[-1]
+    with _fault("write") if rank == 1 else nullcontext():
+        assert "the disk is gone" in attempt(lambda: job.restore(path, versions[0]))
+    assert standby.sync() == versions[-1]
+    job.restore(path, versions[0])
+    check_successor(trainer, publisher, job, standby.take_over(force=True), trainer.held())
+
+
+def unmounted(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> str:
+    """A stream whose directory is missing after a failed takeover is not reported as one without versions."""
+    trainer, job = Job(spec_of(**spec), rank), made(spec, rank)
+    publisher = trainer.publisher(path)
+    standby = job.standby(path)
+    for _ in range(2):
+        trainer.train(1)
+        publisher.publish()
+    standby.sync()
+    with _fault("older rows") if rank == 0 else nullcontext():
+        assert attempt(partial(standby.take_over, force=True)).startswith("TakeoverFailedError")
+    messages = []
+    for before, after in (("stream", "unmounted"), ("unmounted", "stream")):
+        barrier()
+        if rank == 0:
+            (Path(path) / before).rename(Path(path) / after)
+        barrier()
+        if after == "unmounted":
+            messages.append(attempt(partial(standby.take_over, force=True)))
+    check_successor(trainer, publisher, job, standby.take_over(), trainer.held())
+    return messages[0]
+
+
 @contextmanager
 def _fault(where: str) -> Iterator[None]:
     """Context manager in which a step of a takeover fails.

@@ -50,6 +50,24 @@ def test_a_version_committed_during_the_decision_prevents_the_claim(two_ranks: R
         assert message.startswith("LivePublisherError")
 
 
+@pytest.mark.promise("fenced")
+def test_a_heartbeat_while_the_standby_catches_up_prevents_the_claim(two_ranks: RankPool, tmp_path: Path) -> None:
+    for message in two_ranks.run(f"{_CASES}:revived", path=str(tmp_path), spec=spec(2)):
+        assert message.startswith("LivePublisherError")
+
+
+@pytest.mark.promise("resumed")
+def test_a_restore_between_two_calls_of_a_standby_is_noticed(two_ranks: RankPool, tmp_path: Path) -> None:
+    two_ranks.run(f"{_CASES}:restored_between", path=str(tmp_path), spec=spec(2))
+
+
+def test_a_store_that_is_missing_after_a_failed_takeover_is_not_an_empty_stream(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
+    for message in two_ranks.run(f"{_CASES}:unmounted", path=str(tmp_path), spec=spec(2)):
+        assert message.startswith("StreamReplacedError: ")
+
+
 def test_a_failure_after_the_claim_keeps_it_and_a_retry_completes(two_ranks: RankPool, tmp_path: Path) -> None:
     steps = [("store", 1), ("fit", 0), ("rows", 1), ("older rows", 0), ("write", 1), ("load", 0), ("serving", 0)]
     found = two_ranks.run(f"{_CASES}:failed", path=str(tmp_path), spec=spec(2), steps=steps)

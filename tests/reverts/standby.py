@@ -16,6 +16,27 @@ _FOLLOWING = "delta_tracker/recovery/following.py"
 
 REVERTS = [
     Revert(
+        defect="a publisher that was alive again before the claim is fenced",
+        generator=_TESTS + "test_a_heartbeat_while_the_standby_catches_up_prevents_the_claim",
+        edits={_STANDBY: [("                self._check_still_silent(verdict)\n", "")]},
+    ),
+    Revert(
+        defect="a restore between two calls of a standby mixes rows of two versions",
+        generator=_TESTS + "test_a_restore_between_two_calls_of_a_standby_is_noticed",
+        edits={_FOLLOWING: [("and not is_following(self._job.model):", "and False:")]},
+    ),
+    Revert(
+        defect="a store that is missing after a failed takeover looks like a stream without versions",
+        generator=_TESTS + "test_a_store_that_is_missing_after_a_failed_takeover_is_not_an_empty_stream",
+        edits={_STANDBY: [("return self._seen if self.version", "return None if self.version")]},
+    ),
+    Revert(
+        defect="a standby that last saw a claim does not see later versions, once retention deleted those after it",
+        generator="tests/stream/test_liveness.py::"
+        "test_the_newest_entry_is_found_after_retention_deleted_all_but_a_claim_of_those_seen",
+        edits={"delta_tracker/stream/liveness.py": [('if head.kind == "claim" and not', "if False and not")]},
+    ),
+    Revert(
         defect="a takeover ends at the version that the standby has applied",
         generator=_FAILED,
         edits={_STANDBY: [("        version = claimed.entry.version\n", "        version = self.version\n")]},

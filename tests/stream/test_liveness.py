@@ -14,6 +14,7 @@ from delta_tracker.stream import heartbeat as heartbeat_module
 from delta_tracker.stream.heartbeat import PublisherPulse, read_heartbeats
 from delta_tracker.stream.liveness import Liveness, Signs
 from delta_tracker.stream.log import StreamLog, entry_name
+from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.storage.storage import Storage
 from tests.stream.streams import Writer
 
@@ -51,6 +52,22 @@ def test_the_newest_entry_is_a_sign_of_life(tmp_path: Path) -> None:
     assert found[0].silent_seconds == pytest.approx(100, abs=5)
     assert (found[1].head, found[1].silent_seconds) == (head, pytest.approx(0, abs=5))
     assert [beat.name for beat in read_heartbeats(storage)] == ["standby"]
+
+
+def test_the_newest_entry_is_found_after_retention_deleted_all_but_a_claim_of_those_seen(tmp_path: Path) -> None:
+    storage = Storage(tmp_path.as_uri())
+    writer, liveness = Writer(storage), Liveness(storage, "standby")
+    first = liveness.look()
+    assert first is not None
+    assert first.head.kind == "claim"
+    for _ in range(3):
+        writer.snapshot()
+        last = writer.delta([1])
+    retain(storage, Retention(versions=1, grace_seconds=0.0))
+    assert StreamLog(storage).read(1) is None
+    signs = liveness.look()
+    assert signs is not None
+    assert signs.head == last
 
 
 @pytest.mark.parametrize("seconds", [_AN_HOUR, -_AN_HOUR])
