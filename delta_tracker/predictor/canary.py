@@ -61,7 +61,7 @@ class CanaryBound:
     def __init__(self, canary: Canary, cursor: StreamCursor) -> None:
         self._canary = canary
         self._cursor = cursor
-        self._stream = ""
+        self._origin: tuple[str, str] | None = None  # stream and publisher of the entries that were seen
         self._newest = -1  # newest version of the stream that was seen
         self._latest = float("-inf")  # creation time of the newest entry that was seen
 
@@ -71,11 +71,12 @@ class CanaryBound:
         Raises:
             StorageError: if the log cannot be read.
         """
-        if manifest.stream != self._stream:
-            self._stream, self._newest, self._latest = manifest.stream, -1, float("-inf")
+        origin = manifest.stream, manifest.writer
+        if origin != self._origin:  # a new publisher may have found an older copy of the log
+            self._origin, self._newest, self._latest = origin, -1, float("-inf")
         # The newest entry may have been created earlier than one before it, by another clock.
         if self._canary.seconds is not None or not self._is_below(manifest):
-            self._look(manifest.version)
+            self._look(manifest)
         return self._is_below(manifest)
 
     def _is_below(self, manifest: Manifest) -> bool:
@@ -84,10 +85,10 @@ class CanaryBound:
         assert self._canary.seconds is not None, "one of both"
         return manifest.created + self._canary.seconds <= self._latest
 
-    def _look(self, version: int) -> None:
+    def _look(self, manifest: Manifest) -> None:
         """Look for newer entries than those seen."""
         log = self._cursor.log
-        newest = log.newest_version(max(version, self._newest))
+        newest = log.newest_version(max(manifest.version, self._newest))
         if newest <= self._newest:
             return
         if self._canary.seconds is not None:
@@ -96,7 +97,7 @@ class CanaryBound:
             except MalformedError as error:
                 _logger.info("cannot read the time of the newest version: %s", str(error))
                 return
-            if head is None or head.stream != self._stream:
+            if head is None or head.stream != manifest.stream:
                 return
             self._latest = head.created
         self._newest = newest

@@ -8,7 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
@@ -296,6 +296,11 @@ class Follower:
     ) -> None:
         try:
             self._follow(poll_seconds, refuse, begun)
+        except BaseException as error:  # noqa: BLE001  raised before the first poll, for example for want of memory
+            self.error = ended = unraised(FollowEndedError(error))
+            _logger.error("predictor could not follow: %s", str(ended))  # noqa: TRY400  start() raises it
+            with suppress(InvalidStateError):  # start() has returned
+                begun.set_exception(ended)
         finally:
             over.set()
             self.moved()

@@ -207,6 +207,7 @@ class Predictor(Forkable):
         self._settling = None if self._storage.lists else Settling()
         self._pins = PinFollower(lambda: self._storage) if follows_pins else None
         self._obeyed = 0  # counter of the last pin that was followed
+        self._overruled = 0  # counter of the newest pin when rollback() was called; 0 after release()
         self._cursor.allows = None if canary is None else CanaryBound(canary, self._cursor).allows
         self._gate = None if gate is None else GateKeeper(gate)
         # The norms of a merged version cannot show which of its versions violates a bound.
@@ -214,6 +215,7 @@ class Predictor(Forkable):
         self._in_a_row = _CATCH_UP  # versions applied since the end of the log was seen
         self._read_before = [self._storage]  # stores whose requests are counted
         self._pinned: int | None = None
+        self._pin_stream: str | None = None  # stream of the pin that set `_pinned`; None after rollback()
         self._resyncs = self._num_failures = 0
         self._last_resync = ""
         # Kind and version of a fault, and the entry of a resync after it. Texts of errors differ at each attempt.
@@ -334,14 +336,16 @@ class Predictor(Forkable):
         if limit is not None and (type(limit) is not int or limit < 1):
             raise InvalidArgumentError("limit", limit, "Pass a count of 1 or more, or None")
         self._refuse_inside_reading("sync()")
-        with self._syncing:
-            num_applied = 0
-            while limit is None or num_applied < limit:
-                before = self._storage
-                if not self._advance(looks_for_gap=True):
-                    break
-                num_applied += self._storage is before  # a change of the source applies nothing
-        self._follower.moved()
+        try:
+            with self._syncing:
+                num_applied = 0
+                while limit is None or num_applied < limit:
+                    before = self._storage
+                    if not self._advance(looks_for_gap=True):
+                        break
+                    num_applied += self._storage is before  # a change of the source applies nothing
+        finally:
+            self._follower.moved()  # also if a later version raised
         if self._follower.error is not None:
             self._follower.forget_error()
         if self._pulse is not None:
@@ -503,11 +507,17 @@ class Predictor(Forkable):
         """
         self._refuse_inside_reading("rollback()")
         with self._syncing:
-            self._return_to(version)
+            order = None if self._pins is None else self._pins.order()
+            try:
+                self._return_to(version)
+            finally:
+                if self._pinned == version:
+                    self._pin_stream, self._overruled = None, 0 if order is None else order.counter
+        self._follower.moved()
 
     def release(self) -> None:
         """End a :meth:`rollback`: the next :meth:`sync`, or a running :meth:`follow`, applies newer versions again."""
-        self._pinned = None
+        self._pinned, self._overruled = None, 0
 
     # Start from a saved state
 
@@ -552,6 +562,7 @@ class Predictor(Forkable):
             if self._settling is not None:
                 self._settling.clear()
             self._in_a_row = _CATCH_UP
+        self._follower.moved()
 
     def _check_newest(self) -> None:
         """Raise if the newest version, or the one of a pin that applies, does not fit the model.
@@ -622,6 +633,9 @@ class Predictor(Forkable):
             elif has_moved is False and pinned is not None and (pinned != self.version or self._writer.is_mixed):
                 self._return_to(pinned)  # an interrupted rollback
                 has_moved = True
+            elif has_moved is False and looks_for_gap and (later := self._snapshot_after_pin()) is not None:
+                self._take(later, is_elsewhere=True)
+                self._pinned, has_moved = None, True
         except StaleCacheError:
             raise
         except (NoSnapshotError, StorageError):  # without a snapshot, nothing was applied yet
@@ -671,7 +685,7 @@ class Predictor(Forkable):
             canary does not allow the version of a release yet, and the versions before it may be bad.
         """
         place = self._cursor.place
-        if order.counter <= self._obeyed or (place is not None and place.stream != order.stream):
+        if order.counter <= max(self._obeyed, self._overruled) or (place is not None and place.stream != order.stream):
             return False
         if place is None:
             head = self._cursor.log.head()
@@ -681,19 +695,19 @@ class Predictor(Forkable):
             self._pinned, self._obeyed = None, order.counter  # nothing to do: the snapshot may be deleted meanwhile
             return False
         entry = self._ordered(order)
-        is_allowed = self._cursor.allows is None or self._cursor.allows(entry)
-        if not is_allowed and order.kind == "release":
+        is_allowed = entry is not None and (self._cursor.allows is None or self._cursor.allows(entry))
+        if entry is not None and not is_allowed and order.kind == "release":
             if place is None:
                 raise NoSnapshotError(self._storage.url)
             return None if place.link.version < order.version else False
-        if not is_allowed:
+        if entry is None or not is_allowed:
             return False  # what is allowed is older than the pin
         has_moved = self._goes_to(order, entry)
         self._obeyed = order.counter
         return has_moved
 
-    def _ordered(self, order: Pin) -> Manifest:
-        """Return the entry to go to for a pin or a release.
+    def _ordered(self, order: Pin) -> Manifest | None:
+        """Return the entry to go to for a pin or a release; None if another stream has replaced it.
 
         For a release, any later snapshot will do, and retention may have deleted the one that it names.
 
@@ -709,6 +723,9 @@ class Predictor(Forkable):
                 later = None if before is None or before.snapshot is None else self._cursor.log.read(before.snapshot)
         entry = self._cursor.log.read(order.version)
         if entry is None or (entry.stream, entry.xxh3) != (order.stream, order.xxh3):
+            head = self._cursor.log.head()
+            if head is not None and head.stream != order.stream:
+                return None
             raise MissingVersionError(order.version, order.bad)
         return entry
 
@@ -717,6 +734,7 @@ class Predictor(Forkable):
         place = self._cursor.place
         if order.kind == "pin":
             has_moved = place is None or place.link != entry.link or self._writer.is_mixed
+            self._pin_stream = order.stream
             if has_moved:
                 self._return_to(order.version)
             self._pinned = order.version
@@ -726,6 +744,19 @@ class Predictor(Forkable):
             self._take(entry, is_elsewhere=True)
         self._pinned = None
         return has_moved
+
+    def _snapshot_after_pin(self) -> Manifest | None:
+        """Return the newest snapshot if another stream has replaced that of the pin that is followed, else None."""
+        if self._pinned is None or self._pin_stream is None:
+            return None
+        try:
+            newest = self._cursor.log.newest_snapshot()
+        except MalformedError as error:  # perhaps why the stream was pinned
+            _logger.info("cannot tell whether the pin has ended: %s", str(error))
+            return None
+        has_ended = newest is not None and newest.stream != self._pin_stream
+        is_allowed = newest is not None and (self._cursor.allows is None or self._cursor.allows(newest))
+        return newest if has_ended and is_allowed else None
 
     def _use(self, storage: Storage) -> None:
         """Continue from another source, which has the last applied entry."""

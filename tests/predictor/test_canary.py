@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import random
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,6 +44,23 @@ from tests.sweeps import SWEEPS_ARE_WHOLE
 def test_invalid_distances_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgumentError):
         Canary(**options)
+
+
+def test_a_canary_counts_again_in_an_older_copy_of_the_log(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/stream"
+    writer = Writer(Storage(url, create=True))
+    writer.snapshot()
+    for number in range(4):
+        writer.delta([number])
+    shutil.copytree(tmp_path / "stream", tmp_path / "copy")
+    for number in range(25):
+        writer.delta([number % 20])
+    predictor = Predictor(writer.model(), url, canary=Canary(versions=5))
+    assert predictor.sync() == 25
+    (tmp_path / "stream").rename(tmp_path / "lost")
+    (tmp_path / "copy").rename(tmp_path / "stream")
+    assert Writer(Storage(url)).snapshot().version == 7
+    assert predictor.sync() == 2
 
 
 @pytest.fixture

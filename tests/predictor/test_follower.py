@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import obstore
 import pytest
@@ -12,7 +14,14 @@ import torch
 from torch import Tensor
 
 from delta_tracker import Predictor
-from delta_tracker.errors import DenseMismatchError, MalformedError, StorageError, StreamError, TableMismatchError
+from delta_tracker.errors import (
+    DenseMismatchError,
+    FollowEndedError,
+    MalformedError,
+    StorageError,
+    StreamError,
+    TableMismatchError,
+)
 from delta_tracker.row_target import RowTarget
 from delta_tracker.stream import heartbeat as heartbeat_module
 from delta_tracker.stream.format.block_rows import BlockRows
@@ -40,6 +49,18 @@ def writer() -> Writer:
     writer = Writer(Storage("memory://"))
     writer.snapshot()
     return writer
+
+
+def test_a_thread_that_cannot_begin_is_reported(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
+    predictor = Predictor(writer.model(), writer.storage)
+    with monkeypatch.context() as patched:
+        patched.setattr(asyncio, "SelectorEventLoop", Mock(side_effect=OSError("Too many open files")))
+        with pytest.raises(FollowEndedError, match="Too many open files"):
+            predictor.follow()
+        assert isinstance(predictor.error, FollowEndedError)
+    predictor.follow(0.001)
+    eventually(lambda: predictor.version == 1)
+    predictor.stop()
 
 
 def _unknown_table(writer: Writer, kind: str = "delta") -> Manifest:

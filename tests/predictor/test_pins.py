@@ -17,6 +17,7 @@ from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.pin import PinFollower, newest_pin, pin_name
+from delta_tracker.stream.promotion import promote
 from delta_tracker.stream.rollback import pin_version, release_pin
 from delta_tracker.stream.storage.storage import Storage
 from tests.predictor.serving import eventually
@@ -91,6 +92,56 @@ def test_a_pin_holds_old_and_new_predictors_until_a_release(fleet: Fleet) -> Non
     for each in (old, new, other):
         each.sync()
         fleet.assert_holds(each, newest)
+
+
+@pytest.mark.parametrize("version", [3, 6])
+def test_a_rollback_is_not_undone_by_an_older_release(fleet: Fleet, version: int) -> None:
+    pin_version(fleet.storage, 3)
+    fleet.published("snapshot")
+    release_pin(fleet.storage)
+    for _ in range(2):
+        newest = fleet.published("delta")
+    predictor = fleet.join()
+    predictor.rollback(version)
+    for _ in range(2):
+        predictor.sync()
+        fleet.assert_holds(predictor, version)
+    predictor.release()
+    predictor.sync()
+    fleet.assert_holds(predictor, newest)
+
+
+def test_a_pin_ends_at_the_first_snapshot_of_a_promoted_log(fleet: Fleet) -> None:
+    predictor = fleet.join()
+    predictor.sync()
+    pin_version(fleet.storage, 3)
+    predictor.sync()
+    promote(fleet.storage)
+    fleet.writer = Writer(fleet.storage)
+    predictor.sync()
+    fleet.assert_holds(predictor, 3)
+    newest = fleet.published("snapshot")
+    predictor.sync()
+    fleet.assert_holds(predictor, newest)
+    assert predictor.status().pinned is None
+    newest = fleet.published("delta")
+    predictor.sync()
+    fleet.assert_holds(predictor, newest)
+
+
+def test_a_pin_of_a_stream_that_was_replaced_does_not_stop_a_predictor_that_starts_again(fleet: Fleet) -> None:
+    before = fleet.join()
+    before.sync()
+    pin_version(fleet.storage, 3)
+    promote(fleet.storage)
+    fleet.writer = Writer(fleet.storage)
+    newest = fleet.published("snapshot")
+    retain(fleet.storage, Retention(versions=1, grace_seconds=0.0))
+    assert StreamLog(fleet.storage).read(3) is None
+    after = fleet.join()
+    after.load_state_dict(before.state_dict())
+    after.sync()
+    fleet.assert_holds(after, newest)
 
 
 def test_follow_under_a_pin_checks_the_pinned_version_and_not_the_newest(fleet: Fleet) -> None:

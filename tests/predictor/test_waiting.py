@@ -6,12 +6,20 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
+import torch
 
-from delta_tracker import Predictor, Storage
-from delta_tracker.errors import FollowEndedError, InvalidArgumentError, TableMismatchError, WaitTimeoutError
+from delta_tracker import Gate, Predictor, Storage
+from delta_tracker.errors import (
+    FollowEndedError,
+    HeldVersionError,
+    InvalidArgumentError,
+    TableMismatchError,
+    WaitTimeoutError,
+)
 from tests.stream.streams import FQN, Writer
 
 _DEADLINE = 30.0  # seconds; no test reaches it
@@ -78,6 +86,34 @@ def test_a_sync_wakes_it(writer: Writer) -> None:
         synced.start()
         assert predictor.wait(2, timeout=_DEADLINE) == 2
         synced.join()
+
+
+def test_a_sync_that_ends_at_a_held_version_wakes_it(writer: Writer) -> None:
+    writer.snapshot()
+    with suppress(HeldVersionError), Predictor(writer.model(), writer.storage, gate=Gate()) as predictor:
+        predictor.follow(poll_seconds=1000)
+        predictor.wait(1, timeout=_DEADLINE)
+        writer.delta([3])
+        writer.table[5] = torch.nan
+        writer.write("delta", [writer.rows([5])])
+        held: list[str] = []
+
+        def act() -> None:
+            with pytest.raises(HeldVersionError):
+                predictor.sync()
+            held.append("sync")
+
+        acting = threading.Timer(0.05, act)
+        acting.start()
+        begin = time.monotonic()
+        assert predictor.wait(2, timeout=_DEADLINE) == 2
+        acting.join()
+        assert held == ["sync"]
+        acting = threading.Timer(0.05, predictor.rollback, args=[3])  # bypasses the gate
+        acting.start()
+        assert predictor.wait(3, timeout=_DEADLINE) == 3
+        acting.join()
+        assert time.monotonic() - begin < _DEADLINE / 2
 
 
 def test_a_stop_ends_it(writer: Writer) -> None:
