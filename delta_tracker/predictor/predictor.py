@@ -6,7 +6,7 @@ import logging
 import random
 import threading
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Self
@@ -627,11 +627,13 @@ class Predictor(Forkable):
         try:
             if self._pins is not None and (order := self._pins.order()) is not None:
                 has_moved = self._obeys_despite_caches(order)
+            if self._pinned is not None and (self._pinned != self.version or self._writer.is_mixed):
+                self._end_pin_of_former_stream()
             pinned = self._pinned
             if has_moved is False and pinned is None:
                 has_moved = self._take_next(looks_for_gap=looks_for_gap)
             elif has_moved is False and pinned is not None and (pinned != self.version or self._writer.is_mixed):
-                self._return_to(pinned)  # an interrupted rollback
+                self._return_to(pinned, completes=True)  # an interrupted rollback
                 has_moved = True
             elif has_moved is False and looks_for_gap and (later := self._snapshot_after_pin()) is not None:
                 self._take(later, is_elsewhere=True)
@@ -685,7 +687,9 @@ class Predictor(Forkable):
             canary does not allow the version of a release yet, and the versions before it may be bad.
         """
         place = self._cursor.place
-        if order.counter <= max(self._obeyed, self._overruled) or (place is not None and place.stream != order.stream):
+        if order.counter <= max(self._obeyed, self._overruled):
+            return False
+        if place is not None and (place.stream != order.stream or self._is_replaced(order.stream)):
             return False
         if place is None:
             head = self._cursor.log.head()
@@ -695,19 +699,17 @@ class Predictor(Forkable):
             self._pinned, self._obeyed = None, order.counter  # nothing to do: the snapshot may be deleted meanwhile
             return False
         entry = self._ordered(order)
-        is_allowed = entry is not None and (self._cursor.allows is None or self._cursor.allows(entry))
-        if entry is not None and not is_allowed and order.kind == "release":
-            if place is None:
+        if not self._is_allowed(entry):
+            if order.kind == "release" and place is None:
                 raise NoSnapshotError(self._storage.url)
-            return None if place.link.version < order.version else False
-        if entry is None or not is_allowed:
-            return False  # what is allowed is older than the pin
+            waits = order.kind == "release" and place is not None and place.link.version < order.version
+            return None if waits else False  # what is allowed is older than a pin
         has_moved = self._goes_to(order, entry)
         self._obeyed = order.counter
         return has_moved
 
-    def _ordered(self, order: Pin) -> Manifest | None:
-        """Return the entry to go to for a pin or a release; None if another stream has replaced it.
+    def _ordered(self, order: Pin) -> Manifest:
+        """Return the entry to go to for a pin or a release.
 
         For a release, any later snapshot will do, and retention may have deleted the one that it names.
 
@@ -715,19 +717,41 @@ class Predictor(Forkable):
             MissingVersionError: if there is no such entry.
         """
         if order.kind == "release":
-            later = self._cursor.log.newest_snapshot()
-            while later is not None and later.stream == order.stream and later.link.version > order.version:
-                if self._cursor.allows is None or self._cursor.allows(later):
+            for later in self._snapshots():
+                if later.stream != order.stream or later.link.version <= order.version:
+                    break
+                if self._is_allowed(later):
                     return later
-                before = self._cursor.log.read(later.version - 1)
-                later = None if before is None or before.snapshot is None else self._cursor.log.read(before.snapshot)
         entry = self._cursor.log.read(order.version)
         if entry is None or (entry.stream, entry.xxh3) != (order.stream, order.xxh3):
-            head = self._cursor.log.head()
-            if head is not None and head.stream != order.stream:
-                return None
             raise MissingVersionError(order.version, order.bad)
         return entry
+
+    def _snapshots(self) -> Iterator[Manifest]:
+        """Yield the snapshots of the log, the newest first."""
+        snapshot = self._cursor.log.newest_snapshot()
+        while snapshot is not None:
+            yield snapshot
+            before = self._cursor.log.read(snapshot.version - 1)
+            snapshot = None if before is None or before.snapshot is None else self._cursor.log.read(before.snapshot)
+
+    def _is_allowed(self, entry: Manifest) -> bool:
+        """Return True if a canary allows an entry, or there is none."""
+        return self._cursor.allows is None or self._cursor.allows(entry)
+
+    def _is_replaced(self, stream: str) -> bool:
+        """Return True if another stream has replaced that of a pin."""
+        try:
+            head = self._cursor.log.head()
+        except MalformedError as error:  # perhaps why the stream was pinned
+            _logger.info("cannot tell whether the stream of a pin has ended: %s", str(error))
+            return False
+        return head is not None and head.stream != stream
+
+    def _end_pin_of_former_stream(self) -> None:
+        """End a pin that is not reached yet, if another stream has replaced its."""
+        if self._pin_stream is not None and self._is_replaced(self._pin_stream):
+            self._pinned = None
 
     def _goes_to(self, order: Pin, entry: Manifest) -> bool:
         """Apply the versions that lead to a pin or a release. Return False if there are none."""
@@ -746,17 +770,15 @@ class Predictor(Forkable):
         return has_moved
 
     def _snapshot_after_pin(self) -> Manifest | None:
-        """Return the newest snapshot if another stream has replaced that of the pin that is followed, else None."""
-        if self._pinned is None or self._pin_stream is None:
+        """Return the newest allowed snapshot of the stream that has replaced that of the pin; None without one."""
+        if self._pinned is None or self._pin_stream is None or not self._is_replaced(self._pin_stream):
             return None
-        try:
-            newest = self._cursor.log.newest_snapshot()
-        except MalformedError as error:  # perhaps why the stream was pinned
-            _logger.info("cannot tell whether the pin has ended: %s", str(error))
-            return None
-        has_ended = newest is not None and newest.stream != self._pin_stream
-        is_allowed = newest is not None and (self._cursor.allows is None or self._cursor.allows(newest))
-        return newest if has_ended and is_allowed else None
+        for snapshot in self._snapshots():
+            if snapshot.stream == self._pin_stream:
+                break
+            if self._is_allowed(snapshot):
+                return snapshot
+        return None
 
     def _use(self, storage: Storage) -> None:
         """Continue from another source, which has the last applied entry."""
@@ -951,8 +973,8 @@ class Predictor(Forkable):
         if gate is not None:
             gate.passed(manifest, measure)
 
-    def _return_to(self, version: int) -> None:
-        """Roll back to ``version``, or complete an interrupted rollback."""
+    def _return_to(self, version: int, *, completes: bool = False) -> None:
+        """Roll back to ``version``, or complete an interrupted rollback, which :meth:`release` may end meanwhile."""
         self._writer.restore()
         entries = self._cursor.path_to(version)
         if self._canary is not None and self._cursor.allows is not None and not self._cursor.allows(entries[-1]):
@@ -963,7 +985,8 @@ class Predictor(Forkable):
         for manifest, write in path:
             identities = identities_after(manifest, identities)
             write.check(self._contents(manifest))
-        self._pinned = version
+        if not completes:
+            self._pinned = version
         self._ways.clear()
         if self._gate is not None:
             self._gate.restart()

@@ -358,7 +358,7 @@ class VersionSource:
             forgets: True to remove the consumer's stream position from the tracker's state, because the stream will
                 miss the rows of later reads.
         """
-        if forgets:
+        if forgets and not self.handle.is_released:  # an earlier call may have been interrupted
             self.handle.annotate(None)
         if self._meanwhile is not None:  # left by an interrupted call
             self._meanwhile.release()

@@ -82,6 +82,11 @@ class ConsumerHandle:
         return self._name
 
     @property
+    def is_released(self) -> bool:
+        """True after :meth:`release`."""
+        return self._is_released
+
+    @property
     def position(self) -> int:
         """Log position of the consumer's cursor."""
         return self._log.position(self._held())

@@ -129,6 +129,39 @@ def test_a_pin_ends_at_the_first_snapshot_of_a_promoted_log(fleet: Fleet) -> Non
     fleet.assert_holds(predictor, newest)
 
 
+@pytest.mark.parametrize("state", ["at the pin", "before the pin", "position loaded", "no position loaded"])
+def test_a_pin_that_is_not_reached_ends_with_its_stream(fleet: Fleet, state: str) -> None:
+    predictor = fleet.join()
+    predictor.sync()
+    position = predictor.state_dict()
+    pin_version(fleet.storage, 3)
+    if state != "before the pin":
+        predictor.sync()
+    promote(fleet.storage)
+    fleet.writer = Writer(fleet.storage)
+    fleet.published("snapshot")
+    newest = fleet.published("delta")
+    if state.endswith("loaded"):
+        predictor.load_state_dict(position if state == "position loaded" else {})
+    predictor.sync()
+    fleet.assert_holds(predictor, newest)
+
+
+def test_a_canary_leaves_a_pin_that_has_ended_by_an_older_snapshot(fleet: Fleet) -> None:
+    model = fleet.writer.model()
+    predictor = Predictor(model, fleet.storage, follows_pins=True, canary=Canary(versions=2))
+    predictor._pins = PinFollower(lambda: fleet.storage, seconds=0.0)
+    predictor.sync()
+    pin_version(fleet.storage, 2)
+    predictor.sync()
+    promote(fleet.storage)
+    fleet.writer = Writer(fleet.storage)
+    versions = [fleet.published("snapshot") for _ in range(6)]
+    predictor.sync()
+    assert predictor.version == versions[-3]
+    assert torch.equal(model[FQN], fleet.bits[versions[-3]])
+
+
 def test_a_pin_of_a_stream_that_was_replaced_does_not_stop_a_predictor_that_starts_again(fleet: Fleet) -> None:
     before = fleet.join()
     before.sync()

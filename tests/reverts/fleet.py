@@ -97,7 +97,7 @@ REVERTS = [
         edits={
             "delta_tracker/predictor/predictor.py": [
                 (
-                    "                if self._cursor.allows is None or self._cursor.allows(later):\n",
+                    "                if self._is_allowed(later):\n",
                     "                if False:\n",
                 ),
             ],
@@ -148,11 +148,7 @@ REVERTS = [
     Revert(
         defect="a canary takes only the newest snapshot after a release",
         generator="tests/predictor/test_pins.py::test_a_canary_that_starts_after_a_release_takes_an_older_snapshot",
-        edits={
-            "delta_tracker/predictor/predictor.py": [
-                ("if self._cursor.allows is None or self._cursor.allows(later):", "if True:")
-            ]
-        },
+        edits={"delta_tracker/predictor/predictor.py": [("if self._is_allowed(later):", "if True:")]},
     ),
     Revert(
         defect="a follower keeps the polling interval of a source that failed",

@@ -12,7 +12,7 @@ REVERTS = [
     Revert(
         defect="predictors stay at a pin for ever after its stream was replaced",
         generator="tests/predictor/test_pins.py::test_a_pin_ends_at_the_first_snapshot_of_a_promoted_log",
-        edits={_PREDICTOR: [("return newest if has_ended and is_allowed else None", "return None")]},
+        edits={_PREDICTOR: [("if self._is_allowed(snapshot):", "if False:")]},
     ),
     Revert(
         defect="a release that is older than a rollback undoes it",
@@ -23,7 +23,7 @@ REVERTS = [
         defect="a pin of a former stream stops predictors for ever",
         generator="tests/predictor/test_pins.py::"
         "test_a_pin_of_a_stream_that_was_replaced_does_not_stop_a_predictor_that_starts_again",
-        edits={_PREDICTOR: [("if head is not None and head.stream != order.stream:\n                return None", "")]},
+        edits={_PREDICTOR: [("or self._is_replaced(order.stream)):", "or False):")]},
     ),
     Revert(
         defect="a version that is applied by sync() or rollback() does not wake wait()",
