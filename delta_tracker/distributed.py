@@ -280,7 +280,7 @@ class _Meeting:
                 waited = f"within {self._timeout.total_seconds():g} s of rank {rank}"
                 reason = self._end(ended, f"{who} did not call {self._call} {waited}")
         except BaseException:
-            # This rank was counted. The others must not go on without it: its next call is another attempt.
+            # The other ranks have counted this one. End the attempt, so that they do not continue without it.
             with suppress(RuntimeError):
                 self._end(ended, f"rank {rank} was interrupted while it waited for the others")
             raise

@@ -296,7 +296,7 @@ class Follower:
     ) -> None:
         try:
             self._follow(poll_seconds, refuse, begun)
-        except BaseException as error:  # noqa: BLE001  raised before the first poll, for example for want of memory
+        except BaseException as error:  # noqa: BLE001  raised before the first poll, for example for lack of memory
             self.error = ended = unraised(FollowEndedError(error))
             _logger.error("predictor could not follow: %s", str(ended))  # noqa: TRY400  start() raises it
             with suppress(InvalidStateError):  # start() has returned

@@ -516,7 +516,11 @@ class Predictor(Forkable):
         self._follower.moved()
 
     def release(self) -> None:
-        """End a :meth:`rollback`: the next :meth:`sync`, or a running :meth:`follow`, applies newer versions again."""
+        """End a :meth:`rollback`: the next :meth:`sync`, or a running :meth:`follow`, applies newer versions again.
+
+        With ``follows_pins``, this also ends a pin for this predictor, if it has followed the pin already. A pin that
+        it has not followed yet, for example because of the rollback, is followed next.
+        """
         self._pinned, self._overruled = None, 0
 
     # Start from a saved state
@@ -736,11 +740,11 @@ class Predictor(Forkable):
             snapshot = None if before is None or before.snapshot is None else self._cursor.log.read(before.snapshot)
 
     def _is_allowed(self, entry: Manifest) -> bool:
-        """Return True if a canary allows an entry, or there is none."""
+        """Return True if there is no canary, or if the canary may apply an entry."""
         return self._cursor.allows is None or self._cursor.allows(entry)
 
     def _is_replaced(self, stream: str) -> bool:
-        """Return True if another stream has replaced that of a pin."""
+        """Return True if the newest entry of the log belongs to another stream than ``stream``, which has a pin."""
         try:
             head = self._cursor.log.head()
         except MalformedError as error:  # perhaps why the stream was pinned
@@ -749,7 +753,7 @@ class Predictor(Forkable):
         return head is not None and head.stream != stream
 
     def _end_pin_of_former_stream(self) -> None:
-        """End a pin that is not reached yet, if another stream has replaced its."""
+        """If another stream has replaced the stream of a pin that is not reached yet, end the pin."""
         if self._pin_stream is not None and self._is_replaced(self._pin_stream):
             self._pinned = None
 
@@ -770,7 +774,7 @@ class Predictor(Forkable):
         return has_moved
 
     def _snapshot_after_pin(self) -> Manifest | None:
-        """Return the newest allowed snapshot of the stream that has replaced that of the pin; None without one."""
+        """Return the snapshot to continue with if another stream replaced the pin's stream; None if there is none."""
         if self._pinned is None or self._pin_stream is None or not self._is_replaced(self._pin_stream):
             return None
         for snapshot in self._snapshots():

@@ -499,7 +499,7 @@ class Publisher:
         self._complete()
 
     def _answer(self) -> None:
-        """Let the other ranks go on that wait for this one, because it failed or was interrupted before its turn."""
+        """Send what the other ranks wait for, if this rank failed or was interrupted before it sent it."""
         self._checked_source().fail_expected_read()
         self._exchange.send_owed_message()
 
@@ -532,7 +532,7 @@ class Publisher:
         self._votes, self._num_owed = self._start_votes(vote), self._num_owed - 1
 
     def _start_votes(self, vote: Vote) -> Gathering:
-        """Send this rank's vote. First, let a read fail in which the other ranks still wait for this rank."""
+        """Send this rank's vote. If the other ranks still wait for this rank in a read, the read fails first."""
         if self._source is not None:
             self._source.fail_expected_read()
         return self._exchange.start_votes(vote)

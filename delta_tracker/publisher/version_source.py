@@ -319,9 +319,10 @@ class VersionSource:
         self._ranks.is_expected = self._top_k is not None and not is_repairing
 
     def fail_expected_read(self) -> None:
-        """Let the other ranks' read with ``top_k`` fail, if this rank failed or was interrupted before it. Else, no-op.
+        """Fail the read with ``top_k`` in which the other ranks wait for this one. No-op if they do not wait.
 
-        Call it before the next collective, which the other ranks would wait for in vain.
+        They wait if this rank failed or was interrupted before its own read. Call this method before any other
+        collective. The read then raises InvalidArgumentError on the other ranks.
         """
         if self._ranks.is_expected and self._top_k is not None:
             with suppress(_UnreadError, RankLostError):  # a lost rank is reported by the next collective

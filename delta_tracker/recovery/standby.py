@@ -455,7 +455,7 @@ class Standby:
         return {"call": f"take_over(force={bool(force)}, silence={silence})", "verdict": verdict}
 
     def _known_version(self, head: Manifest | None) -> int | None:
-        """Return a version that rank 0 has applied or seen; None if it never saw one.
+        """Remember the newest snapshot, and return a version that rank 0 has applied or seen; None if there was none.
 
         Args:
             head: newest entry of the stream; None if there is no stream.

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from delta_tracker.errors import (
     StreamReplacedError,
 )
 from delta_tracker.row_target import TensorTarget
+from delta_tracker.stream.cursor import StreamCursor
 from delta_tracker.stream.log import Merged, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
@@ -308,6 +310,30 @@ def test_rows_that_were_left_between_versions_are_repaired(release: bool) -> Non
         with predictor.reading() as served:
             assert served == (predictor.version, None)
     assert num_failed > 5
+
+
+def test_a_release_while_a_rollback_is_completed_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    history = History(Storage("memory://"), 9)
+    for kind in ("delta", "delta", "snapshot", "delta"):
+        getattr(history, kind)()
+    model = empty_model()
+    tables = {name: _Breaking.of(tensor) for name, tensor in model.items() if tensor.dim() == 2}
+    held = model | tables
+    predictor = Predictor({name: held[name] for name in model}, history.storage, chunk_rows=2)
+    predictor.sync()
+    tables["a"].left = 1
+    with pytest.raises(RuntimeError, match="device lost"):
+        predictor.rollback(3)
+    assert predictor.status().pinned == 3
+    path_to = StreamCursor.path_to
+
+    def releasing(cursor: StreamCursor, version: int) -> Any:
+        predictor.release()  # as another thread may do while the versions are read
+        return path_to(cursor, version)
+
+    monkeypatch.setattr(StreamCursor, "path_to", releasing)
+    assert predictor.sync() == history.version
+    assert_holds(model, history, history.version)
 
 
 def test_a_replaced_stream_that_comes_back_is_not_followed_on_from_rows_of_both(tmp_path: Path) -> None:

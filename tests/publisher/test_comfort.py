@@ -11,6 +11,7 @@ from torch import nn
 
 from delta_tracker import Encoding, ModelDeltaTracker, Predictor, Publisher, Storage, TrackingMode
 from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.tracker.consumer_handle import ConsumerHandle
 
 
 def _tracker() -> ModelDeltaTracker:
@@ -51,6 +52,25 @@ def test_with_closes_the_publisher_also_after_an_error(tmp_path: Path) -> None:
         with pytest.raises(InvalidArgumentError, match="closed"):
             publisher.publish()
         publisher.close()
+
+
+def test_a_close_that_was_interrupted_is_completed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = _tracker()
+    publisher = Publisher(tracker, tmp_path)
+    release = ConsumerHandle.release
+
+    def interrupted(handle: ConsumerHandle) -> None:
+        release(handle)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ConsumerHandle, "release", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            publisher.close()
+    publisher.close()
+    with pytest.raises(InvalidArgumentError, match="closed"):
+        publisher.publish()
+    Publisher(tracker, tmp_path).close()
 
 
 def test_texts_name_what_matters(tmp_path: Path) -> None:
