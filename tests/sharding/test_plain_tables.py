@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -199,6 +199,14 @@ def _fail(*args: object) -> None:
 
 
 _ACTIONS = ["backward", "step", "step", "closure", "zero", "evaluate", "edit", "load", "failing", "hooked", "stream"]
+# Each kind of write by itself, because only few random schedules read directly after one.
+_EACH_WRITE = [
+    *[("backward", [5]), ("edit", [7]), ("step", [0]), ("stream", [0])],
+    *[("backward", [5, 6]), ("load", [7]), ("step", [0]), ("stream", [0])],
+    *[("closure", [8, 9]), ("stream", [0]), ("hooked", [10]), ("stream", [0])],
+    *[("zero", [0]), ("backward", [11]), ("step", [0]), ("stream", [0])],
+    *[("backward", [12]), ("failing", [0]), ("stream", [0]), ("step", [0])],
+]
 
 
 @pytest.mark.promise("lossless", "minimal", "equal")
@@ -215,6 +223,8 @@ def test_random_schedules_lose_no_update_and_send_nothing_else(
             max_size=16,
         ),
     )
+    @example(TrackingMode.ID_ONLY, _EACH_WRITE)
+    @example(TrackingMode.EMBEDDING, _EACH_WRITE)
     def check(mode: TrackingMode, actions: list[tuple[str, list[int]]]) -> None:
         run = _Run(is_sparse, bag, optimizer, mode, f"file://{tmp_path_factory.mktemp('stream')}")
         for action, ids in [("backward", [2, 3]), ("step", [2]), *actions]:
