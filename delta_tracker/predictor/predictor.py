@@ -8,6 +8,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Self
 
@@ -637,11 +638,11 @@ class Predictor(Forkable):
             if has_moved is False and pinned is None:
                 has_moved = self._take_next(looks_for_gap=looks_for_gap)
             elif has_moved is False and pinned is not None and (pinned != self.version or self._writer.is_mixed):
-                self._return_to(pinned, completes=True)  # an interrupted rollback
+                # Complete an interrupted rollback. A pin that still applies is one of the newest stream.
+                self._return_to(pinned, completes=True, is_elsewhere=self._pin_stream is not None)
                 has_moved = True
-            elif has_moved is False and looks_for_gap and (later := self._snapshot_after_pin()) is not None:
-                self._take(later, is_elsewhere=True)
-                self._pinned, has_moved = None, True
+            elif has_moved is False and looks_for_gap:
+                has_moved = self._leaves_pin()
         except StaleCacheError:
             raise
         except (NoSnapshotError, StorageError):  # without a snapshot, nothing was applied yet
@@ -653,14 +654,14 @@ class Predictor(Forkable):
         self._num_failures = 0
         return bool(has_moved)
 
-    def _obeys_despite_caches(self, order: Pin) -> bool | None:
+    def _obeys_despite_caches(self, order: Pin, *, leaves_stream: bool = False) -> bool | None:
         """Call :meth:`_obeys`. Over http, read the objects that can cause a fault once more, past the caches.
 
         Raises:
             StaleCacheError: if a fault remains, but may still be that of a cache.
         """
         try:
-            return self._obeys(order)
+            return self._obeys(order, leaves_stream=leaves_stream)
         except CACHE_FAULTS as found:
             fault, settling, place = found, self._settling, self._cursor.place
         if settling is None:
@@ -670,7 +671,7 @@ class Predictor(Forkable):
             self._buffer = PartBuffer()  # it may hold pieces of the faulty object
             try:
                 self._storage, self._cursor.log = doubted, StreamLog(doubted)
-                has_moved = self._obeys(order)
+                has_moved = self._obeys(order, leaves_stream=leaves_stream)
             except CACHE_FAULTS as another:
                 fault = another
             else:
@@ -683,34 +684,58 @@ class Predictor(Forkable):
             raise fault
         raise StaleCacheError(self._storage.url, _subject(fault), settling.seconds)
 
-    def _obeys(self, order: Pin) -> bool | None:
+    def _obeys(self, order: Pin, *, leaves_stream: bool = False) -> bool | None:
         """Follow a pin or a release that was not followed yet.
+
+        Args:
+            order: the newest pin or release.
+            leaves_stream: True if the stream of the applied version has ended, and the order may be one of the next.
 
         Returns:
             True if versions were applied; False to go on with the next version; None to apply none now, because the
             canary does not allow the version of a release yet, and the versions before it may be bad.
         """
-        place = self._cursor.place
+        place = None if leaves_stream else self._cursor.place
         if order.counter <= max(self._obeyed, self._overruled):
             return False
-        if place is not None and (place.stream != order.stream or self._is_replaced(order.stream)):
-            return False
-        if place is None:
-            head = self._cursor.log.head()
-            if head is None or head.stream != order.stream:
-                return False
-        elif order.kind == "release" and place.link.version >= order.version and not self._writer.is_mixed:
-            self._pinned, self._obeyed = None, order.counter  # nothing to do: the snapshot may be deleted meanwhile
+        if not (self._applies(order, place) if place is not None else self._begins(order, leaves_stream=leaves_stream)):
             return False
         entry = self._ordered(order)
         if not self._is_allowed(entry):
-            if order.kind == "release" and place is None:
+            if order.kind == "release" and place is None and not leaves_stream:
                 raise NoSnapshotError(self._storage.url)
-            waits = order.kind == "release" and place is not None and place.link.version < order.version
+            waits = order.kind == "release" and (place is None or place.link.version < order.version)
             return None if waits else False  # what is allowed is older than a pin
-        has_moved = self._goes_to(order, entry)
+        has_moved = self._goes_to(order, entry, place)
         self._obeyed = order.counter
         return has_moved
+
+    def _applies(self, order: Pin, place: Place) -> bool:
+        """Return True if versions must be read to follow a pin or a release from a place."""
+        if place.stream != order.stream:
+            return False
+        link = Link(order.version, order.xxh3)
+        if self._is_replaced(order.stream):
+            if order.kind == "pin" and place.link == link and not self._writer.is_mixed:  # a restart at the pin
+                self._pinned, self._pin_stream, self._obeyed = order.version, order.stream, order.counter
+            return False
+        if order.kind == "release" and place.link.version >= order.version and not self._writer.is_mixed:
+            self._pinned, self._obeyed = None, order.counter  # nothing to do: the snapshot may be deleted meanwhile
+            return False
+        return True
+
+    def _begins(self, order: Pin, *, leaves_stream: bool) -> bool:
+        """Return True if a reader without a place, or one whose stream has ended, begins with a pin or a release."""
+        if not leaves_stream:
+            self._cursor.log.head()  # raises if it is malformed: the pin must not be ignored then
+        return self._newest_stream() == order.stream
+
+    def _follows_next_stream(self) -> bool | None:
+        """Follow a pin or a release of the stream that has replaced the applied one; see :meth:`_obeys`."""
+        order, place = None if self._pins is None else self._pins.order(), self._cursor.place
+        if order is None or place is None or place.stream == order.stream:
+            return False
+        return self._obeys_despite_caches(order, leaves_stream=True)
 
     def _ordered(self, order: Pin) -> Manifest:
         """Return the entry to go to for a pin or a release.
@@ -743,28 +768,31 @@ class Predictor(Forkable):
         """Return True if there is no canary, or if the canary may apply an entry."""
         return self._cursor.allows is None or self._cursor.allows(entry)
 
-    def _is_replaced(self, stream: str) -> bool:
-        """Return True if the newest entry of the log belongs to another stream than ``stream``, which has a pin."""
+    def _newest_stream(self) -> str | None:
+        """Return the stream of the newest entry of the log; None if there is none, or if it is malformed."""
         try:
             head = self._cursor.log.head()
-        except MalformedError as error:  # perhaps why the stream was pinned
+        except MalformedError as error:  # perhaps why a stream was pinned
             _logger.info("cannot tell whether the stream of a pin has ended: %s", str(error))
-            return False
-        return head is not None and head.stream != stream
+            return None
+        return None if head is None else head.stream
+
+    def _is_replaced(self, stream: str) -> bool:
+        """Return True if the newest entry of the log belongs to another stream than ``stream``, which has a pin."""
+        return self._newest_stream() not in (None, stream)
 
     def _end_pin_of_former_stream(self) -> None:
         """If another stream has replaced the stream of a pin that is not reached yet, end the pin."""
         if self._pin_stream is not None and self._is_replaced(self._pin_stream):
             self._pinned = None
 
-    def _goes_to(self, order: Pin, entry: Manifest) -> bool:
-        """Apply the versions that lead to a pin or a release. Return False if there are none."""
-        place = self._cursor.place
+    def _goes_to(self, order: Pin, entry: Manifest, place: Place | None) -> bool:
+        """Apply the versions that lead from a place to a pin or a release. Return False if there are none."""
         if order.kind == "pin":
             has_moved = place is None or place.link != entry.link or self._writer.is_mixed
             self._pin_stream = order.stream
             if has_moved:
-                self._return_to(order.version)
+                self._return_to(order.version, is_elsewhere=place is None)
             self._pinned = order.version
             return has_moved
         has_moved = place is None or place.link.version < order.version or self._writer.is_mixed
@@ -773,16 +801,31 @@ class Predictor(Forkable):
         self._pinned = None
         return has_moved
 
-    def _snapshot_after_pin(self) -> Manifest | None:
-        """Return the snapshot to continue with if another stream replaced the pin's stream; None if there is none."""
-        if self._pinned is None or self._pin_stream is None or not self._is_replaced(self._pin_stream):
-            return None
-        for snapshot in self._snapshots():
-            if snapshot.stream == self._pin_stream:
-                break
-            if self._is_allowed(snapshot):
-                return snapshot
-        return None
+    def _leaves_pin(self) -> bool:
+        """Go to the stream that has replaced the pin's stream. Return False if it has no snapshot that is allowed.
+
+        The former stream is not continued meanwhile, because the versions after the pin may be bad.
+        """
+        stream, fault = self._pin_stream, None
+        if stream is None or not self._is_replaced(stream):
+            return False
+        followed = self._follows_next_stream()
+        if followed is not False:
+            return followed is True
+        for snapshot in takewhile(lambda each: each.stream != stream, self._snapshots()):
+            if not self._is_allowed(snapshot):
+                continue
+            try:
+                self._take(snapshot, is_elsewhere=True)
+            except _FAULTS as another:
+                fault = fault or another
+                self._log_once(("pin", self.version, snapshot.link), another)
+                continue
+            self._pinned = None
+            return True
+        if fault is not None:
+            raise fault
+        return False
 
     def _use(self, storage: Storage) -> None:
         """Continue from another source, which has the last applied entry."""
@@ -935,8 +978,18 @@ class Predictor(Forkable):
         return self._num_failures >= _NUM_TRIES - 1
 
     def _resync(self, fault: StreamError) -> None:
-        """Recover from ``fault`` by applying a merged version or a snapshot. Raise ``fault`` if none can be applied."""
+        """Recover from ``fault`` by applying a merged version or a snapshot. Raise ``fault`` if none can be applied.
+
+        If the next stream has a pin or a release, that one decides which version is applied.
+        """
         before, num_unreadable = self.version, 0
+        has_ended = isinstance(fault, StreamReplacedError | MissingVersionError)
+        followed = has_ended and self._follows_next_stream()
+        if followed:
+            self._resynced(fault, before)
+            return
+        if followed is None:
+            raise NoSnapshotError(self._storage.url)
         faults = (*_FAULTS, StorageError) if self._keeps_failing else _FAULTS
         for manifest in self._cursor.way_back(fault, skips_unreadable=self._keeps_failing):
             way = kind_of(fault), before, manifest.link
@@ -945,22 +998,29 @@ class Predictor(Forkable):
             try:
                 self._take(manifest, is_elsewhere=isinstance(fault, StreamReplacedError))
             except faults as another:
-                if way not in self._dead_ends:  # log a failed resync once, although it is repeated
-                    _logger.warning("cannot resync with version %d: %s", manifest.version, str(another))
-                    self._dead_ends.append(way)
+                self._log_once(way, another)
                 num_unreadable += isinstance(another, StorageError)
                 if num_unreadable == _NUM_TRIES:
                     break  # an outage, not a single object
                 continue
             self._ways.append(way)
-            self._resyncs += 1
-            self._gauges.resynced(fault)
-            self._last_resync = f"version {before} to {manifest.version}: {type(fault).__name__}: {fault}"
-            url, version = self._storage.url, self.version
-            # As text, because a log handler may keep its arguments, and with the error the rows of the version.
-            _logger.warning("resync of %s from version %s to %d: %s", url, before, version, str(fault))
+            self._resynced(fault, before)
             return
         raise fault
+
+    def _log_once(self, way: tuple[object, int | None, Link], fault: StreamError) -> None:
+        """Log that a version cannot be applied, once, although this is tried again and again."""
+        if way not in self._dead_ends:
+            _logger.warning("cannot resync with version %d: %s", way[2].version, str(fault))
+            self._dead_ends.append(way)
+
+    def _resynced(self, fault: StreamError, before: int | None) -> None:
+        """Record a resync because of a fault at version ``before``."""
+        self._resyncs += 1
+        self._gauges.resynced(fault)
+        self._last_resync = f"version {before} to {self.version}: {type(fault).__name__}: {fault}"
+        # As text, because a log handler may keep its arguments, and with the error the rows of the version.
+        _logger.warning("resync of %s from version %s to %s: %s", self._storage.url, before, self.version, str(fault))
 
     def _take(self, manifest: Manifest, *, is_elsewhere: bool = False, storage: Storage | None = None) -> None:
         """Read and validate a version, then write it. See :meth:`VersionWrite.apply`."""
@@ -977,10 +1037,16 @@ class Predictor(Forkable):
         if gate is not None:
             gate.passed(manifest, measure)
 
-    def _return_to(self, version: int, *, completes: bool = False) -> None:
-        """Roll back to ``version``, or complete an interrupted rollback, which :meth:`release` may end meanwhile."""
+    def _return_to(self, version: int, *, completes: bool = False, is_elsewhere: bool = False) -> None:
+        """Go to ``version`` by a snapshot and its successors.
+
+        Args:
+            version: number of the version.
+            completes: True to complete an interrupted rollback, which :meth:`release` may end meanwhile.
+            is_elsewhere: True if the version may belong to another stream than the applied one.
+        """
         self._writer.restore()
-        entries = self._cursor.path_to(version)
+        entries = self._cursor.path_to(version, is_elsewhere=is_elsewhere)
         if self._canary is not None and self._cursor.allows is not None and not self._cursor.allows(entries[-1]):
             text = f"A canary stays {self._canary.text} behind the newest version"
             raise InvalidArgumentError("version", version, text)

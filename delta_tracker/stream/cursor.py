@@ -504,17 +504,21 @@ class StreamCursor:
             level = logging.INFO if isinstance(error, StorageError) else logging.WARNING
             _logger.log(level, "%s: %s", text, str(error))
 
-    def path_to(self, version: int) -> list[Manifest]:
+    def path_to(self, version: int, *, is_elsewhere: bool = False) -> list[Manifest]:
         """Return the entries to apply to reach a version, in order: a snapshot and its successors up to the version.
 
         Starts at a merged snapshot if there is one: retention may have deleted the versions that it replaces, or only
         their parts.
 
+        Args:
+            version: version of the newest stream of the log.
+            is_elsewhere: True to accept that the last applied entry belongs to another stream.
+
         Raises:
             MissingVersionError: if a required entry is missing or was replaced.
             NoSnapshotError: if there is no snapshot at or below the version.
             InvalidArgumentError: if the version is invalid or not committed yet.
-            StreamReplacedError: if the last applied entry belongs to another stream.
+            StreamReplacedError: if the last applied entry belongs to another stream, unless ``is_elsewhere`` is True.
             MalformedError: if an entry cannot be read, or has a lower generation than its predecessor.
             StorageError: if the log cannot be read.
         """
@@ -522,7 +526,7 @@ class StreamCursor:
         if head is None or type(version) is not int or not 0 <= version <= head.version:
             newest = "no version" if head is None else f"versions up to {head.version}"
             raise InvalidArgumentError("version", version, f"The stream has {newest}")
-        if self.place is not None and self.place.stream != head.stream:
+        if self.place is not None and self.place.stream != head.stream and not is_elsewhere:
             raise StreamReplacedError(self.log.storage.url, self.place.link.version)
         snapshots = {each.last: each for each in self.log.merged() if each.kind == "snapshot"}
         path: list[Manifest] = []

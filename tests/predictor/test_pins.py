@@ -11,7 +11,15 @@ import pytest
 import torch
 
 from delta_tracker import Predictor
-from delta_tracker.errors import MissingVersionError, NoReleaseError, PinConflictError, PinnedError, StreamError
+from delta_tracker.errors import (
+    CorruptPartError,
+    MissingVersionError,
+    NoReleaseError,
+    NoSnapshotError,
+    PinConflictError,
+    PinnedError,
+    StreamError,
+)
 from delta_tracker.predictor.canary import Canary
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
@@ -20,6 +28,7 @@ from delta_tracker.stream.pin import PinFollower, newest_pin, pin_name
 from delta_tracker.stream.promotion import promote
 from delta_tracker.stream.rollback import pin_version, release_pin
 from delta_tracker.stream.storage.storage import Storage
+from tests.predictor.breaking import Breaking
 from tests.predictor.serving import eventually
 from tests.stream.streams import FQN, Writer
 from tests.sweeps import SWEEPS_ARE_WHOLE
@@ -45,6 +54,11 @@ class Fleet:
         entry = self.writer.snapshot() if kind == "snapshot" else self.writer.delta(sorted(random.sample(range(20), 3)))
         self.bits[entry.version] = self.writer.table.clone()
         return entry.version
+
+    def promoted(self) -> None:
+        """Begin another stream in the log."""
+        promote(self.storage)
+        self.writer = Writer(self.storage)
 
     def join(self, *, follows_pins: bool = True) -> Predictor:
         model = self.writer.model()
@@ -116,8 +130,7 @@ def test_a_pin_ends_at_the_first_snapshot_of_a_promoted_log(fleet: Fleet) -> Non
     predictor.sync()
     pin_version(fleet.storage, 3)
     predictor.sync()
-    promote(fleet.storage)
-    fleet.writer = Writer(fleet.storage)
+    fleet.promoted()
     predictor.sync()
     fleet.assert_holds(predictor, 3)
     newest = fleet.published("snapshot")
@@ -137,8 +150,7 @@ def test_a_pin_that_is_not_reached_ends_with_its_stream(fleet: Fleet, state: str
     pin_version(fleet.storage, 3)
     if state != "before the pin":
         predictor.sync()
-    promote(fleet.storage)
-    fleet.writer = Writer(fleet.storage)
+    fleet.promoted()
     fleet.published("snapshot")
     newest = fleet.published("delta")
     if state.endswith("loaded"):
@@ -154,8 +166,7 @@ def test_a_canary_leaves_a_pin_that_has_ended_by_an_older_snapshot(fleet: Fleet)
     predictor.sync()
     pin_version(fleet.storage, 2)
     predictor.sync()
-    promote(fleet.storage)
-    fleet.writer = Writer(fleet.storage)
+    fleet.promoted()
     versions = [fleet.published("snapshot") for _ in range(6)]
     predictor.sync()
     assert predictor.version == versions[-3]
@@ -166,14 +177,116 @@ def test_a_pin_of_a_stream_that_was_replaced_does_not_stop_a_predictor_that_star
     before = fleet.join()
     before.sync()
     pin_version(fleet.storage, 3)
-    promote(fleet.storage)
-    fleet.writer = Writer(fleet.storage)
+    fleet.promoted()
     newest = fleet.published("snapshot")
     retain(fleet.storage, Retention(versions=1, grace_seconds=0.0))
     assert StreamLog(fleet.storage).read(3) is None
     after = fleet.join()
     after.load_state_dict(before.state_dict())
     after.sync()
+    fleet.assert_holds(after, newest)
+
+
+def test_a_predictor_goes_from_a_former_stream_to_the_pin_of_the_new_one(fleet: Fleet) -> None:
+    predictor = fleet.join()
+    former = predictor.sync()
+    fleet.promoted()
+    for kind in ("snapshot", "delta", "delta"):
+        good = fleet.published(kind)
+    bad = fleet.published("snapshot")
+    pin_version(fleet.storage, good)
+    assert predictor.sync() == good
+    fleet.assert_holds(predictor, good)
+    status = predictor.status()
+    assert status.last_resync.startswith(f"version {former} to {good}: StreamReplacedError"), f"it has served {bad}"
+    assert (status.pinned, status.resyncs) == (good, 1)
+
+
+def test_a_predictor_goes_from_a_former_stream_past_what_a_release_of_the_new_one_skips(fleet: Fleet) -> None:
+    canary = Predictor(fleet.writer.model(), fleet.storage, canary=Canary(versions=2), follows_pins=True)
+    canary._pins = PinFollower(lambda: fleet.storage, seconds=0.0)
+    canary.sync()
+    last = fleet.writer.claim.head.version
+    fleet.promoted()
+    good = fleet.published("snapshot")
+    fleet.published("snapshot")  # bad
+    pin_version(fleet.storage, good)
+    released = fleet.published("snapshot")
+    release_pin(fleet.storage)
+    with pytest.raises(NoSnapshotError):  # the canary may not apply the good version yet
+        canary.sync()
+    assert canary.version == last
+    for _ in range(2):
+        fleet.published("delta")
+    assert canary.sync() == released
+    assert canary.status().last_resync.startswith(f"version {last} to {released}: ")
+
+
+@pytest.mark.parametrize("num_left", [0, 1, 2, 3])
+def test_an_interrupted_move_to_the_pin_of_a_new_stream_is_completed(fleet: Fleet, num_left: int) -> None:
+    model = fleet.writer.model()
+    table = Breaking.of(model[FQN])
+    predictor = Predictor({**model, FQN: table}, fleet.storage, follows_pins=True, chunk_rows=5)
+    predictor._pins = PinFollower(lambda: fleet.storage, seconds=0.0)
+    predictor.sync()
+    fleet.promoted()
+    fleet.published("snapshot")
+    good = fleet.published("delta")
+    fleet.published("snapshot")
+    pin_version(fleet.storage, good)
+    table.left = num_left
+    with pytest.raises(RuntimeError, match="device lost"):
+        predictor.sync()
+    assert predictor.sync() == good
+    assert torch.equal(model[FQN], fleet.bits[good])
+
+
+def test_a_damaged_snapshot_after_a_pin_that_has_ended_is_passed_over(fleet: Fleet) -> None:
+    predictor = fleet.join()
+    pin_version(fleet.storage, 3)
+    predictor.sync()
+    fleet.promoted()
+    good = fleet.published("snapshot")
+    damaged = StreamLog(fleet.storage).read(fleet.published("snapshot"))
+    assert damaged is not None
+    for part in damaged.parts:
+        fleet.storage.delete(part.name)
+    with pytest.raises(CorruptPartError):
+        predictor.sync()
+    fleet.assert_holds(predictor, good)
+
+
+def test_a_damaged_stream_after_a_pin_leaves_the_pinned_rows(fleet: Fleet) -> None:
+    predictor = fleet.join()
+    pin_version(fleet.storage, 3)
+    predictor.sync()
+    fleet.promoted()
+    damaged = StreamLog(fleet.storage).read(fleet.published("snapshot"))
+    assert damaged is not None
+    for part in damaged.parts:
+        fleet.storage.delete(part.name)
+    for _ in range(2):
+        with pytest.raises(CorruptPartError):
+            predictor.sync()
+        fleet.assert_holds(predictor, 3)
+    good = fleet.published("snapshot")
+    assert predictor.sync() == good
+    assert predictor.status().pinned is None
+
+
+def test_a_restart_at_a_pin_does_not_continue_the_former_stream(fleet: Fleet) -> None:
+    before = fleet.join()
+    pin_version(fleet.storage, 3)
+    before.sync()
+    fleet.promoted()
+    after = fleet.join()
+    after.load_state_dict(before.state_dict())
+    fleet.models[-1][FQN].copy_(fleet.bits[3])
+    after.sync()
+    fleet.assert_holds(after, 3)
+    assert after.status().pinned == 3
+    newest = fleet.published("snapshot")
+    assert after.sync() == newest
     fleet.assert_holds(after, newest)
 
 
@@ -327,6 +440,9 @@ def test_a_malformed_pin_leaves_the_one_before(fleet: Fleet, caplog: pytest.LogC
     fleet.assert_holds(predictor, 2)
 
 
+_ACTIONS = ["delta", "delta", "delta", "snapshot", "claim", "pin", "release", "keep", "merge", "promote"]
+
+
 @pytest.mark.parametrize("seed", range(300 if SWEEPS_ARE_WHOLE else 20))
 def test_all_predictors_end_at_one_version(tmp_path: Path, seed: int) -> None:
     random.seed(seed)
@@ -337,7 +453,9 @@ def test_all_predictors_end_at_one_version(tmp_path: Path, seed: int) -> None:
         fleet.join()
     num_done = 0
     for _ in range(40):
-        action = chance.choice(["delta", "delta", "delta", "snapshot", "claim", "pin", "release", "keep", "merge"])
+        action = chance.choice(
+            ["delta", "delta", "delta", "snapshot", "claim", "pin", "release", "keep", "merge", "promote"]
+        )
         if action == "pin":
             num_done += _tried(lambda: pin_version(fleet.storage, chance.choice(list(fleet.bits)), replaces=True))
         elif action == "release":
@@ -346,6 +464,9 @@ def test_all_predictors_end_at_one_version(tmp_path: Path, seed: int) -> None:
             retain(fleet.storage, Retention(versions=chance.randrange(1, 9), grace_seconds=0.0))
         elif action == "merge":
             compact(fleet.storage)
+        elif action == "promote":
+            fleet.promoted()
+            fleet.published("snapshot")
         else:
             fleet.published(action)
         place = chance.randrange(5)
@@ -357,7 +478,8 @@ def test_all_predictors_end_at_one_version(tmp_path: Path, seed: int) -> None:
         fleet.predictors[place].sync()
     newest, pin = fleet.writer.claim.head.version, newest_pin(fleet.storage)
     assert (0 if pin is None else pin.counter) == num_done
-    expected = pin.version if pin is not None and pin.kind == "pin" else newest
+    applies = pin is not None and pin.kind == "pin" and pin.stream == fleet.writer.claim.head.stream
+    expected = pin.version if pin is not None and applies else newest
     for predictor in fleet.predictors:
         predictor.sync()
         fleet.assert_holds(predictor, expected)

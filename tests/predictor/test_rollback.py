@@ -21,12 +21,12 @@ from delta_tracker.errors import (
     StorageError,
     StreamReplacedError,
 )
-from delta_tracker.row_target import TensorTarget
 from delta_tracker.stream.cursor import StreamCursor
 from delta_tracker.stream.log import Merged, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.storage.storage import Storage
+from tests.predictor.breaking import Breaking
 from tests.predictor.serving import Flaky, assert_holds, empty_model, eventually
 from tests.stream.histories import Clock, ClockedStorage, History
 from tests.stream.streams import FQN, Writer
@@ -264,21 +264,6 @@ def test_a_rollback_whose_store_fails_is_finished_or_was_not_begun(was_pinned: b
     assert_holds(model, history, 3)
 
 
-class _Breaking(TensorTarget):
-    """A table whose n-th write fails half-way."""
-
-    left = -1
-
-    def write(self, ids, values, columns) -> None:
-        if self.left == 0:
-            self.left = -1
-            first, end = columns
-            super().write(ids, values[:, : (end - first + 1) // 2], (first, first + (end - first + 1) // 2))
-            raise RuntimeError("device lost")
-        self.left -= 1
-        super().write(ids, values, columns)
-
-
 @pytest.mark.parametrize("release", [False, True])
 def test_rows_that_were_left_between_versions_are_repaired(release: bool) -> None:
     """Tables with rows of a newer and an older version can recover via a whole snapshot only, not via a delta."""
@@ -288,7 +273,7 @@ def test_rows_that_were_left_between_versions_are_repaired(release: bool) -> Non
     num_failed = 0
     for number in range(100):
         model = empty_model()
-        tables = {name: _Breaking.of(tensor) for name, tensor in model.items() if tensor.dim() == 2}
+        tables = {name: Breaking.of(tensor) for name, tensor in model.items() if tensor.dim() == 2}
         held = model | tables
         predictor = Predictor({name: held[name] for name in model}, history.storage, chunk_rows=2)
         predictor.sync()
@@ -317,7 +302,7 @@ def test_a_release_while_a_rollback_is_completed_is_kept(monkeypatch: pytest.Mon
     for kind in ("delta", "delta", "snapshot", "delta"):
         getattr(history, kind)()
     model = empty_model()
-    tables = {name: _Breaking.of(tensor) for name, tensor in model.items() if tensor.dim() == 2}
+    tables = {name: Breaking.of(tensor) for name, tensor in model.items() if tensor.dim() == 2}
     held = model | tables
     predictor = Predictor({name: held[name] for name in model}, history.storage, chunk_rows=2)
     predictor.sync()
@@ -327,9 +312,9 @@ def test_a_release_while_a_rollback_is_completed_is_kept(monkeypatch: pytest.Mon
     assert predictor.status().pinned == 3
     path_to = StreamCursor.path_to
 
-    def releasing(cursor: StreamCursor, version: int) -> Any:
+    def releasing(cursor: StreamCursor, version: int, **options: Any) -> Any:
         predictor.release()  # as another thread may do while the versions are read
-        return path_to(cursor, version)
+        return path_to(cursor, version, **options)
 
     monkeypatch.setattr(StreamCursor, "path_to", releasing)
     assert predictor.sync() == history.version
@@ -349,7 +334,7 @@ def test_a_replaced_stream_that_comes_back_is_not_followed_on_from_rows_of_both(
     for _ in range(3):
         history.delta()
     model = empty_model()
-    tables = {name: _Breaking.of(tensor) for name, tensor in model.items() if tensor.dim() == 2}
+    tables = {name: Breaking.of(tensor) for name, tensor in model.items() if tensor.dim() == 2}
     held = model | tables
     predictor = Predictor({name: held[name] for name in model}, url, chunk_rows=2)
     predictor.sync()

@@ -6,6 +6,7 @@ from tests.reverts.revert import Revert
 
 _SCHEDULE = "tests/predictor/test_resync_random.py::test_faults_of_readers_are_overcome"
 _PREDICTOR = "delta_tracker/predictor/predictor.py"
+_PINS = "tests/predictor/test_pins.py"
 _FORKS = "tests/system/test_follower_forks.py::test_children_of_a_process_that_follows"
 
 REVERTS = [
@@ -17,7 +18,7 @@ REVERTS = [
     Revert(
         defect="predictors stay at a pin for ever after its stream was replaced",
         generator="tests/predictor/test_pins.py::test_a_pin_ends_at_the_first_snapshot_of_a_promoted_log",
-        edits={_PREDICTOR: [("if self._is_allowed(snapshot):", "if False:")]},
+        edits={_PREDICTOR: [("            if not self._is_allowed(snapshot):\n", "            if True:\n")]},
     ),
     Revert(
         defect="a release that is older than a rollback undoes it",
@@ -28,7 +29,39 @@ REVERTS = [
         defect="a pin of a former stream stops predictors for ever",
         generator="tests/predictor/test_pins.py::"
         "test_a_pin_of_a_stream_that_was_replaced_does_not_stop_a_predictor_that_starts_again",
-        edits={_PREDICTOR: [("or self._is_replaced(order.stream)):", "or False):")]},
+        edits={_PREDICTOR: [("        if self._is_replaced(order.stream):\n", "        if False:\n")]},
+    ),
+    Revert(
+        defect="a predictor of a former stream applies versions of the next one that a pin excludes",
+        generator=f"{_PINS}::test_a_predictor_goes_from_a_former_stream_to_the_pin_of_the_new_one",
+        edits={_PREDICTOR: [("followed = has_ended and self._follows_next_stream()", "followed = False")]},
+    ),
+    Revert(
+        defect="a canary of a former stream applies versions of the next one that a release skips",
+        generator=f"{_PINS}::test_a_predictor_goes_from_a_former_stream_past_what_a_release_of_the_new_one_skips",
+        edits={
+            _PREDICTOR: [
+                (
+                    "and (place is None or place.link.version < order",
+                    "and (place is not None and place.link.version < order",
+                )
+            ]
+        },
+    ),
+    Revert(
+        defect="an interrupted move to the pin of another stream fails for ever",
+        generator=f"{_PINS}::test_an_interrupted_move_to_the_pin_of_a_new_stream_is_completed",
+        edits={_PREDICTOR: [("is_elsewhere=self._pin_stream is not None", "is_elsewhere=False")]},
+    ),
+    Revert(
+        defect="a damaged snapshot holds up a predictor whose pin has ended",
+        generator=f"{_PINS}::test_a_damaged_snapshot_after_a_pin_that_has_ended_is_passed_over",
+        edits={_PREDICTOR: [("                fault = fault or another\n", "                raise\n")]},
+    ),
+    Revert(
+        defect="a predictor that restarts at a pin continues the former stream beyond it",
+        generator=f"{_PINS}::test_a_restart_at_a_pin_does_not_continue_the_former_stream",
+        edits={_PREDICTOR: [("and place.link == link and not", "and False and not")]},
     ),
     Revert(
         defect="a version that is applied by sync() or rollback() does not wake wait()",
