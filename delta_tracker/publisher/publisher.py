@@ -405,7 +405,7 @@ class Publisher:
         """
         self._checked_source()
         self._land()
-        self._answer()
+        self._exchange.send_owed_message()
         if self._error is not None:
             raise unraised(self._error)
 
@@ -425,7 +425,7 @@ class Publisher:
         if self._source is not None:
             self._land()
             if self._is_open:
-                self._answer()
+                self._exchange.send_owed_message()
             self._source.close(forgets=self._is_open)
         self._source = None
         self._worker.shutdown()
@@ -497,11 +497,6 @@ class Publisher:
         if self._flight is None:
             self._drop_votes()
         self._complete()
-
-    def _answer(self) -> None:
-        """Send what the other ranks wait for, if this rank failed or was interrupted before it sent it."""
-        self._checked_source().fail_expected_read()
-        self._exchange.send_owed_message()
 
     def _complete(self) -> None:
         """Vote and count votes until no version is being published."""

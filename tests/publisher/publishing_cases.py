@@ -601,6 +601,35 @@ def interrupted_score(rank: int, world_size: int, url: str) -> str:
         return message
 
 
+def interrupted_message(rank: int, world_size: int, url: str, then: str) -> str:
+    """Rank 1 is interrupted before its last message of a version, and calls ``then``; return the error of each rank."""
+    spec = Spec([Table("t", 6, "row")])
+    model = shard(spec)
+    generator = torch.Generator().manual_seed(rank)
+    with ModelDeltaTracker(model) as tracker:
+        publisher = Publisher(tracker, url, timeout=timedelta(seconds=20))
+        publisher.publish()
+        model(batch(spec, generator)).backward()
+        tracker.step()
+        if rank == 0:
+            message = attempt(publisher.publish)
+        else:
+            once = _Once(publisher._writer.accept, KeyboardInterrupt)
+            with mock.patch.object(publisher._writer, "accept", once), contextlib.suppress(KeyboardInterrupt):
+                publisher.publish()
+            assert once.has_raised
+            message = attempt(getattr(publisher, then))
+        dist.barrier()
+        if then == "flush":
+            publisher.publish()
+            held = empty_model(tracker)
+            Predictor(held, url).sync()
+            assert_equal(tracker, held)
+            dist.barrier()
+        publisher.close()
+        return message
+
+
 class _Once:
     """Raises at the first call and then does what it replaces."""
 
@@ -791,6 +820,37 @@ def counted_steps(rank: int, world_size: int, url: str) -> list[int]:
             dist.barrier()
             versions.append(log.head().version)
         publisher.flush()
+        publisher.close()
+        return versions
+
+
+def interrupted_step(rank: int, world_size: int, url: str) -> list[int]:
+    """Rank 1 is interrupted at the start of a ``step()``, and goes on; return the versions after each call."""
+    spec = Spec([Table("t", 6, "row")])
+    model = shard(spec)
+    generator = torch.Generator().manual_seed(rank)
+    with ModelDeltaTracker(model) as tracker:
+        publisher = Publisher(tracker, url, cadence=Cadence(batches=1), timeout=timedelta(seconds=10))
+        publisher.publish()
+        once = _Once(publisher._still.look, KeyboardInterrupt)
+        once.has_raised = rank == 0
+        versions = []
+        with mock.patch.object(publisher._still, "look", once):
+            for _ in range(12):
+                model(batch(spec, generator)).backward()
+                tracker.step()
+                with contextlib.suppress(KeyboardInterrupt):
+                    publisher.step()
+                dist.barrier()
+                versions.append(publisher.version)
+        assert once.has_raised
+        assert publisher.error is None
+        publisher.flush()
+        publisher.publish()
+        held = empty_model(tracker)
+        Predictor(held, url).sync()
+        assert_equal(tracker, held)
+        dist.barrier()
         publisher.close()
         return versions
 

@@ -175,6 +175,14 @@ def test_a_rank_that_is_interrupted_before_it_selects_rows_lets_the_others_go_on
 
 
 @pytest.mark.promise("lossless")
+@pytest.mark.parametrize("then", ["flush", "close"])
+def test_a_message_that_was_not_sent_is_sent_by_flush_and_close(two_ranks: RankPool, url: str, then: str) -> None:
+    first, second = two_ranks.run(f"{_CASES}:interrupted_message", url=url, then=then)
+    assert "rank 1 failed with an interrupt" in first
+    assert second == "nothing was raised"
+
+
+@pytest.mark.promise("lossless")
 def test_ranks_agree_on_a_repair_after_an_interrupt(two_ranks: RankPool, url: str) -> None:
     first, second = two_ranks.run(f"{_CASES}:interrupted_repair", url=url)
     assert first == second
@@ -198,6 +206,13 @@ def test_a_version_takes_a_bounded_number_of_steps(two_ranks: RankPool, url: str
         assert versions[:2] == [1, 1], "voted, cut"
         assert versions[3] == 2, "committed, one step earlier if the worker had written before its first vote"
         assert versions[8] == 3
+
+
+@pytest.mark.promise("lossless")
+def test_a_rank_that_is_interrupted_at_the_start_of_a_step_stays_in_step(two_ranks: RankPool, url: str) -> None:
+    first, second = two_ranks.run(f"{_CASES}:interrupted_step", url=url)
+    assert first == second
+    assert first[-1] > first[0]
 
 
 @pytest.mark.promise("lossless")

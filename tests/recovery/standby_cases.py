@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -759,6 +760,19 @@ def beating(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> int:
     publisher.publish()
     publisher.close()
     return found
+
+
+def beating_without_threads(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> bool:
+    """The system has no more threads after the first version; return True if a later heartbeat is written."""
+    trainer = Job(spec_of(**spec), rank)
+    publisher = trainer.publisher(path, heartbeat_seconds=1e9)
+    publisher.snapshot()
+    assert publisher._beats is not None
+    publisher._beats._pulse._next = 0.0
+    with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread")):
+        publisher.publish()
+    publisher.close()
+    return (Path(path) / "stream" / "publishers" / f"{1:020d}.json").exists()
 
 
 def served(rank: int, world_size: int, path: str, spec: dict[str, Any], later: str) -> tuple[str, int]:

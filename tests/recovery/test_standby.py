@@ -174,6 +174,10 @@ def test_a_publisher_leaves_heartbeats_while_another_rank_writes(two_ranks: Rank
     assert two_ranks.run(f"{_CASES}:beating", path=str(tmp_path), spec=spec(2)) == [1, 1]
 
 
+def test_a_system_that_has_no_more_threads_still_gets_heartbeats(one_rank: RankPool, tmp_path: Path) -> None:
+    assert one_rank.run(f"{_CASES}:beating_without_threads", path=str(tmp_path), spec=spec(1)) == [True]
+
+
 @pytest.mark.parametrize("where", ["rows", "serving"])
 def test_rows_of_a_version_that_is_not_in_the_log_any_more_do_not_stay(
     one_rank: RankPool, tmp_path: Path, where: str

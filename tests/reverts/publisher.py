@@ -6,6 +6,58 @@ from tests.reverts.revert import Revert
 
 REVERTS = [
     Revert(
+        defect="a rank that is interrupted at the start of a step is one vote behind the others",
+        generator="tests/publisher/test_publisher.py::"
+        "test_a_rank_that_is_interrupted_at_the_start_of_a_step_stays_in_step",
+        edits={
+            "delta_tracker/publisher/publisher.py": [
+                ("            self._still.look()\n            while", "            while"),
+                (
+                    "        try:\n            number = self._num_steps + 1\n",
+                    "        self._still.look()\n        try:\n            number = self._num_steps + 1\n",
+                ),
+            ],
+        },
+    ),
+    Revert(
+        defect="a publisher writes no heartbeat and fails if the system has no more threads later",
+        generator="tests/recovery/test_standby.py::test_a_system_that_has_no_more_threads_still_gets_heartbeats",
+        edits={
+            "delta_tracker/publisher/heartbeats.py": [
+                (
+                    "self._job: Future[None] = self._worker.submit(lambda: None)",
+                    "self._job: Future[None] = Future()\n        self._job.set_result(None)",
+                ),
+            ],
+        },
+    ),
+    Revert(
+        defect="flush() leaves the other ranks waiting for a message that an interrupt prevented",
+        generator="tests/publisher/test_publisher.py::"
+        "test_a_message_that_was_not_sent_is_sent_by_flush_and_close[flush]",
+        edits={
+            "delta_tracker/publisher/publisher.py": [
+                (
+                    "        self._land()\n        self._exchange.send_owed_message()\n",
+                    "        self._land()\n",
+                ),
+            ],
+        },
+    ),
+    Revert(
+        defect="close() leaves the other ranks waiting for a message that an interrupt prevented",
+        generator="tests/publisher/test_publisher.py::"
+        "test_a_message_that_was_not_sent_is_sent_by_flush_and_close[close]",
+        edits={
+            "delta_tracker/publisher/publisher.py": [
+                (
+                    "                self._exchange.send_owed_message()\n            self._source.close",
+                    "                pass\n            self._source.close",
+                ),
+            ],
+        },
+    ),
+    Revert(
         defect="a close that was interrupted cannot be repeated",
         generator="tests/publisher/test_comfort.py::test_a_close_that_was_interrupted_is_completed_by_the_next",
         edits={
