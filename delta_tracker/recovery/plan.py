@@ -71,7 +71,8 @@ class Plan:
     def check_objects(self, others: Iterable[Stored]) -> None:
         """Check that the objects that :meth:`write` reads, and ``others``, exist and have their sizes.
 
-        Lists the store once. Only an object that is missing in the listing is asked for on its own.
+        Lists a remote store once, and asks for an object that is missing in the listing. Asks a directory for each
+        object, because a listing would read the status of all later versions' files, too.
 
         Raises:
             NotRecoverableError: if an object is missing.
@@ -79,10 +80,10 @@ class Plan:
             StorageError: if the store cannot be read.
         """
         objects = [*self._objects(), *others]
-        if not objects:
-            return
-        first = min(each.name for each in objects)[:-1]  # sorts before all of them
-        sizes = {each.name: each.num_bytes for each in self.storage.objects("parts", after=first)}
+        sizes: dict[str, int] = {}
+        if objects and self.storage.is_remote:
+            first = min(each.name for each in objects)[:-1]  # sorts before all of them
+            sizes = {each.name: each.num_bytes for each in self.storage.objects("parts", after=first)}
         for each in objects:
             size = sizes[each.name] if each.name in sizes else self.storage.size(each.name)
             if size is None:

@@ -9,6 +9,7 @@ can fork.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -32,6 +33,7 @@ import torch
 from torch import distributed as dist
 
 from delta_tracker import ModelDeltaTracker, Publisher, TopK, TrackingMode
+from delta_tracker.distributed import RankGroup
 from delta_tracker.errors import StreamError
 from tests.models import Spec, Table, batch, shard
 from tests.publisher.publishing_cases import attempt, is_interrupted
@@ -57,6 +59,18 @@ def interrupted(rank: int, world_size: int, url: str) -> int:
         dist.barrier()
         with build() as publisher:
             return publisher.publish().version
+
+
+def group_threads(rank: int, world_size: int) -> list[int]:
+    """Create three groups; return the number of threads that each of them has added to this process."""
+    counts, groups = [], []
+    for number in range(4):
+        groups.append(RankGroup(f"group {number}", "group_threads()", timedelta(seconds=15)))
+        groups[-1].all_gather(torch.zeros(1))
+        counts.append(len(list(Path("/proc/self/task").iterdir())))
+    for group in groups:
+        group.close()
+    return [after - before for before, after in itertools.pairwise(counts)]
 
 
 def lone(rank: int, world_size: int, url: str) -> dict[str, Any]:

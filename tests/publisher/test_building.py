@@ -31,6 +31,11 @@ def test_a_rank_that_is_interrupted_while_it_waits_does_not_count_as_present(
     assert two_ranks.run(f"{_CASES}:interrupted", url=f"file://{tmp_path}/stream") == [1, 1]
 
 
+def test_the_groups_of_a_process_share_the_thread_of_their_device(two_ranks: RankPool) -> None:
+    for threads in two_ranks.run(f"{_CASES}:group_threads"):
+        assert threads == [2, 2, 2], "the workers of each group"
+
+
 def test_a_rank_killed_while_it_builds_a_publisher_is_reported() -> None:
     done = forked.run(_CASES, "--seeds", "2", timeout_seconds=200)
     assert done.returncode == 0, done.stderr[-3000:]

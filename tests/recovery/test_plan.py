@@ -1,4 +1,4 @@
-"""Objects that a restore reads: all are checked before the first write, with one listing of the store."""
+"""Objects that a restore reads: all are checked before the first write, with one listing of a remote store."""
 
 from __future__ import annotations
 
@@ -55,12 +55,21 @@ def plan_of(storage: Storage, last: Manifest, *, has_dense: bool = True) -> Plan
     return Plan(storage=storage, path=[last], names=last.dense.keys() if has_dense else (), applied=None, **empty)
 
 
-def test_objects_are_checked_with_one_listing(stream: tuple[_Counted, Manifest]) -> None:
+def test_objects_of_a_remote_store_are_checked_with_one_listing(
+    stream: tuple[_Counted, Manifest], monkeypatch: pytest.MonkeyPatch
+) -> None:
     storage, last = stream
+    monkeypatch.setattr(_Counted, "is_remote", True)
     plan_of(storage, last).check_objects(last.training)
     assert storage.calls["objects"] == 1
     assert storage.calls["size"] == 0
     assert storage.calls["listed"] == len(last.objects), "no objects of the version before"
+
+
+def test_a_directory_is_asked_for_the_needed_objects_only(stream: tuple[_Counted, Manifest]) -> None:
+    storage, last = stream
+    plan_of(storage, last).check_objects(last.training)
+    assert storage.calls == {"size": len(last.training) + len(last.parts)}, "no states of rows that no shard has"
 
 
 def test_nothing_is_listed_without_objects(stream: tuple[_Counted, Manifest]) -> None:

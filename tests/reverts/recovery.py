@@ -9,8 +9,15 @@ _PATH = "tests/recovery/test_path.py::"
 
 REVERTS = [
     Revert(
-        defect="a restore asks the store for the size of each object",
-        generator="tests/recovery/test_plan.py::test_objects_are_checked_with_one_listing",
+        defect="a restore from a directory reads the status of the files of all later versions",
+        generator="tests/recovery/test_plan.py::test_a_directory_is_asked_for_the_needed_objects_only",
+        edits={
+            "delta_tracker/recovery/plan.py": [("if objects and self.storage.is_remote:", "if objects:")],
+        },
+    ),
+    Revert(
+        defect="a restore asks a remote store for the size of each object",
+        generator="tests/recovery/test_plan.py::test_objects_of_a_remote_store_are_checked_with_one_listing",
         edits={
             "delta_tracker/recovery/plan.py": [
                 (
