@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -64,9 +63,10 @@ class RankGroup:
             store = _own_store(timeout)
             meeting = _Meeting(dist.PrefixStore(f"delta_tracker/{name}/", store), call, timeout)
             number = meeting.attend(self.rank, self.world_size)
-            label = f"delta_tracker/{name}/{number}"
-            self._gloo = _new_gloo(dist.PrefixStore(f"{label}/", store), self.rank, self.world_size, timeout)
-            self._gloo.options.group_name = label
+            prefixed = dist.PrefixStore(f"delta_tracker/{name}/{number}/", store)
+            self._gloo = dist.ProcessGroupGloo(prefixed, self.rank, self.world_size, timeout)
+            options: Any = self._gloo.options
+            options.group_name = f"delta_tracker/{name}/{number}"
 
     def start_all_gather(self, tensor: Tensor) -> Gathering:
         """Start an asynchronous all-gather and return its handle. All tensors must have the same shape and dtype.
@@ -116,6 +116,8 @@ class RankGroup:
     def send(self, tensor: Tensor, rank: int) -> None:
         """Send ``tensor`` to ``rank``, which must call :meth:`receive` with the number of this rank.
 
+        Ctrl-C takes effect when the wait ends: gloo closes the connection if a shorter wait times out.
+
         Raises:
             RankLostError: if a rank died or did not answer in time.
         """
@@ -124,6 +126,8 @@ class RankGroup:
 
     def receive(self, tensor: Tensor, rank: int) -> None:
         """Fill ``tensor`` with the tensor of the same shape and dtype that ``rank`` passes to :meth:`send`.
+
+        Ctrl-C takes effect when the wait ends, as in :meth:`send`.
 
         Raises:
             RankLostError: if a rank died or did not answer in time.
@@ -144,17 +148,20 @@ class RankGroup:
         if self._lost is not None:
             raise unraised(self._lost)
         assert work is not None, "no rank was lost when it was started"
+        while not self._ends_soon(work):
+            if meanwhile is not None:
+                meanwhile()
+
+    def _ends_soon(self, work: dist.Work) -> bool:
+        """Wait briefly for a collective, because a wait without timeout blocks signal handlers."""
         with self._typed_errors():
-            while True:
-                try:
-                    work.wait(_INTERRUPT_PAUSE)  # a wait without timeout blocks signal handlers
-                    break
-                except RuntimeError:
-                    if work.is_completed():
-                        work.wait()  # raises the error, or returns after a success
-                        break
-                if meanwhile is not None:
-                    meanwhile()
+            try:
+                work.wait(_INTERRUPT_PAUSE)
+            except RuntimeError:
+                if not work.is_completed():
+                    return False
+                work.wait()  # raises the error, or returns after a success
+        return True
 
     def close(self) -> None:
         """Wait until this rank's running collectives have ended, and leave the group. Not a collective."""
@@ -237,26 +244,6 @@ def _own_store(timeout: timedelta) -> dist.Store:
         default.set_timeout(before)
     store.set_timeout(timeout)
     return store
-
-
-_devices: dict[int, list[Any]] = {}  # process id to the devices of the first group
-
-
-def _new_gloo(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> Any:  # noqa: ANN401  as in RankGroup
-    """Return a group on the gloo devices that all groups of this process share.
-
-    A device has a thread. To end it takes 10 ms, half of the time that it takes to close a group with its own device.
-    """
-    gloo: Any = dist.ProcessGroupGloo
-    devices = _devices.get(os.getpid())  # a fork does not have the thread
-    if devices is not None:
-        options = gloo._Options()  # noqa: SLF001  torch has no public name for it
-        options._devices, options._timeout = devices, timeout  # noqa: SLF001
-        options._threads = 2 * len(devices)  # noqa: SLF001  as torch does
-        return gloo(store, rank, world_size, options)
-    group = gloo(store, rank, world_size, timeout)  # on the network interfaces of GLOO_SOCKET_IFNAME
-    _devices[os.getpid()] = group.options._devices  # noqa: SLF001
-    return group
 
 
 class _Meeting:

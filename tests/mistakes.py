@@ -222,6 +222,14 @@ MISTAKES: Mapping[str, Mistake] = {
         "get_delta(commit=False)",
     ),
     "commit a read twice": Mistake(_committed_twice, "'default'", "Call get_delta(commit=False) again"),
+    "read a row that the shard does not have": Mistake(
+        lambda: _tracker().read_rows("0", torch.tensor([100])), "ids=[100]", "less than 100"
+    ),
+    "compact from a batch that is no number": Mistake(
+        lambda: _tracker().compact("0", 1),  # type: ignore[arg-type]
+        "start_idx='0'",
+        "Pass the number of a batch",
+    ),
     "mark an unknown table": Mistake(lambda: _tracker().mark_changed("users"), "fqn='users'", "['0']"),
     "mark a row outside": Mistake(
         lambda: _tracker().mark_changed("0", torch.tensor([100])), "ids=[100]", "less than 100"

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import contextmanager, suppress
+from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from delta_tracker.arguments import is_number
@@ -118,7 +119,9 @@ class Follower:
         self._hints = Hints(notifier, self._stop)
         self._thread: threading.Thread | None = None
         self._over = threading.Event()  # set when the thread ends
-        self._moved = threading.Condition()  # notified when a version was applied, and when the thread ends
+        # One queue for each call of wait(), which gets an item when a version was applied, and when the thread ends. No
+        # lock, because a signal handler that calls stop() waits for the thread while the main thread is in wait().
+        self._waiters: list[SimpleQueue[None]] = []
         self._schedule: PollSchedule | None = None
         self._num_hint_failures = 0
         self._waits_for_snapshot = False  # True once this was logged
@@ -223,8 +226,15 @@ class Follower:
         """
         if self._thread is threading.current_thread():
             raise InvalidArgumentError("wait()", "called in the thread of follow()", "Call it in another thread")
-        with self._moved:
-            self._moved.wait_for(lambda: is_there() or not self.is_running, seconds)
+        waiter, end = SimpleQueue[None](), None if seconds is None else time.monotonic() + seconds
+        self._waiters.append(waiter)
+        try:
+            while not is_there() and self.is_running:
+                waiter.get(timeout=None if end is None else max(0.0, end - time.monotonic()))
+        except Empty:
+            pass
+        finally:
+            self._waiters.remove(waiter)
         if is_there():
             return True
         error = self.error
@@ -236,8 +246,8 @@ class Follower:
 
     def moved(self) -> None:
         """Wake the threads in :meth:`wait`."""
-        with self._moved:
-            self._moved.notify_all()
+        for waiter in tuple(self._waiters):
+            waiter.put(None)
 
     def after_fork_in_child(self, lock: threading.Lock) -> None:
         """Drop the thread, which does not exist in the child process, and replace the locks that it may have held.
@@ -250,7 +260,7 @@ class Follower:
         if self._thread is threading.current_thread():
             return  # this thread forked, in a method of a RowTarget, and continues in the child
         self._lock, self._control, self._stop = lock, threading.RLock(), threading.Event()
-        self._moved = threading.Condition()
+        self._waiters = []
         self._hints = Hints(self._notifier, self._stop)
         if self._thread is not None and not isinstance(self.error, FollowEndedError):
             self.error = ForkedError("no thread applies versions here", "Call follow() or sync() in this process")

@@ -142,9 +142,10 @@ class Predictor(Forkable):
 
     Raises:
         InvalidArgumentError: for a model without tables, unknown ``names``, or an invalid ``raw_ids``, ``url``,
-            ``gate`` or ``chunk_rows``; for a ``name`` if there is no store to write heartbeats to.
+            ``gate``, ``canary`` or ``chunk_rows``; for a ``name`` if there is no store to write heartbeats to.
         MissingExtraError: if the model or the url requires a package that is not installed.
         StorageError: if the store cannot be opened.
+        BrokenCacheError: if the directory of ``cache`` cannot be used.
         SinkBusyError: if another process writes to the row store.
         SinkError, MalformedSinkError: if the row store cannot be used. :meth:`sync` raises them too.
 
@@ -177,6 +178,8 @@ class Predictor(Forkable):
             raise InvalidArgumentError("model", model, "Pass the model first, and then the url of the stream")
         if type(chunk_rows) is not int or chunk_rows < 1:
             raise InvalidArgumentError("chunk_rows", chunk_rows, "Pass a count of 1 or more")
+        if canary is not None and not isinstance(canary, Canary):
+            raise InvalidArgumentError("canary", canary, "Pass a Canary, for example Canary(versions=3)")
         recorder = Recorder("predictor", self, name=name, monitor=monitor)
         self._gauges = PredictorGauges(recorder)
         self._sources, self._buffer = Sources(url), PartBuffer()
@@ -202,8 +205,6 @@ class Predictor(Forkable):
                 recorder=recorder,
             )
         self._cache = HostCache(cache) if isinstance(cache, str | Path) else cache
-        if canary is not None and not isinstance(canary, Canary):
-            raise InvalidArgumentError("canary", canary, "Pass a Canary, for example Canary(versions=3)")
         self._canary = canary
         self._settling = None if self._storage.lists else Settling()
         self._pins = PinFollower(lambda: self._storage) if follows_pins else None
@@ -509,11 +510,7 @@ class Predictor(Forkable):
         self._refuse_inside_reading("rollback()")
         with self._syncing:
             order = None if self._pins is None else self._pins.order()
-            try:
-                self._return_to(version)
-            finally:
-                if self._pinned == version:
-                    self._pin_stream, self._overruled = None, 0 if order is None else order.counter
+            self._return_to(version, overrules=0 if order is None else order.counter)
         self._follower.moved()
 
     def release(self) -> None:
@@ -638,8 +635,7 @@ class Predictor(Forkable):
             if has_moved is False and pinned is None:
                 has_moved = self._take_next(looks_for_gap=looks_for_gap)
             elif has_moved is False and pinned is not None and (pinned != self.version or self._writer.is_mixed):
-                # Complete an interrupted rollback. A pin that still applies is one of the newest stream.
-                self._return_to(pinned, completes=True, is_elsewhere=self._pin_stream is not None)
+                self._return_to(pinned, stream=self._pin_stream, completes=True)  # an interrupted rollback
                 has_moved = True
             elif has_moved is False and looks_for_gap:
                 has_moved = self._leaves_pin()
@@ -790,10 +786,9 @@ class Predictor(Forkable):
         """Apply the versions that lead from a place to a pin or a release. Return False if there are none."""
         if order.kind == "pin":
             has_moved = place is None or place.link != entry.link or self._writer.is_mixed
-            self._pin_stream = order.stream
             if has_moved:
-                self._return_to(order.version, is_elsewhere=place is None)
-            self._pinned = order.version
+                self._return_to(order.version, stream=order.stream)
+            self._pinned, self._pin_stream = order.version, order.stream
             return has_moved
         has_moved = place is None or place.link.version < order.version or self._writer.is_mixed
         if has_moved:
@@ -1037,16 +1032,19 @@ class Predictor(Forkable):
         if gate is not None:
             gate.passed(manifest, measure)
 
-    def _return_to(self, version: int, *, completes: bool = False, is_elsewhere: bool = False) -> None:
-        """Go to ``version`` by a snapshot and its successors.
+    def _return_to(
+        self, version: int, *, stream: str | None = None, overrules: int = 0, completes: bool = False
+    ) -> None:
+        """Go to ``version`` by a snapshot and its successors, and stay there.
 
         Args:
             version: number of the version.
+            stream: stream of the pin that names the version, which may differ from the applied one; None without a pin.
+            overrules: counter of a pin, which no longer applies, like those before it.
             completes: True to complete an interrupted rollback, which :meth:`release` may end meanwhile.
-            is_elsewhere: True if the version may belong to another stream than the applied one.
         """
         self._writer.restore()
-        entries = self._cursor.path_to(version, is_elsewhere=is_elsewhere)
+        entries = self._cursor.path_to(version, is_elsewhere=stream is not None)
         if self._canary is not None and self._cursor.allows is not None and not self._cursor.allows(entries[-1]):
             text = f"A canary stays {self._canary.text} behind the newest version"
             raise InvalidArgumentError("version", version, text)
@@ -1056,7 +1054,7 @@ class Predictor(Forkable):
             identities = identities_after(manifest, identities)
             write.check(self._contents(manifest))
         if not completes:
-            self._pinned = version
+            self._pinned, self._pin_stream, self._overruled = version, stream, max(self._overruled, overrules)
         self._ways.clear()
         if self._gate is not None:
             self._gate.restart()

@@ -136,8 +136,8 @@ class Publisher:
         MalformedError: if the stream's newest entry is malformed.
         StorageError: if this rank cannot use the store. If the store failed during the claim, the stream may be
             claimed, and its former publisher fenced.
-        PublishError: if another rank raised one of these errors, only some ranks have a ``top_k``, or the ranks have
-            different ``vote_every``.
+        PublishError: if another rank raised one of these errors, or if ``top_k``, ``encoding``, ``cadence``, ``states``
+            or ``skip_unchanged`` differ between the ranks.
         RankLostError: if a rank dies, or does not build a publisher in time.
 
     Example:
@@ -218,13 +218,16 @@ class Publisher:
                 "top_k": _budget(top_k),
                 "encoding": f"encoding={name_encodings(encoding)}",
                 "cadence": f"cadence={cadence}",
-                "vote_every": f"vote_every={self._vote_every}",
                 "kind": f"states={states!r} and skip_unchanged={skip_unchanged!r}",
                 "states": states_message(self._source.states),
             }
 
         self._recorder = Recorder("publisher", self, name=name, monitor=monitor)
-        self._exchange = Exchange(timeout)
+        try:
+            self._exchange = Exchange(timeout)
+        except BaseException:
+            self._recorder.close()
+            raise
         self._vote_every = 1
         self._is_first = self._exchange.rank == 0
         self._writer = Coordinator(self._exchange, self._recorder)
@@ -234,7 +237,7 @@ class Publisher:
         self._announces = notifier is not None
         try:
             messages = self._exchange.exchange(Phase.BUILDING, Message.of(prepare))
-            check_alike(messages, "top_k", "encoding", "vote_every", "cadence", "kind")
+            check_alike(messages, "top_k", "encoding", "cadence", "kind")
             if states is not None:
                 self._writer.declare(messages, tracker.tables)
             self._writer.stored = self._stored
@@ -326,11 +329,11 @@ class Publisher:
 
         With ``states``, call it in the last line of the training loop, and with gradient accumulation only after the
         last batch that is accumulated: a version has the state from which the next batch continues. Training then waits
-        up to 5 seconds for an update in progress. After a wait that was in vain, later waits take up to 0.05 seconds,
-        until a version is cut. Such a version is not published: if the loop keeps the output of a model whose backward
-        pass has not run, for example of an evaluation, delete it before the call, or compute it under
-        ``torch.no_grad()``. Nor is a version if a backward pass updated rows since the last ``tracker.step()``. Tables
-        without a fused optimizer are not observed.
+        up to 5 seconds for an update in progress. After a wait that timed out, later waits take up to 0.05 seconds,
+        until one succeeds. Such a version is not published: if the loop keeps the output of a model whose backward pass
+        has not run, for example of an evaluation, delete it before the call, or compute it under ``torch.no_grad()``.
+        Nor is a version if rows were updated since the last ``tracker.step()``. Updates of sharded tables without a
+        fused optimizer are not observed.
 
         Training waits while the rows are read, and twice per version for a short message from the other ranks. The
         ranks vote on each state of a version. With ``Cadence.vote_every`` of k, every k-th call counts the votes that

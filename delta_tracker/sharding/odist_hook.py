@@ -7,7 +7,7 @@ tracker puts an :class:`OdistSlot` there, which calls the previous function, the
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -120,8 +120,8 @@ class PostOdistHook(Watcher):
 
 def watch_output_dists(
     model: nn.Module, found: Discovery, listener: UpdateListener, keys: itertools.count[int], recorder: Recorder
-) -> list[Watcher]:
-    """Register a post-odist hook on every sharded collection and return the hooks.
+) -> Iterator[Watcher]:
+    """Register a post-odist hook on each sharded collection, and yield the hook.
 
     Args:
         model: the model in which ``found`` was discovered.
@@ -131,14 +131,7 @@ def watch_output_dists(
         recorder: records errors.
     """
     bypassed = {getattr(module, "_embedding_module", None) for module in model.modules()}
-    return [
-        PostOdistHook(
-            module,
-            [table for table in found.tables if table.startswith(f"{fqn}." if fqn else "")],
-            listener,
-            keys,
-            recorder,
-            has_slot=hasattr(module, "register_post_odist_tracker_fn") and module not in bypassed,
-        )
-        for fqn, module in found.modules.items()
-    ]
+    for fqn, module in found.modules.items():
+        tables = [table for table in found.tables if table.startswith(f"{fqn}." if fqn else "")]
+        has_slot = hasattr(module, "register_post_odist_tracker_fn") and module not in bypassed
+        yield PostOdistHook(module, tables, listener, keys, recorder, has_slot=has_slot)

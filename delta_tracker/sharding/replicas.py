@@ -276,8 +276,8 @@ def watch_syncs(
     recorder: Recorder,
     *,
     keeps_states: bool,
-) -> list[Watcher]:
-    """Register a hook on each ``DMPCollection`` of a model, and return the hooks.
+) -> Iterator[Watcher]:
+    """Register a hook on each ``DMPCollection`` of a model, and yield the hook.
 
     Args:
         model: the tracked model.
@@ -287,7 +287,6 @@ def watch_syncs(
         recorder: records errors and the time that recording takes.
         keeps_states: True if the listener keeps the old states of rows.
     """
-    hooks: list[Watcher] = []
     for wrapper in model.modules():
         if not isinstance(wrapper, known_torchrec().replicas):
             continue
@@ -303,8 +302,7 @@ def watch_syncs(
             if tables:
                 groups.append(ReplicaGroup(each.group, {fqn: found.shards[fqn] for fqn in tables}))
         if groups:
-            hooks.append(SyncHook(wrapper, groups, listener, keys, recorder, keeps_states=keeps_states))
-    return hooks
+            yield SyncHook(wrapper, groups, listener, keys, recorder, keeps_states=keeps_states)
 
 
 def unstable_rows(shard: LocalShard, ids: Tensor | None, num_replicas: int) -> Tensor:

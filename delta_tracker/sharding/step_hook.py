@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -237,8 +237,8 @@ _STEPS = _Steps()
 
 def watch_steps(
     found: Discovery, listener: UpdateListener, keys: itertools.count[int], recorder: Recorder
-) -> list[StepHook]:
-    """Register the hook for the tables of plain modules, and return it in a list; empty without such tables.
+) -> Iterator[StepHook]:
+    """Register the hook for the tables of plain modules, and yield it; nothing without such tables.
 
     Args:
         found: the tracked tables.
@@ -246,7 +246,8 @@ def watch_steps(
         keys: counter that yields a unique key for each write, shared by all hooks of a listener.
         recorder: records errors and the time that recording takes.
     """
-    return [] if found.modules else [StepHook(found.shards, listener, keys, recorder)]
+    if not found.modules:
+        yield StepHook(found.shards, listener, keys, recorder)
 
 
 def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

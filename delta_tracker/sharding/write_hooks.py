@@ -11,7 +11,7 @@ has no hook there, so the module's ``_evict`` method is wrapped, once for all tr
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -138,8 +138,8 @@ class _Evictions:
 
 def watch_writes(
     model: nn.Module, found: Discovery, listener: UpdateListener, keys: itertools.count[int], recorder: Recorder
-) -> list[Watcher]:
-    """Register hooks for all writes to tracked tables outside autograd, and return the hooks.
+) -> Iterator[Watcher]:
+    """Register hooks for all writes to tracked tables outside autograd, and yield each of them.
 
     Tables without a fused optimizer get no hooks, because they are compared with a copy.
 
@@ -150,14 +150,12 @@ def watch_writes(
         keys: counter that yields a unique key for each write, shared by all hooks of a listener.
         recorder: records errors and the time that recording takes.
     """
-    hooks: list[Watcher] = []
     tables_of: dict[nn.Module, list[str]] = {}
     for module_fqn, module in found.modules.items():
         prefix = f"{module_fqn}." if module_fqn else ""
         tables_of[module] = [fqn for fqn, shard in found.shards.items() if fqn.startswith(prefix) and shard.is_fused]
-        hooks.append(LoadHook(module, tables_of[module], listener, keys, recorder))
+        yield LoadHook(module, tables_of[module], listener, keys, recorder)
     for module in model.modules():
         inner = getattr(module, "_embedding_module", None)
         if isinstance(inner, nn.Module) and inner in tables_of and callable(getattr(module, "_evict", None)):
-            hooks.append(EvictionHook(module, tables_of[inner], listener, keys, recorder))
-    return hooks
+            yield EvictionHook(module, tables_of[inner], listener, keys, recorder)

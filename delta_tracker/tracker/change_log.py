@@ -535,24 +535,32 @@ class ChangeLog:
         Args:
             state: pending rows of exactly this log's consumers. If its ``history`` is None, :meth:`rewind` makes all
                 rows pending. The former owners of rows without :attr:`ChangedRows.former` are unknown.
+
+        If memory is missing or the call is interrupted, all rows may count as changed for every consumer.
         """
         with self.lock, one_cut():
             self._release_abandoned()
             assert set(state.consumers) == set(self._consumers.names), "checked by the caller"
-            self._num_batches = state.num_batches
-            self._synced.clear()  # the replicas may have loaded different weights
             self._fence.enter()
-            for _, store in self._every:
-                store.forget()
-            self._cut()
             origin = state.history
             if origin is None:
                 origin = {} if self._delete_on_read else {fqn: store.unknown() for fqn, store in self._stores.items()}
+            origin = self._with_former(origin)
             consumers = {
                 name: replace(pending, rows=self._with_former(pending.rows))
                 for name, pending in state.consumers.items()
             }
-            self._consumers.restore(self._position, consumers, self._with_former(origin))
+            try:
+                self._synced.clear()  # the replicas may have loaded different weights
+                for _, store in self._every:
+                    store.forget()
+                self._cut()
+                self._consumers.restore(self._position, consumers, origin)
+            except BaseException:  # out of memory, or interrupted: some marks are lost
+                for _, store in self._every:
+                    store.mark_all_later()
+                raise
+            self._num_batches = state.num_batches
             for name, pending in state.consumers.items():
                 self._lag.placed(name, self._position, has_rows=pending.has_rows)
 

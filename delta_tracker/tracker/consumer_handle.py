@@ -293,15 +293,18 @@ class ConsumerHandle:
         return self._checkpoint.is_as_restored(self._held())
 
     def release(self) -> None:
-        """End the reservation, and remove the consumer if :meth:`begin_copy` added it. Idempotent."""
+        """End the reservation, and remove the consumer if :meth:`begin_copy` added it. Idempotent.
+
+        An interrupted call may be repeated.
+        """
         if self._is_released:
             return
-        self._is_released = True
-        self._deleted.detach()
-        if self._is_transient:
-            self._log.remove(self._name)
-        else:
+        if not self._is_transient:
             self._log.release(self._name)
+        elif self._name in self._log.consumers:  # an interrupted call may have removed it
+            self._log.remove(self._name)
+        self._deleted.detach()
+        self._is_released = True
 
     def __enter__(self) -> Self:
         return self

@@ -91,7 +91,7 @@ class DataPosition(Generic[T]):
         if not all(callable(getattr(loader, name, None)) for name in ("__iter__", "state_dict", "load_state_dict")):
             remedy = "Pass an iterable with state_dict and load_state_dict, such as torchdata's StatefulDataLoader"
             raise InvalidArgumentError("loader", type(loader), remedy)
-        if max_ahead < 0:
+        if type(max_ahead) is not int or max_ahead < 0:
             raise InvalidArgumentError("max_ahead", max_ahead, "Pass 0 or more")
         self._loader = loader
         self._time_of = event_time

@@ -50,7 +50,8 @@ class LookupRecorder:
             raise InvalidArgumentError("mode", self._mode, "Track in EMBEDDING mode to record embeddings")
         if embeddings.numel() and (num_ids == 0 or embeddings.numel() % num_ids):
             raise InvalidArgumentError("embeddings", tuple(embeddings.shape), f"Pass one row for each of {num_ids} ids")
-        self._record(kjt, embeddings.detach().reshape(num_ids, -1))
+        if num_ids:
+            self._record(kjt, embeddings.detach().reshape(num_ids, -1))
 
     def record_lookup(self, kjt: KeyedIds, states: Tensor) -> None:
         """Call :meth:`record_embeddings` in EMBEDDING mode and :meth:`record_ids` in the other modes.
@@ -70,6 +71,7 @@ class LookupRecorder:
     def _record(self, kjt: KeyedIds, states: Tensor | None) -> None:
         found = self._model.found
         begin = 0
+        looked_up = []
         for feature, length in zip(kjt.keys(), kjt.length_per_key(), strict=True):
             rows = slice(begin, begin + length)
             begin += length
@@ -80,5 +82,7 @@ class LookupRecorder:
                     if states is not None and states.shape[1] != spec.num_columns:
                         remedy = f"Pass rows of {spec.num_columns} columns for {fqn!r}"
                         raise InvalidArgumentError("embeddings", tuple(states.shape), remedy)
-                    first = (ids, None) if states is None else first_per_id(ids, states[rows])
-                    self._log.mark(fqn, first[0], states=first[1])
+                    looked_up.append((fqn, ids, None if states is None else states[rows]))
+        for fqn, ids, old in looked_up:  # all are valid
+            first = (ids, None) if old is None else first_per_id(ids, old)
+            self._log.mark(fqn, first[0], states=first[1])

@@ -16,6 +16,7 @@ from delta_tracker.buffers import MEMORY
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.recorder import Recorder
+from delta_tracker.rows import to_device
 from delta_tracker.sharding.collisions import LocalOwners, local_owners
 from delta_tracker.sharding.kernel_hooks import KeyedIds, PostLookupHook, Watcher
 from delta_tracker.sharding.kernel_memory import one_cut
@@ -210,7 +211,7 @@ class ModelDeltaTracker:
         self._data_position: DataPosition[Any] | None = None
         self.num_attached = 0
         """Number of times that the tracker was attached. The shards change only at a call of :meth:`reattach`."""
-        self._hooks = self._attach()
+        self._attach()
         self._log_tables()
         self._metrics.watch(ModelDeltaTracker._show_gauges)
 
@@ -340,9 +341,10 @@ class ModelDeltaTracker:
 
     @property
     def num_unstepped(self) -> int:
-        """Number of backward passes that updated rows of fused tables since the last :meth:`step`.
+        """Number of updates since the last :meth:`step`: backward passes of fused tables, steps of plain modules' ones.
 
-        A lookup counts once for each kernel. Lookups without a backward pass, as in an evaluation, do not count.
+        A backward pass counts once for each lookup in a kernel, a step of an optimizer once. Lookups without a backward
+        pass, as in an evaluation, do not count. Nor do updates of sharded tables without a fused optimizer.
         """
         return self._num_updates() - self._num_stepped
 
@@ -387,9 +389,10 @@ class ModelDeltaTracker:
             InvalidArgumentError: if the table is not tracked or an id is outside the shard. In this case no row is
                 marked.
         """
-        spec = self._model.shard(fqn).spec
+        shard = self._model.shard(fqn)
         if ids is not None:
-            spec.check_ids(ids)
+            shard.spec.check_ids(ids)
+            ids = to_device(ids, shard.device)
         self._log.mark(fqn, ids, is_written=True)
 
     def record_ids(self, kjt: KeyedIds) -> None:
@@ -500,8 +503,10 @@ class ModelDeltaTracker:
             UnknownConsumerError: if there is no such consumer.
             ReservedConsumerError: if the consumer is reserved.
         """
-        for name in self._log.consumers if consumer is None else [consumer]:
-            self._log.clear(self._log.resolve(name))
+        with self._log.lock:
+            names = self._log.consumers if consumer is None else [consumer]
+            for name in [self._log.resolve(each) for each in names]:  # all are resolved before one is cleared
+                self._log.clear(name)
 
     def rewind(self, consumer: str | None = None) -> None:
         """Make all rows that changed since the tracker was created pending again for a consumer.
@@ -562,6 +567,9 @@ class ModelDeltaTracker:
         Raises:
             InvalidArgumentError: if the range is empty, starts before 0 or ends after the current batch.
         """
+        for name, value in (("start_idx", start_idx), ("end_idx", end_idx)):
+            if type(value) is not int and (name == "start_idx" or value is not None):
+                raise InvalidArgumentError(name, value, "Pass the number of a batch")
         if end_idx is None:
             end, is_done = self._log.num_batches + 1, False
         else:
@@ -666,15 +674,19 @@ class ModelDeltaTracker:
 
         Args:
             fqn: the table.
-            ids: ``[N]`` int64 local ids; None for all rows.
+            ids: ``[N]`` integer local ids; None for all rows.
 
         Returns:
             ``[N, D]`` in the table's dtype, columns as in ``shards[fqn].columns``.
 
         Raises:
-            InvalidArgumentError: if the table is not tracked.
+            InvalidArgumentError: if the table is not tracked or an id is outside the shard.
         """
-        return read_rows(self._model.shard(fqn), ids)
+        shard = self._model.shard(fqn)
+        if ids is not None:
+            shard.spec.check_ids(ids)
+            ids = to_device(ids, shard.device)
+        return read_rows(shard, ids)
 
     def read_tables(self, ids: Mapping[str, Tensor | None] | None = None) -> dict[str, Tensor]:
         """Return a copy of this rank's current rows of several tables.
@@ -689,7 +701,7 @@ class ModelDeltaTracker:
             Table FQN to rows, each as returned by :meth:`read_rows`.
 
         Raises:
-            InvalidArgumentError: if a table is not tracked.
+            InvalidArgumentError: if a table is not tracked or an id is outside its shard.
         """
         with one_cut():
             return {
@@ -908,6 +920,8 @@ class ModelDeltaTracker:
         changes whenever its block is unchanged, because the next read compares the table with its copy.
 
         If one of the following errors is raised, or memory for a table that moved is missing, the tracker is unchanged.
+        If the call fails or is interrupted later, the tracker is detached, and all rows of all tables are marked by the
+        next call of this method.
 
         Raises:
             NoShardedModuleError: if the model has nothing to track.
@@ -933,18 +947,18 @@ class ModelDeltaTracker:
         owned = {fqn: source for fqn, source in owners.items() if fqn in moved}
         known = self._model.found
         self._model.take(found)
-        try:  # before the hooks are removed: it takes memory
-            stores, copies = self._make_stores(moved), self._make_owners(owned)
+        try:
+            stores, copies = self._make_stores(moved), self._make_owners(owned)  # first: it takes memory
+            self._remove_hooks()
+            self._log.replace(stores, copies)
         except BaseException:
             self._model.found, self._model.shards = known, held
             raise
-        self._remove_hooks()
-        self._log.replace(stores, copies)
         for fqn in owners.keys() - owned.keys():
             compared[fqn].attach(owners[fqn])
         for fqn in unseen:
             self._log.mark(fqn, None, is_written=True)
-        self._hooks = self._attach()
+        self._attach()
 
     def detach(self) -> None:
         """Remove all hooks. Later reads raise :class:`~delta_tracker.errors.DetachedError`. Idempotent.
@@ -952,7 +966,6 @@ class ModelDeltaTracker:
         The hooks are also removed if the tracker is deleted without this call.
         """
         self._remove_hooks()
-        self._model.is_attached = False
         MEMORY.leave(self)
 
     def __enter__(self) -> Self:
@@ -971,30 +984,32 @@ class ModelDeltaTracker:
             if store.source.falls_back:
                 _logger.warning("table %r maps unknown raw ids to rows of others; a stream maps them to no row", fqn)
 
-    def _attach(self) -> list[Watcher]:
-        self._model.is_attached = True
+    def _attach(self) -> None:
         self.num_attached += 1
         MEMORY.join(self)
         forget_compiled_code()
         model, found, lookups = self._model.module, self._model.found, self._records_lookups
-        hooks: list[Watcher] = [
-            *(
-                PostLookupHook(kernel, self._log, self._keys, self._metrics, lookups=lookups)
-                for kernel in found.kernels
-            ),
-            *watch_output_dists(model, found, self._log, self._keys, self._metrics),
-            *watch_writes(model, found, self._log, self._keys, self._metrics),
-            *watch_steps(found, self._log, self._keys, self._metrics),
-            *watch_syncs(model, found, self._log, self._keys, self._metrics, keeps_states=self._capture.keeps_old),
-        ]
         # The model holds the hooks, and they hold the log: remove them if the tracker is deleted without detach().
+        self._hooks = hooks = list[Watcher]()
         self._deleted = weakref.finalize(self, _remove, hooks)
         self._deleted.atexit = False
-        return hooks
+        try:  # one by one, so that all are removed if one cannot be registered
+            for kernel in found.kernels:
+                hooks.append(PostLookupHook(kernel, self._log, self._keys, self._metrics, lookups=lookups))
+            hooks.extend(watch_output_dists(model, found, self._log, self._keys, self._metrics))
+            hooks.extend(watch_writes(model, found, self._log, self._keys, self._metrics))
+            hooks.extend(watch_steps(found, self._log, self._keys, self._metrics))
+            keeps_old = self._capture.keeps_old
+            hooks.extend(watch_syncs(model, found, self._log, self._keys, self._metrics, keeps_states=keeps_old))
+        except BaseException:
+            self._remove_hooks()
+            raise
+        self._model.is_attached = True
 
     def _remove_hooks(self) -> None:
-        self._deleted.detach()
+        self._model.is_attached = False  # first: if this is interrupted, reads must not return too few rows
         _remove(self._hooks)
+        self._deleted.detach()
         self._num_past_errors, self._num_past_updates = self.num_hook_errors, self._num_updates()
         self._hooks = []
 

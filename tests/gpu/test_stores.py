@@ -67,6 +67,13 @@ def test_rows_that_differ_from_the_copy_are_found(keeps_states: bool) -> None:
     assert len(store.changed(1, 2)) == 0
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_ids_of_the_host_are_rows_of_the_device(engine: str) -> None:
+    """A publisher that repairs earlier versions, and a restore, take the ids from objects of the stream."""
+    store = SegmentStore(_NUM_ROWS, device(), engine=engine)
+    assert take(store.unknown(torch.tensor([7, 3, 7])).ids).tolist() == [3, 7]
+
+
 @needs("memory", "streams")
 @pytest.mark.parametrize("max_device_bytes", [0, 1 << 30], ids=["spilled", "on the device"])
 def test_old_states_take_the_memory_of_their_rows(max_device_bytes: int) -> None:

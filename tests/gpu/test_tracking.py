@@ -73,6 +73,39 @@ def test_reported_rows_are_those_whose_bits_changed(engine: str | None, dtype: t
     assert [tracker.num_hook_errors for tracker in trackers.values()] == [0, 0]
 
 
+@pytest.mark.parametrize("mode", _MODES)
+@pytest.mark.parametrize("engine", _ENGINES)
+def test_a_resumed_trainer_sends_the_rows_after_its_checkpoint(
+    engine: str | None, mode: TrackingMode, tmp_path
+) -> None:
+    """The ids of these rows come from the stream, those of ``mark_changed`` from its caller: they are on the host."""
+    model = PlainModel(_TABLES, OF_MODULES)
+    storage = Storage(f"file://{tmp_path}")
+    with ModelDeltaTracker(model, mode=mode, engine=engine) as tracker:
+        publisher = Publisher(tracker, storage)
+        publisher.snapshot()
+        saved = tracker.state_dict()
+        model.train_on(_batch(0))
+        tracker.step()
+        publisher.publish()
+        publisher.close()
+    served = {fqn: torch.zeros_like(table) for fqn, table in model.weights().items()}
+    predictor = Predictor(served, storage)
+    predictor.sync()
+    with ModelDeltaTracker(model, mode=mode, engine=engine) as tracker:
+        tracker.load_state_dict(saved)
+        resumed = Publisher(tracker, storage)
+        fqn = next(iter(tracker.tables))
+        with torch.no_grad():
+            model.weights()[fqn].data[3] = 7
+        tracker.mark_changed(fqn, torch.tensor([3]))
+        assert torch.equal(tracker.read_rows(fqn, torch.tensor([3])), model.weights()[fqn][3:4])
+        assert resumed.publish().kind == "delta"
+        resumed.close()
+    predictor.sync()
+    assert _same_bits({fqn: table.cpu() for fqn, table in served.items()}, _copies(model))
+
+
 @pytest.mark.parametrize("record", ["updates", "lookups"])
 @pytest.mark.parametrize("mode", _MODES)
 @pytest.mark.parametrize("engine", _ENGINES)

@@ -290,6 +290,21 @@ def test_a_restart_at_a_pin_does_not_continue_the_former_stream(fleet: Fleet) ->
     fleet.assert_holds(after, newest)
 
 
+def test_a_rollback_that_fails_leaves_the_pin(fleet: Fleet) -> None:
+    predictor = fleet.join()
+    pin_version(fleet.storage, 3)
+    predictor.sync()
+    entry = StreamLog(fleet.storage).read(2)
+    assert entry is not None
+    for part in entry.parts:
+        fleet.storage.delete(part.name)
+    with pytest.raises(CorruptPartError):
+        predictor.rollback(3)
+    fleet.promoted()
+    newest = fleet.published("snapshot")
+    assert predictor.sync() == newest
+
+
 def test_follow_under_a_pin_checks_the_pinned_version_and_not_the_newest(fleet: Fleet) -> None:
     good = fleet.published("delta")
     Writer(fleet.storage, num_rows=30).snapshot()  # a bad trainer: its tables do not fit

@@ -87,6 +87,23 @@ def test_a_signal_handler_may_call_stop_during_follow(writer: Writer, monkeypatc
     assert _threads() == []
 
 
+def test_a_signal_handler_may_call_stop_during_wait(writer: Writer) -> None:
+    predictor, calls = Predictor(writer.model(), writer.storage), list[bool]()
+
+    def look() -> bool:
+        if not calls:
+            calls.append(True)
+            signal.raise_signal(signal.SIGALRM)  # while the wait looks for the version
+        return False
+
+    former = signal.signal(signal.SIGALRM, lambda *_: predictor.stop())
+    predictor.follow(poll_seconds=0.001)
+    with pytest.raises(InvalidArgumentError, match="not following"):
+        predictor._follower.wait(look, _LONG_SECONDS)
+    signal.signal(signal.SIGALRM, former)
+    assert _threads() == []
+
+
 def test_an_interrupted_stop_leaves_one_thread_at_most(writer: Writer) -> None:
     stuck = _Stuck(writer)
 

@@ -9,7 +9,6 @@ can fork.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import random
@@ -61,16 +60,26 @@ def interrupted(rank: int, world_size: int, url: str) -> int:
             return publisher.publish().version
 
 
-def group_threads(rank: int, world_size: int) -> list[int]:
-    """Create three groups; return the number of threads that each of them has added to this process."""
-    counts, groups = [], []
-    for number in range(4):
-        groups.append(RankGroup(f"group {number}", "group_threads()", timedelta(seconds=15)))
-        groups[-1].all_gather(torch.zeros(1))
-        counts.append(len(list(Path("/proc/self/task").iterdir())))
-    for group in groups:
-        group.close()
-    return [after - before for before, after in itertools.pairwise(counts)]
+def failed_callback(rank: int, world_size: int) -> str:
+    """An error of the function that is called during a wait is raised, and the wait can be repeated."""
+    group = RankGroup("callback", "failed_callback()", timedelta(seconds=15))
+    dist.barrier()
+    message = "not called"
+    if rank:
+        store: Any = dist.distributed_c10d._get_default_store()
+        store.wait(["callback failed"], timedelta(seconds=15))
+        return str(float(group.all_gather(torch.ones(1))[0]))
+    gathering = group.start_all_gather(torch.zeros(1))
+
+    def fail() -> None:
+        raise RuntimeError("cannot schedule new futures")
+
+    try:
+        gathering.result(fail)
+    except RuntimeError as error:
+        message = f"{type(error).__name__}: {error}"
+    dist.distributed_c10d._get_default_store().set("callback failed", "yes")
+    return f"{message}, then {float(gathering.result()[1])}"
 
 
 def lone(rank: int, world_size: int, url: str) -> dict[str, Any]:

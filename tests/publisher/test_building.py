@@ -31,9 +31,10 @@ def test_a_rank_that_is_interrupted_while_it_waits_does_not_count_as_present(
     assert two_ranks.run(f"{_CASES}:interrupted", url=f"file://{tmp_path}/stream") == [1, 1]
 
 
-def test_the_groups_of_a_process_share_the_thread_of_their_device(two_ranks: RankPool) -> None:
-    for threads in two_ranks.run(f"{_CASES}:group_threads"):
-        assert threads == [2, 2, 2], "the workers of each group"
+def test_an_error_of_a_callback_during_a_wait_does_not_lose_the_group(two_ranks: RankPool) -> None:
+    first, second = two_ranks.run(f"{_CASES}:failed_callback")
+    assert first == "RuntimeError: cannot schedule new futures, then 1.0"
+    assert second == "0.0"
 
 
 def test_a_rank_killed_while_it_builds_a_publisher_is_reported() -> None:

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from delta_tracker import Encoding, ModelDeltaTracker, Predictor, Publisher, Storage, TrackingMode
-from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.errors import InvalidArgumentError, RankLostError
+from delta_tracker.monitor import Monitor
+from delta_tracker.publisher import publisher as publisher_module
 from delta_tracker.tracker.consumer_handle import ConsumerHandle
 
 
@@ -71,6 +73,23 @@ def test_a_close_that_was_interrupted_is_completed_by_the_next(tmp_path: Path, m
     with pytest.raises(InvalidArgumentError, match="closed"):
         publisher.publish()
     Publisher(tracker, tmp_path).close()
+
+
+def test_a_publisher_that_lost_a_rank_at_its_start_leaves_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(*args: object, **kwargs: object) -> None:
+        raise RankLostError("rank 1 did not call Publisher(...)")
+
+    tracker, monitor, kept = _tracker(), Monitor(), list[RankLostError]()
+    with monkeypatch.context() as patched:
+        patched.setattr(publisher_module, "Exchange", lost)
+        try:
+            Publisher(tracker, tmp_path / "stream", monitor=monitor)
+        except RankLostError as error:
+            kept.append(error)  # with the frames of the constructor
+    with Publisher(tracker, tmp_path / "stream", monitor=monitor) as publisher:
+        assert publisher._recorder.name == "publisher"
 
 
 def test_texts_name_what_matters(tmp_path: Path) -> None:

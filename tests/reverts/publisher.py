@@ -6,9 +6,28 @@ from tests.reverts.revert import Revert
 
 REVERTS = [
     Revert(
-        defect="each group has a device with a thread, which takes 10 ms to end",
-        generator="tests/publisher/test_building.py::test_the_groups_of_a_process_share_the_thread_of_their_device",
-        edits={"delta_tracker/distributed.py": [("    if devices is not None:\n", "    if False:\n")]},
+        defect="an error of a callback during a wait loses the group",
+        generator="tests/publisher/test_building.py::test_an_error_of_a_callback_during_a_wait_does_not_lose_the_group",
+        edits={
+            "delta_tracker/distributed.py": [
+                (
+                    "            if meanwhile is not None:\n                meanwhile()\n",
+                    "            if meanwhile is not None:\n                with self._typed_errors():\n                    meanwhile()\n",
+                )
+            ]
+        },
+    ),
+    Revert(
+        defect="a publisher that cannot start keeps its name",
+        generator="tests/publisher/test_comfort.py::test_a_publisher_that_lost_a_rank_at_its_start_leaves_its_name",
+        edits={
+            "delta_tracker/publisher/publisher.py": [
+                (
+                    "        except BaseException:\n            self._recorder.close()\n            raise\n",
+                    "        except BaseException:\n            raise\n",
+                )
+            ]
+        },
     ),
     Revert(
         defect="a rank that is interrupted at the start of a step is one vote behind the others",
@@ -234,9 +253,7 @@ REVERTS = [
     Revert(
         defect="ranks with different encodings publish",
         generator="tests/publisher/test_cadence.py::test_ranks_with_different_arguments_are_refused",
-        edits={
-            "delta_tracker/publisher/publisher.py": [('"top_k", "encoding", "vote_every"', '"top_k", "vote_every"')]
-        },
+        edits={"delta_tracker/publisher/publisher.py": [('"top_k", "encoding", "cadence"', '"top_k", "cadence"')]},
     ),
     Revert(
         defect="a number as text raises a TypeError",

@@ -69,7 +69,7 @@ REVERTS = [
         generator="tests/sharding/test_replicas.py::test_the_rows_that_a_sync_changes_are_reported",
         edits={
             _REPLICAS: [
-                ("        if groups:\n            hooks.append(", "        if False:\n            hooks.append(")
+                ("        if groups:\n            yield SyncHook(", "        if False:\n            yield SyncHook(")
             ]
         },
     ),

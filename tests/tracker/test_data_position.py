@@ -233,6 +233,8 @@ def test_arguments() -> None:
         DataPosition([1, 2])  # type: ignore[arg-type]
     with pytest.raises(InvalidArgumentError, match="max_ahead"):
         DataPosition(_Loader(), max_ahead=-1)
+    with pytest.raises(InvalidArgumentError, match="max_ahead='8'"):
+        DataPosition(_Loader(), max_ahead="8")  # type: ignore[arg-type]
     loader = _Loader()
     loader.state["bad"] = {1}
     with pytest.raises(InvalidArgumentError, match=r"loader\.state_dict\(\)\['bad'\]="):

@@ -128,6 +128,7 @@ class TrackerCheckpoint:
         """Return the state to save. See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.state_dict`."""
         if strategy not in get_args(Strategy):
             raise InvalidArgumentError("strategy", strategy, f"Pass one of {get_args(Strategy)}")
+        self._model.check_attached()  # the log lacks the updates since detach()
         rank, world_size = rank_and_world_size()
         shards = {fqn: shard.spec for fqn, shard in self._model.shards.items()}
         counters, kinds = self._counters.states(), self._counters.kinds()

@@ -36,6 +36,7 @@ class OwnerStore(SegmentStore):
     def __init__(self, source: LocalOwners, *, engine: str | None) -> None:
         self._source = source
         self._token: object | None = None
+        self._is_doubted = False
         self.refusal = ""
         self._owners = torch.empty(0, dtype=torch.int64)
         self._read_all()
@@ -65,6 +66,9 @@ class OwnerStore(SegmentStore):
             mark: function that marks slots ``[N]`` as changed in the table's own store. It is called first and only if
                 there are such slots, so that a call that runs out of memory can be repeated.
         """
+        if self._is_doubted:
+            self.mark_unknown()
+            self._is_doubted = False
         token = self._source.token()
         if token is not None and token == self._token:
             return
@@ -101,6 +105,10 @@ class OwnerStore(SegmentStore):
             former[places[found]] = changed.states[found, 0]
         return former
 
+    def mark_all_later(self) -> None:
+        """Make the next :meth:`update` call :meth:`mark_unknown`. Takes no memory."""
+        self._is_doubted = True
+
     def mark_unknown(self) -> None:
         """Mark all slots, with unknown former owners, which count as ``NO_OWNER``."""
         every = torch.arange(self.num_rows, device=self._device)
@@ -110,6 +118,7 @@ class OwnerStore(SegmentStore):
         """Drop all marked slots and replace the copy with the current owners."""
         super().forget()
         self._read_all()
+        self._is_doubted = False
 
     @property
     def reads_shard(self) -> bool:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from delta_tracker.buffers import new_rows
-from delta_tracker.rows import ChangedRows, put_pieces
+from delta_tracker.rows import ChangedRows, put_pieces, to_device
 from delta_tracker.tracker.row_sets.engines import choose_engine
 from delta_tracker.tracker.row_sets.row_set import RowSet
 from delta_tracker.tracker.store.old_states import DeviceStates, HostStates, OldStates, settle
@@ -237,6 +237,10 @@ class SegmentStore:
         self._has_unmarked = False
         return True
 
+    def mark_all_later(self) -> None:
+        """Make the next call of :meth:`notice_writes` mark all rows. Takes no memory."""
+        self._has_unmarked = True
+
     def expect_unreported_writes(self) -> None:
         """Make every later call of :meth:`notice_writes` mark all rows, because some writes are not reported."""
         self._is_reported = False
@@ -267,13 +271,13 @@ class SegmentStore:
         """Return :class:`ChangedRows` with the given ids and unknown old states. Does not mark the rows.
 
         Args:
-            ids: ``[N]`` int64 local ids, in any order, duplicates allowed; None for all rows.
+            ids: ``[N]`` int64 local ids on any device, in any order, duplicates allowed; None for all rows.
         """
         rows = self._take_set()
         if ids is None:
             rows.mark_all()
         else:
-            rows.mark(ids)
+            rows.mark(to_device(ids, self._device))
         found = self._with_states(rows.scan(), rows, [])
         self._recycle(rows)
         return found

@@ -1,0 +1,178 @@
+"""Calls of a tracker that fail or are interrupted: they change nothing, or the next read returns all rows."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from delta_tracker import ModelDeltaTracker, TrackingMode
+from delta_tracker.errors import DetachedError, InvalidArgumentError, ReservedConsumerError
+from delta_tracker.sharding.step_hook import _STEPS
+from delta_tracker.tracker import tracker as tracker_module
+from delta_tracker.tracker.change_log import ChangeLog
+from delta_tracker.tracker.store.segments import SegmentStore
+from delta_tracker.tracker.store.shadow import ShadowStore
+
+_ROWS = 8
+_EVERY = list(range(_ROWS))
+
+
+def _model(*, is_sparse: bool = True) -> nn.Sequential:
+    return nn.Sequential(nn.EmbeddingBag(_ROWS, 4, sparse=is_sparse))
+
+
+def _train(model: nn.Module, *ids: int) -> None:
+    model.zero_grad()
+    model(torch.tensor([ids])).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def _ids(tracker: ModelDeltaTracker, consumer: str | None = None) -> list[int]:
+    return tracker.get_delta_ids(consumer)["0"].tolist()
+
+
+@pytest.mark.promise("lossless")
+def test_a_clear_of_all_consumers_that_is_refused_clears_none() -> None:
+    tracker = ModelDeltaTracker(_model(), ["free", "taken"])
+    tracker.mark_changed("0", torch.tensor([1, 2]))
+    with tracker.reserve("taken", holder="a test"), pytest.raises(ReservedConsumerError):
+        tracker.clear()
+    assert _ids(tracker, "free") == [1, 2]
+
+
+@pytest.mark.promise("lossless")
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
+@pytest.mark.parametrize("place", ["watch_steps", "watch_syncs"])
+def test_a_reattach_that_fails_detaches_the_tracker(
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException], place: str
+) -> None:
+    model = _model()
+    tracker = ModelDeltaTracker(model)
+    num_hooks = len(_STEPS._hooks)
+    with monkeypatch.context() as patch:
+        patch.setattr(tracker_module, place, _raising(error))
+        with pytest.raises(error):
+            tracker.reattach()
+    assert len(_STEPS._hooks) == num_hooks - 1, "the hooks that were registered are removed"
+    _train(model, 3)
+    with pytest.raises(DetachedError):
+        tracker.get_delta()
+    tracker.reattach()
+    assert _ids(tracker) == _EVERY
+    _train(model, 5)
+    assert _ids(tracker) == [5]
+    assert len(_STEPS._hooks) == num_hooks
+
+
+@pytest.mark.promise("lossless")
+@pytest.mark.parametrize(("owner", "method"), [(ChangeLog, "_cut"), (SegmentStore, "forget"), (ShadowStore, "forget")])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_a_load_that_runs_out_of_memory_loses_no_row(
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException], owner: type, method: str
+) -> None:
+    model = _model(is_sparse=owner is not ShadowStore)
+    tracker = ModelDeltaTracker(model, ["first", "second"])
+    _train(model, 2)
+    saved = tracker.state_dict()
+    assert _ids(tracker, "first") == [2]
+    _train(model, 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, method, _raising(error))
+        with pytest.raises(error):
+            tracker.load_state_dict(saved)
+    assert _ids(tracker, "first") == _EVERY
+    assert _ids(tracker, "second") == _EVERY
+    _train(model, 6)
+    assert _ids(tracker, "first") == [6]
+    tracker.load_state_dict(saved)
+    assert _ids(tracker, "first") == [2]
+
+
+@pytest.mark.promise("lossless")
+def test_a_detached_tracker_has_no_state() -> None:
+    model = _model()
+    tracker = ModelDeltaTracker(model)
+    tracker.detach()
+    _train(model, 3)
+    with pytest.raises(DetachedError):
+        tracker.state_dict()
+
+
+@pytest.mark.parametrize("is_copy", [False, True], ids=["handle", "handle of a copy"])
+def test_an_interrupted_release_can_be_repeated(is_copy: bool) -> None:
+    tracker = ModelDeltaTracker(_model())
+    handle = tracker.reserve(holder="a test")
+    released = handle.begin_copy() if is_copy else handle
+    with _Locked(tracker), pytest.raises(KeyboardInterrupt):
+        released.release()
+    released.release()
+    assert tracker.consumers == ("default",)
+    if is_copy:
+        handle.begin_copy().release()
+        handle.release()
+    tracker.reserve(holder="another test").release()
+
+
+class _Keyed:
+    """A lookup of one id of each of two features."""
+
+    def __init__(self, num_ids: int) -> None:
+        self._num_ids = num_ids
+
+    def keys(self) -> list[str]:
+        return ["f", "g"]
+
+    def values(self) -> Tensor:
+        return torch.arange(2 * self._num_ids)
+
+    def length_per_key(self) -> list[int]:
+        return [self._num_ids] * 2
+
+
+def test_embeddings_of_a_wrong_width_are_refused_before_a_row_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.ModuleDict({"a": nn.EmbeddingBag(_ROWS, 4, sparse=True), "b": nn.EmbeddingBag(_ROWS, 8, sparse=True)})
+    tracker = ModelDeltaTracker(model, mode=TrackingMode.EMBEDDING)
+    monkeypatch.setattr(tracker._model.found, "features", {"a": ["f"], "b": ["g"]})
+    with pytest.raises(InvalidArgumentError, match="8 columns for 'b'"):
+        tracker.record_embeddings(_Keyed(1), torch.zeros(2, 4))
+    assert not any(tracker.num_pending().values())
+    tracker.record_embeddings(_Keyed(0), torch.empty(0, 4))  # a rank without ids
+    assert not any(tracker.num_pending().values())
+
+
+def _raising(error: type[BaseException]) -> Callable[..., Any]:
+    def fail(*args: object, **kwargs: object) -> Any:
+        raise error
+
+    return fail
+
+
+class _Locked:
+    """Context manager in which another thread holds the lock of a tracker's log, and Ctrl-C arrives."""
+
+    def __init__(self, tracker: ModelDeltaTracker) -> None:
+        self._lock = tracker._log.lock
+        self._may_end = threading.Event()
+        self._is_held = threading.Event()
+
+    def _hold(self) -> None:
+        with self._lock:
+            self._is_held.set()
+            self._may_end.wait(0.3)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            self._may_end.wait(5)
+
+    def __enter__(self) -> None:
+        self._thread = threading.Thread(target=self._hold)
+        self._thread.start()
+        self._is_held.wait()
+
+    def __exit__(self, *_: object) -> None:
+        self._may_end.set()
+        self._thread.join()
