@@ -301,7 +301,9 @@ class DetachedError(DeltaTrackerError, RuntimeError):
     """The tracker was detached from its model and no longer records changes."""
 
     def __init__(self) -> None:
-        super().__init__("the tracker is detached from its model", "Build a new ModelDeltaTracker")
+        super().__init__(
+            "the tracker is detached from its model", "Call reattach(), after which every row counts as changed"
+        )
 
 
 class RankMismatchError(DeltaTrackerError, ValueError):

@@ -291,6 +291,7 @@ MISTAKES: Mapping[str, Mistake] = {
     "a notifier's url": Mistake(
         lambda: _publisher(notifier="redis://localhost"), "notifier='redis://localhost'", "RedisNotifier(url)"
     ),
+    "a timeout in seconds": Mistake(lambda: _publisher(timeout=20), "timeout=20", "timedelta(seconds=30)"),
     "compact every -1": Mistake(lambda: _publisher(compact_every=-1), "compact_every=-1", "2 or more"),
     "dense names that match nothing": Mistake(
         lambda: _publisher(dense=["over.weight"]), "dense='over.weight'", "Pass some of"

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from delta_tracker.distributed import Gathering, RankGroup
-from delta_tracker.errors import FencedError, PublishError, RankLostError, RestoreFailedError
+from delta_tracker.errors import FencedError, InvalidArgumentError, PublishError, RankLostError, RestoreFailedError
 
 _Failed = type[PublishError] | type[RestoreFailedError]
 
@@ -138,6 +138,7 @@ class Exchange:
             this error.
 
     Raises:
+        InvalidArgumentError: if ``timeout`` is not a positive ``timedelta``.
         RankLostError: if a rank dies, or does not build its exchange in time.
     """
 
@@ -148,6 +149,8 @@ class Exchange:
         call: str = "Publisher(...)",
         failed: _Failed = PublishError,
     ) -> None:
+        if not isinstance(timeout, timedelta) or timeout <= timedelta():
+            raise InvalidArgumentError("timeout", timeout, "Pass a timedelta above 0, such as timedelta(seconds=30)")
         self.group = RankGroup(name, call, timeout)
         self._failed = failed
         self.rank = self.group.rank

@@ -165,7 +165,7 @@ class Watcher:
 
     def _unseen(self, reason: str) -> None:
         self._contained(lambda: self._listener.captured(self._tables), otherwise=None)
-        if not self._has_unseen:
+        if self._tables and not self._has_unseen:
             self._has_unseen = True
             _logger.warning("from now on every read returns all rows: %s: tables=%s", reason, list(self._tables))
 

@@ -205,12 +205,14 @@ def refuse_unrecoverable(found: Discovery, collisions: Mapping[str, nn.Module]) 
 
 
 def unfused_storages(shard: LocalShard) -> set[int]:
-    """Return the addresses of the storages of a shard's weights; empty for a fused table and without rows.
+    """Return the addresses of the storages of a shard's weights; empty for a fused or frozen table and without rows.
 
     The weights are ordinary parameters: a parameter of an optimizer is one of them if its storage has such an address.
     """
     return {
-        kernel.memory.weight(slot).untyped_storage().data_ptr() for kernel, slot in shard.places if not kernel.is_fused
+        kernel.memory.weight(slot).untyped_storage().data_ptr()
+        for kernel, slot in shard.places
+        if not kernel.is_fused and any(parameter.requires_grad for parameter in kernel.module.parameters())
     }
 
 

@@ -113,8 +113,10 @@ def plain_shards(model: nn.Module, modules: Mapping[str, PlainModule], torchrec:
         assert weight is not None, "otherwise there is an obstacle"
         table = TableSpec(fqn, module.num_embeddings, module.embedding_dim, weight.dtype)
         spec = ShardSpec(table, 0, module.num_embeddings, ((0, module.embedding_dim),), is_replicated=True)
-        # max_norm rescales rows in the forward pass, without a gradient and without an optimizer.
-        is_stepped = module.sparse and module.max_norm is None
+        # max_norm rescales rows in the forward pass, without a gradient and without an optimizer. Other processes may
+        # train a table in shared memory.
+        is_shared = weight.device.type == "cpu" and weight.is_shared()  # type: ignore[no-untyped-call]
+        is_stepped = module.sparse and module.max_norm is None and not is_shared
         holder = PlainTable(fqn, module, _path(model, paths[id(module)]))
         found[fqn] = LocalShard(spec, ((holder, 0),), weight.device, is_fused=False, is_stepped=is_stepped)
     return found
@@ -143,8 +145,9 @@ def _obstacle(module: PlainModule, weight: Tensor | None, fsdp: set[int], replic
         replicated: ``id()`` of each parameter that is the same on every rank; None if there is only one rank.
     """
     shape = (module.num_embeddings, module.embedding_dim)
-    if type(weight) is not nn.Parameter:
+    if type(weight) is not nn.Parameter or weight.is_inference():
         kind = "missing" if weight is None else f"a {type(weight).__name__}"
+        kind = "an inference tensor" if weight is not None and weight.is_inference() else kind
         return f"its weight is {kind}, not an nn.Parameter, for example because it is parametrized"
     if id(weight) in fsdp:
         return "its weight is managed by FSDP, which may keep only a part of the rows on a rank"

@@ -9,9 +9,10 @@ report all writes. Which rows a step writes follows from the sparse gradient and
   gradient that is not sparse.
 
 A ``step`` with a closure computes the gradients itself. The rows are then reported after the step, with unknown old
-states. If another hook or the closure writes to a weight during a step, all rows of it count as changed. Code that is
-compiled together with ``step`` calls no hook; the version counter of the weight then shows the write, and all rows
-count as changed.
+states. If another hook or the closure writes to a weight during a step, or changes its gradient, all rows of it count
+as changed. Torch calls the optimizer's own hooks between the two hooks of this module. Code that is compiled together
+with ``step`` calls no hook; the version counter of the weight then shows the write, and all rows count as changed. The
+fused optimizers of torch write without a new version: their parameters are also compared by their memory.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from delta_tracker.monitor.recorder import Recorder
@@ -50,10 +52,12 @@ class _Step:
         rows: FQN to the ids ``[N]`` of the rows that were reported before the step; None for all rows.
         gradients: FQN, gradient and version counter of the gradient when ``rows`` was computed.
         versions: FQN to the version counter of the table's weight before the step.
+        may_load: True if another hook may load another momentum before the step.
     """
 
     key: int
     is_computed_inside: bool
+    may_load: bool
     rows: Mapping[str, Tensor | None] = field(default_factory=dict)
     gradients: list[tuple[str, Tensor, int]] = field(default_factory=list)
     versions: Mapping[str, int] = field(default_factory=dict)
@@ -83,7 +87,8 @@ class StepHook(Watcher):
     ) -> None:
         super().__init__([fqn for fqn, shard in shards.items() if shard.is_stepped], listener, keys, recorder)
         self._modules = {fqn: shard.places[0][0].module for fqn, shard in shards.items()}
-        self._open: WeakKeyDictionary[torch.optim.Optimizer, _Step] = WeakKeyDictionary()
+        self._open: dict[int, _Step] = {}  # id() of an optimizer to its step
+        self._optimizers: dict[int, ref[torch.optim.Optimizer]] = {}  # by id(), while they exist
         self._strange: set[str] = set()
         self.num_updates = 0
         _STEPS.add(self)
@@ -97,33 +102,51 @@ class StepHook(Watcher):
         """Take note that a compiled graph runs steps without this hook."""
         self._omitted()
 
+    def forget(self, number: int) -> None:
+        """Close the open step of an optimizer that was deleted, by its ``id()``."""
+        self._optimizers.pop(number, None)
+        step = self._open.pop(number, None)
+        if step is not None and step.rows:
+            self._listener.ended(step.key)
+
     def before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Report the rows that a step is going to write."""
-        if (failed := self._open.pop(optimizer, None)) is not None and failed.rows:
+        number = id(optimizer)
+        if number not in self._optimizers:
+            self._optimizers[number] = ref(optimizer, partial(_deleted, ref(self), number))
+        if (failed := self._open.pop(number, None)) is not None and failed.rows:
             # The step raised. If it wrote a part of its rows, the version counter reports the write.
             self._contained(lambda: self._listener.applied(failed.key, failed.rows), otherwise=None)
         # Before the step adds its own writes to the version counters.
         self._contained(lambda: self._listener.notice_writes(self._tables), otherwise=None)
-        step = _Step(next(self._keys), is_computed_inside=_has_closure(args, kwargs))
+        may_load = type(optimizer) is torch.optim.SGD and _has_others(optimizer, "pre")
+        step = _Step(next(self._keys), is_computed_inside=_has_closure(args, kwargs), may_load=may_load)
         if not step.is_computed_inside:
             step.rows = self._contained(lambda: self._rows(optimizer, step), otherwise=self._all_rows())
             if step.rows:
                 self._opened(step.key, step.rows)
         step.versions = self._contained(self._versions, otherwise={})
-        self._open[optimizer] = step
+        self._open[number] = step
 
     def after(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         """Report that a step has written its rows."""
         del args, kwargs
-        step = self._open.pop(optimizer, None)
+        step = self._open.pop(id(optimizer), None)
         if step is None:
             return
         if step.is_computed_inside:
             late = self._contained(lambda: self._rows(optimizer, step), otherwise=self._all_rows())
+            if _has_others(optimizer, "post"):  # they may have changed the gradients since
+                late |= self._contained(lambda: self._all_rows_of(optimizer), otherwise=self._all_rows())
         else:
             # Another hook may have replaced a gradient after this hook read it.
             late = {fqn: None for fqn, gradient, version in step.gradients if gradient._version != version}  # noqa: SLF001
             late |= {fqn: None for fqn, gradient, _ in step.gradients if self._modules[fqn].weight.grad is not gradient}
+            if late:
+                self._warn("a gradient that changed during a step", "change no gradient in a hook of the step")
+            if step.may_load:
+                loaded = self._contained(lambda: self._rows(optimizer, step), otherwise=self._all_rows())
+                late = {**loaded, **late}
         # These optimizers write a weight once per step. Any further write is one of another hook, or of the closure.
         now: dict[str, int] = self._contained(self._versions, otherwise={})
         skipped = {fqn for fqn, gradient, _ in step.gradients if _is_skipped(optimizer, gradient)}
@@ -138,6 +161,11 @@ class StepHook(Watcher):
             self._contained(lambda: self._listener.applied(step.key, step.rows), otherwise=None)
         # A table without a gradient after its closure is not acknowledged: the version counter reports the write.
         self._contained(lambda: self._listener.acknowledge_writes({**step.rows, **late}), otherwise=None)
+        # A write of another thread since `now` was read is acknowledged, too.
+        after: dict[str, int] = self._contained(self._versions, otherwise={})
+        for fqn in {**step.rows, **late}:
+            if after.get(fqn, -1) != now.get(fqn, -2):
+                self._contained(partial(self._listener.mark, fqn, None, is_written=True), otherwise=None)
 
     def _versions(self) -> dict[str, int]:
         """Return the version counter of the weight of each reported table, by FQN."""
@@ -153,7 +181,9 @@ class StepHook(Watcher):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 fqns = tables.get(id(parameter))
-                if fqns is None or parameter.grad is None:
+                if fqns is None and group.get("fused"):
+                    fqns = self._aliased(parameter)
+                if not fqns or parameter.grad is None:
                     continue
                 has_update = True
                 stepped = [fqn for fqn in fqns if fqn in self._tables]
@@ -162,6 +192,16 @@ class StepHook(Watcher):
                     step.gradients += [(fqn, parameter.grad, parameter.grad._version) for fqn in stepped]  # noqa: SLF001
         self.num_updates += has_update
         return rows
+
+    def _all_rows_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor | None]:
+        """Return all rows of the reported tables whose parameters an optimizer has."""
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return {fqn: None for fqn in self._tables if id(self._modules[fqn].weight) in held}
+
+    def _aliased(self, parameter: Tensor) -> list[str]:
+        """Return the tables whose weight is in the memory of another parameter."""
+        address = parameter.untyped_storage().data_ptr()
+        return [fqn for fqn in self._tables if self._modules[fqn].weight.untyped_storage().data_ptr() == address]
 
     def _written(self, optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor | None:
         """Return the rows of a parameter that an optimizer writes, ``[N]`` int64; None if it may write any row."""
@@ -248,6 +288,19 @@ def watch_steps(
     """
     if not found.modules:
         yield StepHook(found.shards, listener, keys, recorder)
+
+
+def _deleted(hook: ref[StepHook], number: int, _: object) -> None:
+    """Close the step of an optimizer that raised in it and was deleted. Takes no lock: any thread may call it."""
+    held = hook()
+    if held is not None:
+        held.forget(number)
+
+
+def _has_others(optimizer: torch.optim.Optimizer, when: str) -> bool:
+    """Return True if other hooks are called before (``"pre"``) or after (``"post"``) the step of an optimizer."""
+    everywhere = getattr(torch_optimizer, f"_global_optimizer_{when}_hooks")
+    return len(everywhere) > 1 or bool(getattr(optimizer, f"_optimizer_step_{when}_hooks", None))
 
 
 def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

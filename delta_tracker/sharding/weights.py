@@ -7,6 +7,7 @@ number of its column ranges.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,8 +54,8 @@ class WriteWatch:
     Torch's in-place operators increment the counter, for example when values are copied into the tensors of a state
     dict. The following do not increment it: the fused backward pass, the reads of this module, collectives that write
     to a tensor (``broadcast``, ``all_reduce``, ``recv``), and writes through ``.data``, ``untyped_storage()``, DLPack,
-    numpy or a raw pointer. The tables of one kernel share a counter: a write to one table is reported for all of these
-    tables.
+    numpy or a raw pointer. Nor do the fused optimizers of ``torch.optim``, whose steps are hooked. The tables of one
+    kernel share a counter: a write to one table is reported for all of these tables.
 
     Args:
         shard: function that returns the current shard. The result changes when the table is resharded.
@@ -65,7 +66,7 @@ class WriteWatch:
     def __init__(self, shard: Callable[[], LocalShard]) -> None:
         self._shard = shard
         self._of = shard()
-        self._held = _versions(self._of)
+        self._held = _held(self._of)
 
     def __call__(self) -> bool:
         """Return True if the weights were written or replaced since the previous call.
@@ -75,30 +76,55 @@ class WriteWatch:
         # Takes less than a microsecond for most shards.
         shard = self._shard()
         if shard is self._of:
-            for owner, name, tensor, version, address in self._held:
+            for owner, name, tensor, version, address, _ in self._held:
                 if tensor._version != version or owner.get(name) is not tensor:  # noqa: SLF001
                     break
                 if address and tensor.data_ptr() != address:
                     break
             else:
                 return False
-        before, self._of, self._held = self._held, shard, _versions(shard)
+        before, self._of, self._held = self._held, shard, _held(shard)
         return len(before) != len(self._held) or any(
-            now[2] is not held[2] or now[3:] != held[3:] for now, held in zip(self._held, before, strict=True)
+            now.tensor is not then.tensor or (now.version, now.address) != (then.version, then.address)
+            for now, then in zip(self._held, before, strict=True)
         )
 
 
-def _versions(shard: LocalShard) -> list[tuple[Mapping[str, Tensor | None], str, Tensor, int, int]]:
-    """Return ``(mapping, key, tensor, version, address)`` for each nonempty weight tensor of a shard's kernels.
+class _Weight(NamedTuple):
+    """A nonempty weight tensor of a shard's kernel, and what shows later that it was written.
 
-    ``mapping[key]`` is the tensor, and ``version`` is its version counter. The address is that of the first value for
-    plain modules, whose ``weight.data`` may be replaced without a new version, and 0 for kernels.
+    Args:
+        owner: mapping of the module.
+        name: key of the tensor in the mapping.
+        tensor: the tensor.
+        version: its version counter.
+        address: for a plain module, address of the first value, because ``weight.data`` may be replaced without a new
+            version; 0 for a kernel.
+        storage: for a plain module, the memory at the address. As long as it is held here, no other tensor can get the
+            address.
     """
+
+    owner: Mapping[str, Tensor | None]
+    name: str
+    tensor: Tensor
+    version: int
+    address: int
+    storage: torch.UntypedStorage | None
+
+
+def _held(shard: LocalShard) -> list[_Weight]:
     return [
-        (owner, name, tensor, tensor._version, tensor.data_ptr() if shard.is_stepped else 0)  # noqa: SLF001
+        _Weight(
+            owner,
+            name,
+            tensor,
+            tensor._version,  # noqa: SLF001
+            tensor.data_ptr() if shard.is_stepped else 0,
+            tensor.untyped_storage() if shard.is_stepped else None,
+        )
         for kernel, _ in shard.places
         for owner, name in kernel.memory.weight_slots()
-        if (tensor := owner[name]) is not None and tensor.numel()
+        if (tensor := owner.get(name)) is not None and tensor.numel()
     ]
 
 

@@ -935,7 +935,7 @@ class ModelDeltaTracker:
         moved = [
             fqn
             for fqn, shard in found.shards.items()
-            if fqn not in held or shard.spec != held[fqn].spec or (fqn in owners) != (fqn in compared)
+            if fqn not in held or _form(shard) != _form(held[fqn]) or (fqn in owners) != (fqn in compared)
         ]
         unseen = [
             fqn
@@ -1038,6 +1038,11 @@ class ModelDeltaTracker:
 def _remove(hooks: Iterable[Watcher]) -> None:
     for hook in hooks:
         hook.remove()
+
+
+def _form(shard: LocalShard) -> tuple[ShardSpec, bool, bool]:
+    """Return what decides which kind of store a shard has."""
+    return shard.spec, shard.is_fused, shard.is_stepped
 
 
 def _modules(shard: LocalShard) -> list[tuple[object, int]]:

@@ -7,6 +7,7 @@ from tests.reverts.revert import Revert
 _HOOK = "delta_tracker/sharding/step_hook.py"
 _TABLES = "delta_tracker/sharding/plain_tables.py"
 _TESTS = "tests/sharding/test_plain_tables.py"
+_WRITES = "tests/sharding/test_plain_writes.py"
 _RANDOM = f"{_TESTS}::test_random_schedules_lose_no_update_and_send_nothing_else"
 
 
@@ -15,6 +16,76 @@ def _revert(defect: str, generator: str, file: str, before: str, after: str) -> 
 
 
 REVERTS = [
+    _revert(
+        "memory that gets the address of the old weight hides that the weight was replaced",
+        f"{_WRITES}::test_a_weight_that_is_cast_and_cast_back_is_sent",
+        "delta_tracker/sharding/weights.py",
+        "tensor.untyped_storage() if shard.is_stepped else None",
+        "None",
+    ),
+    _revert(
+        "a module with other gradients is tracked as before after reattach",
+        f"{_WRITES}::test_a_module_with_other_gradients_is_tracked_in_another_way_after_reattach",
+        "delta_tracker/tracker/tracker.py",
+        "return shard.spec, shard.is_fused, shard.is_stepped",
+        "return shard.spec, False, False",
+    ),
+    _revert(
+        "a hook after a closure hides which rows were written",
+        f"{_WRITES}::test_a_hook_after_a_closure_may_change_the_gradient",
+        _HOOK,
+        'if _has_others(optimizer, "post"):',
+        "if False:",
+    ),
+    _revert(
+        "a fused optimizer of an alias of a weight is not noticed",
+        f"{_WRITES}::test_a_fused_optimizer_of_another_parameter_in_the_same_memory_is_noticed",
+        _HOOK,
+        'if fqns is None and group.get("fused"):',
+        "if False:",
+    ),
+    _revert(
+        "rows of a momentum that a hook loads are lost",
+        f"{_WRITES}::test_a_momentum_that_is_loaded_in_a_hook_is_noticed",
+        _HOOK,
+        "if step.may_load:",
+        "if False:",
+    ),
+    _revert(
+        "a write of another thread at the end of a step is acknowledged",
+        f"{_WRITES}::test_a_write_of_another_thread_at_the_end_of_a_step_is_sent",
+        _HOOK,
+        "if after.get(fqn, -1) != now.get(fqn, -2):",
+        "if False:",
+    ),
+    _revert(
+        "rows that another process trains are lost",
+        f"{_WRITES}::test_rows_that_another_process_trains_in_shared_memory_are_sent[True]",
+        _TABLES,
+        "and not is_shared",
+        "and True",
+    ),
+    _revert(
+        "an optimizer that failed and is gone stops publishing for ever",
+        f"{_WRITES}::test_an_optimizer_that_failed_and_is_gone_does_not_stop_publishing",
+        _HOOK,
+        "            self._listener.ended(step.key)\n",
+        "            pass\n",
+    ),
+    _revert(
+        "a table of inference mode is tracked",
+        f"{_WRITES}::test_a_table_of_inference_mode_is_refused",
+        _TABLES,
+        "or weight.is_inference():",
+        "or False:",
+    ),
+    _revert(
+        "a frozen table needs an optimizer",
+        f"{_WRITES}::test_a_frozen_table_is_restored_without_an_optimizer",
+        "delta_tracker/sharding/optimizer_rows.py",
+        "and any(parameter.requires_grad for parameter in kernel.module.parameters())",
+        "",
+    ),
     _revert(
         "rows that only a sparse momentum moves are lost",
         f"{_RANDOM}[SGD with momentum-True-True]",
@@ -120,8 +191,8 @@ REVERTS = [
         "values that were assigned to a weight's data are not sent",
         f"{_TESTS}::test_assigned_data_is_sent[True]",
         "delta_tracker/sharding/weights.py",
-        "tensor.data_ptr() if shard.is_stepped else 0)",
-        "0)",
+        "tensor.data_ptr() if shard.is_stepped else 0,",
+        "0,",
     ),
     _revert(
         "rows of a module that left the model are published",

@@ -17,7 +17,11 @@ REVERTS = [
             "delta_tracker/predictor/follower.py": [
                 (
                     "        for waiter in tuple(self._waiters):\n            waiter.put(None)\n",
-                    "        with self._control:\n            for waiter in tuple(self._waiters):\n                waiter.put(None)\n",
+                    (
+                        "        with self._control:\n"
+                        "            for waiter in tuple(self._waiters):\n"
+                        "                waiter.put(None)\n"
+                    ),
                 )
             ]
         },

@@ -12,7 +12,11 @@ REVERTS = [
             "delta_tracker/distributed.py": [
                 (
                     "            if meanwhile is not None:\n                meanwhile()\n",
-                    "            if meanwhile is not None:\n                with self._typed_errors():\n                    meanwhile()\n",
+                    (
+                        "            if meanwhile is not None:\n"
+                        "                with self._typed_errors():\n"
+                        "                    meanwhile()\n"
+                    ),
                 )
             ]
         },

@@ -13,8 +13,11 @@ REVERTS = [
         edits={
             "delta_tracker/tracker/tracker.py": [
                 (
-                    "            for name in [self._log.resolve(each) for each in names]:  # all are resolved before one is cleared\n                self._log.clear(name)\n",
-                    "            for name in names:\n                self._log.clear(self._log.resolve(name))\n",
+                    (
+                        "[self._log.resolve(each) for each in names]:  # all are resolved before one is cleared\n"
+                        "                self._log.clear(name)\n"
+                    ),
+                    "names:\n                self._log.clear(self._log.resolve(name))\n",
                 )
             ]
         },
@@ -34,8 +37,18 @@ REVERTS = [
         edits={
             "delta_tracker/tracker/tracker.py": [
                 (
-                    "        except BaseException:\n            self._remove_hooks()\n            raise\n        self._model.is",
-                    "        except ZeroDivisionError:\n            self._remove_hooks()\n            raise\n        self._model.is",
+                    (
+                        "        except BaseException:\n"
+                        "            self._remove_hooks()\n"
+                        "            raise\n"
+                        "        self._model.is"
+                    ),
+                    (
+                        "        except ZeroDivisionError:\n"
+                        "            self._remove_hooks()\n"
+                        "            raise\n"
+                        "        self._model.is"
+                    ),
                 )
             ]
         },
@@ -65,7 +78,11 @@ REVERTS = [
             "delta_tracker/tracker/consumer_handle.py": [
                 (
                     "        if not self._is_transient:\n            self._log.release(self._name)\n",
-                    "        self._is_released = True\n        if not self._is_transient:\n            self._log.release(self._name)\n",
+                    (
+                        "        self._is_released = True\n"
+                        "        if not self._is_transient:\n"
+                        "            self._log.release(self._name)\n"
+                    ),
                 )
             ]
         },
@@ -77,7 +94,10 @@ REVERTS = [
             "delta_tracker/tracker/lookup_recorder.py": [
                 (
                     "                    looked_up.append((fqn, ids, None if states is None else states[rows]))\n",
-                    "                    looked_up.append((fqn, ids, None if states is None else states[rows]))\n                    self._log.mark(fqn, ids)\n",
+                    (
+                        "                    looked_up.append((fqn, ids, None if states is None else states[rows]))\n"
+                        "                    self._log.mark(fqn, ids)\n"
+                    ),
                 )
             ]
         },

@@ -76,7 +76,7 @@ def test_bad_input_is_refused_by_name(two_ranks: RankPool) -> None:
         "no consumer": ("UnknownConsumerError", "known consumers: 'a', 'b'"),
         "table": ("InvalidArgumentError", "'ec.embeddings.t', 'ec.embeddings.u'"),
         "rewind": ("InvalidArgumentError", "delete_on_read=False"),
-        "detached": ("DetachedError", "Build a new ModelDeltaTracker"),
+        "detached": ("DetachedError", "Call reattach()"),
     }
     for messages in two_ranks.run(f"{_CASES}:refused"):
         for name, (kind, words) in expected.items():
