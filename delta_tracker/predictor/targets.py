@@ -135,7 +135,7 @@ def _refuse_shared_memory(manifest: Manifest, targets: Mapping[str, RowTarget]) 
     spans = sorted((*_span(memory), fqn) for fqn, memory in memories)
     for (device, _, end, fqn), (other_device, begin, _, other) in itertools.pairwise(spans):
         if begin < end and device == other_device:
-            shared = f"in memory shared with {fqn!r} (tied weights, all but one of which the trainer must name in fqns_to_skip)"
+            shared = f"in memory shared with {fqn!r} (tied weights: the trainer must name one in fqns_to_skip)"
             raise TableMismatchError(other, str(manifest.tables[other]), shared)
 
 

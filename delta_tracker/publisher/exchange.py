@@ -149,8 +149,7 @@ class Exchange:
         call: str = "Publisher(...)",
         failed: _Failed = PublishError,
     ) -> None:
-        if not isinstance(timeout, timedelta) or timeout <= timedelta():
-            raise InvalidArgumentError("timeout", timeout, "Pass a timedelta above 0, such as timedelta(seconds=30)")
+        _check_timeout(timeout)
         self.group = RankGroup(name, call, timeout)
         self._failed = failed
         self.rank = self.group.rank
@@ -267,6 +266,11 @@ class Exchange:
             blank = torch.full((self._num_owed_bytes,), ord(" "), dtype=torch.uint8)
             self.group.start_all_gather(blank)
             self._num_owed_bytes = 0
+
+
+def _check_timeout(timeout: object) -> None:
+    if not isinstance(timeout, timedelta) or timeout <= timedelta():
+        raise InvalidArgumentError("timeout", timeout, "Pass a timedelta above 0, such as timedelta(seconds=30)")
 
 
 def check_alike(messages: Sequence[Mapping[str, Any]], *names: str, failed: _Failed = PublishError) -> None:
