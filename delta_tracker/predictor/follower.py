@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
 import traceback
@@ -28,7 +27,7 @@ from delta_tracker.errors import (
     unraised,
 )
 from delta_tracker.predictor.gauges import PredictorGauges
-from delta_tracker.predictor.polling import PollSchedule
+from delta_tracker.predictor.polling import PollSchedule, jittered
 from delta_tracker.stream.cursor import StreamCursor
 from delta_tracker.stream.interruption import Interrupted, check, interruptible
 from delta_tracker.stream.notify.notifier import Hints, Notifier
@@ -46,7 +45,6 @@ _MAX_NO_STREAM_SECONDS = 1.0  # otherwise
 _STALE_SECONDS = 1.0  # between two reads of an object that is stale in a cache
 # Longest intervals between two polls, while no version comes and while hints arrive.
 _LONGEST_SECONDS = {"directory": (0.1, 1.0), "remote": (5.0, 30.0)}
-_LEAST_JITTERED_SECONDS = 0.1
 _BEAT_SECONDS = 2.0  # interval at which a long wait writes a heartbeat if one is due
 _START_SECONDS = 2.0  # maximum time that start() waits for the thread's first check
 _LOCK_SECONDS = 0.1  # interval at which a wait for the lock checks the stop flag
@@ -334,7 +332,7 @@ class Follower:
         """
         self._schedule = schedule = self._new_schedule(poll_seconds)
         self._gap_seconds = _GAP_CHECK_SECONDS
-        self._pause, self._gap_check = schedule.first_seconds, time.monotonic() + _jittered(self._gap_seconds)
+        self._pause, self._gap_check = schedule.first_seconds, time.monotonic() + jittered(self._gap_seconds)
         with interruptible(self._stop), suppress(Interrupted):
             if not self._begins(refuse, begun):
                 return
@@ -392,7 +390,7 @@ class Follower:
             return
         place = self._cursor.place
         if self.error is not None or place is None:
-            self._stop.wait(_jittered(self._pause))
+            self._stop.wait(jittered(self._pause))
             return
         if self._hints.num_failures != self._num_hint_failures:
             self._num_hint_failures = self._hints.num_failures
@@ -432,7 +430,7 @@ class Follower:
                 is_well = self.error is None and self._cursor.has_listed
                 longer = min(2 * self._gap_seconds, _MAX_GAP_CHECKS * _GAP_CHECK_SECONDS)
                 self._gap_seconds = longer if is_well else _GAP_CHECK_SECONDS
-                self._gap_check = time.monotonic() + _jittered(self._gap_seconds)
+                self._gap_check = time.monotonic() + jittered(self._gap_seconds)
         return has_moved
 
     def _survives(self, call: Callable[[], object]) -> bool:
@@ -457,12 +455,6 @@ class Follower:
             _logger.warning("predictor failed and retries: %s", _described(error))
         self._gauges.failed_to_follow(error)
         self.error = unraised(error)
-
-
-def _jittered(seconds: float) -> float:
-    """Return ``seconds``, from 0.1 s on times a random factor, so that many readers do not send requests at once."""
-    is_jittered = seconds >= _LEAST_JITTERED_SECONDS
-    return seconds * random.uniform(0.75, 1.25) if is_jittered else seconds  # noqa: S311  no secret
 
 
 def _described(error: BaseException) -> str:

@@ -108,9 +108,19 @@ class PollSchedule:
                 self._current = min(self.longest, max(2 * self._current, _LEAST_PAUSE_SECONDS))
         else:
             seconds = self.first_seconds
-        return seconds * self._uniform(0.75, 1.25) if seconds >= _LEAST_JITTERED_SECONDS else seconds
+        return jittered(seconds, self._uniform)
 
     def _forget_wrong_hint(self) -> None:
         """Count a hint as wrong if the poll after it found nothing, or over http, the polls of some seconds."""
         if self._hinted is not None and (not self._is_delayed or self._clock() - self._hinted >= _HINT_SECONDS):
             self._num_right, self._hinted = 0, None
+
+
+def jittered(seconds: float, uniform: Callable[[float, float], float] = random.uniform) -> float:
+    """Return ``seconds``, from 0.1 s on times a random factor, so that many readers do not send requests at once.
+
+    Args:
+        seconds: time to wait.
+        uniform: function that returns a random number between two others.
+    """
+    return seconds * uniform(0.75, 1.25) if seconds >= _LEAST_JITTERED_SECONDS else seconds

@@ -25,7 +25,7 @@ _SCALE_BIAS_BYTES = 4
 _FLOATS = {"fp16": torch.float16, "fp32": torch.float32}
 _BITS = {"int8": 8, "int4": 4, "int2": 2}
 # dtypes that the quantizer accepts; others are converted to float32 first.
-_QUANTISED_FROM = (torch.float32, torch.float16)
+_QUANTIZED_FROM = (torch.float32, torch.float16)
 
 
 def model_tables(model: nn.Module) -> Iterator[tuple[str, RowTarget | Tensor]]:
@@ -261,7 +261,7 @@ class QuantizedTarget(TensorTarget):
             ``[N, bytes]`` uint8. Each row contains the quantized row in every distinct layout of the blocks, one layout
             after the other.
         """
-        if values.dtype not in _QUANTISED_FROM:
+        if values.dtype not in _QUANTIZED_FROM:
             values = values.float()
         values = values.contiguous()  # the quantizer ignores strides
         is_copied = any(device.type == "cuda" for device in self.devices)

@@ -6,7 +6,7 @@ from torch import nn
 
 # The tables of all other TorchRec modules are nn.Embedding and nn.EmbeddingBag, which do not need fbgemm.
 _SHARDED = "torchrec.distributed."
-_QUANTISED = "torchrec.quant."
+_QUANTIZED = "torchrec.quant."
 _COLLISIONS = ("torchrec.modules.mc_modules", "torchrec.modules.hash_mc_modules", "torchrec.distributed.mc_modules")
 
 _MAPPINGS = ("_mch_remapped_ids_mapping", "_hash_zch_identities")  # tensors of the classes in these modules
@@ -19,7 +19,7 @@ def has_sharded(model: nn.Module) -> bool:
 
 def has_fbgemm_tables(model: nn.Module) -> bool:
     """Return True if a module of the model is sharded or quantized by TorchRec, so that FBGEMM holds its tables."""
-    return _has(model, (_SHARDED, _QUANTISED))
+    return _has(model, (_SHARDED, _QUANTIZED))
 
 
 def has_collisions(model: nn.Module) -> bool:

@@ -45,10 +45,6 @@ class RowCache:
         weights = getattr(tbe, "lxu_cache_weights", None)
         return cls(tbe) if weights is not None and weights.numel() else None
 
-    def first_row(self, slot: int) -> int | None:
-        """Return the linear index of a slot's row 0; None if the table is not cached."""
-        return self._first[slot]
-
     def overlay(self, slot: int, ids: Tensor, rows: Tensor) -> Tensor:
         """Return rows of a table, with the newer rows from the cache. Does not wait for the device.
 

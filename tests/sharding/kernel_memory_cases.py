@@ -257,7 +257,7 @@ def fbgemm(rank: int, world_size: int) -> None:
     tbe, _ = _cached_shards(len(specs))
     cache = RowCache.of(tbe)
     for slot, first in enumerate(state.cache_hash_size_cumsum[:-1]):
-        assert cache.first_row(slot) == (None if first < 0 else first)
+        assert cache._first[slot] == (None if first < 0 else first)
     assert tbe.total_cache_hash_size == state.total_cache_hash_size
     real = SplitTableBatchedEmbeddingBagsCodegen([(10, 4, EmbeddingLocation.HOST, ComputeDevice.CPU)])
     assert RowCache.of(real) is None, "on the CPU there is no cache"

@@ -370,11 +370,6 @@ class SegmentStore:
         return len(self._segments)
 
     @property
-    def num_open(self) -> int:
-        """Number of open batches."""
-        return len(self._open)
-
-    @property
     def device(self) -> torch.device:
         """Device of the shard."""
         return self._device
