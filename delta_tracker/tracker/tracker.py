@@ -841,6 +841,8 @@ class ModelDeltaTracker:
             :mod:`delta_tracker.tracker.checkpoint.rank_header`.
 
         Raises:
+            DetachedError: if the tracker is detached: the updates since then are unknown.
+            UnsupportedTableError: if a plain module was replaced.
             InvalidArgumentError: if the strategy is unknown, or the state of a counter cannot be saved.
             UnsyncedReplicasError: if rows changed since the last ``sync()`` of a ``DMPCollection``. If the strategy is
                 a collective, it is raised on every rank.
@@ -853,7 +855,8 @@ class ModelDeltaTracker:
 
         On every rank, pass the parts of all ranks that saved, merged into one dict: the keys of different parts differ.
         The parts that cover the rank's shards and counters are sufficient. If the world size and the sharding plan are
-        unchanged, the rank's own part is sufficient. Uncommitted reads are aborted. A call that raises changes nothing.
+        unchanged, the rank's own part is sufficient. Uncommitted reads are aborted. A call that raises one of the
+        following errors changes nothing. After an interrupt or a lack of memory, all rows may count as changed.
 
         Args:
             state: parts of :meth:`state_dict`. Pass an empty dict for a checkpoint without tracker state: all rows are
