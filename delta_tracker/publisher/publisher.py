@@ -217,6 +217,7 @@ class Publisher:
             return {
                 "top_k": _budget(top_k),
                 "encoding": f"encoding={name_encodings(encoding)}",
+                "vote_every": f"vote_every={self._vote_every}",  # shorter than the whole cadence
                 "cadence": f"cadence={cadence}",
                 "kind": f"states={states!r} and skip_unchanged={skip_unchanged!r}",
                 "states": states_message(self._source.states),
@@ -237,7 +238,7 @@ class Publisher:
         self._announces = notifier is not None
         try:
             messages = self._exchange.exchange(Phase.BUILDING, Message.of(prepare))
-            check_alike(messages, "top_k", "encoding", "cadence", "kind")
+            check_alike(messages, "top_k", "encoding", "vote_every", "cadence", "kind")
             if states is not None:
                 self._writer.declare(messages, tracker.tables)
             self._writer.stored = self._stored

@@ -257,7 +257,9 @@ REVERTS = [
     Revert(
         defect="ranks with different encodings publish",
         generator="tests/publisher/test_cadence.py::test_ranks_with_different_arguments_are_refused",
-        edits={"delta_tracker/publisher/publisher.py": [('"top_k", "encoding", "cadence"', '"top_k", "cadence"')]},
+        edits={
+            "delta_tracker/publisher/publisher.py": [('"top_k", "encoding", "vote_every"', '"top_k", "vote_every"')]
+        },
     ),
     Revert(
         defect="a number as text raises a TypeError",
