@@ -12,7 +12,6 @@ from torch import Tensor
 
 from delta_tracker.cli.entries import read_all
 from delta_tracker.cli.stream_command import Stream, stream_command
-from delta_tracker.cli.survey import contiguous
 from delta_tracker.cli.text import plain, several, size
 from delta_tracker.cli.times import Skews
 from delta_tracker.errors import CorruptPartError, MalformedError
@@ -29,10 +28,11 @@ _MEMORY_BYTES = 32 << 20
 
 _HELP = """Check everything that a reader of the stream may read.
 
-Each entry of the log must follow the format, name its predecessor by hash, and not decrease the generation. Each part
-must have the size, the hash, the tensors and the ids that its entry records, and so must the optimizer states and the
-training states of format 2. The same holds for merged entries, which must replace entries of this log. After each
-version, no raw id may own two rows of a table. Reads every byte, in bounded memory, and changes nothing. Skips entries
+Each entry of the log must follow the format, name its predecessor by hash, and not decrease the generation. After the
+newest snapshot, no entry may be missing. Each part must have the size, the hash, the tensors and the ids that its entry
+records, and so must the optimizer states and the training states of format 2. The same holds for merged entries, which
+must replace entries of this log. After each version, no raw id may own two rows of a table. After a promotion, the
+entries of the former stream are checked too. Reads every byte, in bounded memory, and changes nothing. Skips entries
 that retention deletes during the check.
 
 Exit code 0 if nothing is damaged, 1 otherwise.
@@ -177,6 +177,9 @@ class _Check:
     _start: int = -1  # version of the newest snapshot, -1 for none
     _links: dict[int, Link] = field(default_factory=dict)
     _sizes: dict[str, int] = field(default_factory=dict)
+    _stream: str = ""  # stream of the newest well-formed entry
+    _so_far: str = ""  # stream of the entries that were checked so far
+    _streams: set[str] = field(default_factory=set)  # this one and the former ones
     _owners: _Owners = field(default_factory=_Owners)
 
     def to_dict(self) -> dict[str, object]:
@@ -197,54 +200,91 @@ class _Check:
 
     def run(self) -> None:
         """Check the log, then the merged entries."""
-        storage, log = self.stream.storage, self.stream.log
-        head = self.stream.head()
+        storage = self.stream.storage
+        head, newest = self._newest()
+        self._stream = "" if head is None else head.stream
         self._start = self._newest_snapshot(head)
         # The listing is made after the head was read, so that it contains the parts of all entries up to the head.
         self._sizes = {each.name: each.num_bytes for each in storage.objects("parts")}
-        versions = [version for version in log.versions() if version <= head.version]
-        versions = versions[contiguous(versions) :]
-        if self._start + 1 < versions[0] and head.snapshot is not None:
-            self._find(entry_name(versions[0] - 1), "it is missing, and the newest snapshot is below it", self._start)
+        listed = self.stream.log.versions()
         with self.stream.reading("verifying", 0 if self.is_quick else sum(self._sizes.values())):
-            self._check_log(versions, head)
-            self._check_merged(head)
+            self._check_log([version for version in listed if version <= newest], head)
+            self._check_strays([version for version in listed if version > newest], newest)
+            self._check_merged()
 
-    def _check_log(self, versions: Sequence[int], head: Manifest) -> None:
-        log = self.stream.log
+    def _newest(self) -> tuple[Manifest | None, int]:
+        """Return the newest well-formed entry, None if there is none, and the newest version.
+
+        Raises:
+            InvalidArgumentError: if there is no stream.
+            StorageError: if the store cannot be read.
+        """
+        try:
+            head = self.stream.head()
+        except MalformedError:  # reported when the entry is checked
+            return self.stream.log.newest_readable(), max(self.stream.log.versions(), default=-1)
+        return head, head.version
+
+    def _check_log(self, versions: Sequence[int], head: Manifest | None) -> None:
         before: Manifest | None = None
-        for version, manifest in read_all(versions, log.read, lambda manifest: manifest):
+        complete = self._start  # up to this version, no entry that readers need is missing
+        for version, manifest in read_all(versions, self.stream.log.read, lambda manifest: manifest):
+            if self._start >= 0 and complete < version - 1:
+                self._find_missing(complete + 1, version - 1)
+            complete = max(complete, version)
+            if before is None or before.version != version - 1:
+                before = None
+                self._owners.forget()
             if isinstance(manifest, MalformedError):
                 self._find(manifest.path, manifest.reason, version)
-                self._owners.forget()
-                before = None
             elif manifest is not None:
-                self.num_entries += 1
-                self._links[version] = manifest.link
-                self.skews.add(manifest)
-                for problem in _chain_problems(manifest, before, head):
-                    self._find(entry_name(version), problem, version)
-                is_whole = self._check_parts(manifest, partial(log.read, version), self._owners)
-                for problem in self._owners.problems(manifest, is_whole=is_whole and not self.is_quick):
-                    self._find(entry_name(version), problem, version)
-                before = manifest
+                self._check_entry(manifest, before)
+            elif version > self._start >= 0 and self._newest_snapshot(head) < version:
+                self._find_missing(version, version)  # retention deletes no such entry
+            before = manifest if isinstance(manifest, Manifest) else None
 
-    def _check_merged(self, head: Manifest) -> None:
+    def _check_entry(self, manifest: Manifest, before: Manifest | None) -> None:
+        """Check an entry of the log, with its links and objects; ``before`` is the previous entry, None if unknown."""
+        version = manifest.version
+        self.num_entries += 1
+        self._links[version] = manifest.link
+        self.skews.add(manifest)
+        for problem in _chain_problems(manifest, before, self._so_far, self._stream):
+            self._find(entry_name(version), problem, version)
+        is_newest = manifest.stream == self._stream  # if the entries before it are of another stream, that was reported
+        if not self._so_far or is_newest or _starts(manifest, before, self._so_far, self._stream):
+            self._so_far = manifest.stream
+        self._streams.add(self._so_far)
+        if manifest.forked_from is not None:
+            self._streams.add(manifest.forked_from.stream)
+        is_whole = self._check_parts(manifest, partial(self.stream.log.read, version), self._owners)
+        for problem in self._owners.problems(manifest, is_whole=is_whole and not self.is_quick):
+            self._find(entry_name(version), problem, version)
+
+    def _check_strays(self, versions: Sequence[int], newest: int) -> None:
+        """Check that the versions above the newest one were committed during the check."""
+        if versions and self.stream.log.storage.size(entry_name(newest + 1)) is None:
+            for version in versions:
+                self._find(
+                    entry_name(version), f"it is above version {newest + 1}, which is missing: delete it", version
+                )
+
+    def _check_merged(self) -> None:
         log = self.stream.log
         for merged, manifest in read_all(log.merged(), log.read_merged, lambda manifest: manifest):
             if isinstance(manifest, MalformedError):
                 self._find(manifest.path, manifest.reason, merged.last)
             elif manifest is not None:
                 self.num_merged += 1
-                for problem in self._merged_problems(manifest, head):
+                for problem in self._merged_problems(manifest):
                     self._find(merged.name, problem, merged.last)
                 self._check_parts(manifest, partial(log.read_merged, merged), None)
 
-    def _newest_snapshot(self, head: Manifest) -> int:
+    def _newest_snapshot(self, head: Manifest | None) -> int:
         try:
             snapshot = self.stream.log.newest_snapshot()
         except MalformedError:  # reported when the entry is checked
-            return -1 if head.snapshot is None else head.snapshot
+            return -1 if head is None or head.snapshot is None else head.snapshot
         return -1 if snapshot is None else snapshot.version
 
     def _check_parts(self, manifest: Manifest, again: Callable[[], Manifest | None], owners: _Owners | None) -> bool:
@@ -280,7 +320,8 @@ class _Check:
         Retention keeps an entry that precedes a claim, but deletes the entry's objects.
         """
         log = self.stream.log
-        return manifest.version < self._start and log.storage.size(stored.name) is None and log.precedes_claim(manifest)
+        is_old = manifest.version < self._start or manifest.stream != self._stream
+        return is_old and log.storage.size(stored.name) is None and log.precedes_claim(manifest)
 
     def _checks(
         self, manifest: Manifest, owners: _Owners | None
@@ -307,12 +348,16 @@ class _Check:
         if found != stored.num_bytes:
             raise CorruptPartError(stored.name, f"it has {found} bytes instead of {stored.num_bytes}")
 
-    def _merged_problems(self, manifest: Manifest, head: Manifest) -> Iterator[str]:
-        if manifest.stream != head.stream:
+    def _merged_problems(self, manifest: Manifest) -> Iterator[str]:
+        if self._streams and manifest.stream not in self._streams:
             yield f"it belongs to stream {manifest.stream}"
         for link, role in ((manifest.parent, "it follows"), (manifest.merges, "it replaces")):
             if link is not None and self._links.get(link.version, link) != link:
                 yield f"{role} another version {link.version} than the log's"
+
+    def _find_missing(self, first: int, last: int) -> None:
+        what = "it is missing" if first == last else f"it and the entries up to version {last} are missing"
+        self._find(entry_name(first), f"{what}, and the newest snapshot is below it", last)
 
     def _find(self, where: str, problem: str, version: int) -> None:
         self.findings.append(Finding(plain(where), plain(problem), version >= self._start))
@@ -357,21 +402,36 @@ def _check_training(storage: Storage, stored: Stored) -> None:
     read_training(storage, stored)
 
 
-def _chain_problems(manifest: Manifest, before: Manifest | None, head: Manifest) -> Iterator[str]:
-    """Compare an entry with the head and the previous entry, and yield a description of each contradiction.
+def _starts(manifest: Manifest, before: Manifest | None, stream: str, newest: str) -> bool:
+    """Return True if an entry may start another stream in the log.
 
     Args:
         manifest: the entry.
         before: previous entry; None if it is missing or malformed.
-        head: newest entry of the stream.
+        stream: stream of the entries so far.
+        newest: stream of the newest well-formed entry of the log.
     """
-    if manifest.stream != head.stream:
-        yield f"it belongs to stream {manifest.stream}, and the head to {head.stream}"
+    if manifest.forked_from is not None:
+        return before is None or manifest.forked_from.stream == stream
+    return before is None and manifest.stream == newest  # the promotion itself is missing or malformed
+
+
+def _chain_problems(manifest: Manifest, before: Manifest | None, stream: str | None, newest: str) -> Iterator[str]:
+    """Compare an entry with those before it, and yield a description of each contradiction.
+
+    Args:
+        manifest: the entry.
+        before: previous entry; None if it is missing or malformed.
+        stream: stream of the entries so far; empty if there are none.
+        newest: stream of the newest well-formed entry of the log.
+    """
+    if stream and manifest.stream != stream and not _starts(manifest, before, stream, newest):
+        yield f"it belongs to stream {manifest.stream}, and the entries before it to {stream}"
     if before is None:
         return
     if manifest.parent != before.link:
         yield f"its parent is {manifest.parent}, but its predecessor is {before.link}"
     if manifest.generation < before.generation:
         yield f"its generation {manifest.generation} is below {before.generation}, the generation of its predecessor"
-    if manifest.kind != "snapshot" and manifest.snapshot != before.snapshot:
+    if manifest.kind != "snapshot" and manifest.forked_from is None and manifest.snapshot != before.snapshot:
         yield f"its newest snapshot is {manifest.snapshot}, but its predecessor's is {before.snapshot}"

@@ -24,6 +24,7 @@ import random
 import secrets
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import replace
 
 import xxhash
@@ -208,6 +209,19 @@ class StreamLog:
             pointer = self.pointer.newest()
             return None if pointer is None else self._pointed_head(pointer)
         return self._known_head() or self._listed_head()
+
+    def newest_readable(self) -> Manifest | None:
+        """Return the newest entry that follows the format; None if there is none. Lists the log.
+
+        Raises:
+            StorageError: if the store cannot be read.
+        """
+        for version in reversed(self.versions()):
+            with suppress(MalformedError):
+                entry = self.read(version)
+                if entry is not None:
+                    return entry
+        return None
 
     def _known_head(self) -> Manifest | None:
         """Return the newest entry, found from a known version on; None if only a whole listing shows it."""

@@ -22,6 +22,9 @@ from delta_tracker.stream.format.part_reader import PartReader
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
+from delta_tracker.stream.mirror import Mirror
+from delta_tracker.stream.pointer_writer import PointerWriter
+from delta_tracker.stream.promotion import promote
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import Bucket, Identity, StateSpec, TableStates
 from tests.cli.commands import IDENTITY, Cli, entry, flip, make_owned, path_of, url_of
@@ -118,7 +121,7 @@ def test_verify_skips_objects_that_retention_removes(cli: Cli, writer: Writer, m
     monkeypatch.setattr(verify_command, "PartReader", reader)
     assert cli.json("verify", url_of(writer))["ok"]
     monkeypatch.undo()
-    assert cli.json("verify", url_of(writer))["entries"] == 3  # what is left begins above version 0
+    assert cli.json("verify", url_of(writer))["entries"] == 4  # versions 0, 3, 4 and 5
 
 
 def test_claims_that_retention_keeps_are_no_damage(cli: Cli, writer: Writer) -> None:
@@ -161,7 +164,6 @@ def test_verify_reads_every_byte_of_states_and_training_states(
     assert len(paths) == (12 if reads_pieces else 8)
     if reads_pieces:
         paths = paths[8:]  # of the version with such pieces
-        monkeypatch.setattr(verify_command, "contiguous", lambda versions: len(versions) - 1)
     else:
         found = cli.json("verify", url)
         assert (found["ok"], found["parts"]) == (True, 8)
@@ -252,3 +254,80 @@ def test_raw_ids_with_two_rows_are_found_after_each_version() -> None:
         assert all("has two rows" in each for each in problems)
         num_found += twice
     assert 5 < num_found < 195, num_found
+
+
+def promoted(writer: Writer, tmp_path: Path) -> Storage:
+    """A copy of a stream in which a new stream follows version 4."""
+    copy = Storage((tmp_path / "copy").as_uri(), create=True)
+    mirror = Mirror(writer.storage, copy)
+    while mirror.step():
+        pass
+    mirror.copy_merged()
+    promote(copy)
+    return copy
+
+
+def test_a_promotion_is_no_damage(cli: Cli, writer: Writer, tmp_path: Path) -> None:
+    compact(writer.storage)
+    copy = promoted(writer, tmp_path)
+    found = cli.json("verify", copy.url)
+    assert (found["findings"], found["entries"], found["merged"]) == ([], 5, 1)
+    again = Writer(copy, num_rows=50)
+    again.snapshot()
+    again.delta([1])
+    assert cli.json("verify", copy.url)["findings"] == []
+    assert cli.json("verify", copy.url, "--quick")["findings"] == []
+    retain(copy, Retention(versions=1, grace_seconds=0.0))
+    assert cli.json("verify", copy.url)["findings"] == []
+
+
+def test_an_entry_of_a_stream_that_was_not_forked_is_found(cli: Cli, writer: Writer, tmp_path: Path) -> None:
+    copy = promoted(writer, tmp_path)
+    Writer(copy, num_rows=50).snapshot()
+    for version, expected in ((3, [3, 4]), (7, [7])):
+        path = Path(copy.url.removeprefix("file://")) / entry_name(version)
+        good = path.read_text()
+        path.write_text(json.dumps(json.loads(good) | {"stream": "0" * 32}))
+        found = cli.json("verify", copy.url, code=1)["findings"]
+        assert sorted({each["where"] for each in found}) == [entry_name(each) for each in expected]
+        assert f"it belongs to stream {'0' * 32}" in found[0]["problem"]
+        path.write_text(good)
+
+
+def test_entries_below_a_gap_are_checked(cli: Cli, writer: Writer) -> None:
+    compact(writer.storage)
+    flip(path_of(writer, entry(writer, 1).parts[0].name))
+    path_of(writer, entry_name(3)).unlink()
+    found = cli.json("verify", url_of(writer), code=1)
+    assert [each["where"] for each in found["findings"]] == [entry(writer, 1).parts[0].name, entry_name(3)]
+    assert found["findings"][1]["problem"] == "it is missing, and the newest snapshot is below it"
+    assert all(each["is_in_the_way"] for each in found["findings"])
+    assert found["entries"] == 4
+    path_of(writer, entry_name(2)).unlink()
+    found = cli.json("verify", url_of(writer), code=1)
+    assert found["findings"][1]["where"] == entry_name(2)
+    assert "it and the entries up to version 3 are missing" in found["findings"][1]["problem"]
+
+
+def test_a_damaged_newest_entry_is_a_finding_among_others(cli: Cli, writer: Writer) -> None:
+    flip(path_of(writer, entry(writer, 3).parts[0].name))
+    path_of(writer, entry_name(4)).write_text("{")
+    found = cli.json("verify", url_of(writer), code=1)
+    wheres = [StreamLog(writer.storage).read(3).parts[0].name, entry_name(4)]  # type: ignore[union-attr]
+    assert [each["where"] for each in found["findings"]] == wheres
+    assert found["entries"] == 4
+    assert "2 findings in 4 entries" in cli("verify", url_of(writer), code=1)
+    for version in range(4):
+        path_of(writer, entry_name(version)).write_text("{")
+    found = cli.json("verify", url_of(writer), code=1)
+    assert [each["where"] for each in found["findings"]] == [entry_name(version) for version in range(5)]
+
+
+@pytest.mark.parametrize("version", [500, 10**20 - 1])
+def test_verify_and_inspect_agree_on_a_stray_name(cli: Cli, writer: Writer, version: int) -> None:
+    PointerWriter(writer.storage, seconds=0.0).after(entry(writer, 4))
+    path_of(writer, entry_name(version)).write_text("{}")
+    found = cli.json("verify", url_of(writer), code=1)["findings"]
+    assert found[-1]["where"] == entry_name(version)
+    assert entry_name(version) in cli("verify", url_of(writer), code=1)
+    cli("inspect", url_of(writer), code=1)
