@@ -25,6 +25,8 @@ Examples:
 @click.option("--reason", default="", metavar="TEXT", help="Text that is stored with the release.")
 def command(stream: Stream, reason: str) -> int:
     """Release the pin of the stream."""
+    if not stream.storage.is_read_only:
+        stream.head()
     pin = release_pin(stream.storage, reason=reason)
     if stream.out.is_json:
         stream.out.json(asdict(pin))

@@ -11,8 +11,9 @@ from delta_tracker.stream.rollback import pin_version
 
 _HELP = """Return all predictors that follow pins to VERSION, and keep them there until a release.
 
-Predictors built with follows_pins=True look for pins every few seconds. The entries and objects that lead to the
-version are checked, and retention keeps them. Of two commands at the same time, one fails with exit code 2.
+Predictors built with follows_pins=True look for pins every few seconds. The entries that lead to the version and every
+byte of the rows are checked first, and retention keeps them. Of two commands at the same time, one fails with exit code
+2.
 
 \b
 Examples:
@@ -25,10 +26,13 @@ Examples:
 @stream_command
 @click.argument("version", type=click.IntRange(0))
 @click.option("--reason", default="", metavar="TEXT", help="Text that is stored with the pin.")
+@click.option("--quick", is_flag=True, help="Compare the sizes of objects only, without reading their bytes.")
 @click.option("--replace", "replaces", is_flag=True, help="Replace the pin that applies.")
-def command(stream: Stream, version: int, reason: str, *, replaces: bool) -> int:
+def command(stream: Stream, version: int, reason: str, *, quick: bool, replaces: bool) -> int:
     """Pin the stream to a version."""
-    pin = pin_version(stream.storage, version, reason=reason, replaces=replaces)
+    if not stream.storage.is_read_only:
+        stream.head()
+    pin = pin_version(stream.storage, version, reason=reason, replaces=replaces, is_quick=quick)
     if stream.out.is_json:
         stream.out.json(asdict(pin))
     else:

@@ -46,12 +46,14 @@ def observe(log: StreamLog) -> Observed:
     """Return the workload of a stream. Reads its last 100 entries and no rows.
 
     Raises:
-        InvalidArgumentError: if the stream has fewer than two deltas, has states or raw ids, or has different encodings
-            of tables of one dtype.
+        InvalidArgumentError: if there is no stream, or if it has fewer than two deltas, has states or raw ids, or has
+            different encodings of tables of one dtype.
         MalformedError, StorageError: if the entries cannot be read.
     """
     url = log.storage.url
     entries = [entry for entry in map(log.read, log.versions()[-_NUM_ENTRIES:]) if entry is not None]
+    if not entries:
+        raise InvalidArgumentError("--from", url, "There is no stream. Check the URL, or start the publisher")
     versions = [entry for entry in entries if entry.kind != "claim"]
     deltas = [entry for entry in versions if entry.kind == "delta"]
     if len(deltas) < 2:  # noqa: PLR2004  a rate needs two times

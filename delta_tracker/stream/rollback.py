@@ -23,6 +23,7 @@ from delta_tracker.errors import (
 )
 from delta_tracker.stream.cursor import StreamCursor
 from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.format.part_reader import PartReader
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.pin import (
     MAX_PIN_BYTES,
@@ -38,26 +39,31 @@ from delta_tracker.stream.storage.storage import Storage
 _FAULTS = (CorruptPartError, MalformedError, MissingVersionError, NoSnapshotError, RetentionRunningError)
 
 
-def pin_version(storage: Storage, version: int, *, reason: str = "", replaces: bool = False) -> Pin:
+def pin_version(
+    storage: Storage, version: int, *, reason: str = "", replaces: bool = False, is_quick: bool = False
+) -> Pin:
     """Return all predictors that follow pins to a version, and keep them there until a release.
 
     The entries that lead to the version, and the sizes of their objects, are checked before the pin is written and
-    again afterwards, because a retention pass may run at the same time. Retention keeps them while the pin applies.
+    again afterwards, because a retention pass may run at the same time. Before the pin is written, all bytes of the
+    parts are checked too. Retention keeps them while the pin applies.
 
     Args:
         storage: store of the stream.
         version: version to return to.
         reason: text for people, at most 1,000 characters.
         replaces: True to replace the pin that applies.
+        is_quick: True to compare only the sizes of objects, without reading the parts.
 
     Returns:
         The pin.
 
     Raises:
-        InvalidArgumentError: if the version is not in the stream or is a claim, or the reason is too long.
+        InvalidArgumentError: if the version is not in the stream, is a claim or belongs to a former stream of the log,
+            or the reason is too long.
         MissingVersionError: if an entry that leads to the version is missing.
         NoSnapshotError: if there is no snapshot at or below the version.
-        CorruptPartError: if an object that leads to the version is missing, or has another size.
+        CorruptPartError: if an object that leads to the version is missing, or has other bytes.
         RetentionRunningError: if a retention pass deletes versions that lead to this one, or was interrupted. The pin
             is undone.
         MalformedError: if an entry cannot be read.
@@ -73,19 +79,18 @@ def pin_version(storage: Storage, version: int, *, reason: str = "", replaces: b
         delta_tracker.errors.InvalidArgumentError: version=41 cannot be used. The stream has no version.
     """
     log = _log(storage, "a rollback", reason)
-    counter, former = newest_counter(storage), newest_pin(storage)
+    _former(log, replaces=replaces)  # refuse before the parts are read
+    checked_path(log, version, reads_parts=not is_quick)
+    counter, former = newest_counter(storage), _former(log, replaces=replaces)
     entry, _ = checked_path(log, version)
     head = log.head() or entry
-    is_pinned = former is not None and former.kind == "pin" and former.stream == head.stream
-    if former is not None and is_pinned and not replaces:
-        raise PinnedError(storage.url, former.version, former.counter)
     pin = Pin(
         counter=counter + 1,
         stream=entry.stream,
         kind="pin",
         version=version,
         xxh3=entry.xxh3,
-        bad=max(head.version, former.bad if former is not None and is_pinned else 0),
+        bad=max(head.version, 0 if former is None else former.bad),
         reason=reason,
         time=time.time(),
     )
@@ -100,7 +105,7 @@ def pin_version(storage: Storage, version: int, *, reason: str = "", replaces: b
         if before > oldest:
             raise RetentionRunningError(storage.url, before)
     except _FAULTS:
-        _correct(log, pin, former if is_pinned else None)
+        _correct(log, pin, former)
         raise
     return pin
 
@@ -154,13 +159,33 @@ def release_pin(storage: Storage, *, reason: str = "") -> Pin:
     return release
 
 
-def checked_path(log: StreamLog, version: int) -> tuple[Manifest, int]:
+def _former(log: StreamLog, *, replaces: bool) -> Pin | None:
+    """Return the pin that applies, None if there is none.
+
+    Raises:
+        PinnedError: if one applies, and ``replaces`` is False.
+    """
+    pin, head = newest_pin(log.storage), log.head()
+    if pin is None or head is None or pin.kind != "pin" or pin.stream != head.stream:
+        return None
+    if not replaces:
+        raise PinnedError(log.storage.url, pin.version, pin.counter)
+    return pin
+
+
+def checked_path(log: StreamLog, version: int, *, reads_parts: bool = False) -> tuple[Manifest, int]:
     """Return the log's entry of a version and the oldest version that leads to it, after a check of their objects.
+
+    Args:
+        log: log of the stream.
+        version: number of the version.
+        reads_parts: True to check all bytes of the parts, False to compare only sizes.
 
     Raises:
         InvalidArgumentError, MissingVersionError, NoSnapshotError, CorruptPartError, StorageError: see
             :func:`pin_version`.
     """
+    _refuse_former(log, version)
     path = StreamCursor(log).path_to(version)
     entry = log.read(version)  # the path may end with a merged snapshot instead
     if entry is None or path[-1].link != entry.link:
@@ -169,7 +194,25 @@ def checked_path(log: StreamLog, version: int) -> tuple[Manifest, int]:
         raise InvalidArgumentError("version", version, "It is a claim without rows: pass the version before or after")
     for each in path:
         _check_objects(log.storage, each)
+        for part in each.parts if reads_parts else ():
+            PartReader(log.storage, part, each)
     return entry, min(each.version for each in path)
+
+
+def _refuse_former(log: StreamLog, version: int) -> None:
+    """Refuse a version of a former stream of the log, to which predictors of the present one do not go.
+
+    Raises:
+        InvalidArgumentError: if the version belongs to another stream than the newest entry.
+    """
+    head = log.head()
+    entry = log.read(version) if head is not None and type(version) is int and 0 <= version <= head.version else None
+    if head is not None and entry is not None and entry.stream != head.stream:
+        step = "Call Publisher.snapshot() first: the present stream has no snapshot"
+        if head.snapshot is not None:
+            step = f"Pass a version of the present stream, whose newest snapshot is version {head.snapshot}"
+        remedy = f"It belongs to the former stream {entry.stream}. {step}"
+        raise InvalidArgumentError("version", version, remedy)
 
 
 def _check_objects(storage: Storage, manifest: Manifest) -> None:
