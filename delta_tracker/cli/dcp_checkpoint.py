@@ -51,10 +51,14 @@ def entries_of(log: StreamLog, version: int) -> list[Manifest]:
         NotRecoverableError: if the version has states, and cannot be restored.
         MalformedError, MissingVersionError, NoSnapshotError, StorageError: if the version cannot be read.
     """
-    path = StreamCursor(log).path_to(version)
+    path = StreamCursor(log).path_to(version, of_any=True)
     for fqn in path[-1].identities:
         raise InvalidArgumentError("--dcp", fqn, "Choose --out: the table has raw ids, which --dcp cannot write")
     if path[-1].training:
+        head = log.head()
+        if head is not None and head.stream != path[-1].stream:
+            remedy = "Choose --out, or a version of the present stream: training states of the former one are not read"
+            raise InvalidArgumentError("--dcp", f"version {version}", remedy)
         path = recovery_path(log, version)
     for fqn, states in path[-1].states.items():
         if states.states and len(states.states) != len(_STATE_KEYS.get(states.optimizer, ())):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from delta_tracker.cli.output import table
 from delta_tracker.cli.stream_command import Stream, stream_command
-from delta_tracker.cli.text import count
+from delta_tracker.cli.text import count, plain, several
 from delta_tracker.cli.versions import bytes_to_read, check_tables, contents_of, mapped, write_owners, write_rows
 from delta_tracker.errors import InvalidArgumentError, StorageError
 from delta_tracker.raw_ids import NO_OWNER
@@ -29,7 +29,8 @@ _HELP = """Show the rows of a table that differ between versions V1 and V2, and 
 
 A row differs if any of its bits differs. "moved" is the L2 norm of the difference, computed in float64. Rows with NaN
 or infinity have the value "nan" or "inf" and are listed first. Both versions are built in the directory for temporary
-files (TMPDIR). This needs disk space for two copies of the table, and little memory.
+files (TMPDIR). This needs disk space for two copies of the table, and little memory. After a promotion, the versions of
+the former stream can be compared too.
 
 \b
 Examples:
@@ -50,9 +51,9 @@ Examples:
 @click.option("--ids", "shows_ids", is_flag=True, help="Compare the raw ids of the rows instead of their values.")
 def command(stream: Stream, v1: int, v2: int, *, fqn: str | None, limit: int, shows_ids: bool) -> int:
     """Compare the two versions of the table and print the differences."""
-    stream.head()
+    stream.newest_readable()
     cursor = StreamCursor(stream.log)
-    paths = cursor.path_to(v1), cursor.path_to(v2)
+    paths = cursor.path_to(v1, of_any=True), cursor.path_to(v2, of_any=True)
     spec = _table(fqn, paths[0][0])
     if shows_ids:
         return _show_ids(stream, (v1, v2), paths, spec, limit)
@@ -89,10 +90,10 @@ def _show_ids(
     """Print the rows of a table whose raw ids differ between two versions.
 
     Raises:
-        InvalidArgumentError: if the table has no raw ids.
+        click.UsageError: if the table has no raw ids.
     """
     if any(spec.fqn not in path[0].identities for path in paths):
-        raise InvalidArgumentError("--ids", spec.fqn, "Pass a table with managed collisions")
+        raise click.UsageError(plain(f"Table {spec.fqn} has no raw ids. Omit --ids."))
     with _scratch() as scratch:
         before, after = _both(stream, paths, spec, scratch, with_ids=True)
         (ids,) = (before != after).nonzero(as_tuple=True)
@@ -138,13 +139,16 @@ def _table(fqn: str | None, manifest: Manifest) -> TableSpec:
     """Return the spec of the table ``fqn`` in a snapshot; if ``fqn`` is None, the spec of the only table.
 
     Raises:
-        InvalidArgumentError: if the snapshot has no table ``fqn``, or if ``fqn`` is None and the snapshot does not have
-            exactly one table.
+        InvalidArgumentError: if the snapshot has no table ``fqn``.
+        click.UsageError: if ``fqn`` is None and the snapshot does not have exactly one table.
     """
     names = sorted(manifest.tables)
     if fqn is None and len(names) == 1:
         return manifest.tables[names[0]]
-    if fqn is None or fqn not in manifest.tables:
+    if fqn is None:
+        known = f"{' or '.join(f'--table {name}' for name in names[:_MAX_NAMES])}{' ...' * (len(names) > _MAX_NAMES)}"
+        raise click.UsageError(plain(f"The stream has {several(len(names), 'table')}. Pass {known or 'another URL'}."))
+    if fqn not in manifest.tables:
         known = f"{', '.join(names[:_MAX_NAMES])}{' ...' * (len(names) > _MAX_NAMES)}"
         raise InvalidArgumentError("--table", fqn, f"Pass a table of version {manifest.version}: {known or 'none'}")
     return manifest.tables[fqn]

@@ -73,12 +73,14 @@ Examples:
 def command(stream: Stream, version: int | None, out: Path | None, form: str | None, dcp: Path | None) -> int:
     """Write the files in a temporary directory, then rename the result."""
     option, out, form = _destination(out, form, dcp)
-    head = stream.head()
-    version = head.version if version is None else version
+    version = stream.head().version if version is None else version
+    stream.newest_readable()
     try:
         with _draft(option, out) as draft:
-            put_together = _put_checkpoint_together if form == "dcp" else _put_together
-            files = put_together(stream, version, draft, form)
+            if form == "dcp":
+                path, files = _put_checkpoint_together(stream, version, draft)
+            else:
+                path, files = _put_together(stream, version, draft, form)
             num_bytes = sum(each.stat().st_size for each in files)
             _refuse_existing(option, out)
             (files[0] if form == "torch" else files[0].parent).rename(out)
@@ -89,7 +91,7 @@ def command(stream: Stream, version: int | None, out: Path | None, form: str | N
     names = [] if form == "torch" else sorted(each.name for each in files)
     if stream.out.is_json:
         stream.out.json(
-            {"url": stream.storage.url, "stream": head.stream, "version": version, "format": form}
+            {"url": stream.storage.url, "stream": path[-1].stream, "version": version, "format": form}
             | {"out": str(out), "files": names, "bytes": num_bytes}
         )
         return 0
@@ -107,7 +109,7 @@ def _destination(out: Path | None, form: str | None, dcp: Path | None) -> tuple[
     if dcp is not None:
         return "--dcp", dcp, "dcp"
     if out is None:
-        raise InvalidArgumentError("--out", None, "Pass --out or --dcp")
+        raise click.UsageError("Pass --out or --dcp.")
     return "--out", out, form or "safetensors"
 
 
@@ -132,8 +134,8 @@ def _refuse_existing(option: str, out: Path) -> None:
         raise InvalidArgumentError(option, str(out), "Choose another name: it exists")
 
 
-def _put_together(stream: Stream, version: int, draft: Path, form: str) -> list[Path]:
-    """Write the files of a version and return their paths.
+def _put_together(stream: Stream, version: int, draft: Path, form: str) -> tuple[list[Manifest], list[Path]]:
+    """Write the files of a version, and return the entries that lead to it and the paths of the files.
 
     Args:
         stream: the stream.
@@ -147,7 +149,7 @@ def _put_together(stream: Stream, version: int, draft: Path, form: str) -> list[
         MissingVersionError, NoSnapshotError, CorruptPartError, StorageError: if the version cannot be read.
         OSError: if a file cannot be written.
     """
-    path = StreamCursor(stream.log).path_to(version)
+    path = StreamCursor(stream.log).path_to(version, of_any=True)
     work = draft / "work"
     work.mkdir()
     rooms: dict[str, Tensor] | None = None
@@ -174,11 +176,11 @@ def _put_together(stream: Stream, version: int, draft: Path, form: str) -> list[
             torch.save(_state_dict(rooms, dense), files[0])
     for file in (*files, work):
         _sync(file)
-    return files
+    return path, files
 
 
-def _put_checkpoint_together(stream: Stream, version: int, draft: Path, _form: str) -> list[Path]:
-    """Write a DCP checkpoint of a version and return the paths of its files.
+def _put_checkpoint_together(stream: Stream, version: int, draft: Path) -> tuple[list[Manifest], list[Path]]:
+    """Write a DCP checkpoint of a version, and return the entries that lead to it and the paths of its files.
 
     Raises the errors of :func:`~delta_tracker.cli.dcp_checkpoint.entries_of` and of
     :func:`~delta_tracker.cli.dcp_checkpoint.write_checkpoint`.
@@ -193,7 +195,7 @@ def _put_checkpoint_together(stream: Stream, version: int, draft: Path, _form: s
     files = sorted(directory.iterdir())
     for file in (*files, directory):
         _sync(file)
-    return files
+    return path, files
 
 
 def _rooms(snapshot: Manifest, version: int, work: Path, form: str) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from delta_tracker.cli.output import Output
-from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.errors import InvalidArgumentError, MalformedError
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage, Transfer
@@ -105,6 +105,22 @@ class Stream:
             )
         return head
 
+    def newest_readable(self) -> Manifest:
+        """Return the newest entry of the log; if it is malformed, the newest well-formed one.
+
+        Raises:
+            InvalidArgumentError: if there is no stream.
+            MalformedError: if all entries are malformed.
+            StorageError: if the log cannot be read.
+        """
+        try:
+            return self.head()
+        except MalformedError:
+            found = self.log.newest_readable()
+            if found is None:
+                raise
+            return found
+
 
 def stream_command(function: Callable[..., int]) -> Callable[..., int]:
     """Add the argument ``URL`` and the options ``--option`` and ``--json`` to a click command.
@@ -130,15 +146,18 @@ def stream_command(function: Callable[..., int]) -> Callable[..., int]:
     return wrapped
 
 
-def store_options(options: Sequence[str]) -> dict[str, str] | None:
-    """Return a dict from name to value of the ``--option name=value`` arguments; None if there are none.
+def store_options(options: Sequence[str], option: str = "--option") -> dict[str, str] | None:
+    """Return a dict from name to value of the ``name=value`` arguments of an option; None if there are none.
+
+    Args:
+        options: the arguments.
+        option: name of the option on the command line.
 
     Raises:
-        InvalidArgumentError: if an option has no name or no ``=``. The message omits the option's text, which may be
-            secret.
+        click.UsageError: if an argument has no name or no ``=``. The message omits its text, which may be secret.
     """
-    pairs = [option.partition("=") for option in options]
+    pairs = [each.partition("=") for each in options]
     for name, equals, _ in pairs:
         if not equals or not name:
-            raise InvalidArgumentError("--option", name if equals else "(no = in it)", "Write name=value")
+            raise click.UsageError(f"A value of {option} has no {'name' if equals else '='}. Write name=value.")
     return {name: value for name, _, value in pairs} or None

@@ -504,7 +504,7 @@ class StreamCursor:
             level = logging.INFO if isinstance(error, StorageError) else logging.WARNING
             _logger.log(level, "%s: %s", text, str(error))
 
-    def path_to(self, version: int, *, is_elsewhere: bool = False) -> list[Manifest]:
+    def path_to(self, version: int, *, is_elsewhere: bool = False, of_any: bool = False) -> list[Manifest]:
         """Return the entries to apply to reach a version, in order: a snapshot and its successors up to the version.
 
         Starts at a merged snapshot if there is one: retention may have deleted the versions that it replaces, or only
@@ -513,6 +513,7 @@ class StreamCursor:
         Args:
             version: version of the newest stream of the log.
             is_elsewhere: True to accept that the last applied entry belongs to another stream.
+            of_any: True to accept also a version of a former stream of the log, and one below a malformed newest entry.
 
         Raises:
             MissingVersionError: if a required entry is missing or was replaced.
@@ -522,7 +523,7 @@ class StreamCursor:
             MalformedError: if an entry cannot be read, or has a lower generation than its predecessor.
             StorageError: if the log cannot be read.
         """
-        head = self.log.head()
+        head = self._newest_below(version) if of_any else self.log.head()
         if head is None or type(version) is not int or not 0 <= version <= head.version:
             newest = "no version" if head is None else f"versions up to {head.version}"
             raise InvalidArgumentError("version", version, f"The stream has {newest}")
@@ -532,9 +533,14 @@ class StreamCursor:
         path: list[Manifest] = []
         link: Link | None = None
         asked = version
+        found = self._entry(version, None, snapshots) if of_any else None
+        stream = head.stream if found is None else found.stream
         while not path or path[-1].kind != "snapshot":
             manifest = self._entry(version, link, snapshots)
-            if manifest is None or manifest.stream != head.stream:
+            if of_any and path and path[-1].forked_from is not None:
+                remedy = f"Version {path[-1].version} starts another stream: pass one before it, or a later snapshot"
+                raise InvalidArgumentError("version", asked, remedy)
+            if manifest is None or manifest.stream != stream:
                 raise MissingVersionError(version, head.version)
             if not path and manifest.kind == "claim" and not self.log.is_committed(manifest):
                 raise MissingVersionError(version, head.version)
@@ -547,6 +553,16 @@ class StreamCursor:
                 link = manifest.parent
                 version = link.version
         return path[::-1]
+
+    def _newest_below(self, version: int) -> Manifest | None:
+        """Return the newest entry; if it is malformed, the newest well-formed one, if that reaches ``version``."""
+        try:
+            return self.log.head()
+        except MalformedError:
+            head = self.log.newest_readable()
+            if head is None or version > head.version:
+                raise
+            return head
 
     def _entry(self, version: int, link: Link | None, snapshots: Mapping[int, Merged]) -> Manifest | None:
         """Return the merged snapshot or else the log entry of a version, or another merged entry that ends with it.

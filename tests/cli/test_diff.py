@@ -95,4 +95,4 @@ def test_diff_of_raw_ids(cli: Cli, writer: Writer, tmp_path: Path) -> None:
     assert "4 of 50 rows" in shown
     assert "raw id at 3" in shown
     cli("diff", url_of(writer), 1, 2, "--ids", code=2)
-    assert "managed collisions" in cli.err
+    assert "Table ec.embeddings.t has no raw ids. Omit --ids." in cli.err

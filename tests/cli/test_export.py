@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from delta_tracker.cli import export as export_command
 from delta_tracker.predictor.predictor import Predictor
 from delta_tracker.stream.format.encoding import Encoding
+from delta_tracker.stream.log import entry_name
 from tests.cli.commands import (
     IDENTITY,
     Cli,
@@ -109,3 +110,16 @@ def test_other_buckets_in_a_delta_are_refused(cli: Cli, tmp_path: Path) -> None:
     writer.delta([1])
     cli("export", url_of(writer), "--out", tmp_path / "out", code=1)
     assert "other buckets of raw ids" in cli.err
+
+
+def test_a_version_below_a_damaged_newest_entry_is_exported(cli: Cli, writer: Writer, tmp_path: Path) -> None:
+    cli("export", url_of(writer), "--version", 3, "--out", tmp_path / "before")
+    path_of(writer, entry_name(4)).write_text("{")
+    cli("export", url_of(writer), "--version", 3, "--out", tmp_path / "after")
+    (before,), (after,) = (list((tmp_path / each).glob("*.t.weight.*")) for each in ("before", "after"))
+    assert before.read_bytes() == after.read_bytes()
+    assert cli.json("diff", url_of(writer), 2, 3)["changed"]
+    for options in ([], ["--version", 4]):
+        cli("export", url_of(writer), *options, "--out", tmp_path / "newest", code=1)
+        assert "copy the object back from a mirror" in cli.err
+        assert "call Publisher.snapshot(): predictors continue from it" in cli.err
