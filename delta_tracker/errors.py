@@ -529,7 +529,11 @@ class RankLostError(StreamError, RuntimeError):
 class MalformedError(StreamError, ValueError):
     """A manifest, a part or another object of a stream is malformed; see ``path`` and ``reason``."""
 
-    _remedy = "Check for other writers to this stream; if it is an entry of the log, start a new stream at another url"
+    _remedy = (
+        "Check for other writers to this stream, and copy the object back from a mirror. If it is an entry of the log, "
+        "call Publisher.snapshot(): predictors continue from it. If no publisher can claim the stream, start a new "
+        "stream at another url"
+    )
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(f"{path} is malformed: {reason}", self._remedy)
@@ -829,6 +833,16 @@ class MirrorDivergedError(StreamError, RuntimeError):
         self.destination = destination
         self.version = version
         self.reason = reason
+
+
+class SourceGapError(MirrorDivergedError):
+    """The source of a mirror lacks ``version``, and has no snapshot above it. Nothing was changed."""
+
+    def __init__(self, source: str, destination: str, version: int) -> None:
+        super().__init__(source, destination, version, "the source lacks this version")
+        self.problem = f"{source} lacks version {version}, and has no snapshot above it"
+        self.remedy = "Publish a snapshot there, then mirror to an empty destination"
+        self.args = (f"{self.problem}. {self.remedy}.",)
 
 
 class CorruptPartError(StreamError, ValueError):

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import click
 
 from delta_tracker.cli.entries import Entry
+from delta_tracker.cli.numbers import Number
 from delta_tracker.cli.stream_command import Stream, store_options, stream_command
 from delta_tracker.cli.text import size
-from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.errors import NoSnapshotError
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.maintenance.retention import Retention
 from delta_tracker.stream.mirror import Mirror
@@ -22,7 +23,7 @@ _HELP = """Copy the stream at URL to DST and follow it, until Ctrl-C.
 
 DST is a bucket or directory. Its log has the same bytes as the source's, from the newest snapshot on, and every object
 that an entry names is copied before the entry. An interrupted mirror continues where it stopped. If DST is not a prefix
-of URL, the command stops with exit code 1; mirror to an empty DST then. Run one mirror per DST.
+of URL, or URL has lost a version, the command stops with exit code 1. Run one mirror per DST.
 
 With --promote, URL is the mirror, and nothing is copied: a new stream starts after its newest entry. Stop the mirror
 and restore the trainer from it before.
@@ -40,7 +41,7 @@ Examples:
 @click.argument("dst", required=False)
 @click.option("--once", is_flag=True, help="Exit when DST has every version of URL.")
 @click.option("--keep-versions", type=click.IntRange(1), help="Delete older versions at DST that no reader needs.")
-@click.option("--poll", type=click.FloatRange(0.01), metavar="SECONDS", help="Polling interval. Default: by URL.")
+@click.option("--poll", type=Number(0.01), metavar="SECONDS", help="Polling interval. Default: by URL.")
 @click.option(
     "--dst-option",
     "dst_options",
@@ -62,11 +63,13 @@ def command(
     """Copy the stream until Ctrl-C, or with ``once`` up to its newest version, and print each copied entry."""
     if promotes:
         if dst is not None or dst_options or poll is not None or keep_versions is not None or once:
-            raise InvalidArgumentError("--promote", dst, "Pass only the URL of the mirror")
+            raise click.UsageError("Pass only the URL of the mirror with --promote.")
         return _promote(stream)
     if dst is None:
-        raise InvalidArgumentError("DST", dst, "Pass the URL of the copy")
-    destination = Storage(dst, create=True, options=store_options(dst_options))
+        raise click.UsageError("Pass DST, the URL of the copy.")
+    if once:
+        stream.newest_readable()  # before anything is created
+    destination = Storage(dst, create=True, options=store_options(dst_options, "--dst-option"))
     if not destination.is_read_only:
         destination.probe()
     mirror = Mirror(
@@ -80,6 +83,8 @@ def command(
         on_entry=lambda entry: _show(stream, entry),
         once=once,
     )
+    if once and mirror.head is None:
+        raise NoSnapshotError(stream.storage.url)
     return 0
 
 

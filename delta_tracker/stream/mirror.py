@@ -28,6 +28,7 @@ from delta_tracker.errors import (
     MissingVersionError,
     NewerFormatError,
     NoSnapshotError,
+    SourceGapError,
     StorageError,
 )
 from delta_tracker.stream.cursor import StreamCursor
@@ -121,7 +122,7 @@ class Mirror:
 
         Raises:
             MirrorDivergedError: if the destination is not a prefix of the source, or the source has deleted the next
-                entry. Nothing was changed.
+                entry. It is a :class:`SourceGapError` if the source has lost the entry. Nothing was changed.
             CorruptPartError: if an object of the source does not match its entry.
             MalformedError: if an entry does not follow the format.
             StorageError: if a store fails. Call again to continue.
@@ -281,7 +282,7 @@ class Mirror:
             raise self._diverged(version, f"its entry does not follow {self._head.link}")
         is_committed = entry.kind != "claim" or self._is_committed(entry)
         if is_committed is False:
-            raise self._diverged(version, "the source has deleted this version")
+            raise self._gone(version)
         if is_committed is None:
             return False
         self._copy_objects(entry)
@@ -462,7 +463,7 @@ class Mirror:
         if data is None and not has_newer:
             raise self._diverged(head.version, "the source has neither this version nor a newer one")
         if has_newer and self._read_entry(entry_name(head.version + 1)) is None:
-            raise self._diverged(head.version + 1, "the source has deleted this version")
+            raise self._gone(head.version + 1)
         self._checked_at = time.monotonic()
 
     def _copy_merged(self, merged: Merged, head: Manifest) -> bool:
@@ -582,6 +583,14 @@ class Mirror:
     def _read_pin(self, name: str) -> bytes | None:
         array = self._entries.read(name, max_bytes=_MAX_PIN_BYTES)
         return None if array is None else array.tobytes()
+
+    def _gone(self, version: int) -> MirrorDivergedError:
+        """Return the error for a version that the source lacks. Retention deletes only versions below a snapshot."""
+        snapshot = self._from.newest_snapshot()
+        if snapshot is None or snapshot.version < version:
+            is_there = self._read_entry(entry_name(version)) is not None  # a claim, whose successor is missing
+            return SourceGapError(self._source.url, self._destination.url, version + 1 if is_there else version)
+        return self._diverged(version, "the source has deleted this version")
 
     def _diverged(self, version: int, reason: str) -> MirrorDivergedError:
         return MirrorDivergedError(self._source.url, self._destination.url, version, reason)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.storage.storage import Storage
-from tests.cli.commands import Cli, url_of
+from tests.cli.commands import Cli, path_of, url_of
 from tests.stream.streams import Writer
 
 
@@ -72,3 +72,58 @@ def test_a_copy_is_promoted(cli: Cli, writer: Writer, copy: Path) -> None:
     out = cli("mirror", copy, "--promote")
     assert f"version 5 starts the stream {found['stream']}, forked from version 4 of {head.stream}" in out
     assert StreamLog(Storage(copy.as_uri())).versions() == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("option", [(), ("--json",)])
+def test_a_source_without_a_stream_is_named_before_anything_is_created(
+    cli: Cli, writer: Writer, copy: Path, option: tuple[str, ...]
+) -> None:
+    (copy.parent / "empty").mkdir()
+    for source in ("nowhere", "empty"):
+        url = (copy.parent / source).as_uri()
+        assert cli("mirror", url, copy, "--once", *option, code=2) == ""
+        assert f"URL='{url}' cannot be used. There is no stream" in cli.err
+        assert not copy.exists()
+    claimed = StreamLog(Storage((copy.parent / "claimed").as_uri(), create=True))
+    claimed.claim()
+    cli("mirror", claimed.storage.url, copy, "--once", *option, code=1)
+    assert f"the stream {claimed.storage.url} has no snapshot yet" in cli.err
+
+
+@pytest.mark.parametrize("is_claim", [False, True])
+def test_a_source_with_a_gap_is_named(cli: Cli, writer: Writer, copy: Path, is_claim: bool) -> None:
+    if is_claim:
+        writer.claim = StreamLog(writer.storage).claim()
+        writer.delta([1])
+    lost = writer.delta([2]).version
+    writer.delta([3])
+    path_of(writer, entry_name(lost)).unlink()
+    cli("mirror", url_of(writer), copy, "--once", code=1)
+    text = f"error: {url_of(writer)} lacks version {lost}, and has no snapshot above it. Publish a snapshot there"
+    assert cli.err.startswith(text)
+    writer.snapshot()
+    cli("mirror", url_of(writer), copy, "--once", code=1)
+    assert "Mirror to an empty destination" in cli.err
+    cli("mirror", url_of(writer), copy.with_name("other"), "--once")
+
+
+def test_versions_of_the_former_stream_are_read_but_not_pinned(cli: Cli, writer: Writer, copy: Path) -> None:
+    cli("mirror", url_of(writer), copy, "--once")
+    expected = cli.json("diff", url_of(writer), 2, 4)["changed"]
+    promoted = cli.json("mirror", copy, "--promote")["stream"]
+    former = writer.claim.head.stream
+    for has_snapshot in (False, True):
+        if has_snapshot:
+            Writer(Storage(copy.as_uri()), num_rows=50).snapshot()
+        assert cli.json("diff", copy, 2, 4)["changed"] == expected
+        out = copy.with_name(f"out-{has_snapshot}")
+        assert cli.json("export", copy, "--version", 3, "--out", out)["stream"] == former
+        cli("export", copy, "--version", 3, "--dcp", out.with_suffix(".dcp"))
+        cli("diff", copy, 2, 5, code=2)
+        assert "Version 5 starts another stream: pass one before it, or a later snapshot" in cli.err
+        cli("rollback", copy, 3, code=2)
+        assert f"version=3 cannot be used. It belongs to the former stream {former}" in cli.err
+        step = "whose newest snapshot is version 7" if has_snapshot else "Call Publisher.snapshot() first"
+        assert step in cli.err
+    assert cli.json("export", copy, "--out", copy.with_name("new"))["stream"] == promoted
+    cli("diff", copy, 4, 7)
