@@ -30,7 +30,8 @@ _SUMMARIES = {
 _HELP = """Inspect and verify streams of embedding deltas, and export versions.
 
 A URL is file:///directory, s3://bucket/prefix, gs://bucket/prefix or az://container/prefix; a plain path is a
-directory. Set the credentials and the endpoint of a remote store with the usual environment variables
+directory. Commands that only read also accept http://host/path and https://host/path, a server or cache in front of
+such a store. Set the credentials and the endpoint of a remote store with the usual environment variables
 (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT, AWS_REGION, GOOGLE_..., AZURE_...), and other options with
 --option name=value. An endpoint without TLS needs --option allow_http=true.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import logging
 import os
@@ -12,6 +13,7 @@ from delta_tracker.cli.text import error_text, plain
 from delta_tracker.errors import (
     CorruptPartError,
     DeltaTrackerError,
+    InvalidArgumentError,
     MalformedError,
     MirrorDivergedError,
     MissingExtraError,
@@ -27,6 +29,9 @@ FINDING = 1
 UNUSABLE = 2
 INTERRUPTED = 130
 PIPE_CLOSED = 141
+
+# Numbers of the errors of a write to a full disk, a file above its limit, or a failing device.
+_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 # Errors that are caused by the stream itself, not by the call or by the connection to the store.
 _FINDINGS = (
@@ -53,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     handler.setFormatter(_Plain("%(levelname)s: %(message)s"))
     _logger.addHandler(handler)
     try:
+        if sys.stdout is None:  # the descriptor is closed, and the next file that is opened would get it
+            raise InvalidArgumentError("stdout", "closed", "Redirect it to a file, or to /dev/null")
         return _run(arguments)
     except DeltaTrackerError as error:
         _say(error_text(error))
@@ -61,11 +68,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _say("interrupted")
         return INTERRUPTED
     except BrokenPipeError:
-        # Discard buffered output. Otherwise the interpreter reports an error when it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return PIPE_CLOSED
+    except OSError as error:
+        if error.filename is not None or error.errno not in _WRITE_ERRORS:
+            raise
+        _discard_output()
+        _say(f"error: the output cannot be written: {error.strerror}. Redirect it to a file with enough space.")
+        return UNUSABLE
     finally:
         _logger.removeHandler(handler)
+
+
+def _discard_output() -> None:
+    """Discard buffered output. Otherwise the interpreter reports an error when it exits."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _Plain(logging.Formatter):
@@ -98,4 +115,5 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
+    if sys.stderr is not None:
+        sys.stderr.write(f"{text}\n")

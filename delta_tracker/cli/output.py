@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, NoReturn
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -17,6 +17,14 @@ from rich.text import Text
 from delta_tracker.cli.text import plain
 
 _WIDTH_OF_FILES = 160
+
+
+class _Console(Console):
+    """Console that reports a closed pipe as an error, where rich ends the process with the exit code 1."""
+
+    def on_broken_pipe(self) -> NoReturn:
+        """Raise ``BrokenPipeError``, which :func:`~delta_tracker.cli.main.main` handles."""
+        raise BrokenPipeError
 
 
 class Output:
@@ -32,8 +40,8 @@ class Output:
         self.is_json = is_json
         # Files and pipes have no width.
         width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _WIDTH_OF_FILES
-        self.console = Console(highlight=False, markup=False, emoji=False, width=width)
-        self._errors = Console(highlight=False, markup=False, emoji=False, stderr=True)
+        self.console = _Console(highlight=False, markup=False, emoji=False, width=width)
+        self._errors = _Console(highlight=False, markup=False, emoji=False, stderr=True)
 
     def json(self, value: dict[str, object]) -> None:
         """Print ``value`` as a JSON object on one line."""

@@ -10,6 +10,7 @@ import click
 import torch
 from rich.table import Table
 
+from delta_tracker.cli.numbers import Number
 from delta_tracker.cli.output import Output, cell, table
 from delta_tracker.cli.stream_command import store_options
 from delta_tracker.cli.text import count, duration, several, size
@@ -55,12 +56,12 @@ Examples:
 )
 @click.option("--from", "url", metavar="URL", help="Stream whose tables and rates to take.")
 @click.option("--option", "-o", "options", multiple=True, metavar="NAME=VALUE", help="Option of the store of --from.")
-@click.option("--changed", type=click.FloatRange(0), help="Fraction of the rows that change in a minute.")
-@click.option("--every", type=click.FloatRange(0.001), help="Seconds between versions.  [default: 30]")
+@click.option("--changed", type=Number(0), help="Fraction of the rows that change in a minute.")
+@click.option("--every", type=Number(0.001), help="Seconds between versions.  [default: 30]")
 @click.option("--encoding", type=click.Choice(list(Encoding.__members__), case_sensitive=False), help="Of all tables.")
 @click.option("--ranks", type=click.IntRange(1), help="Ranks of the trainer.  [default: 1]")
 @click.option("--predictors", default=1, show_default=True, type=click.IntRange(0), help="Predictors that follow.")
-@click.option("--poll", default=1.0, show_default=True, type=click.FloatRange(0.001), help="Seconds between polls.")
+@click.option("--poll", default=1.0, show_default=True, type=Number(0.001), help="Seconds between polls.")
 @click.option("--heartbeats/--no-heartbeats", default=True, show_default=True, help="Predictors have names.")
 @click.option("--snapshot-every", type=click.IntRange(0), help="Versions per snapshot; 0 for none.  [default: 1000]")
 @click.option("--retain", type=click.IntRange(1), metavar="N", help="Versions that the retention keeps.")
@@ -74,9 +75,9 @@ Examples:
 )
 @click.option("--consumers", default=1, show_default=True, type=click.IntRange(1), help="Consumers of the tracker.")
 @click.option("--torch-engine", is_flag=True, help="The tracker uses the torch engine.")
-@click.option("--bandwidth", type=click.FloatRange(0, min_open=True), help="MB per second of a starting predictor.")
-@click.option("--price-a", type=click.FloatRange(0), help="Price of a million requests of class A.")
-@click.option("--price-b", type=click.FloatRange(0), help="Price of a million requests of class B.")
+@click.option("--bandwidth", type=Number(0, above=True), help="MB per second of a starting predictor.")
+@click.option("--price-a", type=Number(0), help="Price of a million requests of class A.")
+@click.option("--price-b", type=Number(0), help="Price of a million requests of class B.")
 @click.option("--json", "is_json", is_flag=True, help="Print one JSON object on stdout.")
 def command(  # noqa: PLR0913  one parameter per option
     *,
@@ -103,7 +104,7 @@ def command(  # noqa: PLR0913  one parameter per option
 ) -> int:
     """Print the forecast as tables or as one JSON object."""
     if bool(shapes) == (url is not None):
-        raise click.UsageError("Pass the tables with --table, or a stream with --from; not both.")
+        raise click.UsageError("Pass --table or --from, not both." if shapes else "Pass --table or --from.")
     if options and url is None:
         raise click.UsageError("Pass --option only together with --from.")
     seen = None if url is None else observe(StreamLog(Storage(url, options=store_options(options))))

@@ -6,6 +6,7 @@ import time
 
 import click
 
+from delta_tracker.cli.numbers import Number
 from delta_tracker.cli.sink_target import open_target
 from delta_tracker.cli.stream_command import Stream, stream_command
 from delta_tracker.cli.termination import terminated
@@ -36,7 +37,7 @@ Examples:
 @click.argument("target")
 @click.option("--once", is_flag=True, help="Exit when TARGET has the newest version of URL.")
 @click.option("--name", help="Write heartbeats with this name to URL.")
-@click.option("--poll", type=click.FloatRange(0.01), metavar="SECONDS", help="Polling interval. Default: by URL.")
+@click.option("--poll", type=Number(0.01), metavar="SECONDS", help="Polling interval. Default: by URL.")
 @click.option("--cache", metavar="DIRECTORY", help="Directory in which the predictors of this host keep parts.")
 def command(stream: Stream, target: str, name: str | None, poll: float | None, cache: str | None, *, once: bool) -> int:
     """Write the stream until SIGTERM or Ctrl-C, or with ``once`` up to its newest version, and print each version."""

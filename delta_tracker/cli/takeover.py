@@ -8,6 +8,7 @@ import time
 import click
 from click.core import ParameterSource
 
+from delta_tracker.cli.numbers import Number
 from delta_tracker.cli.stream_command import Stream, stream_command
 from delta_tracker.cli.text import duration
 from delta_tracker.errors import InvalidArgumentError, LivePublisherError
@@ -45,7 +46,7 @@ Examples:
     default=30.0,
     show_default=True,
     metavar="SECONDS",
-    type=click.FloatRange(0),
+    type=Number(0),
     help="Time without an entry or a heartbeat after which the publisher counts as dead.",
 )
 @click.option(
@@ -53,15 +54,12 @@ Examples:
     default=0.0,
     show_default=True,
     metavar="SECONDS",
-    type=click.FloatRange(0),
+    type=Number(0),
     help="Time to wait for the claim of a standby.",
 )
 @click.option("--cancel", "cancels", is_flag=True, help="Delete the request instead. Excludes the other options.")
 def command(stream: Stream, silence: float, wait: float, *, is_forced: bool, cancels: bool) -> int:
     """Write the request, and wait. Return 1 if no publisher claimed the stream within ``wait`` seconds, otherwise 0."""
-    for name, seconds in {"--silence": silence, "--wait": wait}.items():
-        if not seconds < float("inf"):
-            raise InvalidArgumentError(name, seconds, "Pass a number of seconds")
     if cancels:
         return _cancel(stream)
     head, silent = (stream.head(), None) if is_forced else _silent_head(stream, silence)

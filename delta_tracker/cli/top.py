@@ -13,6 +13,7 @@ from rich.live import Live
 
 from delta_tracker.cli.followers import read_followers
 from delta_tracker.cli.keys import reading_keys
+from delta_tracker.cli.numbers import Number
 from delta_tracker.cli.screen import KEYS, SECTIONS, Section, screen
 from delta_tracker.cli.stream_command import Stream, stream_command
 from delta_tracker.cli.termination import terminated
@@ -41,7 +42,7 @@ Examples:
     default=2.0,
     show_default=True,
     metavar="SECONDS",
-    type=click.FloatRange(0.1, 3600),
+    type=Number(0.1, 3600),
     help="Time between refreshes.",
 )
 @click.option(
@@ -49,7 +50,7 @@ Examples:
     default=60.0,
     show_default=True,
     metavar="SECONDS",
-    type=click.FloatRange(1, 86_400),
+    type=Number(1, 86_400),
     help="Time span of the rates.",
 )
 @click.option("--once", is_flag=True, help="Show the screen once and exit.")

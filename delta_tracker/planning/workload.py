@@ -87,7 +87,8 @@ class Workload:
         if not self.tables:
             raise InvalidArgumentError("tables", self.tables, "Pass at least one table")
         if self.ranks * len(self.tables) > _MAX_BLOCKS:
-            remedy = f"Pass at most {_MAX_BLOCKS // len(self.tables)} ranks for {len(self.tables)} tables"
+            tables = "1 table" if len(self.tables) == 1 else f"{len(self.tables)} tables"
+            remedy = f"Pass at most {_MAX_BLOCKS // len(self.tables)} ranks for {tables}"
             raise InvalidArgumentError("ranks", self.ranks, remedy)
         names = [table.fqn for table in self.tables]
         if len(set(names)) < len(names):

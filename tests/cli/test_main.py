@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +12,13 @@ import pytest
 import torch
 
 from delta_tracker.cli.commands import commands
+from delta_tracker.cli.main import main
+from delta_tracker.cli.text import plain
 from delta_tracker.stream.heartbeat import Heartbeat, leave_heartbeat
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableSpec
 from tests.cli.commands import Cli, entry, flip, interrupted, path_of, url_of
+from tests.cli.trainer import Trainer
 from tests.stream.streams import Writer
 
 HOSTILE = "ec.[red]t\x1b[2J\x9b31m\n\u202eevil"
@@ -123,3 +127,82 @@ def test_text_of_others_reaches_no_terminal_as_it_is(cli: Cli, tmp_path: Path) -
     assert [each.name for each in tmp_path.glob("out/*")] == [
         "ec.%5Bred%5Dt%1B%5B2J%C2%9B31m%0A%E2%80%AEevil.weight.safetensors"
     ]
+
+
+_CALLS = [
+    "inspect URL",
+    "inspect URL --json",
+    "verify URL",
+    "diff URL 1 3",
+    "fleet URL",
+    "tail URL --count 5",
+    "top URL --once",
+    "plan --from URL",
+    "mirror URL COPY --once",
+    "--help",
+]
+
+
+@pytest.fixture
+def words(request: pytest.FixtureRequest, writer: Writer, tmp_path: Path) -> list[str]:
+    return [{"URL": url_of(writer), "COPY": str(tmp_path / "copy")}.get(each, each) for each in request.param.split()]
+
+
+@pytest.mark.parametrize("words", _CALLS, indirect=True, ids=str)
+def test_a_closed_pipe_exits_with_141(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as pipe:
+        monkeypatch.setattr("sys.stdout", pipe)
+        assert main(words) == 141
+
+
+@pytest.mark.parametrize("words", _CALLS, indirect=True, ids=str)
+def test_a_full_disk_exits_with_2_and_says_so(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        assert main(words) == 2
+    assert capsys.readouterr().err.startswith("error: the output cannot be written: No space left on device. Redirect")
+
+
+@pytest.mark.parametrize("words", ["inspect URL", "--help"], indirect=True, ids=str)
+def test_a_closed_stdout_exits_with_2_and_says_so(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    assert main(words) == 2
+    assert "stdout='closed' cannot be used. Redirect it to a file" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stderr", None)
+    assert main(words) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("inspect URL -o x", "A value of --option has no =. Write name=value."),
+        ("mirror URL COPY --dst-option =x", "A value of --dst-option has no name. Write name=value."),
+        ("mirror URL", "Pass DST, the URL of the copy."),
+        ("mirror URL COPY --promote", "Pass only the URL of the mirror with --promote."),
+        ("export URL", "Pass --out or --dcp."),
+        ("diff URL 1 3 --ids", "Table ec.embeddings.t has no raw ids. Omit --ids."),
+        ("inspect s3://", "s3:// has no bucket. Write s3://bucket/prefix."),
+        ("inspect az:///prefix", "az:// has no container. Write az://container/prefix."),
+    ],
+)
+def test_what_a_call_lacks_is_named(cli: Cli, writer: Writer, tmp_path: Path, arguments: str, message: str) -> None:
+    words = {"URL": url_of(writer), "COPY": str(tmp_path / "copy")}
+    cli(*(words.get(each, each) for each in arguments.split()), code=2)
+    assert message in cli.err
+
+
+def test_the_tables_to_choose_from_are_named(cli: Cli, trainer: Trainer) -> None:
+    cli("diff", trainer.writer.storage.url, 1, 2, code=2)
+    names = [f"--table {plain(each)}" for each in sorted(entry(trainer.writer, 1).tables)]
+    assert f"The stream has 2 tables. Pass {' or '.join(names)}." in cli.err
+
+
+def test_the_help_names_every_kind_of_url(cli: Cli) -> None:
+    for scheme in ("file", "s3", "gs", "az", "http", "https"):
+        assert f"{scheme}://" in cli("--help")

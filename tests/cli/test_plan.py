@@ -63,7 +63,8 @@ def test_a_plan_from_a_stream_is_the_stream(cli: Cli, writer: Writer) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "Pass the tables with --table, or a stream with --from; not both."),
+        ([], "Error: Pass --table or --from."),
+        (["--table", "1kx4", "--from", "x"], "Error: Pass --table or --from, not both."),
         (["--table", "1kx4"], "Pass --changed, the fraction of the rows that change in a minute"),
         (["--table", "1kx4", "--changed", "1%"], "'1%' is not a valid float"),
         (["--table", "1kx4", "--changed", "-1"], "-1.0 is not in the range x>=0"),
@@ -75,7 +76,7 @@ def test_a_plan_from_a_stream_is_the_stream(cli: Cli, writer: Writer) -> None:
         (["--table", "4x4", "--changed", "1", "-o", "a=b"], "only together with --from"),
         (["--table", "4x4", "--changd", "1"], "Did you mean '--changed'?"),
         (["--table", "4x4", "--changed", "nan"], "changed"),
-        (["--table", "4x4", "--changed", "1", "--every", "inf"], "seconds"),
+        (["--table", "4x4", "--changed", "1", "--every", "inf"], "'--every': inf is not a number up to 1e+09"),
     ],
 )
 def test_invalid_calls_are_refused(cli: Cli, arguments: list[str], message: str) -> None:
@@ -94,4 +95,9 @@ def test_streams_that_show_no_workload_are_refused(cli: Cli, tmp_path: Path) -> 
     cli("plan", "--from", url_of(writer), code=2)
     assert "Its states or raw ids are not part of a plan" in " ".join(cli.err.split())
     cli("plan", "--from", tmp_path / "nothing", code=2)
-    assert "two deltas or more" in cli.err
+    assert "nothing' cannot be used. There is no stream" in cli.err
+
+
+def test_one_table_is_singular(cli: Cli) -> None:
+    cli("plan", "--table", "1kx4", "--changed", "1", "--ranks", 200_001, code=2)
+    assert "Pass at most 200000 ranks for 1 table." in cli.err

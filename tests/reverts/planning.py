@@ -104,8 +104,8 @@ REVERTS: list[Revert] = [
         edits={
             "delta_tracker/cli/plan.py": [
                 (
-                    'type=click.FloatRange(0), help="Price of a million requests of class B."',
-                    'type=click.FloatRange(0), default=0.4, help="Price of a million requests of class B."',
+                    'type=Number(0), help="Price of a million requests of class B."',
+                    'type=Number(0), default=0.4, help="Price of a million requests of class B."',
                 )
             ]
         },

@@ -13,6 +13,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 from delta_tracker.errors import InvalidArgumentError
 
 _SCHEMES = ("file", "memory", "s3", "gs", "az", "http", "https")
+_BUCKETS = {"s3": "bucket", "gs": "bucket", "az": "container"}
 _NO_CACHE = {"Cache-Control": "no-cache", "Pragma": "no-cache"}
 # obstore's own limit is three minutes, too long to wait for a store that does not respond.
 _MAX_RETRIES = 6  # for about five seconds
@@ -186,6 +187,9 @@ def _split(url: object) -> SplitResult:
     if parts.scheme in ("http", "https") and ("@" in parts.netloc or not parts.hostname):
         shown = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
         raise InvalidArgumentError("url", shown, "Write a host, without user and password: obstore does not send them")
+    if parts.scheme in _BUCKETS and not parts.netloc:
+        what = _BUCKETS[parts.scheme]
+        raise InvalidArgumentError("url", url, f"{parts.scheme}:// has no {what}. Write {parts.scheme}://{what}/prefix")
     if parts.scheme == "file" and (parts.netloc or not parts.path.startswith("/")):
         raise InvalidArgumentError("url", url, "Write an absolute directory as file:///directory")
     return parts
