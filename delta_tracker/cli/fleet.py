@@ -82,13 +82,11 @@ def command(stream: Stream, limit: int, *, removes: bool) -> int:
             [host or "unknown", *("no data" if value is None else value for value in of_host.values())]
             for host, of_host in hosts.items()
         ]
-        stream.out.show(table(["host", "predictors", "silent", "lowest", "median", "highest", "worst lag"], rows))
-        stream.out.show(
-            table(
-                ["predictor", "host", "state", "version", "lag"],
-                [_row(each, state, clock.now()) for each, state in shown],
-            )
-        )
+        if rows:
+            stream.out.show(table(["host", "predictors", "silent", "lowest", "median", "highest", "worst lag"], rows))
+        if shown:
+            listed_rows = [_row(each, state, clock.now()) for each, state in shown]
+            stream.out.show(table(["predictor", "host", "state", "version", "lag"], listed_rows))
         for each, _ in shown:
             if each.beat.error is not None:  # it may be long, so it is not in the table
                 stream.out.line(f"{each.beat.name} has an error: {each.beat.error}", "red")

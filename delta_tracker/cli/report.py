@@ -10,7 +10,7 @@ import click
 from delta_tracker.cli.figures import Limits, gather
 from delta_tracker.cli.page import render
 from delta_tracker.cli.stream_command import Stream, stream_command
-from delta_tracker.cli.text import size
+from delta_tracker.cli.text import several, size
 from delta_tracker.errors import InvalidArgumentError
 
 _HELP = """Write one self-contained HTML page about a stream: delta size over time, hottest rows, how far rows move,
@@ -62,6 +62,8 @@ def command(stream: Stream, path: Path | None, versions: int, megabytes: int) ->
         _write(page, render(figures))
         if not stream.out.is_json:
             stream.out.line(f"{page}: {size(page.stat().st_size)}")
+            if num_faults := len(figures["faults"]) + figures["more_faults"]:
+                stream.out.line(f"{several(num_faults, 'finding')}, listed in the page", "bold red")
     return 1 if figures["faults"] else 0
 
 

@@ -29,7 +29,7 @@ class Start:
     Args:
         snapshot: snapshot to start from.
         entries: the snapshot and the versions after it, up to the newest version or to the last one before a missing or
-            malformed version.
+            malformed version. Where a merged entry bridges such a version, it is among them.
     """
 
     snapshot: Manifest
@@ -261,12 +261,22 @@ def _start(stream: Stream, head: Manifest, held: Mapping[int, Entry]) -> tuple[S
     except (MalformedError, NoSnapshotError) as error:
         return None, [plain(f"a new predictor cannot start: {error.problem}")]
     path = [Entry.of(snapshot)]
-    for version in range(snapshot.version + 1, head.version + 1):
-        if version not in held:
+    while (version := path[-1].version + 1) <= head.version:
+        entry = held.get(version) or _merged_from(stream, version)
+        if entry is None:
             problem = f"a new predictor stops before version {version}, which is missing or malformed"
             return Start(snapshot, tuple(path)), [problem]
-        path.append(held[version])
+        path.append(entry)
     return Start(snapshot, tuple(path)), []
+
+
+def _merged_from(stream: Stream, version: int) -> Entry | None:
+    """Return the merged entry that a predictor applies if ``version`` is missing or malformed; None if it has none."""
+    try:
+        merged = stream.log.longest_merged(version - 1)
+    except MalformedError:
+        return None
+    return None if merged is None or merged.version < version else Entry.of(merged)
 
 
 def _counts(entries: Sequence[Entry]) -> dict[str, object]:

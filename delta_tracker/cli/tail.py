@@ -7,8 +7,11 @@ import time
 import click
 
 from delta_tracker.cli.entries import Entry
+from delta_tracker.cli.main import FINDING, OK
+from delta_tracker.cli.numbers import Number
 from delta_tracker.cli.stream_command import Stream, stream_command
 from delta_tracker.cli.text import count, duration, moment, size
+from delta_tracker.errors import MalformedError
 from delta_tracker.stream.cursor import StreamCursor
 from delta_tracker.stream.format.manifest import Manifest
 
@@ -42,9 +45,7 @@ Examples:
     help="Number of old versions to print first.",
 )
 @click.option("--count", "-c", "limit", type=click.IntRange(1), help="Exit after this many lines.")
-@click.option(
-    "--every", default=1.0, show_default=True, type=click.FloatRange(0.01), metavar="SECONDS", help="Polling interval."
-)
+@click.option("--every", default=1.0, show_default=True, type=Number(0.01), metavar="SECONDS", help="Polling interval.")
 def command(stream: Stream, lines: int, limit: int | None, every: float) -> int:
     """Print the last ``lines`` versions, then new versions, until Ctrl-C or until ``limit`` versions are printed."""
     head = _await_head(stream, every)
@@ -53,15 +54,16 @@ def command(stream: Stream, lines: int, limit: int | None, every: float) -> int:
             _COLUMNS.format("committed", "version", "kind", "gen", "rows", "bytes", "took", "pending"), "bold"
         )
     cursor = StreamCursor(stream.log)
-    num_shown = 0
+    num_shown, code = 0, OK
     for version in range(max(0, head.version - lines + 1), head.version + 1):
         manifest = stream.log.read(version)
         if manifest is not None:
             num_shown += _show(stream, manifest)
             if num_shown == limit:
-                return 0
-        elif num_shown > 0:  # older missing versions were deleted by retention
+                return code
+        elif num_shown > 0 and not _is_deletable(stream, version):
             stream.out.note(f"version {version} is missing. Run delta-tracker verify to see if readers are affected")
+            code = FINDING
     cursor.moved(head)
     num_looks = 0
     while num_shown != limit:
@@ -74,7 +76,7 @@ def command(stream: Stream, lines: int, limit: int | None, every: float) -> int:
         if num_looks % _LOOKS_PER_LISTING == 0:
             cursor.check_for_gap()
         time.sleep(every)
-    return 0
+    return code
 
 
 def _await_head(stream: Stream, every: float) -> Manifest:
@@ -85,6 +87,15 @@ def _await_head(stream: Stream, every: float) -> Manifest:
             is_waiting_shown = True
         time.sleep(every)
     return head
+
+
+def _is_deletable(stream: Stream, version: int) -> bool:
+    """Return True if retention may have deleted a version: it deletes only versions below the newest snapshot."""
+    try:
+        snapshot = stream.log.newest_snapshot()
+    except MalformedError:
+        return False
+    return snapshot is not None and version <= snapshot.version
 
 
 def _show(stream: Stream, manifest: Manifest) -> int:

@@ -125,3 +125,8 @@ def test_a_report_has_the_hosts_and_the_health_of_predictors(cli: Cli, writer: W
     page = (tmp_path / "report.html").read_text()
     assert re.search("Pinned to version 2 for .*: why it was", page)
     assert page.index("✕ stuck<") < page.index(">current<")
+
+
+def test_without_predictors_no_empty_table_is_shown(cli: Cli, writer: Writer) -> None:
+    (line,) = cli("fleet", url_of(writer)).splitlines()
+    assert "predictors: none" in line

@@ -216,3 +216,15 @@ def test_inspect_and_top_show_admissions_and_evictions(
         assert "?" in next(line for line in lines if line[:2] == ["1", "snapshot"])
         assert "?" not in next(line for line in lines if line[:2] == ["0", "claim"])
     assert "ids in / out" not in cli("inspect", url_of(make(tmp_path / "t")))
+
+
+def test_a_merged_entry_bridges_a_missing_version(cli: Cli, writer: Writer) -> None:
+    compact(writer.storage)
+    writer.delta([5])
+    path_of(writer, entry_name(3)).unlink()
+    found = cli.json("inspect", url_of(writer))
+    assert found["findings"] == []
+    assert found["new_predictor"]["versions"] == 4, "versions 1, 2 and 5, and versions 2 to 4 as one"
+    tables = {FQN: torch.zeros(50, 4), "over.weight": torch.zeros(3, 2)}
+    assert Predictor(tables, writer.storage).sync() == 5
+    assert torch.equal(tables[FQN], writer.table)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from delta_tracker.cli.main import main
+from delta_tracker.stream.log import entry_name
 from tests.cli.trainer import Trainer
 
 
@@ -30,3 +31,13 @@ def test_without_the_extra_it_says_what_to_install(trainer: Trainer, tmp_path: P
     assert main(["report", trainer.writer.storage.url, "--out", str(tmp_path / "r.html")]) == 2
     assert "pip install 'delta_tracker[cli]'" in capsys.readouterr().err
     assert main(["report", trainer.writer.storage.url, "--json"]) == 0
+
+
+def test_the_number_of_findings_is_printed(trainer: Trainer, tmp_path: Path, capsys) -> None:
+    url, page = trainer.writer.storage.url, tmp_path / "r.html"
+    assert main(["report", url, "--out", str(page)]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1
+    (tmp_path / "stream" / entry_name(9)).write_text("{")
+    assert main(["report", url, "--out", str(page)]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "1 finding, listed in the page"
+    assert "00000000000000000009.json is malformed" in page.read_text()

@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.maintenance.retention import Retention, retain
 from tests.cli.commands import Cli, path_of, url_of
 from tests.stream.streams import FQN, Writer
 
@@ -23,7 +25,7 @@ def test_tail_shows_the_newest_lines_and_ends_by_count(cli: Cli, writer: Writer)
 def test_tail_names_what_is_missing_between_its_lines(cli: Cli, writer: Writer) -> None:
     for version in (0, 3):
         (path_of(writer, "log") / f"{version:020d}.json").unlink()
-    lines = cli("tail", url_of(writer), "--json", "--count", 3).splitlines()
+    lines = cli("tail", url_of(writer), "--json", "--count", 3, code=1).splitlines()
     assert [json.loads(line)["version"] for line in lines] == [1, 2, 4]
     assert cli.err.startswith("version 3 is missing")
 
@@ -37,3 +39,13 @@ def test_tail_notices_another_stream(cli: Cli, writer: Writer, monkeypatch: pyte
     monkeypatch.setattr("time.sleep", replaced)
     cli("tail", url_of(writer), code=1)
     assert cli.err.startswith(f"error: the stream {url_of(writer)} is not the one of which version 4 was applied")
+
+
+def test_what_retention_deleted_is_not_missing(cli: Cli, writer: Writer) -> None:
+    again = Writer(writer.storage, num_rows=50)
+    again.snapshot()
+    retain(again.storage, Retention(versions=1, grace_seconds=0.0))
+    assert StreamLog(again.storage).versions() == [0, 4, 5, 6]
+    lines = cli("tail", url_of(again), "--json", "--count", 4).splitlines()
+    assert [json.loads(line)["version"] for line in lines] == [0, 4, 5, 6]
+    assert cli.err == ""
