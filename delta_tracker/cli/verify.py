@@ -264,10 +264,9 @@ class _Check:
     def _check_strays(self, versions: Sequence[int], newest: int) -> None:
         """Check that the versions above the newest one were committed during the check."""
         if versions and self.stream.log.storage.size(entry_name(newest + 1)) is None:
+            problem = f"it is above version {newest + 1}, which is missing: delete it"
             for version in versions:
-                self._find(
-                    entry_name(version), f"it is above version {newest + 1}, which is missing: delete it", version
-                )
+                self._find(entry_name(version), problem, version)
 
     def _check_merged(self) -> None:
         log = self.stream.log
@@ -416,7 +415,7 @@ def _starts(manifest: Manifest, before: Manifest | None, stream: str, newest: st
     return before is None and manifest.stream == newest  # the promotion itself is missing or malformed
 
 
-def _chain_problems(manifest: Manifest, before: Manifest | None, stream: str | None, newest: str) -> Iterator[str]:
+def _chain_problems(manifest: Manifest, before: Manifest | None, stream: str, newest: str) -> Iterator[str]:
     """Compare an entry with those before it, and yield a description of each contradiction.
 
     Args:

@@ -10,6 +10,7 @@ from torch.distributed import checkpoint as dcp
 
 from delta_tracker.cli import dcp_checkpoint
 from delta_tracker.stream.format.encoding import Encoding
+from delta_tracker.stream.promotion import promote
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import StateSpec, TableStates
 from tests.cli.commands import Cli, entry, flip, full_disk, interrupted, make, make_owned, path_of, url_of
@@ -115,3 +116,6 @@ def test_what_a_checkpoint_cannot_have_is_refused(cli: Cli, tmp_path: Path) -> N
     writer.snapshot()
     cli("export", url_of(writer), "--dcp", tmp_path / "dcp", code=2)
     assert f"its states of {FQN!r} are not known" in cli.err
+    promote(writer.storage)
+    cli("export", url_of(writer), "--version", 1, "--dcp", tmp_path / "dcp", code=2)
+    assert "Choose --out, or a version of the present stream" in cli.err

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from delta_tracker.cli import verify as verify_command
+from delta_tracker.cli.entries import read_all
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.state_tree import pack
 from delta_tracker.stream.format import digests
@@ -331,3 +332,38 @@ def test_verify_and_inspect_agree_on_a_stray_name(cli: Cli, writer: Writer, vers
     assert found[-1]["where"] == entry_name(version)
     assert entry_name(version) in cli("verify", url_of(writer), code=1)
     cli("inspect", url_of(writer), code=1)
+
+
+def test_objects_that_retention_deleted_before_a_promotion_are_no_damage(
+    cli: Cli, writer: Writer, tmp_path: Path
+) -> None:
+    copy = Storage((tmp_path / "copy").as_uri(), create=True)
+    mirror = Mirror(writer.storage, copy)
+    while mirror.step():
+        pass
+    again = Writer(writer.storage, num_rows=50)
+    again.snapshot()
+    while mirror.step():
+        pass
+    retain(copy, Retention(versions=1, grace_seconds=0.0))
+    assert StreamLog(copy).versions() == [4, 5, 6], "version 4 without its objects"
+    promote(copy)
+    assert cli.json("verify", copy.url)["findings"] == []
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_an_entry_that_is_listed_but_missing_is_found(
+    cli: Cli, writer: Writer, is_replaced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = path_of(writer, entry_name(3))
+
+    def after_the_listing(*arguments):
+        if path.exists():
+            if is_replaced:  # retention deletes it only then
+                writer.snapshot()
+            path.unlink()
+        return read_all(*arguments)
+
+    monkeypatch.setattr(verify_command, "read_all", after_the_listing)
+    found = cli.json("verify", url_of(writer), code=0 if is_replaced else 1)["findings"]
+    assert [each["where"] for each in found] == ([] if is_replaced else [entry_name(3)])

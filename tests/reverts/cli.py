@@ -66,6 +66,25 @@ REVERTS = [
         edits={"delta_tracker/cli/verify.py": [("if versions and self.stream.log", "if False and self.stream.log")]},
     ),
     Revert(
+        defect="verify misses an entry that the listing has and the store lacks",
+        generator=f"{_VERIFY}test_an_entry_that_is_listed_but_missing_is_found[False]",
+        edits={
+            "delta_tracker/cli/verify.py": [
+                ("            elif version > self._start >= 0 and", "            elif False and")
+            ]
+        },
+    ),
+    Revert(
+        defect="verify calls an entry damaged that retention deletes during the check",
+        generator=f"{_VERIFY}test_an_entry_that_is_listed_but_missing_is_found[True]",
+        edits={"delta_tracker/cli/verify.py": [(" and self._newest_snapshot(head) < version:", ":")]},
+    ),
+    Revert(
+        defect="verify calls objects damaged that retention deleted before a promotion",
+        generator=f"{_VERIFY}test_objects_that_retention_deleted_before_a_promotion_are_no_damage",
+        edits={"delta_tracker/cli/verify.py": [(" or manifest.stream != self._stream\n", "\n")]},
+    ),
+    Revert(
         defect="no version is exported if the newest entry is damaged",
         generator="tests/cli/test_export.py::test_a_version_below_a_damaged_newest_entry_is_exported",
         edits={
@@ -85,6 +104,11 @@ REVERTS = [
                 ("stream = head.stream if found is None else found.stream", "stream = head.stream"),
             ],
         },
+    ),
+    Revert(
+        defect="a checkpoint of a former stream with states is called missing",
+        generator="tests/cli/test_dcp_checkpoint.py::test_what_a_checkpoint_cannot_have_is_refused",
+        edits={"delta_tracker/cli/dcp_checkpoint.py": [("head.stream != path[-1].stream:", "not head.stream:")]},
     ),
     Revert(
         defect="a rollback to a version of a former stream calls it missing",
@@ -204,6 +228,16 @@ REVERTS = [
         defect="a bucket's url without a bucket is accepted",
         generator=f"{_MAIN}test_what_a_call_lacks_is_named",
         edits={"delta_tracker/stream/storage/url.py": [("    if parts.scheme in _BUCKETS and", "    if False and")]},
+    ),
+    Revert(
+        defect="diff does not name the tables to choose from",
+        generator=f"{_MAIN}test_the_tables_to_choose_from_are_named",
+        edits={"delta_tracker/cli/diff.py": [("    if fqn is None:\n", "    if False:\n")]},
+    ),
+    Revert(
+        defect="the limit of the ranks of a plan names 1 tables",
+        generator="tests/cli/test_plan.py::test_one_table_is_singular",
+        edits={"delta_tracker/planning/workload.py": [('"1 table" if len(self.tables) == 1 else ', "")]},
     ),
     Revert(
         defect="fleet shows empty tables",
