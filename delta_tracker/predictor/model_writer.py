@@ -79,12 +79,18 @@ class ModelWriter(VersionWriter):
         self.num_rows = self.num_bytes = self.num_admitted = self.num_evicted = 0
         self._begun: Manifest | None = None  # newest version that may be partly written
         self._applying: int | None = None  # last version of which rows were written, until it is complete
+        self._is_loaded = False  # True until a snapshot replaces the rows that were saved with a position
         self._is_torn = False
 
     @property
     def is_reading(self) -> bool:
         """True if this thread is inside :meth:`reading`."""
         return self.lock.is_reading
+
+    @property
+    def may_be_newer(self) -> bool:
+        """True if some rows may be newer than the position: of an interrupted version, or saved after the position."""
+        return self._is_loaded or self._applying is not None
 
     @contextmanager
     def reading(self) -> Iterator[Served]:
@@ -167,6 +173,7 @@ class ModelWriter(VersionWriter):
             self._cursor.place, self.is_mixed = place, False
             self.manifest = self._begun = None
             self._applying = None
+            self._is_loaded = place is not None
             self._is_torn = False
 
     def before_fork(self) -> None:
@@ -228,6 +235,8 @@ class ModelWriter(VersionWriter):
         snapshot or a version with the same or a higher number is applied.
         """
         begun = self._begun
+        if manifest.kind == "snapshot":
+            self._is_loaded = False
         if begun is None or manifest.kind == "snapshot" or begun.version <= manifest.version:
             self._begun, self._is_torn = None, False
         self._applying = None if self._begun is None else self._begun.version

@@ -785,7 +785,8 @@ class Predictor(Forkable):
     def _goes_to(self, order: Pin, entry: Manifest, place: Place | None) -> bool:
         """Apply the versions that lead from a place to a pin or a release. Return False if there are none."""
         if order.kind == "pin":
-            has_moved = place is None or place.link != entry.link or self._writer.is_mixed
+            is_there = place is not None and place.link == entry.link and not self._writer.is_mixed
+            has_moved = not is_there or self._writer.may_be_newer
             if has_moved:
                 self._return_to(order.version, stream=order.stream)
             self._pinned, self._pin_stream = order.version, order.stream

@@ -88,6 +88,11 @@ class SinkWriter(VersionWriter):
         """False: lookups read the row store."""
         return False
 
+    @property
+    def may_be_newer(self) -> bool:
+        """True if some rows may be those of a newer version that was interrupted."""
+        return self._state is not None and self._state.applying is not None
+
     def reading(self) -> AbstractContextManager[Served]:
         """Refuse: lookups read the row store.
 

@@ -69,6 +69,11 @@ class VersionWriter(Protocol):
         """True if this thread is inside :meth:`reading`."""
         ...
 
+    @property
+    def may_be_newer(self) -> bool:
+        """True if some rows may be newer than the position: of an interrupted version, or saved after the position."""
+        ...
+
     def reading(self) -> AbstractContextManager[Served]:
         """Return a context manager that blocks writes during lookups; see :meth:`Predictor.reading`."""
         ...
