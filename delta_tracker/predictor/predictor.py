@@ -6,7 +6,7 @@ import logging
 import random
 import threading
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from itertools import takewhile
 from pathlib import Path
@@ -208,7 +208,8 @@ class Predictor(Forkable):
         self._canary = canary
         self._settling = None if self._storage.lists else Settling()
         self._pins = PinFollower(lambda: self._storage) if follows_pins else None
-        self._obeyed = 0  # counter of the last pin that was followed
+        self._obeyed = 0  # counter of the last pin or release that was followed
+        self._outlived = 0  # counter of the last one whose stream ended before it was followed
         self._overruled = 0  # counter of the newest pin when rollback() was called; 0 after release()
         self._cursor.allows = None if canary is None else CanaryBound(canary, self._cursor).allows
         self._gate = None if gate is None else GateKeeper(gate)
@@ -216,8 +217,8 @@ class Predictor(Forkable):
         self._skips_versions = gate is None or gate.max_drift is None
         self._in_a_row = _CATCH_UP  # versions applied since the end of the log was seen
         self._read_before = [self._storage]  # stores whose requests are counted
-        self._pinned: int | None = None
-        self._pin_stream: str | None = None  # stream of the pin that set `_pinned`; None after rollback()
+        self._pinned: int | None = None  # version to stay at, or to go to
+        self._pin_stream: str | None = None  # its stream; None after rollback()
         self._resyncs = self._num_failures = 0
         self._last_resync = ""
         # Kind and version of a fault, and the entry of a resync after it. Texts of errors differ at each attempt.
@@ -561,6 +562,7 @@ class Predictor(Forkable):
             self._writer.load_state_dict(state)
             self._gauges.restored = None
             self._ways.clear()
+            self._obeyed = self._outlived = 0  # by the tables of the former position
             if self._settling is not None:
                 self._settling.clear()
             self._in_a_row = _CATCH_UP
@@ -629,16 +631,8 @@ class Predictor(Forkable):
         try:
             if self._pins is not None and (order := self._pins.order()) is not None:
                 has_moved = self._obeys_despite_caches(order)
-            if self._pinned is not None and (self._pinned != self.version or self._writer.is_mixed):
-                self._end_pin_of_former_stream()
-            pinned = self._pinned
-            if has_moved is False and pinned is None:
-                has_moved = self._take_next(looks_for_gap=looks_for_gap)
-            elif has_moved is False and pinned is not None and (pinned != self.version or self._writer.is_mixed):
-                self._return_to(pinned, stream=self._pin_stream, completes=True)  # an interrupted rollback
-                has_moved = True
-            elif has_moved is False and looks_for_gap:
-                has_moved = self._leaves_pin()
+            if has_moved is False:
+                has_moved = self._goes_on(looks_for_gap=looks_for_gap)
         except StaleCacheError:
             raise
         except (NoSnapshotError, StorageError):  # without a snapshot, nothing was applied yet
@@ -649,6 +643,26 @@ class Predictor(Forkable):
             return True  # sync() must not end here
         self._num_failures = 0
         return bool(has_moved)
+
+    def _goes_on(self, *, looks_for_gap: bool) -> bool:
+        """Apply the next version, or go to the version to stay at. Return False if nothing is to be applied."""
+        pinned = self._pinned
+        if pinned is not None and not self._is_at(pinned):
+            self._end_pin_of_former_stream()
+            pinned = self._pinned
+        if pinned is None:
+            return self._take_next(looks_for_gap=looks_for_gap)
+        if not self._is_at(pinned):
+            self._return_to(pinned, stream=self._pin_stream, completes=True)  # an interrupted rollback
+            return True
+        return looks_for_gap and self._leaves_pin()
+
+    def _is_at(self, pinned: int) -> bool:
+        """Return True if the tables hold the version to stay at, and not one of another stream with its number."""
+        place = self._cursor.place
+        if place is None or self._writer.is_mixed or place.link.version != pinned:
+            return False
+        return self._pin_stream in (None, place.stream)
 
     def _obeys_despite_caches(self, order: Pin, *, leaves_stream: bool = False) -> bool | None:
         """Call :meth:`_obeys`. Over http, read the objects that can cause a fault once more, past the caches.
@@ -691,40 +705,79 @@ class Predictor(Forkable):
             True if versions were applied; False to go on with the next version; None to apply none now, because the
             canary does not allow the version of a release yet, and the versions before it may be bad.
         """
-        place = None if leaves_stream else self._cursor.place
-        if order.counter <= max(self._obeyed, self._overruled):
+        if self._has_obeyed(order):
             return False
+        place = None if leaves_stream or self._has_left_for(order) else self._cursor.place
         if not (self._applies(order, place) if place is not None else self._begins(order, leaves_stream=leaves_stream)):
             return False
-        entry = self._ordered(order)
-        if not self._is_allowed(entry):
-            if order.kind == "release" and place is None and not leaves_stream:
-                raise NoSnapshotError(self._storage.url)
-            waits = order.kind == "release" and (place is None or place.link.version < order.version)
-            return None if waits else False  # what is allowed is older than a pin
-        has_moved = self._goes_to(order, entry, place)
+        if order.kind == "pin":
+            entry = self._named(order)
+            if not self._is_allowed(entry):
+                return False  # what is allowed is older
+            has_moved = self._goes_to_pin(order, entry, place)
+        elif self._takes_one(self._released(order)):
+            self._pinned, has_moved = None, True
+        elif self._cursor.place is None or self._writer.is_mixed:
+            raise NoSnapshotError(self._storage.url)
+        else:
+            return None
         self._obeyed = order.counter
         return has_moved
+
+    def _has_obeyed(self, order: Pin) -> bool:
+        """Return True if nothing is left to do for a pin or a release.
+
+        One that was followed is followed again if the tables hold a version of another stream since, because the log
+        was replaced by an older copy.
+        """
+        place = self._cursor.place
+        if place is not None and place.stream != order.stream:
+            return order.counter <= self._overruled
+        return order.counter <= max(self._obeyed, self._outlived, self._overruled)
+
+    def _has_left_for(self, order: Pin) -> bool:
+        """Return True if a move to the stream of ``order`` must begin again, because it was interrupted.
+
+        If the tables are mixed, they can begin with any stream.
+        """
+        place = self._cursor.place
+        if place is None or place.stream == order.stream:
+            return False
+        return self._writer.is_mixed or (self._pinned is not None and self._pin_stream == order.stream)
 
     def _applies(self, order: Pin, place: Place) -> bool:
         """Return True if versions must be read to follow a pin or a release from a place."""
         if place.stream != order.stream:
             return False
-        link = Link(order.version, order.xxh3)
         if self._is_replaced(order.stream):
-            if order.kind == "pin" and place.link == link and not self._writer.is_mixed:  # a restart at the pin
-                self._pinned, self._pin_stream, self._obeyed = order.version, order.stream, order.counter
+            self._outlives(order, place)
             return False
         if order.kind == "release" and place.link.version >= order.version and not self._writer.is_mixed:
             self._pinned, self._obeyed = None, order.counter  # nothing to do: the snapshot may be deleted meanwhile
             return False
         return True
 
+    def _outlives(self, order: Pin, place: Place) -> None:
+        """Stay at a place until the next stream has a snapshot, if bad versions may follow in the stream that ended."""
+        is_past = order.kind == "release" and place.link.version >= order.version
+        is_rolled_back = self._pinned is not None and self._pin_stream is None
+        if is_past or is_rolled_back or self._writer.is_mixed:
+            return
+        self._pinned, self._pin_stream = place.link.version, place.stream
+        if order.kind == "pin" and place.link == Link(order.version, order.xxh3):
+            self._obeyed = order.counter  # a restart at the pin
+        else:
+            self._outlived = order.counter
+
     def _begins(self, order: Pin, *, leaves_stream: bool) -> bool:
         """Return True if a reader without a place, or one whose stream has ended, begins with a pin or a release."""
-        if not leaves_stream:
-            self._cursor.log.head()  # raises if it is malformed: the pin must not be ignored then
-        return self._newest_stream() == order.stream
+        try:
+            head = self._cursor.log.head()
+        except (MalformedError, StorageError) as error:
+            if leaves_stream and (isinstance(error, MalformedError) or self._keeps_failing):
+                return False  # a pin of a former stream must not prevent the recovery from a fault for ever
+            raise  # the pin must not be ignored
+        return head is not None and head.stream == order.stream
 
     def _follows_next_stream(self) -> bool | None:
         """Follow a pin or a release of the stream that has replaced the applied one; see :meth:`_obeys`."""
@@ -733,32 +786,39 @@ class Predictor(Forkable):
             return False
         return self._obeys_despite_caches(order, leaves_stream=True)
 
-    def _ordered(self, order: Pin) -> Manifest:
-        """Return the entry to go to for a pin or a release.
-
-        For a release, any later snapshot will do, and retention may have deleted the one that it names.
+    def _named(self, order: Pin) -> Manifest:
+        """Return the entry that a pin or a release names.
 
         Raises:
             MissingVersionError: if there is no such entry.
         """
-        if order.kind == "release":
-            for later in self._snapshots():
-                if later.stream != order.stream or later.link.version <= order.version:
-                    break
-                if self._is_allowed(later):
-                    return later
         entry = self._cursor.log.read(order.version)
         if entry is None or (entry.stream, entry.xxh3) != (order.stream, order.xxh3):
             raise MissingVersionError(order.version, order.bad)
         return entry
 
-    def _snapshots(self) -> Iterator[Manifest]:
-        """Yield the snapshots of the log, the newest first."""
-        snapshot = self._cursor.log.newest_snapshot()
-        while snapshot is not None:
-            yield snapshot
-            before = self._cursor.log.read(snapshot.version - 1)
-            snapshot = None if before is None or before.snapshot is None else self._cursor.log.read(before.snapshot)
+    def _released(self, order: Pin) -> Iterator[Manifest]:
+        """Yield the snapshots to continue from after a release, the newest first.
+
+        Any later one than that of the release will do, and retention may have deleted the one that it names.
+
+        Raises:
+            MissingVersionError: if there is none.
+        """
+        has_later = False
+        for later in self._cursor.snapshots(skips_unreadable=self._keeps_failing):
+            if later.stream != order.stream or later.link.version <= order.version:
+                break
+            has_later = True
+            yield later
+        try:
+            entry = self._named(order)
+        except MissingVersionError:
+            if has_later:
+                return
+            raise
+        if self._is_allowed(entry):
+            yield entry
 
     def _is_allowed(self, entry: Manifest) -> bool:
         """Return True if there is no canary, or if the canary may apply an entry."""
@@ -778,23 +838,22 @@ class Predictor(Forkable):
         return self._newest_stream() not in (None, stream)
 
     def _end_pin_of_former_stream(self) -> None:
-        """If another stream has replaced the stream of a pin that is not reached yet, end the pin."""
-        if self._pin_stream is not None and self._is_replaced(self._pin_stream):
-            self._pinned = None
+        """If another stream has replaced the stream of a pin that is not reached yet, end the pin.
 
-    def _goes_to(self, order: Pin, entry: Manifest, place: Place | None) -> bool:
-        """Apply the versions that lead from a place to a pin or a release. Return False if there are none."""
-        if order.kind == "pin":
-            is_there = place is not None and place.link == entry.link and not self._writer.is_mixed
-            has_moved = not is_there or self._writer.may_be_newer
-            if has_moved:
-                self._return_to(order.version, stream=order.stream)
-            self._pinned, self._pin_stream = order.version, order.stream
-            return has_moved
-        has_moved = place is None or place.link.version < order.version or self._writer.is_mixed
+        A predictor with a whole version of the former stream stays at it: bad versions may follow.
+        """
+        stream, place = self._pin_stream, self._cursor.place
+        if stream is not None and self._is_replaced(stream):
+            is_whole = place is not None and place.stream == stream and not self._writer.is_mixed
+            self._pinned = place.link.version if place is not None and is_whole else None
+
+    def _goes_to_pin(self, order: Pin, entry: Manifest, place: Place | None) -> bool:
+        """Apply the versions that lead from a place to a pin. Return False if the tables hold its version already."""
+        is_there = place is not None and place.link == entry.link and not self._writer.is_mixed
+        has_moved = not is_there or self._writer.may_be_newer
         if has_moved:
-            self._take(entry, is_elsewhere=True)
-        self._pinned = None
+            self._return_to(order.version, stream=order.stream)
+        self._pinned, self._pin_stream = order.version, order.stream
         return has_moved
 
     def _leaves_pin(self) -> bool:
@@ -802,25 +861,44 @@ class Predictor(Forkable):
 
         The former stream is not continued meanwhile, because the versions after the pin may be bad.
         """
-        stream, fault = self._pin_stream, None
-        if stream is None or not self._is_replaced(stream):
+        stream = self._pin_stream
+        newest = None if stream is None else self._newest_stream()
+        if newest is None:
+            return False
+        if newest == stream:
+            self._outlived = 0  # the log was replaced by an older copy
             return False
         followed = self._follows_next_stream()
         if followed is not False:
             return followed is True
-        for snapshot in takewhile(lambda each: each.stream != stream, self._snapshots()):
-            if not self._is_allowed(snapshot):
-                continue
+        snapshots = self._cursor.snapshots(skips_unreadable=self._keeps_failing)
+        if not self._takes_one(takewhile(lambda each: each.stream != stream, snapshots)):
+            return False
+        self._pinned = None
+        return True
+
+    def _takes_one(self, snapshots: Iterable[Manifest]) -> bool:
+        """Apply the first of some snapshots that can be applied. Return False if there are none.
+
+        Raises:
+            StreamError: the fault of the first one, if none can be applied.
+        """
+        faults = (*_FAULTS, StorageError) if self._keeps_failing else _FAULTS
+        first: StreamError | None = None
+        num_unreadable = 0
+        for snapshot in snapshots:
             try:
                 self._take(snapshot, is_elsewhere=True)
-            except _FAULTS as another:
-                fault = fault or another
-                self._log_once(("pin", self.version, snapshot.link), another)
+            except faults as fault:
+                first = first or fault
+                self._log_once(("pin", self.version, snapshot.link), fault)
+                num_unreadable += isinstance(fault, StorageError)
+                if num_unreadable == _NUM_TRIES:
+                    break  # an outage, not a single object
                 continue
-            self._pinned = None
             return True
-        if fault is not None:
-            raise fault
+        if first is not None:
+            raise first
         return False
 
     def _use(self, storage: Storage) -> None:
@@ -855,8 +933,7 @@ class Predictor(Forkable):
         except StorageError as fault:
             if not self._keeps_failing:
                 raise
-            self._resync(fault)
-            has_moved = True
+            has_moved = self._resync(fault)
         if self._settling is not None and (has_moved or looks_for_gap):
             self._settling.clear()
         return has_moved
@@ -894,14 +971,13 @@ class Predictor(Forkable):
             self._gauges.reads(place.stream)
 
     def _recovers(self, fault: StreamError) -> bool:
-        """Apply another version after a fault. Return False if the fault is over, and there is no next version."""
+        """Apply another version after a fault. Return False if the fault is over, or the next version must wait."""
         if self._settling is not None and isinstance(fault, CACHE_FAULTS):
             try:
                 return self._settles(fault, self._settling)
             except _FAULTS as believed:
                 fault = believed
-        self._resync(fault)
-        return True
+        return self._resync(fault)
 
     def _catches_up(self) -> bool:
         """Apply a merged delta or a snapshot that replaces many versions. Return False if there is none to apply."""
@@ -973,19 +1049,18 @@ class Predictor(Forkable):
         """True if one more consecutive storage error causes a resync."""
         return self._num_failures >= _NUM_TRIES - 1
 
-    def _resync(self, fault: StreamError) -> None:
+    def _resync(self, fault: StreamError) -> bool:
         """Recover from ``fault`` by applying a merged version or a snapshot. Raise ``fault`` if none can be applied.
 
-        If the next stream has a pin or a release, that one decides which version is applied.
+        If the next stream has a pin or a release, that one decides which version is applied. Returns False if the
+        canary does not allow it yet.
         """
         before, num_unreadable = self.version, 0
-        has_ended = isinstance(fault, StreamReplacedError | MissingVersionError)
-        followed = has_ended and self._follows_next_stream()
+        followed = self._follows_next_stream()
         if followed:
             self._resynced(fault, before)
-            return
-        if followed is None:
-            raise NoSnapshotError(self._storage.url)
+        if followed is not False:
+            return followed is True
         faults = (*_FAULTS, StorageError) if self._keeps_failing else _FAULTS
         for manifest in self._cursor.way_back(fault, skips_unreadable=self._keeps_failing):
             way = kind_of(fault), before, manifest.link
@@ -1001,7 +1076,7 @@ class Predictor(Forkable):
                 continue
             self._ways.append(way)
             self._resynced(fault, before)
-            return
+            return True
         raise fault
 
     def _log_once(self, way: tuple[object, int | None, Link], fault: StreamError) -> None:

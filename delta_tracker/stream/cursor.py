@@ -340,12 +340,30 @@ class StreamCursor:
             NoSnapshotError: if there is none.
             MalformedError, StorageError: if the log cannot be read.
         """
-        found = self._starts() if self.allows is None else self._allowed_starts(self.allows)
+        found = self.snapshots()
         first = next(found, None)
         if first is None:
             raise NoSnapshotError(self.log.storage.url)
         yield first
         yield from found
+
+    def snapshots(self, *, skips_unreadable: bool = False) -> Iterator[Manifest]:
+        """Yield the snapshots that a reader can start from, newest first. Skip those that :attr:`allows` rejects.
+
+        Args:
+            skips_unreadable: True to skip entries that the store cannot read, and malformed entries of the log.
+                Malformed merged entries are always skipped.
+
+        Raises:
+            MalformedError, StorageError: if the log cannot be read.
+        """
+        if not skips_unreadable:
+            yield from self._starts() if self.allows is None else self._allowed_starts(self.allows)
+            return
+        for snapshot in self._readable_starts():
+            if self.allows is not None and not self.allows(snapshot):
+                continue
+            yield snapshot
 
     def _starts(self) -> Iterator[Manifest]:
         manifest = self._newest_snapshot()
@@ -438,18 +456,13 @@ class StreamCursor:
             merged = self._longest_merged(place.link.version, skips_unreadable=skips_unreadable)
             if merged is not None and merged.stream == place.stream and merged.generation >= self._generation(place):
                 yield merged
-        try:
-            for snapshot in self._readable_starts() if skips_unreadable else self.starts():
-                if self.allows is not None and not self.allows(snapshot):
-                    continue
-                is_older = place is not None and snapshot.version <= place.link.version
-                # An older snapshot is useful only if the last applied entry was replaced, not only later entries.
-                # Checked last, so that an unreadable entry does not prevent the use of a newer snapshot.
-                if is_older and not (isinstance(fault, StreamReplacedError) and not self._is_in_log()):
-                    return
-                yield snapshot
-        except NoSnapshotError:
-            return
+        for snapshot in self.snapshots(skips_unreadable=skips_unreadable):
+            is_older = place is not None and snapshot.version <= place.link.version
+            # An older snapshot is useful only if the last applied entry was replaced, not only later entries.
+            # Checked last, so that an unreadable entry does not prevent the use of a newer snapshot.
+            if is_older and not (isinstance(fault, StreamReplacedError) and not self._is_in_log()):
+                return
+            yield snapshot
 
     def _is_in_log(self) -> bool:
         """Return True if the last applied entry is still in the log."""

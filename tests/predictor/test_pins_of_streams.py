@@ -8,12 +8,18 @@ import pytest
 import torch
 
 from delta_tracker import Predictor
-from delta_tracker.errors import SinkError
-from delta_tracker.stream.log import StreamLog
+from delta_tracker.errors import CorruptPartError, SinkError, StorageError, StreamError
+from delta_tracker.predictor.canary import Canary
+from delta_tracker.stream.log import StreamLog, entry_name
+from delta_tracker.stream.maintenance.compaction import compact
+from delta_tracker.stream.maintenance.retention import Retention, retain
+from delta_tracker.stream.mirror import Mirror
 from delta_tracker.stream.pin import PinFollower
-from delta_tracker.stream.rollback import pin_version
+from delta_tracker.stream.rollback import pin_version, release_pin
+from delta_tracker.stream.storage.storage import Storage
 from tests.predictor.memory_sink import MemorySink, Stored
-from tests.predictor.pin_fleet import Fleet
+from tests.predictor.pin_fleet import Fleet, steps
+from tests.predictor.serving import Flaky
 from tests.stream.streams import FQN
 
 
@@ -40,6 +46,109 @@ def _sink_predictor(fleet: Fleet) -> tuple[Predictor, MemorySink]:
 
 def _sink_rows(sink: MemorySink) -> torch.Tensor:
     return torch.stack([sink.stored.rows[str(sink.stored.current), FQN, row][1] for row in range(20)])
+
+
+# Interrupted moves
+
+
+def test_a_pin_with_the_number_of_the_version_of_a_former_stream_is_followed(fleet: Fleet) -> None:
+    older = fleet.copy()
+    same = fleet.deltas(3)
+    predictor = fleet.join(storage=(flaky := Flaky(fleet.storage.url)))
+    predictor.sync()
+    first = flaky.num_reads
+    fleet.put_back(older)
+    fleet.promoted()
+    while fleet.published("snapshot") < same:
+        pass
+    fleet.published("delta")
+    pin_version(fleet.storage, same)
+    position, rows = predictor.state_dict(), fleet.rows_of(predictor).clone()
+    predictor.sync()
+    fleet.assert_holds(predictor, same)
+    assert predictor.status().stream == fleet.writer.claim.head.stream
+    for number in range(1, flaky.num_reads - first + 1):
+        flaky = Flaky(fleet.storage.url)
+        predictor = fleet.join(storage=flaky)
+        predictor.load_state_dict(position)
+        fleet.rows_of(predictor).copy_(rows)
+        flaky.is_down = lambda read, number=number: read == number  # type: ignore[misc]
+        for _ in range(4):
+            try:
+                predictor.sync()
+            except StorageError:
+                continue
+        fleet.assert_holds(predictor, same)
+        assert predictor.status().stream == fleet.writer.claim.head.stream
+
+
+@pytest.mark.parametrize("num_operations", [0, 3])
+def test_a_row_store_follows_a_pin_with_the_number_of_the_version_of_a_former_stream(
+    fleet: Fleet, num_operations: int
+) -> None:
+    older = fleet.copy()
+    same = fleet.deltas(3)
+    predictor, sink = _sink_predictor(fleet)
+    predictor.sync()
+    fleet.put_back(older)
+    fleet.promoted()
+    while fleet.published("snapshot") < same:
+        pass
+    pin_version(fleet.storage, same)
+    sink.fails_after = num_operations
+    with pytest.raises(SinkError):
+        predictor.sync()
+    sink.fails_after = None
+    assert predictor.sync() == same
+    assert sink.stored.current == fleet.writer.claim.head.stream
+    assert torch.equal(_sink_rows(sink), fleet.bits[same])
+
+
+@pytest.mark.parametrize("kind", ["table", "row store"])
+@pytest.mark.parametrize("order", ["pin", "release"])
+def test_an_interrupted_move_to_another_stream_obeys_a_newer_order(fleet: Fleet, kind: str, order: str) -> None:
+    predictor, sink = (fleet.join(is_fragile=True), None) if kind == "table" else _sink_predictor(fleet)
+    predictor.sync()
+    fleet.promoted()
+    first, second = fleet.published("snapshot"), fleet.published("snapshot")
+    pin_version(fleet.storage, second)
+    if sink is None:
+        fleet.fails(predictor, after=1)
+    else:
+        sink.fails_after = 3
+        with pytest.raises(SinkError):
+            predictor.sync()
+        sink.fails_after = None
+    if order == "pin":
+        pin_version(fleet.storage, first, replaces=True)
+        assert steps(predictor) == [first]
+        return
+    fleet.published("snapshot")
+    release_pin(fleet.storage)
+    newest = fleet.published("snapshot")
+    retain(fleet.storage, Retention(versions=1, grace_seconds=0.0))
+    assert StreamLog(fleet.storage).read(second) is None
+    assert steps(predictor) == [newest]
+
+
+@pytest.mark.parametrize("state", ["at a version", "at a pin", "on the way to a pin"])
+def test_mixed_tables_start_at_the_pin_of_the_new_stream(fleet: Fleet, state: str) -> None:
+    predictor = fleet.join(is_fragile=True)
+    predictor.sync()
+    if state != "at a version":
+        pin_version(fleet.storage, 3)
+    if state == "at a pin":
+        predictor.sync()
+    if state == "on the way to a pin":
+        fleet.fails(predictor, after=1)
+    fleet.promoted()
+    good = fleet.published("snapshot")
+    if state != "on the way to a pin":
+        fleet.fails(predictor, after=1)
+    pin_version(fleet.storage, good)
+    fleet.published("snapshot")  # bad
+    assert steps(predictor) == [good]
+    fleet.assert_holds(predictor, good)
 
 
 # Rows that are newer than the position
@@ -88,3 +197,204 @@ def test_a_pin_at_a_loaded_position_replaces_rows_that_were_saved_later(fleet: F
     after.sync()
     fleet.assert_holds(after, last)
     assert after.status().pinned == last
+
+
+# Streams that end
+
+
+@pytest.mark.parametrize("has_snapshot", [False, True])
+@pytest.mark.parametrize("state", ["above the pin", "restart above the pin", "below the pin", "on the way", "released"])
+def test_a_former_stream_is_not_continued_after_an_order(fleet: Fleet, state: str, has_snapshot: bool) -> None:
+    predictor = fleet.join(is_fragile=state == "on the way")
+    held: int | None = None if state == "on the way" else predictor.sync()
+    position, rows = predictor.state_dict(), fleet.rows_of(predictor).clone()
+    fleet.deltas(12)
+    compact(fleet.storage, fold=1e9)
+    pin_version(fleet.storage, 3 if "above" in state else 8)
+    if state == "on the way":
+        fleet.fails(predictor, after=4)  # the four chunks of the snapshot are complete
+        held = 1
+    if state == "released":
+        fleet.published("snapshot")
+        release_pin(fleet.storage)
+        fleet.published("delta")
+    fleet.promoted()
+    if has_snapshot:
+        held = fleet.published("snapshot")
+    if state.startswith("restart"):
+        predictor = fleet.restart(position, rows)
+    assert steps(predictor) == [held]
+    newest = fleet.published("snapshot")
+    assert steps(predictor)[-1] == newest
+    assert predictor.status().pinned is None
+
+
+def test_a_predictor_on_the_way_to_a_pin_goes_to_that_of_the_new_stream(fleet: Fleet) -> None:
+    predictor = fleet.join(is_fragile=True)
+    pin_version(fleet.storage, 3)
+    fleet.fails(predictor, after=4)  # the four chunks of the snapshot are complete
+    fleet.promoted()
+    good = fleet.published("snapshot")
+    fleet.published("snapshot")  # bad
+    pin_version(fleet.storage, good)
+    assert steps(predictor) == [good]
+
+
+def test_an_order_whose_stream_had_ended_is_followed_in_an_older_copy_of_the_log(fleet: Fleet) -> None:
+    predictor = fleet.join()
+    last = predictor.sync()
+    pin_version(fleet.storage, 3)
+    older = fleet.copy()
+    fleet.promoted()
+    assert steps(predictor) == [last]
+    fleet.put_back(older)
+    predictor.sync()
+    assert steps(predictor) == [3]
+    fleet.assert_holds(predictor, 3)
+
+
+@pytest.mark.parametrize("fault", ["a part is missing", "an entry is malformed", "a part is unreadable"])
+def test_a_fault_of_a_former_stream_leads_to_the_pin_of_the_new_one(fleet: Fleet, fault: str) -> None:
+    predictor = fleet.join(storage=(flaky := Flaky(fleet.storage.url)))
+    predictor.sync()
+    last = fleet.published("delta")
+    names = _entry_parts(fleet, last)
+    fleet.promoted()
+    fleet.published("snapshot")
+    good = fleet.published("delta")
+    fleet.published("snapshot")  # bad
+    pin_version(fleet.storage, good)
+    if fault == "a part is missing":
+        fleet.damage(last)
+    elif fault == "an entry is malformed":
+        fleet.storage.replace(entry_name(last), b"{")
+    else:
+        flaky.unreadable.update(names)
+        for _ in range(2):
+            with pytest.raises(StorageError):
+                predictor.sync()
+    assert steps(predictor) == [good]
+    fleet.assert_holds(predictor, good)
+
+
+@pytest.mark.parametrize("fault", ["malformed", "unreadable"])
+def test_a_pin_of_a_former_stream_does_not_prevent_a_recovery(fleet: Fleet, fault: str) -> None:
+    pin_version(fleet.storage, 3)
+    fleet.promoted()
+    fleet.published("snapshot")
+    predictor = fleet.join(storage=(flaky := Flaky(fleet.storage.url)))
+    predictor.sync()
+    damaged = fleet.published("delta")
+    good = fleet.deltas(8)
+    compact(fleet.storage, fold=1e9)
+    fleet.damage(damaged)
+    head = entry_name(fleet.published("delta"))
+    predictor._in_a_row = 0  # otherwise it catches up with the merged version
+    if fault == "unreadable":
+        flaky.unreadable.add(head)
+    else:
+        fleet.storage.replace(head, b"{")
+    for _ in range(4):
+        try:
+            predictor.sync()
+        except StreamError:
+            continue
+    assert predictor.version == good
+
+
+def test_an_older_copy_of_the_log_brings_its_pin_back(fleet: Fleet) -> None:
+    predictor = fleet.join()
+    predictor.sync()
+    pin_version(fleet.storage, 3)
+    predictor.sync()
+    older = fleet.copy()
+    fleet.promoted()
+    newest = fleet.published("snapshot")
+    assert predictor.sync() == newest
+    fleet.put_back(older)
+    assert steps(predictor) == [3]
+    assert predictor.status().pinned == 3
+
+
+def test_a_release_is_followed_again_from_a_position_before_it(fleet: Fleet) -> None:
+    predictor = fleet.join()
+    predictor.sync()
+    position, rows = predictor.state_dict(), fleet.rows_of(predictor).clone()
+    bad = fleet.deltas(4)
+    pin_version(fleet.storage, 3)
+    predictor.sync()
+    released = fleet.published("snapshot")
+    release_pin(fleet.storage)
+    newest = fleet.published("delta")
+    predictor.sync()
+    fleet.rows_of(predictor).copy_(rows)
+    predictor.load_state_dict(position)
+    assert steps(predictor) == [released, newest], f"versions up to {bad} are bad"
+    fleet.assert_holds(predictor, newest)
+
+
+# Faults at the end of a pin
+
+
+def test_a_malformed_merged_snapshot_does_not_hold_up_a_predictor_whose_pin_has_ended(fleet: Fleet) -> None:
+    predictor = fleet.join()
+    pin_version(fleet.storage, 3)
+    predictor.sync()
+    fleet.promoted()
+    fleet.published("snapshot")
+    newest = fleet.deltas(14)
+    compact(fleet.storage, fold=1e-9)
+    merged = [each for each in StreamLog(fleet.storage).merged() if each.kind == "snapshot"]
+    fleet.storage.replace(merged[-1].name, b"{")
+    assert predictor.sync() == newest
+
+
+def test_an_unreadable_snapshot_does_not_hold_up_a_predictor_whose_pin_has_ended(fleet: Fleet) -> None:
+    predictor = fleet.join(storage=(flaky := Flaky(fleet.storage.url)))
+    pin_version(fleet.storage, 3)
+    predictor.sync()
+    fleet.promoted()
+    good = fleet.published("snapshot")
+    flaky.unreadable.update(_entry_parts(fleet, fleet.published("snapshot")))
+    for _ in range(2):
+        with pytest.raises(StorageError):
+            predictor.sync()
+    assert predictor.sync(1) == good
+
+
+@pytest.mark.parametrize("has_later", [False, True])
+def test_a_release_passes_over_a_damaged_snapshot(fleet: Fleet, has_later: bool) -> None:
+    predictor = fleet.join()
+    pin_version(fleet.storage, 3)
+    predictor.sync()
+    released = fleet.published("snapshot")
+    release_pin(fleet.storage)
+    if has_later:
+        later = fleet.published("snapshot")
+    fleet.damage(fleet.published("snapshot"))
+    if has_later:
+        retain(fleet.storage, Retention(versions=2, grace_seconds=0.0))
+        assert StreamLog(fleet.storage).read(released) is None
+    for each in (predictor, fleet.join()):
+        assert each.sync(1) == (later if has_later else released)
+        with pytest.raises(CorruptPartError):
+            each.sync()
+
+
+def test_a_canary_that_waits_for_a_release_of_the_new_stream_stays_at_its_url(fleet: Fleet, tmp_path: Path) -> None:
+    other = Storage((tmp_path / "mirror").as_uri(), create=True)
+    mirror = Mirror(fleet.storage, other)
+    while mirror.step():
+        pass
+    canary = fleet.join(storage=[fleet.storage, other], canary=Canary(versions=2))
+    canary.sync()
+    last = fleet.newest
+    fleet.promoted()
+    good = fleet.published("snapshot")
+    fleet.published("snapshot")  # bad
+    pin_version(fleet.storage, good)
+    fleet.published("snapshot")
+    release_pin(fleet.storage)
+    for _ in range(5):
+        assert canary.sync() == last
+    assert canary._storage is fleet.storage

@@ -6,8 +6,14 @@ from tests.reverts.revert import Revert
 
 _SCHEDULE = "tests/predictor/test_resync_random.py::test_faults_of_readers_are_overcome"
 _PREDICTOR = "delta_tracker/predictor/predictor.py"
+_MODEL_WRITER = "delta_tracker/predictor/model_writer.py"
 _PINS = "tests/predictor/test_pins.py"
+_STREAMS = "tests/predictor/test_pins_of_streams.py"
 _FORKS = "tests/system/test_follower_forks.py::test_children_of_a_process_that_follows"
+
+_ASKS = "        followed = self._follows_next_stream()\n        if followed:"
+_COMPLETES = "(self._pinned is not None and self._pin_stream == order.stream)"
+_NEVER_BEGINS_AGAIN = (f"return self._writer.is_mixed or {_COMPLETES}", "return False")
 
 REVERTS = [
     Revert(
@@ -48,12 +54,12 @@ REVERTS = [
     Revert(
         defect="predictors stay at a pin for ever after its stream was replaced",
         generator="tests/predictor/test_pins.py::test_a_pin_ends_at_the_first_snapshot_of_a_promoted_log",
-        edits={_PREDICTOR: [("            if not self._is_allowed(snapshot):\n", "            if True:\n")]},
+        edits={_PREDICTOR: [("return looks_for_gap and self._leaves_pin()", "return False")]},
     ),
     Revert(
         defect="a release that is older than a rollback undoes it",
         generator="tests/predictor/test_pins.py::test_a_rollback_is_not_undone_by_an_older_release[6]",
-        edits={_PREDICTOR: [("<= max(self._obeyed, self._overruled)", "<= self._obeyed")]},
+        edits={_PREDICTOR: [(", self._outlived, self._overruled)", ", self._outlived)")]},
     ),
     Revert(
         defect="a pin of a former stream stops predictors for ever",
@@ -64,34 +70,142 @@ REVERTS = [
     Revert(
         defect="a predictor of a former stream applies versions of the next one that a pin excludes",
         generator=f"{_PINS}::test_a_predictor_goes_from_a_former_stream_to_the_pin_of_the_new_one",
-        edits={_PREDICTOR: [("followed = has_ended and self._follows_next_stream()", "followed = False")]},
+        edits={_PREDICTOR: [(_ASKS, _ASKS.replace("self._follows_next_stream()", "False"))]},
     ),
     Revert(
         defect="a canary of a former stream applies versions of the next one that a release skips",
         generator=f"{_PINS}::test_a_predictor_goes_from_a_former_stream_past_what_a_release_of_the_new_one_skips",
         edits={
             _PREDICTOR: [
-                (
-                    "and (place is None or place.link.version < order",
-                    "and (place is not None and place.link.version < order",
-                )
+                ("            return None\n        self._obeyed", "            return False\n        self._obeyed"),
             ]
         },
     ),
     Revert(
         defect="an interrupted move to the pin of another stream fails for ever",
         generator=f"{_PINS}::test_an_interrupted_move_to_the_pin_of_a_new_stream_is_completed",
-        edits={_PREDICTOR: [("self._return_to(pinned, stream=self._pin_stream,", "self._return_to(pinned,")]},
+        edits={
+            _PREDICTOR: [
+                ("self._return_to(pinned, stream=self._pin_stream,", "self._return_to(pinned,"),
+                _NEVER_BEGINS_AGAIN,
+            ]
+        },
     ),
     Revert(
         defect="a damaged snapshot holds up a predictor whose pin has ended",
         generator=f"{_PINS}::test_a_damaged_snapshot_after_a_pin_that_has_ended_is_passed_over",
-        edits={_PREDICTOR: [("                fault = fault or another\n", "                raise\n")]},
+        edits={_PREDICTOR: [("                first = first or fault\n", "                raise\n")]},
     ),
     Revert(
         defect="a predictor that restarts at a pin continues the former stream beyond it",
         generator=f"{_PINS}::test_a_restart_at_a_pin_does_not_continue_the_former_stream",
-        edits={_PREDICTOR: [("and place.link == link and not", "and False and not")]},
+        edits={_PREDICTOR: [("            self._outlives(order, place)\n", "")]},
+    ),
+    Revert(
+        defect="a predictor takes a version of a former stream for the pin of the new one with its number",
+        generator=f"{_STREAMS}::test_a_row_store_follows_a_pin_with_the_number_of_the_version_of_a_former_stream[0]",
+        edits={_PREDICTOR: [("return self._pin_stream in (None, place.stream)", "return True"), _NEVER_BEGINS_AGAIN]},
+    ),
+    Revert(
+        defect="an interrupted move to a pin of another stream is completed although the pin was released",
+        generator=f"{_STREAMS}::test_an_interrupted_move_to_another_stream_obeys_a_newer_order[release-row store]",
+        edits={_PREDICTOR: [_NEVER_BEGINS_AGAIN]},
+    ),
+    Revert(
+        defect="mixed tables start at the newest snapshot and not at the pin",
+        generator=f"{_STREAMS}::test_mixed_tables_start_at_the_pin_of_the_new_stream[at a version]",
+        edits={_PREDICTOR: [("return self._writer.is_mixed or (self._pinned", "return (self._pinned")]},
+    ),
+    Revert(
+        defect="a canary that waits for a release fails over to another url",
+        generator=f"{_STREAMS}::test_a_canary_that_waits_for_a_release_of_the_new_stream_stays_at_its_url",
+        edits={
+            _PREDICTOR: [
+                ("            return followed is True\n        faults", "            raise fault\n        faults")
+            ]
+        },
+    ),
+    Revert(
+        defect="rows that were saved after their position stay under a pin",
+        generator=f"{_STREAMS}::test_a_pin_at_a_loaded_position_replaces_rows_that_were_saved_later[1]",
+        edits={_MODEL_WRITER: [("return self._is_loaded or self._applying", "return self._applying")]},
+    ),
+    Revert(
+        defect="rows of an interrupted version stay under a pin",
+        generator=f"{_STREAMS}::test_a_pin_at_the_applied_version_replaces_rows_of_an_interrupted_one",
+        edits={_MODEL_WRITER: [("return self._is_loaded or self._applying is not None", "return self._is_loaded")]},
+    ),
+    Revert(
+        defect="rows of an interrupted version stay in a row store under a pin",
+        generator=f"{_STREAMS}::test_a_pin_at_the_stored_version_replaces_rows_of_an_interrupted_one",
+        edits={"delta_tracker/predictor/sink_writer.py": [("and self._state.applying is not None", "and False")]},
+    ),
+    Revert(
+        defect="a former stream is continued past what its release skips",
+        generator=f"{_STREAMS}::test_a_former_stream_is_not_continued_after_an_order[released-False]",
+        edits={_PREDICTOR: [("is_past = order.kind", "is_past = True or order.kind")]},
+    ),
+    Revert(
+        defect="a predictor on the way to a pin continues the former stream if the new one has a pin too",
+        generator=f"{_STREAMS}::test_a_predictor_on_the_way_to_a_pin_goes_to_that_of_the_new_stream",
+        edits={_PREDICTOR: [("place.link.version if place is not None and is_whole else None", "None")]},
+    ),
+    Revert(
+        defect="a pin whose stream had ended is ignored in an older copy of the log",
+        generator=f"{_STREAMS}::test_an_order_whose_stream_had_ended_is_followed_in_an_older_copy_of_the_log",
+        edits={_PREDICTOR: [("            self._outlived = 0  # the log was replaced by an older copy\n", "")]},
+    ),
+    Revert(
+        defect="a damaged version of a former stream leads to the newest snapshot and not to the pin",
+        generator=f"{_STREAMS}::test_a_fault_of_a_former_stream_leads_to_the_pin_of_the_new_one[a part is missing]",
+        edits={
+            _PREDICTOR: [
+                (_ASKS, _ASKS.replace("= self", "= isinstance(fault, StreamReplacedError) and self")),
+            ]
+        },
+    ),
+    Revert(
+        defect="a pin of a former stream and a malformed head prevent every recovery",
+        generator=f"{_STREAMS}::test_a_pin_of_a_former_stream_does_not_prevent_a_recovery[malformed]",
+        edits={_PREDICTOR: [("if leaves_stream and (isinstance(error", "if False and (isinstance(error")]},
+    ),
+    Revert(
+        defect="a pin that was followed once is not followed in an older copy of the log",
+        generator=f"{_STREAMS}::test_an_older_copy_of_the_log_brings_its_pin_back",
+        edits={
+            _PREDICTOR: [
+                (
+                    "            return order.counter <= self._overruled\n",
+                    "            return order.counter <= max(self._obeyed, self._overruled)\n",
+                )
+            ]
+        },
+    ),
+    Revert(
+        defect="a release is not followed from a loaded position before it",
+        generator=f"{_STREAMS}::test_a_release_is_followed_again_from_a_position_before_it",
+        edits={_PREDICTOR: [("            self._obeyed = self._outlived = 0  # by", "            pass  # by")]},
+    ),
+    Revert(
+        defect="a malformed merged snapshot holds up a predictor whose pin has ended",
+        generator=f"{_STREAMS}::test_a_malformed_merged_snapshot_does_not_hold_up_a_predictor_whose_pin_has_ended",
+        edits={
+            "delta_tracker/stream/cursor.py": [
+                ("        manifest = self._newest_snapshot()\n", "        manifest = self.log.newest_snapshot()\n")
+            ]
+        },
+    ),
+    Revert(
+        defect="an unreadable snapshot holds up a predictor whose pin has ended",
+        generator=f"{_STREAMS}::test_an_unreadable_snapshot_does_not_hold_up_a_predictor_whose_pin_has_ended",
+        edits={
+            _PREDICTOR: [("if self._keeps_failing else _FAULTS\n        first", "if False else _FAULTS\n        first")]
+        },
+    ),
+    Revert(
+        defect="a damaged snapshot after a release holds up predictors",
+        generator=f"{_STREAMS}::test_a_release_passes_over_a_damaged_snapshot[False]",
+        edits={_PREDICTOR: [("                first = first or fault\n", "                raise\n")]},
     ),
     Revert(
         defect="a version that is applied by sync() or rollback() does not wake wait()",
