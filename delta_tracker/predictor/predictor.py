@@ -211,7 +211,9 @@ class Predictor(Forkable):
         self._obeyed = 0  # counter of the last pin or release that was followed
         self._outlived = 0  # counter of the last one whose stream ended before it was followed
         self._overruled = 0  # counter of the newest pin when rollback() was called; 0 after release()
-        self._cursor.allows = None if canary is None else CanaryBound(canary, self._cursor).allows
+        self._bound = None if canary is None else CanaryBound(canary, self._cursor)
+        self._awaited: Pin | None = None  # pin that the canary does not allow yet
+        self._cursor.allows = None if canary is None else self._is_allowed
         self._gate = None if gate is None else GateKeeper(gate)
         # The norms of a merged version cannot show which of its versions violates a bound.
         self._skips_versions = gate is None or gate.max_drift is None
@@ -510,7 +512,7 @@ class Predictor(Forkable):
         """
         self._refuse_inside_reading("rollback()")
         with self._syncing:
-            order = None if self._pins is None else self._pins.order()
+            order, self._awaited = None if self._pins is None else self._pins.order(), None
             self._return_to(version, overrules=0 if order is None else order.counter)
         self._follower.moved()
 
@@ -705,6 +707,7 @@ class Predictor(Forkable):
             True if versions were applied; False to go on with the next version; None to apply none now, because the
             canary does not allow the version of a release yet, and the versions before it may be bad.
         """
+        self._awaited = None
         if self._has_obeyed(order):
             return False
         place = None if leaves_stream or self._has_left_for(order) else self._cursor.place
@@ -713,6 +716,7 @@ class Predictor(Forkable):
         if order.kind == "pin":
             entry = self._named(order)
             if not self._is_allowed(entry):
+                self._awaited = order
                 return False  # what is allowed is older
             has_moved = self._goes_to_pin(order, entry, place)
         elif self._takes_one(self._released(order)):
@@ -821,8 +825,14 @@ class Predictor(Forkable):
             yield entry
 
     def _is_allowed(self, entry: Manifest) -> bool:
-        """Return True if there is no canary, or if the canary may apply an entry."""
-        return self._cursor.allows is None or self._cursor.allows(entry)
+        """Return True if there is no canary, or if the canary may apply an entry.
+
+        What follows a pin is not allowed before the pin: its time may be earlier, by the clock of another publisher.
+        """
+        pin = self._awaited
+        if pin is not None and entry.stream == pin.stream and entry.version > pin.version:
+            return False
+        return self._bound is None or self._bound.allows(entry)
 
     def _newest_stream(self) -> str | None:
         """Return the stream of the newest entry of the log; None if there is none, or if it is malformed."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from delta_tracker import Predictor
-from delta_tracker.errors import CorruptPartError, SinkError, StorageError, StreamError
+from delta_tracker.errors import CorruptPartError, InvalidArgumentError, SinkError, StorageError, StreamError
 from delta_tracker.predictor.canary import Canary
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
@@ -398,3 +399,27 @@ def test_a_canary_that_waits_for_a_release_of_the_new_stream_stays_at_its_url(fl
     for _ in range(5):
         assert canary.sync() == last
     assert canary._storage is fleet.storage
+
+
+def test_a_canary_applies_nothing_after_a_pin_that_it_does_not_allow_yet(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
+    now += 100.0
+    good = fleet.published("snapshot")
+    now -= 90.0  # the clock of the next publisher is behind
+    bad = fleet.published("claim")
+    now += 50.0
+    fleet.published("delta")
+    pin_version(fleet.storage, good)
+    canary = fleet.join(canary=Canary(seconds=20.0))
+    assert steps(canary) == [1, 2, 3, 4, 5]
+    with pytest.raises(InvalidArgumentError):
+        canary.rollback(good)
+    canary.rollback(bad)
+    assert steps(canary) == [bad]
+    now += 100.0
+    fleet.published("delta")
+    canary.release()
+    assert steps(canary) == [good]

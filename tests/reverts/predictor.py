@@ -208,6 +208,11 @@ REVERTS = [
         edits={_PREDICTOR: [("                first = first or fault\n", "                raise\n")]},
     ),
     Revert(
+        defect="a canary in seconds applies versions after a pin, if another publisher's clock is behind",
+        generator=f"{_STREAMS}::test_a_canary_applies_nothing_after_a_pin_that_it_does_not_allow_yet",
+        edits={_PREDICTOR: [("                self._awaited = order\n", "")]},
+    ),
+    Revert(
         defect="a version that is applied by sync() or rollback() does not wake wait()",
         generator="tests/predictor/test_waiting.py::test_a_sync_that_ends_at_a_held_version_wakes_it",
         edits={
