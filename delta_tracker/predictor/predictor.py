@@ -834,6 +834,13 @@ class Predictor(Forkable):
             return False
         return self._bound is None or self._bound.allows(entry)
 
+    def _is_excluded(self, entry: Manifest) -> bool:
+        """Return True if a pin or a release that was found meanwhile, or could not be followed, excludes an entry."""
+        order = None if self._pins is None else self._pins.order()
+        if order is None or entry.stream != order.stream or self._has_obeyed(order):
+            return False
+        return entry.version > order.version if order.kind == "pin" else entry.version < order.version
+
     def _newest_stream(self) -> str | None:
         """Return the stream of the newest entry of the log; None if there is none, or if it is malformed."""
         try:
@@ -1074,7 +1081,7 @@ class Predictor(Forkable):
         faults = (*_FAULTS, StorageError) if self._keeps_failing else _FAULTS
         for manifest in self._cursor.way_back(fault, skips_unreadable=self._keeps_failing):
             way = kind_of(fault), before, manifest.link
-            if way in self._ways:
+            if way in self._ways or self._is_excluded(manifest):
                 continue  # an earlier resync with this entry led to the same fault
             try:
                 self._take(manifest, is_elsewhere=isinstance(fault, StreamReplacedError))

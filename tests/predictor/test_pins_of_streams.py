@@ -303,6 +303,23 @@ def test_a_pin_of_a_former_stream_does_not_prevent_a_recovery(fleet: Fleet, faul
     assert predictor.version == good
 
 
+def test_a_resync_applies_nothing_after_a_pin_that_was_found_meanwhile(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    predictor = fleet.join()
+    good = predictor.sync()
+    fleet.damage(fleet.published("delta"))
+    fleet.published("snapshot")
+    pin = pin_version(fleet.storage, good)
+    orders = iter([None])
+    assert predictor._pins is not None
+    monkeypatch.setattr(predictor._pins, "order", lambda: next(orders, pin))
+    with pytest.raises(CorruptPartError):
+        predictor.sync()
+    assert steps(predictor) == [good]
+    assert predictor.status().resyncs == 0
+
+
 def test_an_older_copy_of_the_log_brings_its_pin_back(fleet: Fleet) -> None:
     predictor = fleet.join()
     predictor.sync()
