@@ -1073,6 +1073,7 @@ class Predictor(Forkable):
         canary does not allow it yet.
         """
         before, num_unreadable = self.version, 0
+        stream = None if self._cursor.place is None else self._cursor.place.stream
         followed = self._follows_next_stream()
         if followed:
             self._resynced(fault, before)
@@ -1083,8 +1084,9 @@ class Predictor(Forkable):
             way = kind_of(fault), before, manifest.link
             if way in self._ways or self._is_excluded(manifest):
                 continue  # an earlier resync with this entry led to the same fault
+            is_elsewhere = isinstance(fault, StreamReplacedError) or stream not in (None, manifest.stream)
             try:
-                self._take(manifest, is_elsewhere=isinstance(fault, StreamReplacedError))
+                self._take(manifest, is_elsewhere=is_elsewhere)
             except faults as another:
                 self._log_once(way, another)
                 num_unreadable += isinstance(another, StorageError)

@@ -152,6 +152,21 @@ def test_mixed_tables_start_at_the_pin_of_the_new_stream(fleet: Fleet, state: st
     fleet.assert_holds(predictor, good)
 
 
+def test_an_interrupted_resync_to_another_stream_is_not_continued_in_the_former_one(fleet: Fleet) -> None:
+    predictor = fleet.join(is_fragile=True, follows_pins=False)
+    predictor.sync()
+    name = _entry_parts(fleet, fleet.published("delta"))[0]
+    data = fleet.storage.read(name, max_bytes=1 << 20)
+    assert data is not None
+    stored = data.tobytes()
+    fleet.storage.delete(name)
+    fleet.promoted()
+    newest = fleet.published("snapshot")
+    fleet.fails(predictor, after=1)
+    fleet.storage.create(name, stored)
+    assert steps(predictor) == [newest]
+
+
 # Rows that are newer than the position
 
 
