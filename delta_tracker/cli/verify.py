@@ -204,12 +204,14 @@ class _Check:
         head, newest = self._newest()
         self._stream = "" if head is None else head.stream
         self._start = self._newest_snapshot(head)
+        if head is not None and head.snapshot is not None and self._lacks_snapshot():
+            self._find(entry_name(head.snapshot), "the newest snapshot is missing: no reader can start", head.snapshot)
         # The listing is made after the head was read, so that it contains the parts of all entries up to the head.
         self._sizes = {each.name: each.num_bytes for each in storage.objects("parts")}
         listed = self.stream.log.versions()
         with self.stream.reading("verifying", 0 if self.is_quick else sum(self._sizes.values())):
+            self._check_strays([version for version in listed if version > newest], newest)  # before it can be deleted
             self._check_log([version for version in listed if version <= newest], head)
-            self._check_strays([version for version in listed if version > newest], newest)
             self._check_merged()
 
     def _newest(self) -> tuple[Manifest | None, int]:
@@ -284,7 +286,15 @@ class _Check:
             snapshot = self.stream.log.newest_snapshot()
         except MalformedError:  # reported when the entry is checked
             return -1 if head is None or head.snapshot is None else head.snapshot
+        if snapshot is None and head is not None and head.snapshot is not None:
+            return head.snapshot  # it is missing, which was reported
         return -1 if snapshot is None else snapshot.version
+
+    def _lacks_snapshot(self) -> bool:
+        try:
+            return self.stream.log.newest_snapshot() is None
+        except MalformedError:  # reported when the entry is checked
+            return False
 
     def _check_parts(self, manifest: Manifest, again: Callable[[], Manifest | None], owners: _Owners | None) -> bool:
         """Check the objects of an entry.

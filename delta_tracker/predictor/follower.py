@@ -225,14 +225,15 @@ class Follower:
         if self._thread is threading.current_thread():
             raise InvalidArgumentError("wait()", "called in the thread of follow()", "Call it in another thread")
         waiter, end = SimpleQueue[None](), None if seconds is None else time.monotonic() + seconds
-        self._waiters.append(waiter)
         try:
+            self._waiters.append(waiter)
             while not is_there() and self.is_running:
                 waiter.get(timeout=None if end is None else max(0.0, end - time.monotonic()))
         except Empty:
             pass
         finally:
-            self._waiters.remove(waiter)
+            with suppress(ValueError):  # interrupted before it was added
+                self._waiters.remove(waiter)
         if is_there():
             return True
         error = self.error

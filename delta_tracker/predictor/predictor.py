@@ -633,8 +633,10 @@ class Predictor(Forkable):
         try:
             if self._pins is not None and (order := self._pins.order()) is not None:
                 has_moved = self._obeys_despite_caches(order)
-            if has_moved is False:
-                has_moved = self._goes_on(looks_for_gap=looks_for_gap)
+            if has_moved is False and self._pinned is None:
+                has_moved = self._take_next(looks_for_gap=looks_for_gap)
+            elif has_moved is False:
+                has_moved = self._stays(looks_for_gap=looks_for_gap)
         except StaleCacheError:
             raise
         except (NoSnapshotError, StorageError):  # without a snapshot, nothing was applied yet
@@ -646,8 +648,8 @@ class Predictor(Forkable):
         self._num_failures = 0
         return bool(has_moved)
 
-    def _goes_on(self, *, looks_for_gap: bool) -> bool:
-        """Apply the next version, or go to the version to stay at. Return False if nothing is to be applied."""
+    def _stays(self, *, looks_for_gap: bool) -> bool:
+        """Go to the version to stay at, or go on if its stream has ended. Return False if nothing was applied."""
         pinned = self._pinned
         if pinned is not None and not self._is_at(pinned):
             self._end_pin_of_former_stream()
@@ -1082,8 +1084,9 @@ class Predictor(Forkable):
         faults = (*_FAULTS, StorageError) if self._keeps_failing else _FAULTS
         for manifest in self._cursor.way_back(fault, skips_unreadable=self._keeps_failing):
             way = kind_of(fault), before, manifest.link
+            # An earlier resync with the entry led to the same fault, or a pin excludes the entry.
             if way in self._ways or self._is_excluded(manifest):
-                continue  # an earlier resync with this entry led to the same fault
+                continue
             is_elsewhere = isinstance(fault, StreamReplacedError) or stream not in (None, manifest.stream)
             try:
                 self._take(manifest, is_elsewhere=is_elsewhere)

@@ -147,8 +147,10 @@ def _obstacle(module: PlainModule, weight: Tensor | None, fsdp: set[int], replic
     shape = (module.num_embeddings, module.embedding_dim)
     if type(weight) is not nn.Parameter or weight.is_inference():
         kind = "missing" if weight is None else f"a {type(weight).__name__}"
-        kind = "an inference tensor" if weight is not None and weight.is_inference() else kind
-        return f"its weight is {kind}, not an nn.Parameter, for example because it is parametrized"
+        cause = "not an nn.Parameter, for example because it is parametrized"
+        if weight is not None and weight.is_inference():
+            kind, cause = "an inference tensor", "so that writes to it are not counted"
+        return f"its weight is {kind}, {cause}"
     if id(weight) in fsdp:
         return "its weight is managed by FSDP, which may keep only a part of the rows on a rank"
     if weight.is_meta or tuple(weight.shape) != shape:

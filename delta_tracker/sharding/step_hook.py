@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.sharding.discover import Discovery
@@ -50,17 +51,19 @@ class _Step:
         key: key of the write.
         is_computed_inside: True if a closure computes the gradients inside the step.
         rows: FQN to the ids ``[N]`` of the rows that were reported before the step; None for all rows.
-        gradients: FQN, gradient and version counter of the gradient when ``rows`` was computed.
+        gradients: FQN, parameter, gradient and version counter of the gradient when ``rows`` was computed.
         versions: FQN to the version counter of the table's weight before the step.
         may_load: True if another hook may load another momentum before the step.
+        is_counted: True if the step is in :attr:`StepHook.num_updates`.
     """
 
     key: int
     is_computed_inside: bool
     may_load: bool
     rows: Mapping[str, Tensor | None] = field(default_factory=dict)
-    gradients: list[tuple[str, Tensor, int]] = field(default_factory=list)
+    gradients: list[tuple[str, Tensor, Tensor, int]] = field(default_factory=list)
     versions: Mapping[str, int] = field(default_factory=dict)
+    is_counted: bool = False
 
 
 class StepHook(Watcher):
@@ -140,8 +143,8 @@ class StepHook(Watcher):
                 late |= self._contained(lambda: self._all_rows_of(optimizer), otherwise=self._all_rows())
         else:
             # Another hook may have replaced a gradient after this hook read it.
-            late = {fqn: None for fqn, gradient, version in step.gradients if gradient._version != version}  # noqa: SLF001
-            late |= {fqn: None for fqn, gradient, _ in step.gradients if self._modules[fqn].weight.grad is not gradient}
+            late = {fqn: None for fqn, _, gradient, version in step.gradients if gradient._version != version}  # noqa: SLF001
+            late |= {fqn: None for fqn, parameter, gradient, _ in step.gradients if parameter.grad is not gradient}
             if late:
                 self._warn("a gradient that changed during a step", "change no gradient in a hook of the step")
             if step.may_load:
@@ -149,7 +152,7 @@ class StepHook(Watcher):
                 late = {**loaded, **late}
         # These optimizers write a weight once per step. Any further write is one of another hook, or of the closure.
         now: dict[str, int] = self._contained(self._versions, otherwise={})
-        skipped = {fqn for fqn, gradient, _ in step.gradients if _is_skipped(optimizer, gradient)}
+        skipped = {fqn for fqn, _, gradient, _ in step.gradients if _is_skipped(optimizer, gradient)}
         late |= {
             fqn: None
             for fqn in {**step.rows, **late}
@@ -189,8 +192,10 @@ class StepHook(Watcher):
                 stepped = [fqn for fqn in fqns if fqn in self._tables]
                 if stepped:
                     rows |= dict.fromkeys(stepped, self._written(optimizer, parameter))
-                    step.gradients += [(fqn, parameter.grad, parameter.grad._version) for fqn in stepped]  # noqa: SLF001
-        self.num_updates += has_update
+                    version = parameter.grad._version  # noqa: SLF001
+                    step.gradients += [(fqn, parameter, parameter.grad, version) for fqn in stepped]
+        self.num_updates += has_update and not step.is_counted
+        step.is_counted |= has_update
         return rows
 
     def _all_rows_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor | None]:
@@ -247,14 +252,16 @@ class _Steps:
 
     def __init__(self) -> None:
         self._hooks: dict[int, StepHook] = {}
-        self._is_registered = False
+        self._before_handle: RemovableHandle | None = None
+        self._after_handle: RemovableHandle | None = None
 
     def add(self, hook: StepHook) -> None:
         self._hooks[id(hook)] = hook
-        if not self._is_registered:
-            self._is_registered = True
-            register_optimizer_step_pre_hook(untraced(self._before, self._omitted))
-            register_optimizer_step_post_hook(untraced(self._after, self._omitted))
+        # One by one: if the first call is interrupted, the next one registers what is missing.
+        if self._before_handle is None:
+            self._before_handle = register_optimizer_step_pre_hook(untraced(self._before, self._omitted))
+        if self._after_handle is None:
+            self._after_handle = register_optimizer_step_post_hook(untraced(self._after, self._omitted))
 
     def remove(self, hook: StepHook) -> None:
         self._hooks.pop(id(hook), None)
@@ -299,8 +306,8 @@ def _deleted(hook: ref[StepHook], number: int, _: object) -> None:
 
 def _has_others(optimizer: torch.optim.Optimizer, when: str) -> bool:
     """Return True if other hooks are called before (``"pre"``) or after (``"post"``) the step of an optimizer."""
-    everywhere = getattr(torch_optimizer, f"_global_optimizer_{when}_hooks")
-    return len(everywhere) > 1 or bool(getattr(optimizer, f"_optimizer_step_{when}_hooks", None))
+    everywhere = getattr(torch_optimizer, f"_global_optimizer_{when}_hooks", None)  # not part of torch's interface
+    return everywhere is None or len(everywhere) > 1 or bool(getattr(optimizer, f"_optimizer_step_{when}_hooks", None))
 
 
 def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from delta_tracker.sharding.kernel_memory import one_cut
 from delta_tracker.sharding.local_shard import LocalShard
@@ -76,16 +77,18 @@ class WriteWatch:
         # Takes less than a microsecond for most shards.
         shard = self._shard()
         if shard is self._of:
-            for owner, name, tensor, version, address, _ in self._held:
+            for owner, name, tensor, version, address, storage in self._held:
                 if tensor._version != version or owner.get(name) is not tensor:  # noqa: SLF001
                     break
-                if address and tensor.data_ptr() != address:
+                if storage is not None and (tensor.data_ptr() != address or _is_freed(storage)):
                     break
             else:
                 return False
         before, self._of, self._held = self._held, shard, _held(shard)
         return len(before) != len(self._held) or any(
-            now.tensor is not then.tensor or (now.version, now.address) != (then.version, then.address)
+            now.tensor is not then.tensor
+            or (now.version, now.address) != (then.version, then.address)
+            or (then.storage is not None and _is_freed(then.storage))
             for now, then in zip(self._held, before, strict=True)
         )
 
@@ -100,8 +103,8 @@ class _Weight(NamedTuple):
         version: its version counter.
         address: for a plain module, address of the first value, because ``weight.data`` may be replaced without a new
             version; 0 for a kernel.
-        storage: for a plain module, the memory at the address. As long as it is held here, no other tensor can get the
-            address.
+        storage: for a plain module, a weak reference to the memory at the address, which another tensor can get once
+            the memory is freed.
     """
 
     owner: Mapping[str, Tensor | None]
@@ -109,7 +112,7 @@ class _Weight(NamedTuple):
     tensor: Tensor
     version: int
     address: int
-    storage: torch.UntypedStorage | None
+    storage: StorageWeakRef | None
 
 
 def _held(shard: LocalShard) -> list[_Weight]:
@@ -120,12 +123,16 @@ def _held(shard: LocalShard) -> list[_Weight]:
             tensor,
             tensor._version,  # noqa: SLF001
             tensor.data_ptr() if shard.is_stepped else 0,
-            tensor.untyped_storage() if shard.is_stepped else None,
+            StorageWeakRef(tensor.untyped_storage()) if shard.is_stepped else None,  # type: ignore[no-untyped-call]
         )
         for kernel, _ in shard.places
         for owner, name in kernel.memory.weight_slots()
         if (tensor := owner.get(name)) is not None and tensor.numel()
     ]
+
+
+def _is_freed(storage: StorageWeakRef) -> bool:
+    return bool(storage.expired())  # type: ignore[no-untyped-call]
 
 
 def row_chunks(shard: LocalShard, ids: Tensor, num_rows: int) -> Iterator[tuple[slice, Tensor]]:

@@ -80,6 +80,7 @@ def pin_version(
     """
     log = _log(storage, "a rollback", reason)
     _former(log, replaces=replaces)  # refuse before the parts are read
+    _refuse_former(log, version)
     checked_path(log, version, reads_parts=not is_quick)
     counter, former = newest_counter(storage), _former(log, replaces=replaces)
     entry, _ = checked_path(log, version)
@@ -185,7 +186,6 @@ def checked_path(log: StreamLog, version: int, *, reads_parts: bool = False) -> 
         InvalidArgumentError, MissingVersionError, NoSnapshotError, CorruptPartError, StorageError: see
             :func:`pin_version`.
     """
-    _refuse_former(log, version)
     path = StreamCursor(log).path_to(version)
     entry = log.read(version)  # the path may end with a merged snapshot instead
     if entry is None or path[-1].link != entry.link:

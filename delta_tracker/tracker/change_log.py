@@ -532,11 +532,11 @@ class ChangeLog:
     def restore(self, state: LogState) -> None:
         """Replace all pending rows with ``state``; rows of open batches stay pending. Aborts uncommitted reads.
 
+        If memory is missing or the call is interrupted, all rows may count as changed for every consumer.
+
         Args:
             state: pending rows of exactly this log's consumers. If its ``history`` is None, :meth:`rewind` makes all
                 rows pending. The former owners of rows without :attr:`ChangedRows.former` are unknown.
-
-        If memory is missing or the call is interrupted, all rows may count as changed for every consumer.
         """
         with self.lock, one_cut():
             self._release_abandoned()
@@ -557,8 +557,7 @@ class ChangeLog:
                 self._cut()
                 self._consumers.restore(self._position, consumers, origin)
             except BaseException:  # out of memory, or interrupted: some marks are lost
-                for _, store in self._every:
-                    store.mark_all_later()
+                self.mark_everything_later()
                 raise
             self._num_batches = state.num_batches
             for name, pending in state.consumers.items():
@@ -568,11 +567,20 @@ class ChangeLog:
         """Make all rows pending for every consumer, with unknown old states and owners. Aborts uncommitted reads."""
         with self.lock:
             nothing = {name: PendingState(self._num_batches, {}) for name in self._consumers.names}
-            self.restore(LogState(self._num_batches, nothing, {}))
-            for owners in self._owners.values():
-                owners.mark_unknown()
-            for fqn in self._stores:
-                self.mark(fqn, None, is_written=True)
+            try:
+                self.restore(LogState(self._num_batches, nothing, {}))
+                for owners in self._owners.values():
+                    owners.mark_unknown()
+                for fqn in self._stores:
+                    self.mark(fqn, None, is_written=True)
+            except BaseException:
+                self.mark_everything_later()
+                raise
+
+    def mark_everything_later(self) -> None:
+        """Make all rows pending for every consumer at the next cut. Takes no memory."""
+        for _, store in self._every:
+            store.mark_all_later()
 
     def distrust(self, consumer: str, fqn: str, ids: Tensor, *, knows_owners: bool = True) -> None:
         """Make rows pending for one consumer, with unknown old states, and abort its uncommitted read.

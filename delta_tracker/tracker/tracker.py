@@ -341,7 +341,7 @@ class ModelDeltaTracker:
 
     @property
     def num_unstepped(self) -> int:
-        """Number of updates since the last :meth:`step`: backward passes of fused tables, steps of plain modules' ones.
+        """Number of updates since the last :meth:`step`: backward passes of fused tables, and steps for plain modules.
 
         A backward pass counts once for each lookup in a kernel, a step of an optimizer once. Lookups without a backward
         pass, as in an evaluation, do not count. Nor do updates of sharded tables without a fused optimizer.
@@ -843,6 +843,7 @@ class ModelDeltaTracker:
         Raises:
             DetachedError: if the tracker is detached: the updates since then are unknown.
             UnsupportedTableError: if a plain module was replaced.
+            RankMismatchError: if the strategy is a collective and another rank raised one of these errors.
             InvalidArgumentError: if the strategy is unknown, or the state of a counter cannot be saved.
             UnsyncedReplicasError: if rows changed since the last ``sync()`` of a ``DMPCollection``. If the strategy is
                 a collective, it is raised on every rank.
@@ -880,7 +881,8 @@ class ModelDeltaTracker:
         """Replace all pending rows after the model was restored from a stream. :func:`~delta_tracker.restore` calls it.
 
         All writes to the weights up to this call are ignored. Uncommitted reads are aborted. Registered counters are
-        unchanged. A call that raises changes nothing.
+        unchanged. A call that raises one of the following errors changes nothing. After an interrupt or a lack of
+        memory, all rows may count as changed.
 
         Args:
             num_batches: new value of :attr:`num_batches`.
@@ -919,12 +921,13 @@ class ModelDeltaTracker:
         changed for every consumer, because no hook recorded the writes to these rows. After :meth:`detach`, all rows of
         all tables are marked. For a table whose block changed, the raw ids of earlier reads are unknown.
 
-        There is one exception. If lookups are not recorded, a table without a fused optimizer keeps its recorded
-        changes whenever its block is unchanged, because the next read compares the table with its copy.
+        There is one exception, also after :meth:`detach`. If lookups are not recorded, a table without a fused
+        optimizer keeps its recorded changes whenever its block is unchanged, because the next read compares the table
+        with its copy.
 
         If one of the following errors is raised, or memory for a table that moved is missing, the tracker is unchanged.
-        If the call fails or is interrupted later, the tracker is detached, and all rows of all tables are marked by the
-        next call of this method.
+        If the call fails or is interrupted later, the tracker is detached: call this method again, as after
+        :meth:`detach`.
 
         Raises:
             NoShardedModuleError: if the model has nothing to track.

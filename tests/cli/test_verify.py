@@ -351,6 +351,12 @@ def test_objects_that_retention_deleted_before_a_promotion_are_no_damage(
     assert cli.json("verify", copy.url)["findings"] == []
 
 
+def test_a_newest_snapshot_that_is_missing_is_found(cli: Cli, writer: Writer) -> None:
+    snapshot = writer.claim.head.snapshot
+    path_of(writer, entry_name(snapshot)).unlink()
+    assert "the newest snapshot is missing: no reader can start" in cli("verify", url_of(writer), code=1)
+
+
 @pytest.mark.parametrize("is_replaced", [False, True])
 def test_an_entry_that_is_listed_but_missing_is_found(
     cli: Cli, writer: Writer, is_replaced: bool, monkeypatch: pytest.MonkeyPatch

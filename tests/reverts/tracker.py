@@ -8,6 +8,41 @@ _OLD_STATES = "delta_tracker/tracker/store/old_states.py"
 
 REVERTS = [
     Revert(
+        defect="a load without a state that is interrupted loses the rows of some tables",
+        generator="tests/tracker/test_failed_calls.py::test_a_load_without_a_state_that_is_interrupted_loses_no_row",
+        edits={
+            "delta_tracker/tracker/change_log.py": [
+                (
+                    "                    self.mark(fqn, None, is_written=True)\n            except BaseException:",
+                    "                    self.mark(fqn, None, is_written=True)\n            except ZeroDivisionError:",
+                )
+            ]
+        },
+    ),
+    Revert(
+        defect="a restore that is interrupted leaves rows that are not pending",
+        generator="tests/tracker/test_failed_calls.py::test_a_restore_from_a_stream_that_is_interrupted_loses_no_row",
+        edits={
+            "delta_tracker/tracker/checkpoint/tracker_checkpoint.py": [
+                ("                self._log.mark_everything_later()\n", "                pass\n")
+            ]
+        },
+    ),
+    Revert(
+        defect="the ranks wait for one whose tracker is detached",
+        generator="tests/tracker/test_tracker.py::test_all_ranks_report_a_tracker_that_is_detached_on_one",
+        timeout_seconds=60.0,
+        hangs=True,
+        edits={
+            "delta_tracker/tracker/checkpoint/tracker_checkpoint.py": [
+                (
+                    "        failed = [] if group is None else group.all_gather(",
+                    "        failed = [] if True else group.all_gather(",
+                )
+            ]
+        },
+    ),
+    Revert(
         defect="a clear of all consumers that is refused has cleared some",
         generator="tests/tracker/test_failed_calls.py::test_a_clear_of_all_consumers_that_is_refused_clears_none",
         edits={
@@ -58,7 +93,10 @@ REVERTS = [
         generator="tests/tracker/test_failed_calls.py::test_a_load_that_runs_out_of_memory_loses_no_row",
         edits={
             "delta_tracker/tracker/change_log.py": [
-                ("                    store.mark_all_later()\n", "                    pass\n")
+                (
+                    "consumers, origin)\n            except BaseException:",
+                    "consumers, origin)\n            except ZeroDivisionError:",
+                )
             ]
         },
     ),
@@ -67,7 +105,7 @@ REVERTS = [
         generator="tests/tracker/test_failed_calls.py::test_a_detached_tracker_has_no_state",
         edits={
             "delta_tracker/tracker/checkpoint/tracker_checkpoint.py": [
-                ("        self._model.check_attached()  # the log", "        # the log")
+                ("            self._model.check_attached()\n", "            pass\n")
             ]
         },
     ),

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, multiprocessing, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher, Storage, restore
 from delta_tracker.errors import TableMismatchError, UnsupportedTableError
@@ -59,6 +60,15 @@ def test_a_weight_that_is_cast_and_cast_back_is_sent(dtype: torch.dtype) -> None
         with torch.no_grad():
             model["u"].weight.uniform_()
         tracker.get_delta()
+
+
+def test_the_memory_of_a_replaced_weight_is_freed() -> None:
+    model = _model()
+    tracker = ModelDeltaTracker(model)
+    former = StorageWeakRef(_weight(model).untyped_storage())  # type: ignore[no-untyped-call]
+    model.half()
+    assert former.expired()  # type: ignore[no-untyped-call]
+    tracker.detach()
 
 
 @pytest.mark.promise("lossless")
@@ -128,6 +138,7 @@ def test_a_momentum_that_is_loaded_in_a_hook_is_noticed() -> None:
     _backward(model, 7)
     optimizer.register_step_pre_hook(lambda optimizer, *_: optimizer.load_state_dict(saved))
     optimizer.step()
+    assert tracker.num_unstepped == 1
     assert _lost(model, tracker, before) == []
 
 

@@ -94,6 +94,44 @@ def test_a_load_that_runs_out_of_memory_loses_no_row(
     assert _ids(tracker, "first") == [2]
 
 
+class _Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.EmbeddingBag(_ROWS, 4, sparse=True)
+        self.b = nn.EmbeddingBag(_ROWS, 4, sparse=True)
+
+
+@pytest.mark.promise("lossless")
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_a_load_without_a_state_that_is_interrupted_loses_no_row(
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    tracker = ModelDeltaTracker(_Two())
+    mark = ChangeLog.mark
+
+    def fail(log: ChangeLog, fqn: str, *args: Any, **kwargs: Any) -> None:
+        if fqn == "b":
+            raise error
+        mark(log, fqn, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ChangeLog, "mark", fail)
+        with pytest.raises(error):
+            tracker.load_state_dict({})
+    assert {fqn: ids.tolist() for fqn, ids in tracker.get_delta_ids().items()} == {"a": _EVERY, "b": _EVERY}
+
+
+@pytest.mark.promise("lossless")
+def test_a_restore_from_a_stream_that_is_interrupted_loses_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = ModelDeltaTracker(_model())
+    tracker.mark_changed("0", torch.tensor([1]))
+    with monkeypatch.context() as patch:
+        patch.setattr(ChangeLog, "distrust", _raising(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            tracker.restore_from_stream(3, {"default": {"0": torch.tensor([2])}}, {})
+    assert _ids(tracker) == _EVERY
+
+
 @pytest.mark.promise("lossless")
 def test_a_detached_tracker_has_no_state() -> None:
     model = _model()

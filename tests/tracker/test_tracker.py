@@ -50,6 +50,12 @@ def test_case(two_ranks: RankPool, case: str) -> None:
     two_ranks.run(f"{_CASES}:{case}")
 
 
+def test_all_ranks_report_a_tracker_that_is_detached_on_one(two_ranks: RankPool) -> None:
+    first, second = two_ranks.run(f"{_CASES}:detached_on_one")
+    assert first.startswith("RankMismatchError: the attached model differs between ranks: rank 0: True, rank 1: False")
+    assert second.startswith("DetachedError: ")
+
+
 def test_a_tracker_that_is_deleted_leaves_no_hooks_and_no_log(two_ranks: RankPool) -> None:
     two_ranks.run(f"{_CASES}:dropped")
 

@@ -446,6 +446,20 @@ def detach_in_flight(rank: int, world_size: int) -> None:
     assert not any(hooks)
 
 
+def detached_on_one(rank: int, world_size: int) -> str:
+    """Rank 1 has detached its tracker; return the error of a state that is gathered."""
+    tracker = ModelDeltaTracker(shard(Spec([Table("t", 40, "row")])))
+    if rank:
+        tracker.detach()
+    try:
+        tracker.state_dict(strategy="gather")
+    except DeltaTrackerError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        tracker.detach()
+    return "nothing was raised"
+
+
 def dropped(rank: int, world_size: int) -> None:
     """A tracker that is deleted without detach() leaves no hook and no log; one whose consumer is reserved stays."""
     spec = Spec.every_sharding(world_size)

@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from delta_tracker.distributed import TORCH_TIMEOUT, RankGroup, rank_and_world_size
-from delta_tracker.errors import InvalidArgumentError, StateMismatchError, UnsyncedReplicasError
+from delta_tracker.errors import (
+    DeltaTrackerError,
+    InvalidArgumentError,
+    RankMismatchError,
+    StateMismatchError,
+    UnsyncedReplicasError,
+)
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.checkpoint.counter_set import CounterSet
@@ -128,19 +134,41 @@ class TrackerCheckpoint:
         """Return the state to save. See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.state_dict`."""
         if strategy not in get_args(Strategy):
             raise InvalidArgumentError("strategy", strategy, f"Pass one of {get_args(Strategy)}")
-        self._model.check_attached()  # the log lacks the updates since detach()
         rank, world_size = rank_and_world_size()
         shards = {fqn: shard.spec for fqn, shard in self._model.shards.items()}
         counters, kinds = self._counters.states(), self._counters.kinds()
         is_gathered = strategy != "local" and world_size > 1
         if is_gathered and self._group is None:
             self._group = RankGroup("parts", 'state_dict(strategy="gather")', TORCH_TIMEOUT)
+        self._check_attached(self._group if is_gathered else None)
         self._check_synced(self._group if is_gathered else None)
         part = pack(rank, world_size, self._mode.value, shards, self._log.state(), self.annotations, counters, kinds)
         if not is_gathered or self._group is None:
             return part
         gathered = gather_parts(part, self._group)
         return part if strategy == "gather_or_local" and rank != 0 else gathered
+
+    def _check_attached(self, group: RankGroup | None) -> None:
+        """Check that the tracker is attached: otherwise the log lacks updates.
+
+        Args:
+            group: all ranks, so that an error on one rank is raised on every rank; None to check this rank only.
+
+        Raises:
+            DetachedError: if the tracker is detached.
+            UnsupportedTableError: if a plain module was replaced.
+            RankMismatchError: if one of these errors was raised on another rank.
+        """
+        error: DeltaTrackerError | None = None
+        try:
+            self._model.check_attached()
+        except DeltaTrackerError as found:
+            error = found
+        failed = [] if group is None else group.all_gather(torch.tensor([error is not None]))
+        if error is not None:
+            raise error
+        if any(map(bool, failed)):
+            raise RankMismatchError("attached model", {rank: not bool(each) for rank, each in enumerate(failed)})
 
     def _check_synced(self, group: RankGroup | None) -> None:
         """Check that no row changed since the last sync of the replicas in 2D parallelism.
@@ -199,12 +227,16 @@ class TrackerCheckpoint:
                 if ids is not None:
                     spec.check_ids(ids)
         with self._log.lock:
-            self._log.restore(LogState(num_batches, {name: PendingState(num_batches, {}) for name in names}))
-            for name, tables in pending.items():
-                for fqn, ids in tables.items():
-                    num_rows = self._model.shard(fqn).spec.num_rows
-                    every = torch.arange(num_rows) if ids is None else ids.long()
-                    self._log.distrust(name, fqn, every, knows_owners=False)
+            try:
+                self._log.restore(LogState(num_batches, {name: PendingState(num_batches, {}) for name in names}))
+                for name, tables in pending.items():
+                    for fqn, ids in tables.items():
+                        num_rows = self._model.shard(fqn).spec.num_rows
+                        every = torch.arange(num_rows) if ids is None else ids.long()
+                        self._log.distrust(name, fqn, every, knows_owners=False)
+            except BaseException:  # out of memory, or interrupted: some rows are not pending yet
+                self._log.mark_everything_later()
+                raise
             self._positions = {name: self._log.position(name) for name in names}
         self._annotations, self._restored = dict(notes), Restored.STREAM
         self._noted = dict(self._positions)
