@@ -579,8 +579,9 @@ class ChangeLog:
 
     def mark_everything_later(self) -> None:
         """Make all rows pending for every consumer at the next cut. Takes no memory."""
-        for _, store in self._every:
-            store.mark_all_later()
+        with self.lock:
+            for _, store in self._every:
+                store.mark_all_later()
 
     def distrust(self, consumer: str, fqn: str, ids: Tensor, *, knows_owners: bool = True) -> None:
         """Make rows pending for one consumer, with unknown old states, and abort its uncommitted read.

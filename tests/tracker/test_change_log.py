@@ -60,6 +60,9 @@ def _delta(reading: Reading, *, leaves_out: bool = False) -> Delta:
     return Delta({}, consumer=reading.consumer, start=start, stop=stop, batches=batches, left_out=left_out)
 
 
+_MARKING_ALL = ("mark_everything", "mark_everything_later", "restore")
+
+
 def _calls(log: ChangeLog, generator: random.Random) -> dict[str, Callable[[], object]]:
     """Return one call for each public name of the log."""
     ids = torch.tensor(generator.sample(range(_NUM_ROWS), 5))
@@ -100,6 +103,7 @@ def _calls(log: ChangeLog, generator: random.Random) -> dict[str, Callable[[], o
         "looked_up": lambda: log.looked_up({"t": ids}),
         "mark": lambda: log.mark("t", ids),
         "mark_everything": log.mark_everything,
+        "mark_everything_later": log.mark_everything_later,
         "memory": log.memory,
         "notice_writes": lambda: log.notice_writes(["t"]),
         "num_batches": lambda: log.num_batches,
@@ -191,7 +195,7 @@ class _Threads:
         self._stop = threading.Event()
 
     def run(self) -> None:
-        everything = [name for name in _NAMES if name not in ("mark_everything", "restore")]  # they mark all rows
+        everything = [name for name in _NAMES if name not in _MARKING_ALL]
         changing = ["add", "remove"]
         asking = ["carried_bytes"] * 20 + ["stores", "num_recorded", "consumers", "memory"]
         works: list[Callable[[], None]] = [
