@@ -227,8 +227,8 @@ MISTAKES: Mapping[str, Mistake] = {
     ),
     "compact from a batch that is no number": Mistake(
         lambda: _tracker().compact("0", 1),  # type: ignore[arg-type]
-        "start_idx='0'",
-        "Pass the number of a batch",
+        "start_idx, end_idx=('0', 1)",
+        "Pass integers with 0 <= start_idx < end_idx",
     ),
     "mark an unknown table": Mistake(lambda: _tracker().mark_changed("users"), "fqn='users'", "['0']"),
     "mark a row outside": Mistake(

@@ -649,7 +649,7 @@ class Predictor(Forkable):
         return bool(has_moved)
 
     def _stays(self, *, looks_for_gap: bool) -> bool:
-        """Go to the version to stay at, or go on if its stream has ended. Return False if nothing was applied."""
+        """Apply the version to stay at, or if its stream has ended, the next stream. Return False if at the version."""
         pinned = self._pinned
         if pinned is not None and not self._is_at(pinned):
             self._end_pin_of_former_stream()

@@ -217,7 +217,8 @@ class Publisher:
             return {
                 "top_k": _budget(top_k),
                 "encoding": f"encoding={name_encodings(encoding)}",
-                "vote_every": f"vote_every={self._vote_every}",  # shorter than the whole cadence
+                # Compared before the cadence, which also contains it, because its error message is shorter.
+                "vote_every": f"vote_every={self._vote_every}",
                 "cadence": f"cadence={cadence}",
                 "kind": f"states={states!r} and skip_unchanged={skip_unchanged!r}",
                 "states": states_message(self._source.states),

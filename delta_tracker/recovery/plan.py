@@ -71,8 +71,8 @@ class Plan:
     def check_objects(self, others: Iterable[Stored]) -> None:
         """Check that the objects that :meth:`write` reads, and ``others``, exist and have their sizes.
 
-        Lists a remote store once, and asks for an object that is missing in the listing. Asks a directory for each
-        object, because a listing would read the status of all later versions' files, too.
+        Lists a remote store once, and requests the size of an object only if the listing lacks it. In a local
+        directory, reads the status of each object: a listing would also read that of the files of all later versions.
 
         Raises:
             NotRecoverableError: if an object is missing.

@@ -164,7 +164,7 @@ class StepHook(Watcher):
             self._contained(lambda: self._listener.applied(step.key, step.rows), otherwise=None)
         # A table without a gradient after its closure is not acknowledged: the version counter reports the write.
         self._contained(lambda: self._listener.acknowledge_writes({**step.rows, **late}), otherwise=None)
-        # A write of another thread since `now` was read is acknowledged, too.
+        # This has also acknowledged the writes of other threads since `now` was read.
         after: dict[str, int] = self._contained(self._versions, otherwise={})
         for fqn in {**step.rows, **late}:
             if after.get(fqn, -1) != now.get(fqn, -2):

@@ -341,10 +341,11 @@ class ModelDeltaTracker:
 
     @property
     def num_unstepped(self) -> int:
-        """Number of updates since the last :meth:`step`: backward passes of fused tables, and steps for plain modules.
+        """Number of updates of tables since the last :meth:`step`.
 
-        A backward pass counts once for each lookup in a kernel, a step of an optimizer once. Lookups without a backward
-        pass, as in an evaluation, do not count. Nor do updates of sharded tables without a fused optimizer.
+        For fused tables, each backward pass counts once for each lookup in a kernel. For plain modules, each step of an
+        optimizer counts once. Lookups without a backward pass, as in an evaluation, do not count. Nor do updates of
+        sharded tables without a fused optimizer.
         """
         return self._num_updates() - self._num_stepped
 
@@ -565,19 +566,15 @@ class ModelDeltaTracker:
             end_idx: end of the range, exclusive, at most ``curr_batch_idx + 1``. None always compacts the whole log.
 
         Raises:
-            InvalidArgumentError: if the range is empty, starts before 0 or ends after the current batch.
+            InvalidArgumentError: if the range is empty, starts before 0 or ends after the current batch, or if its ends
+                are not integers.
         """
-        for name, value in (("start_idx", start_idx), ("end_idx", end_idx)):
-            if type(value) is not int and (name == "start_idx" or value is not None):
-                raise InvalidArgumentError(name, value, "Pass the number of a batch")
-        if end_idx is None:
-            end, is_done = self._log.num_batches + 1, False
-        else:
-            end, is_done = end_idx, end_idx <= self._log.num_compacted
-        if not 0 <= start_idx < end <= self._log.num_batches + 1:
-            remedy = f"Pass 0 <= start_idx < end_idx <= {self._log.num_batches + 1}"
+        last = self._log.num_batches + 1
+        end = last if end_idx is None else end_idx
+        if type(start_idx) is not int or type(end) is not int or not 0 <= start_idx < end <= last:
+            remedy = f"Pass integers with 0 <= start_idx < end_idx <= {last}"
             raise InvalidArgumentError("start_idx, end_idx", (start_idx, end_idx), remedy)
-        if not is_done:
+        if end_idx is None or end > self._log.num_compacted:
             self._log.compact()
 
     def trigger_compaction(self) -> None:
