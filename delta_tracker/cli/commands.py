@@ -79,4 +79,6 @@ class _Commands(click.Group):
             formatter.write_dl([(name, _SUMMARIES[name]) for name in self.list_commands(ctx)])
 
 
-commands = _Commands("delta-tracker", help=_HELP, context_settings={"help_option_names": ["-h", "--help"]})
+commands = _Commands(
+    "delta-tracker", help=_HELP, context_settings={"help_option_names": ["-h", "--help"], "show_default": True}
+)

@@ -32,21 +32,18 @@ Examples:
 @click.option(
     "--fold",
     default=0.5,
-    show_default=True,
     type=float,
     help="Create a snapshot once the deltas after the newest one have this fraction of its bytes.",
 )
 @click.option(
     "--max-bytes",
     default=DEFAULT_MAX_BYTES,
-    show_default=True,
     type=int,
     help="Maximum bytes of deltas held in memory.",
 )
 @click.option(
     "--min-versions",
     default=2,
-    show_default=True,
     type=int,
     help="Merge only if at least this many deltas are not merged yet.",
 )

@@ -49,8 +49,8 @@ Examples:
 
 @click.command("demo", help=_HELP)
 @click.option("--out", type=click.Path(path_type=Path), help="New directory.  [default: a temporary one]")
-@click.option("--seconds", default=8.0, show_default=True, type=Number(0.1), help="Duration of the training.")
-@click.option("--every", default=0.5, show_default=True, type=Number(0.01), help="Seconds between deltas.")
+@click.option("--seconds", default=8.0, type=Number(0.1), help="Duration of the training.")
+@click.option("--every", default=0.5, type=Number(0.01), help="Seconds between deltas.")
 @click.option("--json", "is_json", is_flag=True, help="Print one JSON object on stdout.")
 def command(out: Path | None, seconds: float, every: float, *, is_json: bool) -> int:
     """Run the demo, then compare the predictor's tables with the trainer's. Return 1 if they differ, otherwise 0."""

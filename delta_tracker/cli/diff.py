@@ -45,9 +45,7 @@ Examples:
 @click.argument("v1", type=click.IntRange(0))
 @click.argument("v2", type=click.IntRange(0))
 @click.option("--table", "fqn", metavar="T", help="Name of the table; optional if there is only one.")
-@click.option(
-    "--limit", default=20, show_default=True, type=click.IntRange(0), help="Number of rows to list, largest move first."
-)
+@click.option("--limit", default=20, type=click.IntRange(0), help="Number of rows to list, largest move first.")
 @click.option("--ids", "shows_ids", is_flag=True, help="Compare the raw ids of the rows instead of their values.")
 def command(stream: Stream, v1: int, v2: int, *, fqn: str | None, limit: int, shows_ids: bool) -> int:
     """Compare the two versions of the table and print the differences."""

@@ -35,9 +35,7 @@ Examples:
 
 @click.command("fleet", help=_HELP)
 @stream_command
-@click.option(
-    "--limit", type=click.IntRange(1), default=4096, show_default=True, help="Heartbeats to read, newest first."
-)
+@click.option("--limit", type=click.IntRange(1), default=4096, help="Heartbeats to read, newest first.")
 @click.option("--remove", "removes", is_flag=True, help="Delete heartbeats that were not replaced for a day.")
 def command(stream: Stream, limit: int, *, removes: bool) -> int:
     """Show the predictors with a heartbeat in the last hour. Return 1 if one needs attention, or all are silent."""

@@ -37,9 +37,7 @@ Examples:
 
 @click.command("inspect", help=_HELP)
 @stream_command
-@click.option(
-    "--last", default=10, show_default=True, metavar="N", type=click.IntRange(0), help="List the newest N versions."
-)
+@click.option("--last", default=10, metavar="N", type=click.IntRange(0), help="List the newest N versions.")
 def command(stream: Stream, last: int) -> int:
     """Print a summary of the stream as tables or as one JSON object. Return 1 if there are findings, otherwise 0."""
     found = survey(stream)

@@ -60,20 +60,19 @@ Examples:
 @click.option("--every", type=Number(0.001), help="Seconds between versions.  [default: 30]")
 @click.option("--encoding", type=click.Choice(list(Encoding.__members__), case_sensitive=False), help="Of all tables.")
 @click.option("--ranks", type=click.IntRange(1), help="Ranks of the trainer.  [default: 1]")
-@click.option("--predictors", default=1, show_default=True, type=click.IntRange(0), help="Predictors that follow.")
-@click.option("--poll", default=1.0, show_default=True, type=Number(0.001), help="Seconds between polls.")
-@click.option("--heartbeats/--no-heartbeats", default=True, show_default=True, help="Predictors have names.")
+@click.option("--predictors", default=1, type=click.IntRange(0), help="Predictors that follow.")
+@click.option("--poll", default=1.0, type=Number(0.001), help="Seconds between polls.")
+@click.option("--heartbeats/--no-heartbeats", default=True, help="Predictors have names.")
 @click.option("--snapshot-every", type=click.IntRange(0), help="Versions per snapshot; 0 for none.  [default: 1000]")
 @click.option("--retain", type=click.IntRange(1), metavar="N", help="Versions that the retention keeps.")
 @click.option("--dense-bytes", type=click.IntRange(0), help="Bytes of the dense tensors.  [default: 0]")
 @click.option(
     "--mode",
     default="id_only",
-    show_default=True,
     type=click.Choice([each.value for each in TrackingMode], case_sensitive=False),
     help="Tracking mode.",
 )
-@click.option("--consumers", default=1, show_default=True, type=click.IntRange(1), help="Consumers of the tracker.")
+@click.option("--consumers", default=1, type=click.IntRange(1), help="Consumers of the tracker.")
 @click.option("--torch-engine", is_flag=True, help="The tracker uses the torch engine.")
 @click.option("--bandwidth", type=Number(0, above=True), help="MB per second of a starting predictor.")
 @click.option("--price-a", type=Number(0), help="Price of a million requests of class A.")

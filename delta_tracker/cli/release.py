@@ -22,7 +22,7 @@ Examples:
 
 @click.command("release", help=_HELP)
 @stream_command
-@click.option("--reason", default="", metavar="TEXT", help="Text that is stored with the release.")
+@click.option("--reason", default="", show_default=False, metavar="TEXT", help="Text that is stored with the release.")
 def command(stream: Stream, reason: str) -> int:
     """Release the pin of the stream."""
     if not stream.storage.is_read_only:

@@ -35,7 +35,6 @@ Examples:
 @click.option(
     "--versions",
     default=10_000,
-    show_default=True,
     metavar="N",
     type=click.IntRange(1),
     help="Number of newest versions to read.",
@@ -44,7 +43,6 @@ Examples:
     "--read",
     "megabytes",
     default=1000,
-    show_default=True,
     metavar="MB",
     type=click.IntRange(0),
     help="Read the rows of the newest of them, up to this many MB.",

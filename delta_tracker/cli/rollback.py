@@ -25,7 +25,7 @@ Examples:
 @click.command("rollback", help=_HELP)
 @stream_command
 @click.argument("version", type=click.IntRange(0))
-@click.option("--reason", default="", metavar="TEXT", help="Text that is stored with the pin.")
+@click.option("--reason", default="", show_default=False, metavar="TEXT", help="Text that is stored with the pin.")
 @click.option("--quick", is_flag=True, help="Compare the sizes of objects only, without reading their bytes.")
 @click.option("--replace", "replaces", is_flag=True, help="Replace the pin that applies.")
 def command(stream: Stream, version: int, reason: str, *, quick: bool, replaces: bool) -> int:

@@ -40,12 +40,11 @@ Examples:
     "--lines",
     "-n",
     default=10,
-    show_default=True,
     type=click.IntRange(0),
     help="Number of old versions to print first.",
 )
 @click.option("--count", "-c", "limit", type=click.IntRange(1), help="Exit after this many lines.")
-@click.option("--every", default=1.0, show_default=True, type=Number(0.01), metavar="SECONDS", help="Polling interval.")
+@click.option("--every", default=1.0, type=Number(0.01), metavar="SECONDS", help="Polling interval.")
 def command(stream: Stream, lines: int, limit: int | None, every: float) -> int:
     """Print the last ``lines`` versions, then new versions, until Ctrl-C or until ``limit`` versions are printed."""
     head = _await_head(stream, every)

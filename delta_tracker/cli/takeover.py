@@ -44,7 +44,6 @@ Examples:
 @click.option(
     "--silence",
     default=30.0,
-    show_default=True,
     metavar="SECONDS",
     type=Number(0),
     help="Time without an entry or a heartbeat after which the publisher counts as dead.",
@@ -52,7 +51,6 @@ Examples:
 @click.option(
     "--wait",
     default=0.0,
-    show_default=True,
     metavar="SECONDS",
     type=Number(0),
     help="Time to wait for the claim of a standby.",

@@ -40,7 +40,6 @@ Examples:
 @click.option(
     "--every",
     default=2.0,
-    show_default=True,
     metavar="SECONDS",
     type=Number(0.1, 3600),
     help="Time between refreshes.",
@@ -48,7 +47,6 @@ Examples:
 @click.option(
     "--window",
     default=60.0,
-    show_default=True,
     metavar="SECONDS",
     type=Number(1, 86_400),
     help="Time span of the rates.",

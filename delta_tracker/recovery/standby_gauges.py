@@ -2,48 +2,29 @@
 
 from __future__ import annotations
 
-from delta_tracker.errors import (
-    CorruptPartError,
-    FencedError,
-    InvalidArgumentError,
-    MalformedError,
-    MissingVersionError,
-    NotRecoverableError,
-    RankLostError,
-    ReservedConsumerError,
-    RestoreFailedError,
-    RestoreMismatchError,
-    StateRejectedError,
-    StorageError,
-    StreamReplacedError,
-    TableMismatchError,
-    UnsafeStoreError,
-    UnsupportedModuleError,
-    UnsupportedOptimizerError,
-    UnsupportedTableError,
-)
+from delta_tracker import errors
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.stream.format.manifest import Manifest
 
 _FAILURES = (
-    CorruptPartError,
-    FencedError,
-    InvalidArgumentError,
-    MalformedError,
-    MissingVersionError,
-    NotRecoverableError,
-    RankLostError,
-    ReservedConsumerError,
-    RestoreFailedError,
-    RestoreMismatchError,
-    StateRejectedError,
-    StorageError,
-    StreamReplacedError,
-    TableMismatchError,
-    UnsafeStoreError,
-    UnsupportedModuleError,
-    UnsupportedOptimizerError,
-    UnsupportedTableError,
+    errors.CorruptPartError,
+    errors.FencedError,
+    errors.InvalidArgumentError,
+    errors.MalformedError,
+    errors.MissingVersionError,
+    errors.NotRecoverableError,
+    errors.RankLostError,
+    errors.ReservedConsumerError,
+    errors.RestoreFailedError,
+    errors.RestoreMismatchError,
+    errors.StateRejectedError,
+    errors.StorageError,
+    errors.StreamReplacedError,
+    errors.TableMismatchError,
+    errors.UnsafeStoreError,
+    errors.UnsupportedModuleError,
+    errors.UnsupportedOptimizerError,
+    errors.UnsupportedTableError,
 )
 _OTHER = "other"  # reason of an error of another class
 
