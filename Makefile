@@ -51,35 +51,14 @@ test-no-extras: $(VENV)/.installed  ## run tests as if no optional package, or n
 test-reverts: $(VENV)/.installed  ## remove each fix from a copy and check that a test fails; ARGS selects by word
 	@$(BIN)/python -W ignore -m tests.reverts $(ARGS)
 
-# Tests of these names are short with `make test`, and whole with the targets below.
-LONG_SWEEPS := test_every_operation or in_a_directory_either or only_history or quiet_point or killed_trainer_leaves or \
-    within_the_grace or row_of_another or own_last_read or map_to_the_rows or sinks_are_killed or power_loss or \
-    bit_for_bit
-SWEEPS := runs_tiny or three_ranks or compiled or replicas or a_sync_changes or restored_job or torchrun or \
-    other_optimizers or trainers_answer or mirror or random_cuts or random_faults_of_a_cache or random_histories or \
-    random_history_finds or folded_constant or examples_do_not_reach or test_the_reader_passes or \
-    fault_of_the_reader or random_schedules_lose or compiled_server or the_totals_are or late_writers or \
-    end_at_one or passes_every_case or random_mutations
-SWEEP_FILES := tests/conformance/test_cpp_reader.py tests/conformance/test_kit.py tests/contract/test_row_sinks.py \
-    tests/gpu/fbgemm/test_compile.py tests/integrations/test_aot_inductor.py tests/integrations/test_lightning.py \
-    tests/predictor/test_canary.py tests/predictor/test_catch_up.py tests/predictor/test_identities_random.py \
-    tests/predictor/test_pins.py tests/predictor/test_settling.py tests/predictor/test_sources.py \
-    tests/publisher/test_identities.py tests/publisher/test_states.py tests/recovery/test_collisions.py \
-    tests/recovery/test_restore.py tests/sharding/test_kernel_hooks.py tests/sharding/test_plain_tables.py \
-    tests/sharding/test_replicas.py tests/stream/test_log_index.py tests/stream/test_pointer.py \
-    tests/stream/test_pointer_writer.py tests/stream/test_retention.py tests/stream/test_retention_passes.py \
-    tests/stream/test_sleepers.py tests/system/test_benchmarks.py tests/system/test_crash.py \
-    tests/system/test_demo.py tests/system/test_examples.py tests/system/test_failover.py \
-    tests/system/test_fault_sweep.py tests/system/test_mirror_sweep.py tests/system/test_plain_killed.py \
-    tests/system/test_power_loss.py tests/system/test_raw_ids.py tests/system/test_resume.py \
-    tests/system/test_row_stores.py tests/tracker/test_owners.py tests/tracker/test_rank_counters.py
-SWEEP = DELTA_TRACKER_WHOLE_SWEEPS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(SWEEP_FILES) -k
+# Files whose tests are marked as sweeps, see tests/sweeps.py.
+SWEEPS = $(BIN)/python -m pytest -n 2 --dist worksteal $$(grep -rlE 'mark\.sweep\(' tests --include='test_*.py')
 
 test-sweeps: $(VENV)/.installed  ## run the sweeps completely that take up to half a minute each, as CI does
-	@$(SWEEP) "($(SWEEPS)) and not ($(LONG_SWEEPS) or runs_tiny[bench_alternatives] or passes_the_kit)"
+	@DELTA_TRACKER_WHOLE_SWEEPS=short $(SWEEPS)
 
 test-long-sweeps: $(VENV)/.installed  ## run the other sweeps completely, in some ten minutes
-	@$(SWEEP) "$(LONG_SWEEPS) or runs_tiny[bench_alternatives] or passes_the_kit"
+	@DELTA_TRACKER_WHOLE_SWEEPS=long $(SWEEPS)
 
 test-matrix: $(VENV)/.installed  ## run the tests against every supported torchrec; ARGS goes to .ci/matrix
 	@$(BIN)/python .ci/matrix $(ARGS)

@@ -13,6 +13,7 @@ from hypothesis import Phase, settings
 
 from tests.ranks import RankPool
 from tests.servers import S3, s3_server
+from tests.sweeps import is_selected, skip_if_only_a_sweep
 
 # Ranks inherit this. The order of sends in TorchRec's reshard depends on string hashes, and it hangs if ranks differ.
 os.environ.setdefault("PYTHONHASHSEED", "0")
@@ -59,8 +60,12 @@ _SLOWEST = [
 ]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the slowest files first."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Select the sweeps, and put the slowest files first."""
+    config.hook.pytest_deselected(items=[item for item in items if not is_selected(item)])
+    items[:] = filter(is_selected, items)
+    for item in items:
+        skip_if_only_a_sweep(item)
     order = {Path(__file__).parent / name: number for number, name in enumerate(_SLOWEST)}
     items.sort(key=lambda item: order.get(item.path, len(order)))
 

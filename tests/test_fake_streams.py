@@ -135,6 +135,7 @@ def _is_right(program: Program, seed: int, *, has_waits: bool) -> bool:
         return program(devices, has_waits)
 
 
+@pytest.mark.sweep("long")
 @pytest.mark.parametrize("program", _PROGRAMS)
 def test_a_race_is_found_and_a_wait_removes_it(program: Program) -> None:
     assert not all(_is_right(program, seed, has_waits=False) for seed in range(200))

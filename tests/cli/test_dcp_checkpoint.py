@@ -32,6 +32,7 @@ def _keys(path: Path) -> list[str]:
     return sorted(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
 
 
+@pytest.mark.sweep("short")
 @pytest.mark.parametrize("optimizer", ["RowWiseAdagrad", "SGD", *(["Adagrad"] if SWEEPS_ARE_WHOLE else [])])
 def test_torchrec_loads_what_a_trainer_published(
     cli: Cli, one_rank: RankPool, two_ranks: RankPool, tmp_path: Path, optimizer: str

@@ -73,6 +73,7 @@ def _failed(program: Command, cases: Sequence[Case]) -> list[tuple[str, str]]:
     return [(case.name, fault) for case, fault in faults(program, cases, jobs=2) if fault]
 
 
+@pytest.mark.sweep("long")
 def test_the_reader_passes_the_kit(output: Path) -> None:
     if SWEEPS_ARE_WHOLE:
         reader = _built(output, "reader-sanitized", "SANITIZE=1", "OPTIMIZE=-O1")
@@ -83,6 +84,7 @@ def test_the_reader_passes_the_kit(output: Path) -> None:
     assert _failed(reader, cases) == []
 
 
+@pytest.mark.sweep("short")
 @pytest.mark.parametrize("number", _FAULTS if SWEEPS_ARE_WHOLE else [8])
 def test_the_kit_finds_a_fault_of_the_reader(output: Path, number: int) -> None:
     name = f"reader-fault-{number}"

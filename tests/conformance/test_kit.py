@@ -35,6 +35,7 @@ def _failed(program: Main, words: Sequence[str]) -> list[str]:
     return [case.name for case, fault in faults(InProcess(program), cases) if fault]
 
 
+@pytest.mark.sweep("short")
 def test_the_library_passes_every_case() -> None:
     cases = list(all_cases())
     assert len({case.name for case in cases}) == len(cases) > 1000
@@ -42,6 +43,7 @@ def test_the_library_passes_every_case() -> None:
     assert [(case.name, fault) for case, fault in faults(InProcess(reference.main), some) if fault] == []
 
 
+@pytest.mark.sweep("short")
 def test_the_library_passes_random_mutations() -> None:
     cases = fuzz.cases(1000 if SWEEPS_ARE_WHOLE else 30, seed=1)
     assert [(case.name, fault) for case, fault in faults(InProcess(reference.main), cases) if fault] == []

@@ -122,6 +122,7 @@ def _as_sink(failing: FailingSink) -> Any:
     return type("Delegate", (RowSink,), delegates)()
 
 
+@pytest.mark.sweep("short")
 @pytest.mark.parametrize("seed", range(20 if SWEEPS_ARE_WHOLE else 2))
 def test_no_reader_of_a_random_history_finds_a_stale_or_missing_row(target, seed) -> None:
     history = History(seed)

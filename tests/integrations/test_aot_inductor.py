@@ -20,13 +20,12 @@ from delta_tracker.integrations import aot_inductor
 from delta_tracker.integrations.aot_inductor import CompiledModel, compile_package
 from delta_tracker.row_target import RowTarget
 from tests.stream.streams import FQN, Writer
-from tests.sweeps import SWEEPS_ARE_WHOLE
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is:DeprecationWarning"),  # of torch's quantization
     pytest.mark.filterwarnings("ignore:`isinstance:FutureWarning"),
 ]
-compiles = pytest.mark.skipif(not SWEEPS_ARE_WHOLE, reason="10 s per model: `make test-sweeps` compiles them")
+compiles = pytest.mark.sweep("short", only=True)  # 10 s per model
 
 INPUTS = (torch.tensor([1, 2, 3]), torch.tensor([0, 2]), torch.tensor([4, 5]))
 

@@ -11,7 +11,6 @@ import torch
 
 from delta_tracker.errors import DetachedError
 from tests.ranks import RankPool
-from tests.sweeps import SWEEPS_ARE_WHOLE
 from tests.tracker.checkpoint_files import compare, load, same_weights
 
 _CASES = "tests.integrations.lightning_cases"
@@ -53,7 +52,7 @@ def test_each_rank_continues_with_its_own_states(two_ranks: RankPool, tmp_path: 
     _check_states(two_ranks.run(f"{_CASES}:fit_counting", folder=str(tmp_path), every_rank=every_rank))
 
 
-@pytest.mark.skipif(not SWEEPS_ARE_WHOLE, reason="make test-sweeps starts a pool of three ranks")
+@pytest.mark.sweep("short", only=True)
 def test_states_of_one_and_of_three_ranks(one_rank: RankPool, tmp_path: Path) -> None:
     three_ranks = RankPool(3)
     try:

@@ -258,6 +258,7 @@ class _Run:
         self.history.snapshot()
 
 
+@pytest.mark.sweep("short")
 @settings(max_examples=60 if SWEEPS_ARE_WHOLE else 6, deadline=None)
 @given(st.integers(0, 2**32))
 def test_random_histories_are_never_above_the_bound(seed: int) -> None:

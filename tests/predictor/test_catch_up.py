@@ -265,6 +265,7 @@ def _steps(history: History, chance: random.Random, clock: Clock) -> Iterator[No
         yield
 
 
+@pytest.mark.sweep("short")
 @settings(max_examples=60 if SWEEPS_ARE_WHOLE else 4, deadline=None)
 @given(st.integers(0, 2**32))
 def test_random_histories_end_with_the_rows_of_reading_each_version(seed: int) -> None:

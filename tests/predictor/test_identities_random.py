@@ -11,6 +11,7 @@ _NUM_STEPS = 40  # per history
 _NUM_HISTORIES = 50 if SWEEPS_ARE_WHOLE else 8  # per part
 
 
+@pytest.mark.sweep("long")
 @pytest.mark.parametrize("part", range(10 if SWEEPS_ARE_WHOLE else 1))
 def test_random_owners_never_read_the_row_of_another(part: int) -> None:
     for seed in range(part * _NUM_HISTORIES, (part + 1) * _NUM_HISTORIES):

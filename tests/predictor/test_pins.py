@@ -417,6 +417,7 @@ def test_a_malformed_pin_leaves_the_one_before(fleet: Fleet, caplog: pytest.LogC
 _ACTIONS = ["delta", "delta", "delta", "snapshot", "claim", "pin", "release", "keep", "merge", "promote"]
 
 
+@pytest.mark.sweep("short")
 @pytest.mark.parametrize("seed", range(300 if SWEEPS_ARE_WHOLE else 20))
 def test_all_predictors_end_at_one_version(tmp_path: Path, seed: int) -> None:
     """Writes are interrupted, predictors restart, and none applies a version after a pin of its stream."""

@@ -309,6 +309,7 @@ def test_directories_and_buckets_resync_at_once(tmp_path: Path) -> None:
     assert predictor.sync() == writer.claim.head.version
 
 
+@pytest.mark.sweep("short")
 @pytest.mark.parametrize("seed", range(20 if SWEEPS_ARE_WHOLE else 2))
 def test_random_faults_of_a_cache_cause_no_resync_and_no_storm(served: Served, seed: int) -> None:
     chance = random.Random(seed)

@@ -145,6 +145,7 @@ class SinkFollower:
         return SinkFollower(self.history, self.stored, self.reader)
 
 
+@pytest.mark.sweep("long")
 @pytest.mark.parametrize("part", range(10 if SWEEPS_ARE_WHOLE else 1))
 def test_no_reader_of_a_random_history_finds_a_stale_a_missing_or_another_row(part: int) -> None:
     num_histories = 300 if SWEEPS_ARE_WHOLE else 6
@@ -230,6 +231,7 @@ def _crashes(stored: Stored, reader: SinkReader, storage: Storage, crash: int, c
     return has_crashed
 
 
+@pytest.mark.sweep("long")
 @pytest.mark.parametrize("change", ["delta", "snapshot", "buckets", "rollback", "stream"])
 def test_a_crash_after_any_operation_is_repaired_by_the_next_version(change: str) -> None:
     for seed in range(20 if SWEEPS_ARE_WHOLE else 1):
@@ -262,6 +264,7 @@ def _without_entry(history: History) -> None:
             history.storage.delete(name)
 
 
+@pytest.mark.sweep("short")
 @pytest.mark.parametrize("crash", range(0, 20, 1 if SWEEPS_ARE_WHOLE else 2))
 def test_raw_ids_that_only_an_interrupted_version_had_are_deleted(crash: int) -> None:
     history = _trained(3, 3)

@@ -375,6 +375,7 @@ class Mirrored:
             self.has_wrong = True
 
 
+@pytest.mark.sweep("short")
 @pytest.mark.promise("equal")
 @pytest.mark.usefixtures("no_pause")
 @pytest.mark.parametrize("seed", range(num_examples(200 if SWEEPS_ARE_WHOLE else 8)))

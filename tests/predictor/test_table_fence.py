@@ -113,11 +113,13 @@ def _serve(stream: tuple[Storage, dict[int, Tensor]], seed: int) -> FakeDevices:
     return devices
 
 
+@pytest.mark.sweep("long")
 def test_lookups_on_streams_see_no_torn_rows(stream: Any) -> None:
     for seed in range(_ORDERS):
         _serve(stream, seed)
 
 
+@pytest.mark.sweep("long")
 def test_a_table_that_moves_to_the_device_is_not_written_during_lookups(stream: Any) -> None:
     storage, tables = stream
     for seed in range(_ORDERS):
@@ -135,6 +137,7 @@ def test_a_table_that_moves_to_the_device_is_not_written_during_lookups(stream: 
                 assert torch.equal(seen.cpu(), tables[first])
 
 
+@pytest.mark.sweep("long")
 def test_writes_on_different_streams_are_ordered(stream: Any) -> None:
     storage, tables = stream
     for seed in range(_ORDERS):

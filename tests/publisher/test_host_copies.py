@@ -130,6 +130,7 @@ def test_pending_rows_are_counted_with_one_wait() -> None:
     assert len(found) == 1
 
 
+@pytest.mark.sweep("long")
 @pytest.mark.parametrize("block", range(3))
 def test_versions_are_exact_in_any_order_of_streams(block: int) -> None:
     """Before, a snapshot read rows before updates that another stream had queued, and a read missed marked rows."""

@@ -13,6 +13,7 @@ _CASES = "tests.publisher.identities_cases"
 _PATHS = "tests.publisher.identity_paths_cases"
 
 
+@pytest.mark.sweep("short")
 @pytest.mark.parametrize("world_size", [1, 2, 4] if SWEEPS_ARE_WHOLE else [2])
 def test_each_raw_id_gets_the_trainers_answer(request: pytest.FixtureRequest, tmp_path: Path, world_size: int) -> None:
     pool: RankPool = request.getfixturevalue({1: "one_rank", 2: "two_ranks", 4: "four_ranks"}[world_size])
@@ -46,6 +47,7 @@ def test_ranks_that_divide_raw_ids_in_different_ways_publish_nothing(two_ranks: 
         assert "2 buckets of 60 ids" in message
 
 
+@pytest.mark.sweep("short")
 @pytest.mark.parametrize(
     ("encoding", "is_bag", "is_hashed"),
     [("INT8", False, False), ("F16", True, True), ("BF16", False, True), ("INT8", True, False), ("INT4", True, True)]

@@ -17,6 +17,7 @@ def test_a_version_has_the_rows_and_states_at_its_cut(two_ranks: RankPool, tmp_p
     two_ranks.run(f"{_CASES}:published", root=str(tmp_path), optimizer=optimizer)
 
 
+@pytest.mark.sweep("short")
 @pytest.mark.parametrize("optimizer", ["RowWiseAdagrad", *(["Adagrad", "SGD"] if SWEEPS_ARE_WHOLE else [])])
 def test_a_restored_job_continues_the_stream(two_ranks: RankPool, tmp_path: Path, optimizer: str) -> None:
     two_ranks.run(f"{_CASES}:restored", root=str(tmp_path), optimizer=optimizer)

@@ -16,13 +16,14 @@ _NUM_ROWS = 17 + 10 + 6 + 9 + 11 + 17  # of Spec.every_sharding
 _NUM_BLOCKS = _NUM_ROWS + 9 + 11  # two column ranges
 
 
+@pytest.mark.sweep("long")
 def test_predictors_equal_those_of_a_publisher_that_sends_all_rows(two_ranks: RankPool, tmp_path: Path) -> None:
     seeds = [*range(200 if SWEEPS_ARE_WHOLE else num_examples(2))]
     found = two_ranks.run(f"{_CASES}:random_runs", root=str(tmp_path), seeds=seeds, timeout_seconds=600)
     assert all(num_unchanged > 0 for num_unchanged in found)
 
 
-@pytest.mark.skipif(not SWEEPS_ARE_WHOLE, reason="the sweeps run this test")
+@pytest.mark.sweep("long", only=True)
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_predictors_equal_at_other_numbers_of_ranks(
     request: pytest.FixtureRequest, tmp_path: Path, world_size: int
@@ -31,6 +32,7 @@ def test_predictors_equal_at_other_numbers_of_ranks(
     pool.run(f"{_CASES}:random_runs", root=str(tmp_path), seeds=[*range(1000, 1030)], timeout_seconds=600)
 
 
+@pytest.mark.sweep("long")
 @pytest.mark.parametrize(
     ("encoding", "choice"),
     [(None, "bytes"), ("INT8", "digest"), ("F16", "digest"), ("BF16", "bytes"), ("INT4", "bytes")]

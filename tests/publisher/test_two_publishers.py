@@ -17,6 +17,7 @@ _TABLES = [
 ]
 
 
+@pytest.mark.sweep("long")
 @pytest.mark.parametrize("seed", range(30 if SWEEPS_ARE_WHOLE else 1))
 def test_two_streams_of_one_tracker_have_all_rows(two_ranks: RankPool, tmp_path: Path, seed: int) -> None:
     arguments = {"path": str(tmp_path), "spec": {"tables": _TABLES}, "seed": seed}

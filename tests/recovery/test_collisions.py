@@ -36,17 +36,19 @@ def check_continued(found: list[Any], end: int) -> None:
         assert max(rank["history"]) > 0, "at some cuts, ids wait for the next eviction"
 
 
+@pytest.mark.sweep("long")
 @pytest.mark.promise("resumed")
 def test_training_with_evictions_continues_bit_for_bit(continued: tuple[Path, list[Any]]) -> None:
     check_continued(continued[1], _END)
 
 
+@pytest.mark.sweep("long")
 def test_one_rank_keeps_the_raw_ids_of_two(one_rank: RankPool, stream: Path) -> None:
     (found,) = one_rank.run(f"{_CASES}:resharded", path=str(stream), before=2)
     assert min(found[str(_CUTS[-1])].values()) > 8
 
 
-@pytest.mark.skipif(not SWEEPS_ARE_WHOLE, reason="part of the whole sweeps")
+@pytest.mark.sweep("long", only=True)
 def test_two_ranks_keep_the_raw_ids_of_four_bit_for_bit(
     two_ranks: RankPool, four_ranks: RankPool, tmp_path: Path
 ) -> None:
@@ -55,6 +57,7 @@ def test_two_ranks_keep_the_raw_ids_of_four_bit_for_bit(
         assert all(min(known.values()) > 4 for known in found.values())
 
 
+@pytest.mark.sweep("long")
 def test_more_ranks_are_refused_before_any_write(four_ranks: RankPool, stream: Path) -> None:
     for rank, (message,) in enumerate(four_ranks.run(f"{_CASES}:refused", path=str(stream))):
         slots = f"{4 * rank} to {4 * rank + 4}"
@@ -62,11 +65,13 @@ def test_more_ranks_are_refused_before_any_write(four_ranks: RankPool, stream: P
         assert f"in the slots 0 to 8, 8 to 16 in the version but in the slots {slots}, which are not" in message
 
 
+@pytest.mark.sweep("long")
 def test_a_table_that_is_ignored_keeps_its_raw_ids(two_ranks: RankPool, stream: Path, tmp_path: Path) -> None:
     shutil.copytree(stream, tmp_path / "stream")
     two_ranks.run(f"{_CASES}:ignored", path=str(tmp_path / "stream"))
 
 
+@pytest.mark.sweep("long")
 @pytest.mark.parametrize("policy", ["LFU", "LRU", "DistanceLFU"] if SWEEPS_ARE_WHOLE else ["LFU", "LRU"])
 def test_each_policy_and_consumer_continues(two_ranks: RankPool, tmp_path: Path, policy: str) -> None:
     ranks = two_ranks.run(f"{_PATHS}:continued", path=str(tmp_path), policy=policy)

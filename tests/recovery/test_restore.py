@@ -76,6 +76,7 @@ def test_a_job_continues_bit_for_bit(two_ranks: RankPool, stream: Path) -> None:
     check_continued(stream, answers)
 
 
+@pytest.mark.sweep("long")
 @pytest.mark.promise("resumed")
 @pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"] if SWEEPS_ARE_WHOLE else ["SGD"])
 def test_other_optimizers_continue_bit_for_bit(two_ranks: RankPool, tmp_path: Path, optimizer: str) -> None:

@@ -24,6 +24,7 @@ def _stream_errors(kind: type[StreamError] = StreamError) -> set[type[StreamErro
     return {kind}.union(*map(_stream_errors, kind.__subclasses__()))
 
 
+@pytest.mark.sweep("long")
 @pytest.mark.promise("resumed")
 @pytest.mark.parametrize("optimizer", ["", "SGD", "Adagrad"] if SWEEPS_ARE_WHOLE else [""])
 def test_a_standby_equals_the_trainer_at_each_version_and_continues(
@@ -40,6 +41,7 @@ def test_a_standby_equals_the_trainer_at_each_version_and_continues(
         assert "this job has taken over" in over
 
 
+@pytest.mark.sweep("long")
 @pytest.mark.parametrize("seed", range(40 if SWEEPS_ARE_WHOLE else 1))
 def test_random_orders_of_following_and_publishing(two_ranks: RankPool, tmp_path: Path, seed: int) -> None:
     two_ranks.run(f"{_CASES}:scattered", path=str(tmp_path), spec=spec(2), seed=seed, num_turns=14)
@@ -86,6 +88,7 @@ def test_a_suspended_standby_does_not_fence_the_job_that_has_taken_over(two_rank
         assert live.startswith("LivePublisherError")
 
 
+@pytest.mark.sweep("long")
 @pytest.mark.parametrize("later", ["", "publish", "snapshot"] if SWEEPS_ARE_WHOLE else ["publish"])
 def test_the_serving_stream_continues_after_a_takeover(two_ranks: RankPool, tmp_path: Path, later: str) -> None:
     expected = ["snapshot" if later == "snapshot" else "delta", 0]
@@ -185,6 +188,7 @@ def test_rows_of_a_version_that_is_not_in_the_log_any_more_do_not_stay(
     one_rank.run(f"{_CASES}:replaced", path=str(tmp_path), spec=spec(1), where=where)
 
 
+@pytest.mark.sweep("long")
 def test_managed_collisions_follow(two_ranks: RankPool, tmp_path: Path) -> None:
     case = "tests.recovery.collision_cases:followed"
     two_ranks.run(case, path=str(tmp_path), num_versions=30 if SWEEPS_ARE_WHOLE else 6)

@@ -53,6 +53,7 @@ _ALL_COMPILED = [
 ]
 
 
+@pytest.mark.sweep("short")
 @pytest.mark.parametrize("kwargs", [*_COMPILED, *(_ALL_COMPILED if SWEEPS_ARE_WHOLE else [])], ids=str)
 def test_a_compiled_lookup_reports_the_rows_that_change(one_rank: RankPool, kwargs: dict[str, object]) -> None:
     (found,) = one_rank.run("tests.sharding.compile_cases:compiled", **kwargs)

@@ -209,6 +209,7 @@ _EACH_WRITE = [
 ]
 
 
+@pytest.mark.sweep("short")
 @pytest.mark.promise("lossless", "minimal", "equal")
 @pytest.mark.parametrize(("optimizer", "is_sparse", "bag"), _KINDS)
 def test_random_schedules_lose_no_update_and_send_nothing_else(

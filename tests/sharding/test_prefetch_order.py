@@ -71,6 +71,7 @@ def _there(ids: list[int]) -> Tensor:
     return torch.tensor(ids).pin_memory().to(_CUDA, non_blocking=True)
 
 
+@pytest.mark.sweep("long")
 def test_reads_and_prefetches_in_any_order_corrupt_no_row() -> None:
     for seed in range(_ORDERS):
         with fake_streams(seed):

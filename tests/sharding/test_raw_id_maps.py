@@ -473,6 +473,7 @@ def _slots(model: Any, raw_ids: Tensor) -> Tensor:
 _NUM_HISTORIES = 20 if SWEEPS_ARE_WHOLE else 1
 
 
+@pytest.mark.sweep("long")
 @pytest.mark.parametrize("seed", range(_NUM_HISTORIES))
 @pytest.mark.parametrize(
     "kind", ["sorted", "bag", "quantized", "hash"] if SWEEPS_ARE_WHOLE else ["sorted", "quantized", "hash"]

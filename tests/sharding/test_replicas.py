@@ -15,6 +15,7 @@ from tests.sweeps import SWEEPS_ARE_WHOLE
 _CASES = "tests.sharding.replicas_cases"
 
 
+@pytest.mark.sweep("short")
 @pytest.mark.promise("lossless", "minimal")
 @pytest.mark.parametrize("mode", ["id_only", "embedding"])
 def test_the_rows_that_a_sync_changes_are_reported(two_ranks: RankPool, mode: str) -> None:
@@ -28,6 +29,7 @@ def test_rows_that_the_next_average_changes_are_reported(two_ranks: RankPool) ->
         assert sum(counts["unstable"] for counts in answer) > 0
 
 
+@pytest.mark.sweep("short")
 @pytest.mark.parametrize("num_replicas", [2, 4] if SWEEPS_ARE_WHOLE else [2])
 @pytest.mark.parametrize("mode", ["id_only", "embedding", "momentum_diff"])
 def test_replicas_of_several_ranks(four_ranks: RankPool, num_replicas: int, mode: str) -> None:
@@ -46,7 +48,7 @@ def test_a_predictor_equals_every_replica_after_a_sync(two_ranks: RankPool, tmp_
     assert [kind for kind, _ in answers[0]["versions"]].count("snapshot") == 2
 
 
-@pytest.mark.skipif(not SWEEPS_ARE_WHOLE, reason="the sweeps run this test")
+@pytest.mark.sweep("short", only=True)
 @pytest.mark.parametrize("local", [{}, {"use_inter_host_allreduce": True}], ids=["alternating", "inter-host"])
 def test_a_predictor_equals_replicas_of_several_ranks(
     four_ranks: RankPool, tmp_path: Path, local: dict[str, Any]

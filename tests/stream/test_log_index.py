@@ -61,6 +61,7 @@ def _equal(pointed: StreamLog, listed: StreamLog) -> None:
         assert pointed.is_committed(entry)
 
 
+@pytest.mark.sweep("short")
 def test_a_pointed_log_equals_the_listed_one_in_random_histories(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("delta_tracker.stream.log._SPREAD_SECONDS", 0.0)
     for seed in range(30 if SWEEPS_ARE_WHOLE else 4):

@@ -97,6 +97,7 @@ def test_a_view_reads_at_most_once_in_its_interval(writer: Writer) -> None:
     assert held.newest() == view.newest(past_cache=True) == second
 
 
+@pytest.mark.sweep("short")
 def test_late_writers_never_move_a_reader_back(writer: Writer) -> None:
     base = point_at_the_head(writer.storage)
     for seed in range(500 if SWEEPS_ARE_WHOLE else 50):

@@ -78,6 +78,7 @@ def _read(storage: Storage) -> HeadPointer | None:
     return None if found is None else replace(found, time=0.0)
 
 
+@pytest.mark.sweep("short")
 def test_the_pointer_is_right_in_random_histories() -> None:
     for seed in range(100 if SWEEPS_ARE_WHOLE else 10):
         random_ = random.Random(seed)

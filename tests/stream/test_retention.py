@@ -276,6 +276,7 @@ def test_a_clock_of_this_host_may_delay_retention_but_expires_nothing_early(
     assert retain(history.storage, retention).versions == num_versions
 
 
+@pytest.mark.sweep("long")
 @given(st.integers(0, 2**32))
 @settings(deadline=None, max_examples=100 if SWEEPS_ARE_WHOLE else 3)
 def test_no_reader_within_the_grace_period_loses_its_next_version(seed: int) -> None:

@@ -100,6 +100,7 @@ def _bounds(choose: random.Random, bound: str) -> Retention:
     return replace(Retention(grace_seconds=choose.choice([0, 50, 200])), **{bound: value[bound]})
 
 
+@pytest.mark.sweep("long")
 @pytest.mark.parametrize("bound", ["versions", "seconds", "num_bytes"])
 @settings(deadline=None, max_examples=100 if SWEEPS_ARE_WHOLE else 4)
 @example(seed=101)  # the newest snapshot is the entry before a claim, so it is kept forever

@@ -12,7 +12,8 @@ from delta_tracker.stream.maintenance.retention import Retention, retain
 from tests.predictor.serving import Follower
 from tests.stream.histories import Clock, ClockedStorage, History, Killed
 from tests.stream.interleavings import explore
-from tests.sweeps import SWEEPS_ARE_WHOLE
+
+_IN_LONG_SWEEPS = pytest.mark.sweep("long", only=True)  # up to a minute
 
 
 def go_on(history: History, clock: Clock) -> None:
@@ -96,10 +97,8 @@ def test_no_late_entry_counts_wherever_a_publisher_sleeps_or_dies(program: str, 
     [
         ("commit", True),
         ("claim", True),
-        *(
-            pytest.param(program, False, marks=pytest.mark.skipif(not SWEEPS_ARE_WHOLE, reason="up to a minute"))
-            for program in ("commit", "claim")
-        ),
+        pytest.param("commit", False, marks=_IN_LONG_SWEEPS),
+        pytest.param("claim", False, marks=_IN_LONG_SWEEPS),
     ],
 )
 def test_no_late_entry_counts_in_a_directory_either(program: str, is_old: bool) -> None:

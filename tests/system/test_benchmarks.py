@@ -24,17 +24,17 @@ from tests import forked
 from tests.sweeps import SWEEPS_ARE_WHOLE
 
 _ROOT = Path(__file__).parent.parent.parent
-_IN_SWEEPS = pytest.mark.skipif(not SWEEPS_ARE_WHOLE, reason="some 10 s each: `make test-sweeps` runs them")
+_IN_SWEEPS = pytest.mark.sweep("short", only=True)  # some 10 s each
 
 
 @pytest.mark.parametrize(
     "name",
     [
         *("bench_predict", "bench_publish", "bench_step"),
+        pytest.param("bench_alternatives", marks=pytest.mark.sweep("long", only=True)),
         *(
             pytest.param(name, marks=_IN_SWEEPS)
             for name in (
-                "bench_alternatives",
                 "bench_fleet",
                 "bench_freshness",
                 "bench_quality",
@@ -63,6 +63,7 @@ def test_a_benchmark_runs_tiny(name: str, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{name}.json", f"{name}.md"], "it left files behind"
 
 
+@pytest.mark.sweep("short")
 def test_the_benchmark_for_gpus_runs_tiny_without_one() -> None:
     parts = ["row-sets", "steps", "publishing", "snapshots", "applying", "first-steps"]
     if SWEEPS_ARE_WHOLE:

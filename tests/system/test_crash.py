@@ -10,6 +10,7 @@ from tests import forked
 from tests.sweeps import SWEEPS_ARE_WHOLE
 
 
+@pytest.mark.sweep("long")
 @pytest.mark.promise("equal", "atomic", "restored")
 @pytest.mark.timeout(600)
 def test_every_predictor_equals_the_trainer_at_every_quiet_point() -> None:

@@ -24,7 +24,6 @@ from examples.movielens.report import Predictions
 from examples.movielens.settings import Settings
 from examples.movielens.verify import TablesDifferError, compare, verify_run
 from tests import forked
-from tests.sweeps import SWEEPS_ARE_WHOLE
 
 REPOSITORY = Path(__file__).parents[2]
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -105,7 +104,7 @@ def test_verify_fails_on_one_flipped_bit(demo: tuple[subprocess.CompletedProcess
     assert python_m("examples.movielens.verify", str(out)).returncode == 0
 
 
-@pytest.mark.skipif(not SWEEPS_ARE_WHOLE, reason="part of the whole sweeps")
+@pytest.mark.sweep("short", only=True)
 def test_a_demo_with_managed_collisions_runs_tiny(tmp_path: Path) -> None:
     out = tmp_path / "out"
     finished = python_m("examples.movielens", "--out", str(out), "--ratings", "2500", "--batch", "32", "--zch", "0.33")

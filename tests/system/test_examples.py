@@ -20,7 +20,6 @@ import pytest
 
 from tests import forked
 from tests.servers import S3, free_ports, installed, redis_server
-from tests.sweeps import SWEEPS_ARE_WHOLE
 
 _ROOT = Path(__file__).parent.parent.parent
 _EXAMPLES = sorted(path for path in (_ROOT / "examples").glob("*.py") if path.name != "__init__.py")
@@ -86,7 +85,7 @@ def test_it_prints_the_expected_output(run: Run, name: str, shown: str) -> None:
     assert shown in run(name)
 
 
-@pytest.mark.skipif(not SWEEPS_ARE_WHOLE, reason="20 s: `make test-sweeps` compiles it")
+@pytest.mark.sweep("short", only=True)
 def test_the_compiled_model(run: Run) -> None:
     assert "10 versions: all tensors of the compiled model equal the trainer's bit for bit" in run("compiled")
 
@@ -123,7 +122,7 @@ def test_sharded(tmp_path: Path) -> None:
     assert "".join(outputs).count(_SHARDED) == 2
 
 
-@pytest.mark.skipif(not SWEEPS_ARE_WHOLE, reason="20 s: `make test-sweeps` runs it")
+@pytest.mark.sweep("short", only=True)
 def test_torchrun_starts_an_example(tmp_path: Path) -> None:
     launcher = ["--standalone", "--nproc-per-node", "2", "-m", "examples.sharded"]
     environ = _ENVIRON | {"TMPDIR": str(tmp_path)}
@@ -132,7 +131,7 @@ def test_torchrun_starts_an_example(tmp_path: Path) -> None:
     assert done.stdout.count(_SHARDED) == 2
 
 
-@pytest.mark.skipif(not SWEEPS_ARE_WHOLE, reason="20 s: `make test-sweeps` runs it")
+@pytest.mark.sweep("short", only=True)
 def test_torchrun_starts_other_numbers_of_ranks_that_count() -> None:
     done = forked.run("examples.metrics_per_rank", timeout_seconds=_LIMIT_SECONDS, environ=_ENVIRON)
     assert done.returncode == 0, done.stderr
@@ -141,7 +140,7 @@ def test_torchrun_starts_other_numbers_of_ranks_that_count() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.skipif(not SWEEPS_ARE_WHOLE, reason="30 s: `make test-sweeps` runs it")
+@pytest.mark.sweep("short", only=True)
 def test_torchrun_restarts_a_job_that_lost_a_rank(tmp_path: Path) -> None:
     done = forked.run("examples.elastic", str(tmp_path), timeout_seconds=_LIMIT_SECONDS, environ=_ENVIRON)
     assert done.returncode == 0, done.stderr
@@ -254,7 +253,7 @@ def test_the_quickstart_in_two_files(tmp_path: Path) -> None:
         wait_for(outputs[0].strip())  # the trainer's version and the score of its model
 
 
-@pytest.mark.skipif(not SWEEPS_ARE_WHOLE, reason="25 s: `make test-sweeps` runs it")
+@pytest.mark.sweep("short", only=True)
 def test_torchrun_starts_the_quickstart_as_it_is_written(tmp_path: Path) -> None:
     trainer, predictor = ((_QUICKSTART / f"{name}.py").read_text() for name in ("trainer", "predictor"))
     assert "``torchrun --nproc-per-node 2 trainer.py``" in trainer

@@ -10,6 +10,7 @@ from tests import forked
 from tests.sweeps import SWEEPS_ARE_WHOLE
 
 
+@pytest.mark.sweep("long")
 @pytest.mark.promise("equal", "fenced", "resumed")
 @pytest.mark.timeout(1800)
 def test_a_standby_continues_the_only_history() -> None:

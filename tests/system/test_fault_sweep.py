@@ -15,6 +15,7 @@ from tests import forked
 from tests.sweeps import SWEEPS_ARE_WHOLE
 
 
+@pytest.mark.sweep("long")
 @pytest.mark.promise("atomic", "fenced")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mode", ["kills", "failures", "races"])

@@ -20,6 +20,7 @@ def _die() -> None:
     raise Killed
 
 
+@pytest.mark.sweep("short")
 @pytest.mark.promise("atomic")
 @pytest.mark.parametrize("is_merged", [False, True])
 def test_a_killed_mirror_leaves_a_prefix_and_is_completed(tmp_path: Path, is_merged: bool) -> None:
@@ -32,6 +33,7 @@ def test_a_killed_mirror_leaves_a_prefix_and_is_completed(tmp_path: Path, is_mer
         check_killed(scenario, tmp_path / f"{index}")
 
 
+@pytest.mark.sweep("short")
 @pytest.mark.parametrize("is_source", [False, True])
 def test_a_mirror_continues_after_a_failure_of_a_store(tmp_path: Path, is_source: bool) -> None:
     scenario = Scenario(is_merged=False)
@@ -40,7 +42,7 @@ def test_a_mirror_continues_after_a_failure_of_a_store(tmp_path: Path, is_source
         fail_at(scenario, tmp_path / f"{index}", point, is_source=is_source)
 
 
-@pytest.mark.skipif(not SWEEPS_ARE_WHOLE, reason="make test-sweeps kills processes")
+@pytest.mark.sweep("short", only=True)
 @pytest.mark.timeout(300)
 def test_every_kill_of_a_process(tmp_path: Path) -> None:
     run = forked.run("tests.system.mirror_sweep", str(tmp_path), timeout_seconds=290)

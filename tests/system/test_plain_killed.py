@@ -17,6 +17,7 @@ from tests.system.plain_trainer import build, train
 _ROOT = Path(__file__).parent.parent.parent
 
 
+@pytest.mark.sweep("long")
 @pytest.mark.promise("atomic", "equal", "restored")
 def test_a_killed_trainer_leaves_whole_versions_and_continues(tmp_path: Path) -> None:
     url, folder = f"file://{tmp_path}/stream", tmp_path / "checkpoints"

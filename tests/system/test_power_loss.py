@@ -18,6 +18,7 @@ def strace() -> None:
     installed("strace")
 
 
+@pytest.mark.sweep("long")
 @pytest.mark.promise("atomic")
 @pytest.mark.timeout(120)
 def test_a_power_loss_at_any_call_loses_no_acknowledged_version(tmp_path: Path) -> None:
@@ -26,6 +27,7 @@ def test_a_power_loss_at_any_call_loses_no_acknowledged_version(tmp_path: Path) 
     assert check_all(tmp_path, traces, num_random=int(SWEEPS_ARE_WHOLE), every=_EVERY) > 15
 
 
+@pytest.mark.sweep("long")
 @pytest.mark.promise("atomic")
 @pytest.mark.timeout(120)
 def test_a_power_loss_after_a_failed_sync_loses_no_acknowledged_version(tmp_path: Path) -> None:

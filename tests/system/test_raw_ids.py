@@ -11,6 +11,7 @@ from tests.sweeps import SWEEPS_ARE_WHOLE, num_examples
 from tests.system.raw_ids import run
 
 
+@pytest.mark.sweep("long")
 @pytest.mark.promise("equal", "atomic", "independent")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("world_size", [1, 2, 4] if SWEEPS_ARE_WHOLE else [2])

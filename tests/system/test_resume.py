@@ -10,6 +10,7 @@ from tests import forked
 from tests.sweeps import SWEEPS_ARE_WHOLE
 
 
+@pytest.mark.sweep("long")
 @pytest.mark.promise("equal", "atomic", "resumed")
 @pytest.mark.timeout(600)
 def test_a_killed_trainer_continues_bit_for_bit() -> None:

@@ -82,6 +82,7 @@ def _check(readers: list[RowStoreReader]) -> None:
         reader.check_answer()
 
 
+@pytest.mark.sweep("long")
 @pytest.mark.parametrize("kind", ["redis", "lmdb"])
 @pytest.mark.parametrize("at", ["each call", "random times"])
 def test_no_reader_finds_a_wrong_row_while_sinks_are_killed(kind, at, tmp_path) -> None:
@@ -117,6 +118,7 @@ def test_no_reader_finds_a_wrong_row_while_sinks_are_killed(kind, at, tmp_path) 
     assert killed or not SWEEPS_ARE_WHOLE
 
 
+@pytest.mark.sweep("long")
 def test_a_redis_server_that_is_killed_loses_rows_and_version_in_order(tmp_path) -> None:
     port = free_ports(1)[0]
     arguments = ["--appendonly", "yes", "--appendfsync", "everysec", "--save", "", "--dir", str(tmp_path)]

@@ -15,7 +15,6 @@ import pytest
 from tests.cli.commands import Cli, make, url_of
 from tests.cli.sqlite_sink import SqliteSink, assert_holds
 from tests.stream.streams import Writer
-from tests.sweeps import SWEEPS_ARE_WHOLE
 
 _ROOT = Path(__file__).parents[2]
 _TARGET = "tests.cli.sqlite_sink:sink"
@@ -72,7 +71,7 @@ def test_a_service_follows_until_a_signal(cli: Cli, writer: Writer, file: Path) 
     assert cli("sink", url_of(writer), _TARGET, "--once") == "version 5 is stored\n"
 
 
-@pytest.mark.skipif(not SWEEPS_ARE_WHOLE, reason="starts many processes")
+@pytest.mark.sweep("long", only=True)
 def test_a_service_that_is_killed_continues(cli: Cli, writer: Writer, file: Path) -> None:
     chance = random.Random(1)
     for version in range(5, 15):

@@ -251,6 +251,7 @@ def _trained(seed: int) -> None:
         assert changed.known.cpu().all()
 
 
+@pytest.mark.sweep("long")
 def test_states_are_right_in_any_order_of_the_copies_and_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(_ORDERS):
         monkeypatch.setattr(old_states, "_MIN_BYTES", 16 * (1 + seed % 3))

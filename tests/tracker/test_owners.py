@@ -180,6 +180,7 @@ def _delta(reading: Reading, left: Tensor) -> Delta:
     )
 
 
+@pytest.mark.sweep("long")
 def test_each_consumer_gets_the_owners_of_its_own_last_read() -> None:
     evicted = 0
     for seed in range(_HISTORIES):
@@ -306,6 +307,7 @@ def test_a_comparison_on_a_device_waits_once_if_no_owner_changed() -> None:
         assert held(store.owners).tolist() == module.owners
 
 
+@pytest.mark.sweep("long")
 @pytest.mark.parametrize("world_size", [1, 2, 4] if SWEEPS_ARE_WHOLE else [1, 2])
 def test_deltas_have_the_raw_ids_that_lookups_map_to_the_rows(
     world_size: int, one_rank: RankPool, two_ranks: RankPool, four_ranks: RankPool

@@ -29,6 +29,7 @@ def saved(
 _PAIRS = list(itertools.product((1, 2, 4), (1, 2, 4))) if SWEEPS_ARE_WHOLE else [(1, 4), (2, 2), (4, 1), (4, 2)]
 
 
+@pytest.mark.sweep("short")
 @pytest.mark.parametrize(("before", "after"), _PAIRS)
 def test_the_totals_are_the_same_at_any_number_of_ranks(saved: Any, before: int, after: int) -> None:
     _, path, answers = saved[before]

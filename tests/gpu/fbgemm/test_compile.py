@@ -6,9 +6,8 @@ import pytest
 
 from tests.gpu.devices import IS_CUDA, needs
 from tests.ranks import RankPool
-from tests.sweeps import SWEEPS_ARE_WHOLE
 
-pytestmark = pytest.mark.skipif(not (IS_CUDA or SWEEPS_ARE_WHOLE), reason="some 10 s each: `make test-sweeps` runs it")
+pytestmark = pytest.mark.sweep("short", only=not IS_CUDA)  # some 10 s each
 
 
 @pytest.mark.parametrize("autograd", [False, True], ids=["eager backward", "compiled autograd"])
