@@ -15,7 +15,8 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -43,6 +44,9 @@ _NODE_NAME = "LookupFunction"
 _COMPILED_NAME = "CompiledFunction"
 # TorchRec inserts at most a cast and a view between the lookup and the kernel's output.
 _MAX_DEPTH = 8
+
+UNSEEN = -1
+"""Key, for :meth:`UpdateListener.missed`, of writes without an end that no hook reports."""
 
 
 class KeyedIds(Protocol):
@@ -98,10 +102,15 @@ class UpdateListener(Protocol):
     def output_launched(self) -> None:
         """Handle the launch of a collection's output distribution. Must not block."""
 
-    def captured(self, fqns: Iterable[str]) -> None:
-        """Handle the capture of lookups or writes of the tables ``fqns`` into a CUDA graph or a compiled graph.
+    def missed(self, fqns: Collection[str], key: int | None = None) -> None:
+        """Handle a write to unknown rows of the tables ``fqns``. Must take no memory and no lock, and not raise.
 
-        Runs of the graph are not reported. Must not launch operations, because the graph would contain them.
+        Must not launch operations, because a CUDA graph that is being captured would contain them.
+
+        Args:
+            fqns: FQNs of the tables.
+            key: key of a write that may be in progress until :meth:`applied` or :meth:`ended`; :data:`UNSEEN` for all
+                later writes, of which no hook reports the rows; None for a write that has ended.
         """
 
     def notice_writes(self, fqns: Iterable[str]) -> None:
@@ -114,8 +123,10 @@ class UpdateListener(Protocol):
 class Watcher:
     """Base class of all hooks.
 
-    Hooks never raise. Errors are counted, and the first error is logged. After an error, a hook may also report rows
-    that did not change. While a CUDA graph is captured, hooks launch no operation.
+    Hooks never raise. After an error, the next read returns all rows of the hook's tables, with unknown old states. If
+    the hook failed before a write, so does every read until the write or its backward pass has ended, and the next read
+    after that. This takes no memory, no lock and no operation, so that it works whatever the hook ran out of. Then the
+    error is counted, and the first error is logged. While a CUDA graph is captured, hooks launch no operation.
 
     Args:
         tables: FQNs of the tables to report.
@@ -153,7 +164,15 @@ class Watcher:
             return True
 
         if not self._contained(opened, otherwise=False):
-            self._contained(lambda: self._listener.opened(key, self._all_rows()), otherwise=None)
+            self._listener.missed(ids, key)  # the write has not begun: no cut has returned its rows yet
+
+    def _applied(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
+        def applied() -> bool:
+            self._listener.applied(key, ids)
+            return True
+
+        if not self._contained(applied, otherwise=False):
+            self._listener.ended(key)  # else, the rows would be open for ever
 
     def _captured(self) -> None:
         """Report that the current lookup or write is captured into a CUDA graph, whose replays call no hook."""
@@ -164,7 +183,7 @@ class Watcher:
         self._unseen("code that is compiled with fullgraph=True calls no hook; compile it without")
 
     def _unseen(self, reason: str) -> None:
-        self._contained(lambda: self._listener.captured(self._tables), otherwise=None)
+        self._listener.missed(self._tables, UNSEEN)
         if self._tables and not self._has_unseen:
             self._has_unseen = True
             _logger.warning("from now on every read returns all rows: %s: tables=%s", reason, list(self._tables))
@@ -173,17 +192,22 @@ class Watcher:
         return dict.fromkeys(self._tables)
 
     def _contained(self, action: Callable[[], _T], *, otherwise: _T) -> _T:
-        """Return the result of ``action``, or ``otherwise`` if it raises."""
+        """Return the result of ``action``. If it raises, mark all rows at the next cut, and return ``otherwise``."""
         try:
             return action()
-        except Exception:
-            # An error of the tracker must not interrupt the training step.
+        except Exception as error:  # noqa: BLE001  an error of the tracker must not interrupt the training step
+            self._listener.missed(self._tables)  # first, because whatever failed may fail again in the next lines
             self.num_errors += 1
-            for cell in self._faults:
-                cell.add(1)
-            if self.num_errors == 1:
-                _logger.exception("a hook failed; more rows may count as changed: tables=%s", list(self._tables))
+            with suppress(Exception):
+                self._report_error(error)
             return otherwise
+
+    def _report_error(self, error: Exception) -> None:
+        for cell in self._faults:
+            cell.add(1)
+        if self.num_errors == 1:
+            tables = list(self._tables)
+            _logger.error("a hook failed; all rows count as changed: tables=%s", tables, exc_info=error)
 
 
 class PostLookupHook(Watcher):
@@ -222,11 +246,9 @@ class PostLookupHook(Watcher):
         # Lookups of tables that are compared with a copy are not counted, so these tables get no counter.
         is_counted = kernel.is_fused or lookups
         self._counts = {fqn: recorder.lookups.cell(table=fqn) for fqn in self._tables if is_counted}
-        self._unproven = next(keys)
         self._index_type = getattr(kernel.module, "_embedding_table_index_type", torch.int64)
         self._before_write = untraced(self._write_begins, self._omitted)
         self._after_write = untraced(self._write_ends, self._omitted)
-        self._before_unproven = untraced(self._open_all, self._omitted)
         self._handle: RemovableHandle = kernel.module.register_forward_hook(untraced(self._post_lookup, self._omitted))
 
     def remove(self) -> None:
@@ -239,58 +261,85 @@ class PostLookupHook(Watcher):
         updates = output.requires_grad and self._kernel.is_fused
         if not updates and not self._lookups:
             return
+        is_reported = self._contained(lambda: self._report(args[0], output, updates=updates), otherwise=False)
+        if updates and not is_reported:
+            self._watch_output(output)
+
+    def _report(self, features: KeyedIds, output: Tensor, *, updates: bool) -> bool:
+        """Report a lookup, and watch the update of its rows. Return True."""
         ids = self._all_rows()
         if not is_capturing():
-            ids = self._contained(lambda: self._ids_by_table(args[0]), otherwise=ids)
+            ids = self._contained(lambda: self._ids_by_table(features), otherwise=ids)
         if self._lookups:
             self._looked_up(ids)
         if updates:
             self._watch_update(output, ids)
+        return True
 
     def _looked_up(self, ids: Mapping[str, Tensor | None]) -> None:
         if is_capturing():
             self._captured()
             return
-        self._count(ids)
         self._contained(lambda: self._listener.looked_up(ids), otherwise=None)
+        self._contained(lambda: self._count(ids), otherwise=None)
 
     def _watch_update(self, output: Tensor, ids: Mapping[str, Tensor | None]) -> None:
-        node = self._contained(lambda: _lookup_node(output), otherwise=None)
-        if node is None:
-            # Without the node the end of the write is unknown. All rows stay open, so that each read returns them.
-            output.register_hook(self._before_unproven)  # type: ignore[no-untyped-call]
-            return
-        update = _Update(ids, is_compiled=_NODE_NAME not in node.name())
+        node = _lookup_node(output)
+        update = _Update(ids, is_proven=_NODE_NAME in node.name())
         self.in_flight.add(update)
         node.register_prehook(partial(self._before_write, update))
         node.register_hook(partial(self._after_write, update))
 
+    def _watch_output(self, output: Tensor) -> None:
+        """Report all rows in each backward pass through ``output``, because the node that writes them is unknown.
+
+        The rows are written after the gradient of ``output`` is computed and before the end of the pass.
+        """
+
+        def watch() -> bool:
+            update = _Update(self._all_rows(), is_proven=False)
+            output.register_hook(partial(self._before_write, update))  # type: ignore[no-untyped-call]
+            return True
+
+        if not self._contained(watch, otherwise=False):
+            self._unseen("a hook could not be registered")
+
     def _write_begins(self, update: _Update, grad_outputs: object) -> None:
         del grad_outputs
-        self.in_flight.discard(update)
-        self.num_updates += 1
-        if not self._lookups:
-            self._count(update.ids)
+        if not self._contained(partial(self._begin, update), otherwise=False):
+            update.is_missed = True
+
+    def _begin(self, update: _Update) -> bool:
+        """Report that the rows of a lookup are about to be written. Return True."""
         key = next(self._keys)
         update.open_keys[threading.get_ident()] = key
-        if update.is_compiled:
+        self.in_flight.discard(update)
+        self.num_updates += 1
+        if not update.is_proven:
             self._contained(lambda: self._listener.notice_writes(self._tables), otherwise=None)
         self._opened(key, update.ids)
-        self._contained(lambda: _end_with_backward(key, self._listener), otherwise=None)
+        token = _BackwardToken(key, self._listener)
+        if not self._contained(lambda: _end_with_backward(token), otherwise=False):
+            update.token = token  # reports the end of the write when the graph is deleted
+        if not self._lookups:
+            self._contained(lambda: self._count(update.ids), otherwise=None)
+        return True
 
     def _write_ends(self, update: _Update, grad_inputs: object, grad_outputs: object) -> None:
         del grad_inputs, grad_outputs
+        self._contained(partial(self._end, update), otherwise=None)
+
+    def _end(self, update: _Update) -> None:
+        """Report that the rows of a lookup have been written."""
         key = update.open_keys.pop(threading.get_ident(), None)
-        if update.is_compiled:
+        if update.is_missed:
+            self._listener.missed(self._tables)  # cuts since the start of the write have not marked the rows again
+        elif not update.is_proven:
             # Compiled code increments the version of the weights. Another node may write the rows later in the pass.
             self._contained(lambda: self._listener.acknowledge_writes(self._tables), otherwise=None)
-        elif key is not None:  # None after a nested pass of the same graph; the end of the outer pass closes its key
-            self._contained(lambda: self._listener.applied(key, update.ids), otherwise=None)
-
-    def _open_all(self, gradient: object) -> None:
-        del gradient
-        self.num_updates += 1
-        self._opened(self._unproven, self._all_rows())
+        if key is not None and update.is_proven:
+            # None after a nested pass of the same graph; the end of the outer pass closes its key
+            self._applied(key, update.ids)
 
     def _count(self, ids: Mapping[str, Tensor | None]) -> None:
         for fqn, looked_up in ids.items():
@@ -327,13 +376,18 @@ class _Update:
 
     Args:
         ids: table FQN to ``[N]`` local ids; None for all rows.
-        is_compiled: True if the lookup was compiled, so that the batch is open until the end of the backward pass.
+        is_proven: True if the end of the node proves the write. False if the lookup was compiled or its node is
+            unknown, so that the batch is open until the end of the backward pass.
         open_keys: thread to key of the write. Several threads may run a backward pass of one graph.
+        is_missed: True if a hook failed before it could open a batch for the write.
+        token: reports the end of the write when it is deleted, if the autograd engine could not take it.
     """
 
     ids: Mapping[str, Tensor | None]
-    is_compiled: bool
+    is_proven: bool
     open_keys: dict[int, int] = field(default_factory=dict)
+    is_missed: bool = False
+    token: _BackwardToken | None = None
 
 
 class _Deaf:
@@ -357,7 +411,7 @@ class _Deaf:
     def output_launched(self) -> None:
         """Do nothing."""
 
-    def captured(self, fqns: Iterable[str]) -> None:
+    def missed(self, fqns: Collection[str], key: int | None = None) -> None:
         """Do nothing."""
 
     def notice_writes(self, fqns: Iterable[str]) -> None:
@@ -393,11 +447,10 @@ class _BackwardToken:
         self._listener.ended(self._key)
 
 
-def _end_with_backward(key: int, listener: UpdateListener) -> None:
-    """Call ``listener.ended(key)`` when the backward pass that runs in this thread ends, even if the pass raises."""
-    torch.autograd.Variable._execution_engine.queue_callback(  # noqa: SLF001
-        _BackwardToken(key, listener)
-    )
+def _end_with_backward(token: _BackwardToken) -> bool:
+    """Delete ``token`` when the backward pass that runs in this thread ends, even if the pass raises. Return True."""
+    torch.autograd.Variable._execution_engine.queue_callback(token)  # noqa: SLF001
+    return True
 
 
 def _lookup_node(output: Tensor) -> Node:

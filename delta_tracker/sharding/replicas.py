@@ -187,6 +187,7 @@ class SyncHook(Watcher):
         Returns:
             Function of one argument, which is True if the ``sync`` succeeded.
         """
+        key = next(self._keys)
         self._contained(lambda: self._log.notice_writes(self._tables), otherwise=None)
         ids: dict[str, Tensor | None] = {}
         for group in self._groups:
@@ -194,13 +195,12 @@ class SyncHook(Watcher):
                 ids[fqn] = None if fqn in ids else rows  # all rows of a table that is averaged twice
         if self._keeps_states:
             self._contained(lambda: self._capture_whole(ids), otherwise=None)
-        key = next(self._keys)
         self._opened(key, ids)
 
         def after(is_synced: bool) -> None:  # noqa: FBT001  the only argument
-            self._log.applied(key, ids)
-            self._log.acknowledge_writes(self._tables)
             self._log.diverged(self._tables)  # in case of an error below
+            self._applied(key, ids)
+            self._log.acknowledge_writes(self._tables)
             if is_synced:
                 self._left_out_states = not includes_states
                 for group in self._groups:
@@ -217,7 +217,8 @@ class SyncHook(Watcher):
         """
         is_averaged = averages_itself(self._wrapper)
         if not group.is_exchanged:
-            return group.no_row() if group.num_replicas == 1 and is_averaged else group.every_row()
+            is_unchanged = group.num_replicas == 1 and is_averaged
+            return self._contained(group.no_row, otherwise=group.every_row()) if is_unchanged else group.every_row()
         is_whole = not is_averaged or (includes_states and self._left_out_states)
         if is_whole or not self._contained(lambda: self._pack_changed(group), otherwise=False):
             group.pack_every_row()  # also after an error, because the other ranks wait for a message

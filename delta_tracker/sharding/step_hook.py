@@ -119,7 +119,7 @@ class StepHook(Watcher):
             self._optimizers[number] = ref(optimizer, partial(_deleted, ref(self), number))
         if (failed := self._open.pop(number, None)) is not None and failed.rows:
             # The step raised. If it wrote a part of its rows, the version counter reports the write.
-            self._contained(lambda: self._listener.applied(failed.key, failed.rows), otherwise=None)
+            self._applied(failed.key, failed.rows)
         # Before the step adds its own writes to the version counters.
         self._contained(lambda: self._listener.notice_writes(self._tables), otherwise=None)
         may_load = type(optimizer) is torch.optim.SGD and _has_others(optimizer, "pre")
@@ -161,7 +161,7 @@ class StepHook(Watcher):
         for fqn, ids in late.items():
             self._contained(partial(self._listener.mark, fqn, ids, is_written=True), otherwise=None)
         if step.rows:
-            self._contained(lambda: self._listener.applied(step.key, step.rows), otherwise=None)
+            self._applied(step.key, step.rows)
         # A table without a gradient after its closure is not acknowledged: the version counter reports the write.
         self._contained(lambda: self._listener.acknowledge_writes({**step.rows, **late}), otherwise=None)
         # This has also acknowledged the writes of other threads since `now` was read.

@@ -104,16 +104,24 @@ class EvictionHook(Watcher):
         Args:
             evicted: table name to ``[N]`` local ids; None if no id is evicted.
         """
-        ids = self._contained(lambda: self._ids_by_table(evicted), otherwise=self._all_rows())
+        missed: Callable[[], object] = self._missed
+        return self._contained(lambda: self._before(evicted), otherwise=missed)
+
+    def _before(self, evicted: _Evicted) -> Callable[[], object]:
         key = next(self._keys)
+        ids = self._contained(lambda: self._ids_by_table(evicted), otherwise=self._all_rows())
         self._contained(lambda: self._listener.notice_writes(self._tables), otherwise=None)
         self._opened(key, ids)
 
         def done() -> None:
-            self._listener.applied(key, ids)
+            self._applied(key, ids)
             self._listener.acknowledge_writes(self._tables)  # the tables of a kernel share a version counter
 
         return lambda: self._contained(done, otherwise=None)
+
+    def _missed(self) -> None:
+        """Mark all rows after an eviction whose start could not be reported."""
+        self._listener.missed(self._tables)
 
     def _ids_by_table(self, evicted: _Evicted) -> dict[str, Tensor | None]:
         by_table = {fqn: evicted.get(fqn.rpartition(".")[2]) for fqn in self._tables}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,7 +22,7 @@ from delta_tracker.cuda_fence import StreamFence
 from delta_tracker.errors import InvalidArgumentError, NeedsSnapshotError, UnsupportedTableError
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.rows import ChangedRows, merge_first
-from delta_tracker.sharding.kernel_hooks import is_capturing
+from delta_tracker.sharding.kernel_hooks import UNSEEN, is_capturing
 from delta_tracker.sharding.kernel_memory import one_cut, reading_in_place
 from delta_tracker.tracker.consumer_lag import Lag, LagClock
 from delta_tracker.tracker.consumer_positions import ConsumerPositions
@@ -81,8 +81,9 @@ class Standing:
 class ChangeLog:
     """Thread-safe log of changed rows, written by the hooks and read by the consumers.
 
-    All methods and properties may be called from any thread. They acquire :attr:`lock`, except :meth:`ended`, which
-    is lock-free. The lock is reentrant: hold it around several calls that must see the same state.
+    All methods and properties may be called from any thread. They acquire :attr:`lock`, except :meth:`ended` and
+    :meth:`missed`, which are lock-free. The lock is reentrant: hold it around several calls that must see the same
+    state.
 
     The old state of a row is the data that the tracking mode saved before the row changed, such as the row's values.
 
@@ -379,10 +380,10 @@ class ChangeLog:
             tables: FQNs of the tables.
         """
         with self.lock:
-            self._open.pop(key, None)
-            self._fence.leave(key)
             for fqn in tables:
                 self._stores[fqn].close_batch(key)
+            self._fence.leave(key)
+            self._open.pop(key, None)  # last: if this call fails, ended() closes the batch in the other tables
 
     def ended(self, key: int) -> None:
         """Close batch ``key`` at the next cut or the next call of :meth:`opened` or :meth:`step`.
@@ -414,14 +415,22 @@ class ChangeLog:
                     self._stores[fqn].notice_writes()
                     self._count_each({fqn: None})
 
-    def captured(self, fqns: Iterable[str]) -> None:
-        """Mark all rows of the tables ``fqns`` at every cut from now on, because writes to them are not reported.
+    def missed(self, fqns: Collection[str], key: int | None = None) -> None:
+        """Mark all rows of the tables ``fqns`` at the next cut, because a hook could not report a write.
 
-        Launches no operation, so that it may be called while a CUDA graph is captured.
+        Last resort of the hooks. It only sets flags: it allocates no tensor, calls no engine, launches no operation,
+        and is lock-free. If the next cut cannot mark the rows, the read fails, and the cut after it marks them.
+
+        Args:
+            fqns: FQNs of the tables.
+            key: key of a write that may be in progress. Until :meth:`applied` or :meth:`ended`, every cut marks all
+                rows, and so does the first cut afterwards. Pass :data:`~delta_tracker.sharding.kernel_hooks.UNSEEN` for
+                writes without an end. None if no write is in progress.
         """
-        with self.lock:
-            for fqn in fqns:
-                self._stores[fqn].expect_unreported_writes()
+        for fqn in fqns:
+            self._stores[fqn].mark_all_later(key)
+        if key is not None and key != UNSEEN:
+            self._open[key] = tuple(fqns)
 
     def acknowledge_writes(self, fqns: Iterable[str]) -> None:
         """Ignore earlier in-place writes to the weights of the tables ``fqns``, because a hook reported the rows."""

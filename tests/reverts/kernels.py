@@ -30,7 +30,7 @@ REVERTS = [
         generator=_CAPTURED,
         edits={
             "delta_tracker/tracker/store/segments.py": [
-                ("return self._has_unmarked or not self._is_reported", "return self._has_unmarked")
+                ("return self._has_unmarked or bool(self._lost)", "return self._has_unmarked")
             ]
         },
     ),

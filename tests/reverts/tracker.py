@@ -266,8 +266,8 @@ REVERTS = [
         edits={
             "delta_tracker/tracker/store/segments.py": [
                 (
-                    "self._has_unmarked = self._was_written() or self._has_unmarked",
-                    "self._has_unmarked = self._was_written()",
+                    "            self._has_unmarked = True\n        return",
+                    "            return True\n        return",
                 )
             ]
         },

@@ -87,7 +87,6 @@ def _calls(log: ChangeLog, generator: random.Random) -> dict[str, Callable[[], o
         "add": lambda: log.add(name),
         "applied": lambda: log.applied(key, ["t"]),
         "batches": lambda: log.batches,
-        "captured": lambda: log.captured(["t"]),
         "carried_bytes": lambda: log.carried_bytes,
         "changed_since_sync": lambda: log.changed_since_sync(["t"]),
         "clear": lambda: log.clear("other"),
@@ -105,6 +104,7 @@ def _calls(log: ChangeLog, generator: random.Random) -> dict[str, Callable[[], o
         "mark_everything": log.mark_everything,
         "mark_everything_later": log.mark_everything_later,
         "memory": log.memory,
+        "missed": lambda: log.missed(["t"]),
         "notice_writes": lambda: log.notice_writes(["t"]),
         "num_batches": lambda: log.num_batches,
         "num_compacted": lambda: log.num_compacted,
@@ -181,7 +181,7 @@ def test_every_method_takes_the_lock(name: str) -> None:
     except DeltaTrackerError:
         assert name == "rewind", "a log that forgets cannot rewind"
     # The hook acquires it without blocking, and only if there are segments to compact.
-    assert (lock.num_taken > 0) == (name not in ("ended", "output_launched"))
+    assert (lock.num_taken > 0) == (name not in ("ended", "missed", "output_launched"))
 
 
 class _Threads:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from traceback import walk_tb
 from typing import TypeVar
 
 import torch
@@ -46,6 +47,14 @@ def choose_engine(name: str | None, device: torch.device) -> type[RowSet]:
     if name not in serving:
         raise InvalidArgumentError("engine", name, f"On {device} use one of {serving}, or None to have one chosen")
     return _BY_NAME[name]
+
+
+def is_engine_fault(error: BaseException) -> bool:
+    """Return True if an engine raised ``error``, and not because memory ran out. Its next call may fail, too."""
+    if isinstance(error, MemoryError | RuntimeError):  # torch raises RuntimeError if host or device memory runs out
+        return False
+    frames = (frame for frame, _ in walk_tb(error.__traceback__))
+    return any(frame.f_globals.get("__name__", "").startswith(__package__) for frame in frames)
 
 
 def scan_each(sets: Mapping[str, RowSet]) -> dict[str, Tensor]:

@@ -69,6 +69,16 @@ class NumbaRows(RowSet):
         self._bits: _Bits | None = None
 
     @classmethod
+    def warm_up(cls, device: torch.device) -> None:
+        """Load the loops.
+
+        Raises:
+            MissingExtraError: if numba is not installed or does not support the installed numpy.
+        """
+        del device
+        load_loops()
+
+    @classmethod
     def serves(cls, device: torch.device) -> bool:
         """Return True for the CPU of a little-endian machine."""
         return device.type == "cpu" and sys.byteorder == "little"

@@ -14,17 +14,28 @@ update is lost.
 
 from __future__ import annotations
 
+import logging
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from delta_tracker.buffers import new_rows
+from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.rows import ChangedRows, put_pieces, to_device
-from delta_tracker.tracker.row_sets.engines import choose_engine
+from delta_tracker.tracker.row_sets.engines import choose_engine, is_engine_fault
 from delta_tracker.tracker.row_sets.row_set import RowSet
+from delta_tracker.tracker.row_sets.torch import TorchRows
 from delta_tracker.tracker.store.old_states import DeviceStates, HostStates, OldStates, settle
+
+_logger = logging.getLogger(__name__)
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
 
 # Normally few batches are open. More stay open only if backward passes raise and their batches are not closed.
 _MAX_OPEN = 256
@@ -58,6 +69,23 @@ class _Segment:
     @property
     def num_bytes(self) -> int:
         return sum(each.num_bytes for each in (self.rows, self.states) if each is not None)
+
+
+def _with_a_sound_engine(
+    call: Callable[Concatenate[SegmentStore, _Args], _Result],
+) -> Callable[Concatenate[SegmentStore, _Args], _Result]:
+    """Decorate a method that can be repeated: if the store's engine fails in it, replace the engine and repeat it."""
+
+    @wraps(call)
+    def checked(store: SegmentStore, /, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        try:
+            return call(store, *args, **kwargs)
+        except Exception as error:
+            if not store.replace_engine(error):
+                raise
+            return call(store, *args, **kwargs)
+
+    return checked
 
 
 class SegmentStore:
@@ -114,7 +142,7 @@ class SegmentStore:
         self._old_states = old_states
         self._was_written = was_written
         self._has_unmarked = False  # the shard was written without a report, and its rows are not marked yet
-        self._is_reported = True  # False if writes may happen that neither a hook nor was_written reports
+        self._lost: deque[int] = deque()  # writes in progress whose rows are unknown
         self._max_device_bytes = max_device_bytes
         self.pads = self._device.type != "cpu"
         self._segments = [_Segment(start=0)]
@@ -142,6 +170,9 @@ class SegmentStore:
     def close_batch(self, batch: int) -> None:
         """Close a batch whose update has been written or will not be written. Does nothing if the batch is not open."""
         self._open.pop(batch, None)
+        if batch in self._lost:
+            self._has_unmarked = True  # the write may have changed rows since the last cut marked them
+            self._lost.remove(batch)
 
     def mark(self, ids: Tensor | None, *, states: Tensor | None = None, is_written: bool = False) -> None:
         """Mark rows without opening a batch.
@@ -212,6 +243,22 @@ class SegmentStore:
         states.append(ids, count, self._old_states)
         self._tend()
 
+    def replace_engine(self, error: Exception) -> bool:
+        """Use the torch engine from now on, if the engine raised ``error``. Return True if it was replaced.
+
+        The engine can no longer list the marked rows: all rows of each segment with marked rows count as changed.
+        """
+        if self.engine is TorchRows or not is_engine_fault(error):
+            return False
+        marked = [segment for segment in self._segments if segment.rows is not None]
+        every = [TorchRows(self.num_rows, self._device) for _ in marked]
+        for rows, segment in zip(every, marked, strict=True):
+            rows.mark_all()
+            segment.rows = rows
+        _logger.error("engine failed and was replaced by torch: engine=%s", self.engine.__name__, exc_info=error)
+        self.engine, self._spare = TorchRows, None
+        return True
+
     @property
     def reads_shard(self) -> bool:
         """True if the shard's rows are read by :meth:`cut` or by the methods that mark rows."""
@@ -223,7 +270,7 @@ class SegmentStore:
     def notice_writes(self) -> bool:
         """Mark all rows, with unknown old states, if the shard was written and no hook reported the write.
 
-        After :meth:`expect_unreported_writes`, mark them at every call.
+        Also mark them if :meth:`mark_all_later` requested it.
 
         Call this method before every :meth:`cut`. If old states are kept, also call it before each :meth:`open_batch`
         or :meth:`mark` that captures states, because states that are captured after such a write are not the old ones.
@@ -233,25 +280,35 @@ class SegmentStore:
         """
         if not self.has_unmarked_writes():
             return False
-        self._mark(None)  # if this runs out of memory, the next call marks the rows
-        self._has_unmarked = False
+        try:
+            self._has_unmarked = False  # first, because mark_all_later() may be called while the rows are marked
+            self._mark(None)
+        except BaseException:
+            self._has_unmarked = True  # the next call marks the rows
+            raise
         return True
 
-    def mark_all_later(self) -> None:
-        """Make the next call of :meth:`notice_writes` mark all rows. Takes no memory."""
-        self._has_unmarked = True
+    def mark_all_later(self, batch: int | None = None) -> None:
+        """Make the next call of :meth:`notice_writes` mark all rows.
 
-    def expect_unreported_writes(self) -> None:
-        """Make every later call of :meth:`notice_writes` mark all rows, because some writes are not reported."""
-        self._is_reported = False
+        Takes no memory, and may be called from any thread while another method runs.
+
+        Args:
+            batch: key of a write that may be in progress. Until :meth:`close_batch`, every call of
+                :meth:`notice_writes` marks all rows, and so does the first call afterwards. None if no write is in
+                progress.
+        """
+        self._has_unmarked = True
+        if batch is not None and batch not in self._lost:
+            self._lost.append(batch)
 
     def has_unmarked_writes(self) -> bool:
         """Return True if :meth:`notice_writes` would mark the rows. Does no work on the device."""
         if self.num_rows == 0:
             return False
-        if self._was_written is not None:
-            self._has_unmarked = self._was_written() or self._has_unmarked
-        return self._has_unmarked or not self._is_reported
+        if self._was_written is not None and self._was_written():
+            self._has_unmarked = True
+        return self._has_unmarked or bool(self._lost)
 
     def acknowledge_writes(self) -> None:
         """Make :meth:`notice_writes` ignore the writes since its last call.
@@ -282,6 +339,7 @@ class SegmentStore:
         self._recycle(rows)
         return found
 
+    @_with_a_sound_engine
     def num_changed(self, start: int, extra: Tensor | None = None) -> int:
         """Return the number of distinct rows that were marked at or after position ``start`` or are in ``extra``.
 
@@ -296,6 +354,7 @@ class SegmentStore:
         self.release(rows, segments)
         return count
 
+    @_with_a_sound_engine
     def changed(self, start: int, stop: int, *, with_states: bool = True) -> ChangedRows:
         """Return the rows marked in ``[start, stop)``, each with its oldest state in that range.
 
@@ -453,9 +512,12 @@ class SegmentStore:
         the rows of the merged batch again. The merged batch has at most ``8 * R`` bytes of ids.
         """
         oldest = sorted(self._open)[: _MAX_OPEN // 2]
-        ids = [self._open.pop(batch) for batch in oldest]
+        ids = [self._open[batch] for batch in oldest]
         whole = any(each is None for each in ids)
         self._open[_STUCK] = None if whole else self._distinct(torch.cat([each for each in ids if each is not None]))
+        for batch in oldest:  # after the merge, which may run out of memory
+            if batch != _STUCK:
+                del self._open[batch]
 
     def _distinct(self, ids: Tensor) -> Tensor:
         """Return ids of the same rows, at most ``R``, without duplicates on the CPU.
@@ -524,6 +586,7 @@ class SegmentStore:
             rows.clear()
             self._spare = rows
 
+    @_with_a_sound_engine
     def _mark(self, ids: Tensor | None, *, keep_states: bool = True) -> None:
         if ids is None:
             self._last_rows().mark_all()
@@ -536,6 +599,7 @@ class SegmentStore:
             if self.pads:
                 self._tend()
 
+    @_with_a_sound_engine
     def _mark_with(self, ids: Tensor, states: Tensor) -> None:
         """Mark the rows ``ids``, which must be unique, with their old states ``states``."""
         if self._old_states is None:
@@ -563,7 +627,7 @@ class SegmentStore:
                 known.index_fill_(0, places, True)
                 put_pieces(states, places, segment.states.states())
         if not bool(known.all()):
-            states[~known] = torch.nan
+            states[~known] = torch.nan if states.is_floating_point() else NO_OWNER
         return ChangedRows(ids, states, known)
 
 

@@ -1,0 +1,225 @@
+"""Let hooks fail, and check that the next read is complete and that the one after next is exact again.
+
+A point is a call, in a hook, of a function of torch, of an engine or of numpy, which may allocate memory, of a metric,
+of the log of messages, or of the autograd engine. :class:`Faults` lets one point fail, or all points from one on.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+import delta_tracker
+from delta_tracker import ModelDeltaTracker
+from delta_tracker.monitor.series import Cell
+from delta_tracker.sharding import kernel_hooks
+from delta_tracker.tracker.row_sets import numba
+from delta_tracker.tracker.row_sets.numba import NumbaRows
+from delta_tracker.tracker.row_sets.row_set import RowSet
+
+_PACKAGE = f"{Path(delta_tracker.__file__).parent}/"
+_TORCH = f"{Path(torch.__file__).parent}/"
+_ENGINE_CALLS = ("mark", "mark_all", "mark_new", "mark_new_padded", "contains", "absorb", "create_each", "__init__")
+WITHOUT_A_READ, BEFORE_WRITES, AFTER_WRITES = reads = ("no read", "before writes", "after writes")
+
+
+class EngineError(Exception):
+    """Error of an engine that is not a lack of memory, such as a kernel that does not compile."""
+
+
+class Faults(TorchFunctionMode):
+    """Context manager in which points of hooks raise.
+
+    Args:
+        first: number of the point that raises, from 0; None for none.
+        for_ever: True if all points after it raise, too.
+        error: the error.
+
+    Attributes:
+        num_points: number of points so far.
+        is_paused: True while calls are no points.
+    """
+
+    def __init__(self, first: int | None = None, *, for_ever: bool = False, error: type[Exception] = MemoryError) -> None:
+        super().__init__()
+        self._first = first
+        self._for_ever = for_ever
+        self._error = error
+        self._patches = ExitStack()
+        self.num_points = 0
+        self.is_paused = True
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.is_paused and getattr(function, "__name__", "") != "__get__" and _is_called_by_hook():
+            self._point()
+        return function(*args, **(kwargs or {}))
+
+    def __enter__(self) -> Faults:
+        for name in _ENGINE_CALLS:
+            self._patch(NumbaRows if name == "__init__" else RowSet, name)
+        self._patch(Cell, "add")
+        for name in ("_end_with_backward", "_lookup_node"):
+            self._patch(kernel_hooks, name)
+        self._patch(kernel_hooks._logger, "error")
+        memory = mock.Mock(wraps=np)
+        for name in ("zeros", "empty", "concatenate"):
+            setattr(memory, name, self._failing(getattr(np, name)))
+        memory.int64, memory.uint8, memory.bool_ = np.int64, np.uint8, np.bool_
+        self._patches.enter_context(mock.patch.object(numba, "np", memory))
+        super().__enter__()
+        self.is_paused = False
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.is_paused = True
+        super().__exit__(*error)
+        self._patches.close()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context manager in which no point raises, for a read while the training step runs."""
+        before, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = before
+
+    def _point(self) -> None:
+        number, self.num_points = self.num_points, self.num_points + 1
+        if self._first is not None and (number == self._first or (self._for_ever and number > self._first)):
+            raise self._error("a fault in a hook")
+
+    def _failing(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self.is_paused:
+                self._point()
+            return function(*args, **kwargs)
+
+        return call
+
+    def _patch(self, owner: Any, name: str) -> None:
+        held = vars(owner).get(name, getattr(owner, name))
+        failing: Any = self._failing(held.__func__ if isinstance(held, classmethod) else held)
+        failing = classmethod(failing) if isinstance(held, classmethod) else failing
+        self._patches.enter_context(mock.patch.object(owner, name, failing))
+
+
+def _is_called_by_hook() -> bool:
+    """Return True if the library calls a function of torch, and not the model or its optimizer."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_PACKAGE)
+
+
+class Copy:
+    """Copy of all rows, to which a consumer applies what it reads.
+
+    Args:
+        tracker: the tracker.
+        consumer: name of the consumer.
+    """
+
+    def __init__(self, tracker: ModelDeltaTracker, consumer: str | None = None) -> None:
+        self._tracker = tracker
+        self._consumer = consumer
+        tracker.clear(consumer)
+        self.rows = {fqn: tracker.read_rows(fqn) for fqn in tracker.tables}
+
+    def read(self) -> dict[str, int]:
+        """Read, apply the rows, and check that the copy is complete. Return the number of rows by table."""
+        delta = self._tracker.get_delta(self._consumer, with_values=True)
+        for fqn, rows in delta.items():
+            assert rows.values is not None
+            if rows.known is not None and rows.states is not None:
+                old = self.rows[fqn][rows.ids]
+                assert torch.equal(rows.states[rows.known], old[rows.known]), "a wrong old state"
+            self.rows[fqn][rows.ids] = rows.values
+        for fqn, rows in self.rows.items():
+            assert torch.equal(rows, self._tracker.read_rows(fqn)), f"rows of {fqn} are lost"
+        return {fqn: len(rows.ids) for fqn, rows in delta.items()}
+
+
+class Training:
+    """Training of a model whose hooks fail. Subclasses make the steps.
+
+    Args:
+        tracker: tracker of the model.
+
+    Attributes:
+        copy: copy of a consumer.
+        faults: the faults of the current step.
+        when: one of :data:`reads`: where the consumer reads inside a step.
+    """
+
+    most_rows = 8  # of a table that a step changes
+
+    def __init__(self, tracker: ModelDeltaTracker) -> None:
+        self.tracker = tracker
+        self.copy = Copy(tracker)
+        self.faults: Faults | None = None
+        self.when = WITHOUT_A_READ
+
+    def step(self, number: int) -> None:
+        """Train one batch. Call :meth:`writing` before each write of a table, and :meth:`written` after it."""
+        raise NotImplementedError
+
+    def writing(self, *_: object) -> None:
+        """Read, if the consumer reads before writes."""
+        self._read(BEFORE_WRITES)
+
+    def written(self, *_: object) -> None:
+        """Read, if the consumer reads after writes."""
+        self._read(AFTER_WRITES)
+
+    def _read(self, when: str) -> None:
+        if self.faults is not None and self.when == when:
+            with self.faults.paused():
+                self.copy.read()
+
+    def failing_step(self, number: int, faults: Faults, when: str) -> None:
+        """Train a batch with faults. The next read is complete, and the reads after the next step are exact."""
+        self.when = when
+        with faults as self.faults:
+            self.step(number)
+        self.faults = None
+        self.copy.read()
+        for later in (1, 2):
+            self.step(number + later)
+            counts = self.copy.read()
+        for fqn, count in counts.items():
+            assert count <= self.most_rows, f"all rows of {fqn} are still read"
+
+
+def fail_at_every_point(training: Training, whens: tuple[str, ...] = reads, stride: int = 1) -> dict[str, int]:
+    """Train with a fault at every point, once and for ever, and with reads at each place.
+
+    Args:
+        training: the training.
+        whens: where the consumer reads.
+        stride: use each ``stride``-th point only.
+
+    Returns:
+        Number of points that failed, and number of errors that the tracker counted.
+    """
+    num_failed, number = 0, 0
+    for when in whens:
+        for error, for_ever in ((MemoryError, False), (MemoryError, True), (EngineError, False)):
+            first = num_failed % stride
+            while True:
+                faults = Faults(first, for_ever=for_ever, error=error)
+                training.failing_step(number, faults, when)
+                if faults.num_points <= first:
+                    break
+                num_failed, number, first = num_failed + 1, number + 3, first + stride
+    return {"failed": num_failed, "errors": training.tracker.num_hook_errors}
