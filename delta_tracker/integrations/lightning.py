@@ -7,7 +7,9 @@ Import the callback with ``from delta_tracker.integrations.lightning import Trac
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+from weakref import ref
 
 from torch import Tensor, nn
 
@@ -26,6 +28,38 @@ else:
 _KEY = "delta_tracker"
 
 
+@dataclass(frozen=True)
+class _Saved:
+    """Tracker state that belongs to a module's weights while no tracker is attached to them.
+
+    Args:
+        state: the state; empty for a checkpoint without one; None if rows may have changed unseen.
+        weights: each parameter of the module and its version counter, which in-place writes increment.
+    """
+
+    state: Mapping[str, Tensor] | None
+    weights: list[tuple[ref[Tensor], int]]
+
+    @classmethod
+    def of(cls, module: nn.Module, state: Mapping[str, Tensor]) -> Self:
+        """Return a state that belongs to the weights that ``module`` has now."""
+        return cls(state, [(ref(each), each._version) for each in module.parameters()])  # noqa: SLF001
+
+    def belongs_to(self, module: nn.Module) -> bool:
+        """Return True if ``module`` is the same module, and no parameter was written since."""
+        now = list(module.parameters())
+        return len(now) == len(self.weights) and all(
+            held() is each and each._version == version  # noqa: SLF001
+            for each, (held, version) in zip(now, self.weights, strict=True)
+        )
+
+
+_UNSEEN = _Saved(None, [])
+
+# Key of a checkpoint of Lightning's WeightAveraging, which has the average in "state_dict" and the weights here.
+_AVERAGED = "current_model_state"
+
+
 class TrackerCallback(Callback):
     """Callback that builds the tracker when ``fit`` starts, steps it after each batch, and checkpoints its state.
 
@@ -36,6 +70,13 @@ class TrackerCallback(Callback):
 
     When ``fit`` starts, all ranks compare their trackers and the states that they load. If these differ, or if a rank
     fails, all ranks raise an error. This is a collective.
+
+    A later ``fit`` without a checkpoint builds a new tracker, in which every row counts as changed. If a checkpoint is
+    restored during ``fit``, as learning rate and batch size finders do, the tracker loads its state, every row counts
+    as changed, and the publisher is built again after the next batch.
+
+    The callback moves itself to the front of ``trainer.callbacks``, because other callbacks save and restore
+    checkpoints in the hooks that it uses.
 
     At the end of a ``fit`` without an error, the callback publishes the rows of the last batches. It keeps the state of
     the tracker for ``trainer.save_checkpoint(...)`` after ``fit``. Both are collectives.
@@ -49,6 +90,7 @@ class TrackerCallback(Callback):
             :class:`~delta_tracker.ModelDeltaTracker` itself.
         publish: function that builds the publisher for a tracker; None to disable publishing. The publisher needs a
             cadence, because its :meth:`~delta_tracker.publisher.publisher.Publisher.step` is called after each batch.
+            It is built when training starts, so that a search by Lightning's ``Tuner`` takes over no stream.
 
     Example:
         >>> from delta_tracker import Cadence, ModelDeltaTracker, Publisher
@@ -67,8 +109,20 @@ class TrackerCallback(Callback):
         self._publish = publish
         self._tracker: ModelDeltaTracker | None = None
         self._publisher: Publisher | None = None
-        self._saved: Mapping[str, Tensor] | None = None
-        self._ended: Mapping[str, Tensor] | None = None  # state at the end of the last fit
+        self._saved: _Saved | None = None  # None before the first fit or checkpoint
+
+    @staticmethod
+    def state_of(checkpoint: Mapping[str, Any]) -> Mapping[str, Tensor]:
+        """Return the tracker state in a checkpoint of Lightning, for ``tracker.load_state_dict``.
+
+        ``load_from_checkpoint`` calls no callback. Call this method with the same checkpoint, and load the state after
+        the model. The state is empty, so that every row counts as changed, if the checkpoint has none, or if its
+        ``state_dict`` is an average of the weights (of ``WeightAveraging``) and not the weights that were tracked.
+
+        Args:
+            checkpoint: the loaded file.
+        """
+        return {} if _AVERAGED in checkpoint else checkpoint.get(_KEY, {})
 
     @property
     def tracker(self) -> ModelDeltaTracker:
@@ -83,43 +137,73 @@ class TrackerCallback(Callback):
 
     @property
     def publisher(self) -> Publisher | None:
-        """Publisher of the current ``fit``; None if publishing is disabled or ``fit`` is not running."""
+        """Publisher of the current ``fit``; None if publishing is disabled or training has not started."""
         return self._publisher
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Release what a ``fit`` that raised has left, and become the first callback of ``trainer``."""
+        del pl_module
+        trainer.callbacks = [self, *(each for each in trainer.callbacks if each is not self)]
+        self._release()
+        if stage == "fit" and self._saved is not None:
+            self._saved = _UNSEEN  # replaced if this fit loads a checkpoint
+
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Store the tracker state of ``checkpoint`` until :meth:`on_fit_start` succeeds. No tracker exists yet."""
-        del trainer, pl_module
-        self._saved = checkpoint.get(_KEY, {})
+        """Load the tracker state of ``checkpoint``, in :meth:`on_fit_start` if no tracker exists yet.
+
+        If a tracker exists, all ranks must call this method. It closes the publisher and marks every row as changed.
+
+        Raises:
+            RankMismatchError: if the loaded states of the ranks differ, or if another rank failed.
+            RankLostError: if a rank died or did not call this method in time.
+            Exception: the error that was raised while the state was loaded.
+        """
+        state = checkpoint.get(_KEY, {}) if _restores_weights(trainer) else self.state_of(checkpoint)
+        saved = _Saved.of(pl_module, state)
+        if self._tracker is None:
+            self._saved = saved
+            return
+        self._close_publisher()  # it reserves a consumer
+        group = RankGroup("trackers", "Trainer.fit(...)", DEFAULT_TIMEOUT)
+        try:
+            agree(lambda: self._loaded(saved), group)
+        finally:
+            group.close()
+        # A consumer may have read rows that the restore has replaced.
+        self._mark_everything()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Build the tracker and restore its saved state, if there is one.
+        """Build the tracker and load the state of the checkpoint, if there is one. All ranks must call this method.
 
-        Then build the publisher if publishing is enabled. All ranks must call this method. If it raises an error, the
-        tracker is detached.
+        If it raises an error, the tracker is detached.
 
         Raises:
             RankMismatchError: if the trackers or the loaded states of the ranks differ, or if another rank failed.
             RankLostError: if a rank died or did not build its tracker in time.
-            Exception: the error that was raised while the tracker was built, its state loaded, or the publisher built.
+            Exception: the error that was raised while the tracker was built or its state loaded.
         """
         del trainer
-        self._release()  # what a fit that raised has left
-        self._ended = None
-        saved = self._saved  # kept until this method succeeds, for a fit after a failed one
+        self._release()
+        saved = self._saved
         group = RankGroup("trackers", "Trainer.fit(...)", DEFAULT_TIMEOUT)
         try:
-            agree(lambda: self._built(pl_module, saved), group)
+            agree(lambda: self._built(pl_module), group)
             agree(lambda: self._loaded(saved), group)
-            if self._publish is not None:
-                self._publisher = self._publish(self.tracker)
         except BaseException:
-            if self._tracker is not None:
-                self._tracker.detach()
-            self._tracker = None
+            self._release()
             raise
         finally:
             group.close()
-        self._saved = None
+        self._saved = _UNSEEN
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Build the publisher, if publishing is enabled. All ranks must call this method.
+
+        Raises:
+            Exception: the error that was raised while the publisher was built.
+        """
+        del trainer, pl_module
+        self._open_publisher()
 
     def on_train_batch_end(
         self,
@@ -132,20 +216,20 @@ class TrackerCallback(Callback):
         """Call ``step()`` of the tracker and then, if publishing is enabled, of the publisher."""
         del trainer, pl_module, outputs, batch, batch_idx
         self.tracker.step()
-        if self._publisher is not None:
-            self._publisher.step()
+        publisher = self._open_publisher()
+        if publisher is not None:
+            publisher.step()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add the tracker state to ``checkpoint``: on rank 0 the parts of all ranks, on other ranks this rank's part.
 
-        Called by Lightning on every rank. After ``fit``, the state is that of its end.
-
-        Raises:
-            DetachedError: before the first ``fit``, and after one that raised an error.
+        Called by Lightning on every rank. After ``fit``, the state is that of its end, or of the checkpoint that
+        was loaded since. It is empty, so that every row counts as changed when it is loaded, if the weights were
+        written since then, after a ``fit`` that raised an error and was followed by another call of ``trainer``, and
+        before the first ``fit``.
         """
-        del trainer, pl_module
-        has_ended = self._tracker is None and self._ended is not None
-        checkpoint[_KEY] = self._ended if has_ended else self._state()
+        del trainer
+        checkpoint[_KEY] = self._unattached(pl_module) if self._tracker is None else self._state()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Publish the rows that are pending, and keep the tracker's state. All ranks must call this method.
@@ -154,38 +238,69 @@ class TrackerCallback(Callback):
             DeltaTrackerError: the errors of :meth:`~delta_tracker.publisher.publisher.Publisher.publish`. The rows then
                 stay pending in the checkpoints that were saved.
         """
-        del trainer, pl_module
-        if self._publisher is not None:
-            self._publisher.publish()
-        self._ended = self._state()
+        del trainer
+        publisher = self._open_publisher()
+        if publisher is not None:
+            publisher.publish()
+        self._saved = _Saved.of(pl_module, self._state())
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Close the publisher and detach the tracker.
 
         Lightning does not call this method if ``fit`` raised an error, so that callbacks can still save a checkpoint
-        then. The next ``fit`` does the same at its start.
+        then. :meth:`setup` does the same at the next call of ``trainer``.
         """
         del trainer, pl_module, stage
         self._release()
 
     def _release(self) -> None:
-        if self._publisher is not None:
-            self._publisher.close()
+        self._close_publisher()
         if self._tracker is not None:
             self._tracker.detach()
-        self._tracker = self._publisher = None
+        self._tracker = None
 
-    def _state(self) -> dict[str, Tensor]:
+    def _open_publisher(self) -> Publisher | None:
+        if self._publisher is None and self._publish is not None:
+            self._publisher = self._publish(self.tracker)
+        return self._publisher
+
+    def _close_publisher(self) -> None:
+        if self._publisher is not None:
+            self._publisher.close()
+        self._publisher = None
+
+    def _state(self) -> Mapping[str, Tensor]:
         # A strategy may save on rank 0, or on every rank.
         return self.tracker.state_dict(strategy="gather_or_local")
 
-    def _built(self, pl_module: LightningModule, saved: Mapping[str, Tensor] | None) -> dict[str, object]:
+    def _unattached(self, pl_module: LightningModule) -> Mapping[str, Tensor]:
+        """Return the state that belongs to the weights of ``pl_module`` now."""
+        saved = self._saved
+        return saved.state if saved and saved.state and saved.belongs_to(pl_module) else {}
+
+    def _built(self, pl_module: LightningModule) -> dict[str, object]:
         """Build the tracker. Return what must be the same on every rank."""
         self._tracker = self._build(pl_module)
-        state = "no checkpoint" if saved is None else "present" if saved else "missing"
-        return {**self._tracker.description(), "tracker state of a checkpoint": state}
+        return self._tracker.description()
 
-    def _loaded(self, saved: Mapping[str, Tensor] | None) -> dict[str, object]:
-        if saved is not None:
-            self.tracker.load_state_dict(saved)
-        return {}
+    def _loaded(self, saved: _Saved | None) -> dict[str, object]:
+        """Load a state. Return what must be the same on every rank."""
+        if saved is None:
+            found = "no checkpoint"
+        elif saved.state is None:
+            found = "an earlier fit"
+            self._mark_everything()
+        else:
+            found = "present" if saved.state else "missing"
+            self.tracker.load_state_dict(saved.state)
+        return {"tracker state of a checkpoint": found}
+
+    def _mark_everything(self) -> None:
+        for fqn in self.tracker.tables:
+            self.tracker.mark_changed(fqn)
+
+
+def _restores_weights(trainer: Trainer) -> bool:
+    """Return True if a callback replaces the average in the checkpoint by the weights that were tracked."""
+    kinds = {kind.__name__ for each in trainer.callbacks for kind in type(each).__mro__}
+    return trainer.state.fn == "fit" and "WeightAveraging" in kinds
