@@ -35,6 +35,7 @@ from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.sharding.discover import Discovery
 from delta_tracker.sharding.kernel_hooks import UpdateListener, Watcher
 from delta_tracker.sharding.local_shard import LocalShard
+from delta_tracker.sharding.named_writers import num_named_writes
 from delta_tracker.sharding.untraced import untraced
 
 _logger = logging.getLogger(__name__)
@@ -171,8 +172,9 @@ class StepHook(Watcher):
                 self._contained(partial(self._listener.mark, fqn, None, is_written=True), otherwise=None)
 
     def _versions(self) -> dict[str, int]:
-        """Return the version counter of the weight of each reported table, by FQN."""
-        return {fqn: self._modules[fqn].weight._version for fqn in self._tables}  # noqa: SLF001
+        """Return a number for the weight of each reported table, by FQN, that each write increments."""
+        named = num_named_writes()
+        return {fqn: self._modules[fqn].weight._version + named for fqn in self._tables}  # noqa: SLF001
 
     def _rows(self, optimizer: torch.optim.Optimizer, step: _Step) -> dict[str, Tensor | None]:
         """Return the rows that the current gradients let an optimizer write, by FQN; None for all rows."""

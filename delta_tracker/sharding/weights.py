@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from delta_tracker.sharding.kernel_memory import one_cut
 from delta_tracker.sharding.local_shard import LocalShard
+from delta_tracker.sharding.named_writers import num_named_writes
 
 
 def column_views(shard: LocalShard) -> list[Tensor]:
@@ -56,18 +57,20 @@ class WriteWatch:
     dict. The following do not increment it: the fused backward pass, the reads of this module, collectives that write
     to a tensor (``broadcast``, ``all_reduce``, ``recv``), and writes through ``.data``, ``untyped_storage()``, DLPack,
     numpy or a raw pointer. Nor do the fused optimizers of ``torch.optim``, whose steps are hooked. The tables of one
-    kernel share a counter: a write to one table is reported for all of these tables.
+    kernel share a counter: a write to one table is reported for all of these tables. The functions of
+    :mod:`delta_tracker.sharding.named_writers` are reported for every table.
 
     Args:
         shard: function that returns the current shard. The result changes when the table is resharded.
     """
 
-    __slots__ = ("_held", "_of", "_shard")
+    __slots__ = ("_held", "_named", "_of", "_shard")
 
     def __init__(self, shard: Callable[[], LocalShard]) -> None:
         self._shard = shard
         self._of = shard()
         self._held = _held(self._of)
+        self._named = num_named_writes()
 
     def __call__(self) -> bool:
         """Return True if the weights were written or replaced since the previous call.
@@ -76,7 +79,8 @@ class WriteWatch:
         """
         # Takes less than a microsecond for most shards.
         shard = self._shard()
-        if shard is self._of:
+        named, self._named = self._named, num_named_writes()
+        if shard is self._of and named == self._named:
             for owner, name, tensor, version, address, storage in self._held:
                 if tensor._version != version or owner.get(name) is not tensor:  # noqa: SLF001
                     break
@@ -85,7 +89,9 @@ class WriteWatch:
             else:
                 return False
         before, self._of, self._held = self._held, shard, _held(shard)
-        return len(before) != len(self._held) or any(
+        if named != self._named or len(before) != len(self._held):
+            return True
+        return any(
             now.tensor is not then.tensor
             or (now.version, now.address) != (then.version, then.address)
             or (then.storage is not None and _is_freed(then.storage))

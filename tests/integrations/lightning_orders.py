@@ -6,7 +6,7 @@ import itertools
 import random
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,16 @@ from typing import Any
 import pytorch_lightning as lightning
 import torch
 import torchmetrics
-from pytorch_lightning.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint, OnExceptionCheckpoint
+from pytorch_lightning.callbacks import (
+    BatchSizeFinder,
+    EMAWeightAveraging,
+    LearningRateFinder,
+    ModelCheckpoint,
+    ModelPruning,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from pytorch_lightning.tuner import Tuner
 from torch import Tensor, distributed as dist
 
@@ -25,7 +34,16 @@ from tests.integrations.lightning_counters_cases import _EveryRank
 from tests.publisher.publishing_cases import attempt
 
 _TABLES = ("rows", "bags")
-_LETTERS = "TCSW"
+_LETTERS = "TCSWA"
+
+# Callbacks of Lightning that write weights, each with validation after each epoch.
+AVERAGES: dict[str, Callable[[Any], lightning.Callback]] = {
+    "none": lambda _: lightning.Callback(),
+    "mean": lambda _: WeightAveraging(),
+    "exponential": lambda _: EMAWeightAveraging(decay=0.5),
+    "stochastic": lambda _: StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1),
+    "pruning": lambda module: ModelPruning("l1_unstructured", [(module.layer, "weight")], amount=0.5),
+}
 
 # Where a search runs; None: nowhere. "tuner" is before the first fit, "start" in on_fit_start, a digit is an epoch.
 SEARCHES = (None, "lr tuner", "lr start", "lr 0", "lr 1", "size tuner", "size start", "size 0", "size 1")
@@ -38,7 +56,8 @@ class Program:
     """A first fit, and what comes after it.
 
     Args:
-        order: callbacks by letter: the tracker's, the counters', a saver at each batch, and one that watches.
+        order: callbacks by letter: the tracker's, the counters', a saver, one that watches, and one that averages.
+        averages: key of ``AVERAGES``.
         search: one of ``SEARCHES``.
         failure: where the first fit raises, one of ``FAILURES``. The second one continues from OnExceptionCheckpoint's.
         second: the second fit, one of ``SECONDS``: none, with the same trainer, or with a new one from the checkpoint of
@@ -47,6 +66,7 @@ class Program:
     """
 
     order: str
+    averages: str
     search: str | None
     failure: str | None
     second: str | None
@@ -63,7 +83,9 @@ def programs(world_size: int, count: int) -> list[dict[str, Any]]:
         while True:
             yield from choices.sample(values, len(values))
 
-    columns = [drawn(each) for each in (orders, searches, (None, None, None, *FAILURES), SECONDS, (False, True))]
+    columns = [drawn(each)
+        for each in (orders, list(AVERAGES), searches, (None, None, None, *FAILURES), SECONDS, (False, True))
+    ]
     return [asdict(Program(*(next(each) for each in columns))) for _ in range(count)]
 
 
@@ -75,6 +97,7 @@ class _Module(lightning.LightningModule):
         torch.manual_seed(0)
         self.rows = torch.nn.Embedding(40, 4, sparse=True)
         self.bags = torch.nn.EmbeddingBag(40, 4)
+        self.layer = torch.nn.Linear(4, 1)
         self.clicks, self.views = torchmetrics.SumMetric(), torchmetrics.SumMetric()
         self.lr, self.batch_size, self.failure = 0.01, 2, failure
 
@@ -87,12 +110,15 @@ class _Module(lightning.LightningModule):
             raise ValueError("the real error")
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if self.failure == "batch" and self.trainer.current_epoch == 1 and batch_idx == 1:
+        is_searching = not any(isinstance(each, TrackerCallback) for each in self.trainer.callbacks)
+        if self.failure == "batch" and self.trainer.global_step >= 4 and not is_searching:
             raise ValueError("the real error")
         (ids,) = batch
         self.clicks.update(1.0)
         self.views.update(1.0)
-        return (self.rows(ids).sum() + self.bags(ids).sum() - 1).square()
+        return (self.layer(self.rows(ids)).mean() + self.bags(ids).mean() - 1).square()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=self.lr)
@@ -100,6 +126,9 @@ class _Module(lightning.LightningModule):
     def train_dataloader(self) -> Any:
         ids = torch.randint(0, 20, (24, 3), generator=torch.Generator().manual_seed(1))
         return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(ids), batch_size=self.batch_size)
+
+    def val_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader([torch.zeros(1)])
 
     def tables(self) -> dict[str, Tensor]:
         return {name: getattr(self, name).weight.detach().clone() for name in _TABLES}
@@ -223,9 +252,12 @@ class _Run:
             "C": CountersCallback(RankCounters({"views": module.views}), is_required=False),
             "S": _Saver(self.path("saver")),
             "W": self.watch,
+            "A": AVERAGES[self.program.averages](module),
         }
         first: list[Any] = [OnExceptionCheckpoint(self.folder)] if self.program.failure else []
         kind, _, place = (self.program.search or " ").partition(" ")
+        if self.program.averages == "pruning" and place in {"0", "1"}:
+            place = ""  # Lightning cannot load the checkpoint of a pruned module into it
         # After a search in on_fit_start, Lightning restores no loop and no optimizer from the checkpoint.
         if place in {"0", "1"} or (place == "start" and not resumes):
             epoch = None if place == "start" else int(place)

@@ -1,0 +1,70 @@
+"""Count the calls of functions of other packages that write weights through ``.data``, which no version counter shows.
+
+The functions are known by name, because nothing else shows their writes. Each one is wrapped as soon as its module is
+imported. Which weights it wrote is unknown: :class:`~delta_tracker.sharding.weights.WriteWatch` reports a write to
+every table after each call. No package is imported here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from threading import Lock
+from typing import Any
+
+# The hooks in which the callback swaps weights with their average, and copies the average at the end.
+_AVERAGING = ("WeightAveraging", ("on_validation_epoch_start", "on_validation_epoch_end", "on_train_end"))
+
+# Module to class and methods. A subclass that calls the methods of the class is covered.
+NAMED_WRITERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "pytorch_lightning.callbacks.weight_averaging": _AVERAGING,
+    "lightning.pytorch.callbacks.weight_averaging": _AVERAGING,
+    "diffusers.training_utils": ("EMAModel", ("copy_to", "restore")),
+}
+
+
+class _Calls:
+    """Number of calls of the named functions, and the modules whose functions are not wrapped yet."""
+
+    def __init__(self) -> None:
+        self._num_calls = 0
+        self._missing = dict(NAMED_WRITERS)
+        self._lock = Lock()
+
+    def count(self) -> int:
+        for name in tuple(self._missing):
+            if name in sys.modules:
+                self._wrap(name)
+        return self._num_calls
+
+    def _wrap(self, name: str) -> None:
+        with self._lock:
+            kind, methods = NAMED_WRITERS[name]
+            owner = getattr(sys.modules.get(name), kind, None)
+            if name not in self._missing or owner is None:  # another thread was first, or the import is in progress
+                return
+            for method in methods:
+                if hasattr(owner, method):
+                    setattr(owner, method, self._counted(getattr(owner, method)))
+            self._num_calls += 1  # earlier calls were not counted
+            del self._missing[name]
+
+    def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def counted(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            try:
+                return function(*args, **kwargs)
+            finally:  # even after an error, because some weights may have been written
+                with self._lock:
+                    self._num_calls += 1
+
+        return counted
+
+
+_CALLS = _Calls()
+
+
+def num_named_writes() -> int:
+    """Return a number that has changed if a named function was called since the previous call of this function."""
+    return _CALLS.count()
