@@ -380,12 +380,16 @@ class StateMismatchError(CheckpointError):
 class PartialStateError(CheckpointError):
     """A saved state is incomplete; see ``reason``. ``ranks`` are the ranks whose parts are missing."""
 
-    def __init__(self, reason: str, ranks: Iterable[int]) -> None:
+    def __init__(
+        self,
+        reason: str,
+        ranks: Iterable[int],
+        remedy: str = f"Load the parts of all ranks that saved it. {_OR_NOTHING}",
+    ) -> None:
         self.reason = reason
         self.ranks = tuple(ranks)
         super().__init__(
-            f"the saved state is incomplete: {reason}; missing parts of ranks: {_listed(self.ranks)}",
-            f"Load the parts of all ranks that saved it. {_OR_NOTHING}",
+            f"the saved state is incomplete: {reason}; missing parts of ranks: {_listed(self.ranks)}", remedy
         )
 
 

@@ -3,7 +3,8 @@
 To save, pass the tracker or the :class:`~delta_tracker.RankCounters` itself: ``dcp.save({"model": model, "tracker":
 tracker}, checkpoint_id=path)``, or ``dcp.async_save``. The states can be loaded at any world size. To load tensors, DCP
 needs their keys and sizes, which depend on the changed rows and the world size of the save. :class:`SavedTracker` and
-:class:`SavedCounters` therefore read the keys and sizes from the checkpoint first.
+:class:`SavedCounters` therefore read the keys and sizes from the checkpoint first. Afterwards they check that DCP has
+loaded each tensor: a planner may skip tensors, such as ``DefaultLoadPlanner(allow_partial_load=True)``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from delta_tracker.errors import InvalidArgumentError, MalformedStateError, PartialStateError
 from delta_tracker.tracker.checkpoint.rank_counters import MODE, RankCounters
-from delta_tracker.tracker.checkpoint.rank_header import HEADER, Layout, RankHeader, parse
+from delta_tracker.tracker.checkpoint.rank_header import HEADER, Layout, RankHeader, parse, saved_digests
 
 if TYPE_CHECKING:
     from delta_tracker.tracker.tracker import ModelDeltaTracker
@@ -67,10 +68,9 @@ class SavedTracker:
     ) -> None:
         self._tracker = tracker
         self._saved = _SavedParts(source, key, "trackers", lambda part: part.mode != MODE)
-        self._headers: Mapping[str, Tensor] = {}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return uninitialized tensors by name, for ``dcp.load`` to fill with the parts that this rank needs.
+        """Return tensors by name, for ``dcp.load`` to fill with the parts that this rank needs.
 
         The result is empty if the checkpoint has no tracker state.
 
@@ -85,10 +85,9 @@ class SavedTracker:
             MalformedStateError: if a header is invalid, or if a tensor that a header lists is missing or has another
                 shape.
         """
-        self._headers = self._saved.headers()
-        if not self._headers:
+        parts = self._saved.parts()
+        if not parts:
             return _Wanted()
-        parts = _parsed(self._headers)
         plan = self._tracker.plan_load(parts)
         return self._saved.wanted(parts, plan.needs())
 
@@ -100,8 +99,12 @@ class SavedTracker:
         Args:
             state_dict: the tensors returned by :meth:`state_dict`, filled by ``dcp.load``; empty for a checkpoint
                 without tracker state.
+
+        Raises:
+            PartialStateError: if ``dcp.load`` did not load the tensors, or loaded those of another checkpoint. The
+                tracker is unchanged.
         """
-        self._tracker.load_state_dict({**self._headers, **state_dict})
+        self._tracker.load_state_dict(self._saved.loaded(state_dict))
 
 
 class SavedCounters:
@@ -128,10 +131,9 @@ class SavedCounters:
     ) -> None:
         self._counters = counters
         self._saved = _SavedParts(source, key, "RankCounters", lambda part: part.mode == MODE)
-        self._headers: Mapping[str, Tensor] = {}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return uninitialized tensors by name, for ``dcp.load`` to fill with the parts that this rank needs.
+        """Return tensors by name, for ``dcp.load`` to fill with the parts that this rank needs.
 
         Raises:
             InvalidArgumentError: if the checkpoint has no counters under ``key``, or if ``key`` is None and it has
@@ -143,8 +145,7 @@ class SavedCounters:
             MalformedStateError: if a header is invalid, or if a tensor that a header lists is missing or has another
                 shape.
         """
-        self._headers = self._saved.headers()
-        parts = _parsed(self._headers)
+        parts = self._saved.parts()
         # Each rank loads other parts: if only one rank raised, the others would wait for it.
         missing = sorted(set(range(parts[0].world_size)) - {part.rank for part in parts}) if parts else []
         if missing:
@@ -159,8 +160,12 @@ class SavedCounters:
 
         Args:
             state_dict: the tensors returned by :meth:`state_dict`, filled by ``dcp.load``.
+
+        Raises:
+            PartialStateError: if ``dcp.load`` did not load the tensors, or loaded those of another checkpoint. The
+                counters are unchanged.
         """
-        self._counters.load_state_dict({**self._headers, **state_dict})
+        self._counters.load_state_dict(self._saved.loaded(state_dict))
 
 
 class _SavedParts:
@@ -185,34 +190,44 @@ class _SavedParts:
         self._what = what
         self._is_wanted = is_wanted
         self._prefix = ""
-        self._stored: Mapping[str, object] = {}
+        self._metadata = Metadata({})
+        self._headers: Mapping[str, Tensor] = {}
 
-    def headers(self) -> dict[str, Tensor]:
-        """Read the headers of all parts, without a collective. Return them by name; empty if there are none.
+    def parts(self) -> list[RankHeader]:
+        """Read the headers of all parts, without a collective. Return them; empty if there are none.
 
         Raises:
             InvalidArgumentError: if the checkpoint has such states, but none under ``key``, or several.
             UnknownFormatError, MalformedStateError: if a header cannot be read.
         """
-        metadata = self._reader.read_metadata()
-        self._stored = metadata.state_dict_metadata
+        self._metadata = self._reader.read_metadata()
         found: dict[str, list[str]] = {}
-        for name in metadata.state_dict_metadata:
+        for name in self._metadata.state_dict_metadata:
             if match := _KEY.fullmatch(name):
-                found.setdefault(match["prefix"] or "", []).append(match["header"])
-        read = {key: self._read(metadata, key, names) for key, names in found.items() if self._key in (None, key)}
+                prefix = match["prefix"]
+                found.setdefault("" if prefix is None else f"{prefix}.", []).append(match["header"])
+        read = {
+            prefix: self._read_headers(prefix, names)
+            for prefix, names in found.items()
+            if self._key is None or self._key == prefix.removesuffix(".")
+        }
         if self._key is None:
-            read = {key: headers for key, headers in read.items() if all(map(self._is_wanted, _parsed(headers)))}
+            read = {prefix: headers for prefix, headers in read.items() if all(map(self._is_wanted, _parsed(headers)))}
         if len(read) > 1 or (found and self._key is not None and not read):
-            keys = sorted(read or found)
+            keys = sorted(prefix.removesuffix(".") for prefix in read or found)
             raise InvalidArgumentError("key", self._key, f"Pass one of the {self._what} in the checkpoint: {keys}")
-        for key, headers in read.items():
-            self._prefix = f"{key}." if key else ""
-            return headers
-        return {}
+        self._prefix, self._headers = next(iter(read.items()), ("", {}))
+        return _parsed(self._headers)
 
     def wanted(self, parts: list[RankHeader], needs: Mapping[str, Layout]) -> dict[str, Tensor]:
-        """Return uninitialized tensors by name for those that this rank needs.
+        """Return the tensors that this rank needs, uninitialized, and a header of zeros, by name.
+
+        All ranks load the same header. It shows whether DCP has loaded this state, also on ranks that need nothing else
+        of it.
+
+        Args:
+            parts: result of :meth:`parts`, not empty.
+            needs: key of each tensor to its dtype and shape.
 
         Raises:
             MalformedStateError: if the checkpoint lacks a tensor that a header lists, or has it in another shape.
@@ -220,35 +235,68 @@ class _SavedParts:
         # Check the parts of all ranks: if only one rank raised, the others would wait for it.
         layouts = {part.prefix + name: layout for part in parts for name, layout in part.all_layouts().items()}
         for name, (_, shape) in layouts.items():
-            tensor = self._stored.get(self._prefix + name)
+            tensor = self._metadata.state_dict_metadata.get(self._prefix + name)
             if not isinstance(tensor, TensorStorageMetadata) or tuple(tensor.size) != shape:
                 raise MalformedStateError(name, f"the checkpoint has no such tensor of shape {shape}")
-        return _Wanted({name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in needs.items()})
+        tensors = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in needs.items()}
+        first = min(self._headers)
+        return _Wanted({first: torch.zeros_like(self._headers[first]), **tensors})
 
-    def _read(self, metadata: Metadata, key: str, headers: list[str]) -> dict[str, Tensor]:
-        """Read the headers of all parts without a collective, and return the headers by name.
+    def loaded(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the headers and the loaded tensors, after a check that DCP has loaded this state.
+
+        A load of the result checks the digest of each tensor. Tensors without a digest, which an earlier release saved,
+        are read here again.
 
         Args:
-            metadata: metadata of the checkpoint.
-            key: key under which the state was saved; may be empty.
-            headers: names of the headers, without the prefix ``key``.
+            state: result of :meth:`wanted`, filled by DCP; empty if there are no parts.
+
+        Raises:
+            PartialStateError: if DCP has not loaded the header, or has loaded that of another checkpoint.
+        """
+        if not self._headers:
+            return dict(state)
+        first, parts = min(self._headers), _parsed(self._headers)
+        if first not in state or not torch.equal(state[first].cpu(), self._headers[first]):
+            remedy = (
+                f"Pass it to dcp.load under the key {self._prefix[:-1]!r}, with the checkpoint that it was built with"
+                if self._prefix
+                else "Pass its state_dict() to dcp.load without a key, then pass the result to its load_state_dict()"
+            )
+            reason = f"dcp.load has skipped {self._prefix + first!r}, or loaded another checkpoint"
+            raise PartialStateError(reason, sorted(part.rank for part in parts), remedy)
+        proven = saved_digests(parts).keys() | self._headers.keys()
+        return {**state, **self._headers, **self._read(self._prefix, [name for name in state if name not in proven])}
+
+    def _read_headers(self, prefix: str, names: list[str]) -> dict[str, Tensor]:
+        """Read headers, and return them by name.
 
         Raises:
             MalformedStateError: if a header is not a tensor, or is too large.
         """
-        targets = {}
-        for header in headers:
-            name = f"{key}.{header}" if key else header
-            layout = metadata.state_dict_metadata[name]
+        for name in names:
+            layout = self._metadata.state_dict_metadata[prefix + name]
             if not isinstance(layout, TensorStorageMetadata) or layout.size.numel() > _MAX_HEADER_BYTES:
-                raise MalformedStateError(name, "its header is not a tensor, or is too large")
-            targets[name] = torch.empty(layout.size, dtype=layout.properties.dtype)
+                raise MalformedStateError(prefix + name, "its header is not a tensor, or is too large")
+        return self._read(prefix, names)
+
+    def _read(self, prefix: str, names: list[str]) -> dict[str, Tensor]:
+        """Read tensors without a collective, and return them by name.
+
+        Args:
+            prefix: start of their keys in the checkpoint; may be empty.
+            names: the rest of the keys.
+        """
+        targets = {}
+        for name in names:
+            layout: Any = self._metadata.state_dict_metadata[prefix + name]
+            targets[prefix + name] = torch.empty(layout.size, dtype=layout.properties.dtype)
         planner = DefaultLoadPlanner(flatten_state_dict=False)
-        planner.set_up_planner(targets, metadata, is_coordinator=True)
-        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+        planner.set_up_planner(targets, self._metadata, is_coordinator=True)
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         plan = self._reader.prepare_local_plan(planner.create_local_plan())
         self._reader.read_data(plan, planner).wait()
-        return {header: targets[f"{key}.{header}" if key else header] for header in headers}
+        return {name: targets[prefix + name] for name in names}
 
 
 def _parsed(headers: Mapping[str, Tensor]) -> list[RankHeader]:

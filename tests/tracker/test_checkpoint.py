@@ -107,6 +107,7 @@ def test_a_state_that_does_not_fit_is_refused_by_name(two_ranks: RankPool, tmp_p
             "/rows/ec.embeddings.t0' of the saved state is malformed: the tensor is missing",
         ),
         "a length": ("MalformedStateError", "the tensor is torch.uint8 of shape"),
+        "a value": ("MalformedStateError", "its values are not the saved ones"),
         "an id": ("MalformedStateError", "are not rows of its shard"),
         "not JSON": ("MalformedStateError", "its header cannot be read"),
         "another rank": ("MalformedStateError", "its header says that it is"),

@@ -20,10 +20,10 @@ from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-import xxhash
 from torch import Tensor
 
 from delta_tracker.errors import InvalidArgumentError, MalformedStateError, StateMismatchError
+from delta_tracker.tracker.checkpoint.rank_header import digest
 
 State = Mapping[str, Any]
 Kind = Mapping[str, Any]
@@ -244,7 +244,7 @@ class _Metric:
 
     def _current_kind(self) -> Kind:
         buffers = {
-            name: [str(buffer.dtype), list(buffer.shape), _digest(buffer)]
+            name: [str(buffer.dtype), list(buffer.shape), digest(buffer)]
             for name, buffer in self._metric.named_buffers(recurse=False)
             if name not in self._fields
         }
@@ -366,9 +366,3 @@ def _reduction_name(reduction: object) -> str:
 
 def _is_count(value: object) -> bool:
     return type(value) is int and value >= 0
-
-
-def _digest(tensor: Tensor) -> str:
-    """Return a hash of the tensor's bytes."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return xxhash.xxh3_128_hexdigest(bytes(flat.numpy()))

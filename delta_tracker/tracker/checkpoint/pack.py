@@ -12,7 +12,7 @@ from torch import Tensor
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.rows import ChangedRows
-from delta_tracker.tracker.checkpoint.rank_header import ALIGNMENT, DTYPES, FORMAT_VERSION, HISTORY
+from delta_tracker.tracker.checkpoint.rank_header import ALIGNMENT, DTYPES, FORMAT_VERSION, HISTORY, digest
 from delta_tracker.tracker.log_state import LogState
 from delta_tracker.types import ShardSpec
 
@@ -88,8 +88,10 @@ def _encode(header: dict[str, object], rows: Mapping[str, Tensor], counters: Cou
     if strange := sorted(name for name, each in tensors.items() if _dtype_name(each.dtype) not in DTYPES):
         raise InvalidArgumentError("counters", strange, f"Use tensors of the dtypes {sorted(DTYPES)}")
     layouts = {name: [_dtype_name(each.dtype), list(each.shape)] for name, each in tensors.items()}
+    digests = {name: digest(each) for name, each in (*rows.items(), *tensors.items())}
     try:
-        encoded = json.dumps({**header, "counters": plain, "layouts": layouts}, allow_nan=False).encode()
+        whole = {**header, "counters": plain, "layouts": layouts, "digests": digests}
+        encoded = json.dumps(whole, allow_nan=False).encode()
     except (TypeError, ValueError) as error:
         remedy = f"Return only tensors and JSON values from each counter's state_dict: {error}"
         raise InvalidArgumentError("counters", sorted(counters), remedy) from error

@@ -147,7 +147,7 @@ class RankCounters:
     def _merged(self, state: Mapping[str, Tensor]) -> dict[str, State]:
         parts = parse_all(state) if state else []
         plan = self.plan_load(parts)
-        return self._counters.merged(plan.counted, parts, take(state, plan.needs()))
+        return self._counters.merged(plan.counted, parts, take(state, plan.needs(), parts))
 
     def _packed(self, rank: int, world_size: int, states: Mapping[str, State]) -> dict[str, Tensor]:
         return pack(rank, world_size, MODE, {}, LogState(0, {}), {}, states, self._counters.kinds())

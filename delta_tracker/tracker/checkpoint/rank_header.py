@@ -6,7 +6,7 @@ Every key starts with the prefix ``rank{rank}of{world_size}/``, so that keys of 
 ``torch.distributed.checkpoint`` (DCP) silently keeps only one copy if several ranks save the same key. The prefix is
 followed by one of these names:
 
-- ``header``: ``[B]`` uint8, the JSON of :class:`RankHeader`.
+- ``header``: ``[B]`` uint8, the JSON of :class:`RankHeader`. It has a digest of each other tensor of the part.
 - ``rows/{table}``: ``[B]`` uint8, the table's rows in all row sets. There is only one such tensor per table, to
   keep DCP's plan short: the plan has an entry for every tensor.
 - ``counters/{name}/{field}``: tensors of the registered counters. The header has the other fields of each counter and
@@ -39,6 +39,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
+import xxhash
 from msgspec import Meta, Struct, convert
 from torch import Tensor
 
@@ -138,6 +139,8 @@ class RankHeader:
         counter_kinds: counter name to the counter's kind; empty if an earlier release saved the state.
         layouts: key of each counter tensor, without the prefix, to the tensor's dtype and shape.
         pieces: table FQN to the pieces of its ``rows/{table}`` tensor, in order.
+        digests: key of each tensor, without the prefix, to its :func:`digest`; empty if an earlier release saved the
+            state.
     """
 
     rank: int
@@ -152,6 +155,7 @@ class RankHeader:
     counter_kinds: Mapping[str, Mapping[str, object]]
     layouts: Mapping[str, Layout]
     pieces: Mapping[str, tuple[Piece, ...]]
+    digests: Mapping[str, str]
 
     @property
     def prefix(self) -> str:
@@ -220,13 +224,16 @@ class RankHeader:
     def counter(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
         """Return the fields of a counter by field name; None if the part has no counter of that name.
 
+        The tensors are copies, because counters may write to them in place.
+
         Args:
             name: name of the counter.
             tensors: tensors of the part, by key with prefix.
         """
         if name not in self.counters:
             return None
-        found = {field: tensors[f"{self.prefix}counters/{name}/{field}"] for field in self.counter_layouts(name)}
+        start = f"{self.prefix}counters/{name}/"
+        found = {field: tensors[start + field].clone() for field in self.counter_layouts(name)}
         return {**self.counters[name], **found}
 
     def counter_layouts(self, name: str) -> dict[str, Layout]:
@@ -273,6 +280,7 @@ class _Header(Struct):
     layouts: dict[str, tuple[str, tuple[_Count, ...]]]  # dtype, shape
     pieces: dict[str, list[tuple[str, str, str, tuple[_Count, ...]]]]  # row set, column, dtype, shape
     counter_kinds: dict[str, dict[str, object]] = {}
+    digests: dict[str, str] = {}
 
 
 def parse(key: str, header: Tensor) -> RankHeader:
@@ -311,16 +319,18 @@ def parse_all(state: Mapping[str, Tensor]) -> list[RankHeader]:
     return parts
 
 
-def take(state: Mapping[str, Tensor], needed: Mapping[str, Layout]) -> dict[str, Tensor]:
+def take(state: Mapping[str, Tensor], needed: Mapping[str, Layout], parts: Sequence[RankHeader]) -> dict[str, Tensor]:
     """Return some tensors of a state, on the CPU.
 
     Args:
         state: tensors by key.
         needed: key of each tensor to return, to its dtype and shape.
+        parts: headers of the parts of these tensors.
 
     Raises:
-        MalformedStateError: if a tensor is missing, or has another dtype or shape.
+        MalformedStateError: if a tensor is missing, or has another dtype, shape or digest.
     """
+    digests = saved_digests(parts)
     tensors = {}
     for key, (dtype, shape) in needed.items():
         tensor = state.get(key)
@@ -328,7 +338,21 @@ def take(state: Mapping[str, Tensor], needed: Mapping[str, Layout]) -> dict[str,
             found = "missing" if tensor is None else f"{tensor.dtype} of shape {tuple(tensor.shape)}"
             raise MalformedStateError(key, f"the tensor is {found}, its header says {dtype} of shape {shape}")
         tensors[key] = tensor.detach().cpu()
+        if key in digests and digest(tensors[key]) != digests[key]:
+            reason = "its values are not the saved ones: a loader skipped it, it was changed, or its file is damaged"
+            raise MalformedStateError(key, reason)
     return tensors
+
+
+def saved_digests(parts: Sequence[RankHeader]) -> dict[str, str | None]:
+    """Return the saved digest of each tensor of the parts that have digests, by key with prefix."""
+    return {part.prefix + name: part.digests.get(name) for part in parts if part.digests for name in part.all_layouts()}
+
+
+def digest(tensor: Tensor) -> str:
+    """Return a hash of a tensor's bytes, in the order of its elements."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return xxhash.xxh3_128_hexdigest(flat.numpy().data)
 
 
 def _part(header: _Header) -> RankHeader:
@@ -348,6 +372,7 @@ def _part(header: _Header) -> RankHeader:
             fqn: tuple(Piece(row_set, column, DTYPES[dtype], shape) for row_set, column, dtype, shape in pieces)
             for fqn, pieces in header.pieces.items()
         },
+        digests=header.digests,
     )
 
 

@@ -198,7 +198,7 @@ class TrackerCheckpoint:
             return
         parts = parse_all(state)
         plan = self.plan_load(parts)
-        tensors = take(state, plan.needs())
+        tensors = take(state, plan.needs(), parts)
         counted = self._counters.merged(plan.counted, parts, tensors)
         log_state = plan.state(tensors)
         self._counters.load(counted)
