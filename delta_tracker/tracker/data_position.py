@@ -235,7 +235,7 @@ class DataPosition(Generic[T]):
         found = [_fields(state) for state in states]
         if not found:
             raise InvalidArgumentError("states", states, "Pass the states of all ranks")
-        load([loader for _, _, loader in found])
+        load([unpack(pack(loader, "data['loader']")) for _, _, loader in found])  # copies: a loader may keep them
         times = [time for _, time, _ in found if time is not None]
         self._restored(self._packed(), max(each for each, _, _ in found), min(times, default=None))
 
