@@ -186,7 +186,8 @@ class Watcher:
         self._listener.missed(self._tables, UNSEEN)
         if self._tables and not self._has_unseen:
             self._has_unseen = True
-            _logger.warning("from now on every read returns all rows: %s: tables=%s", reason, list(self._tables))
+            with suppress(Exception):  # out of memory
+                _logger.warning("from now on every read returns all rows: %s: tables=%s", reason, list(self._tables))
 
     def _all_rows(self) -> dict[str, Tensor | None]:
         return dict.fromkeys(self._tables)
@@ -302,7 +303,7 @@ class PostLookupHook(Watcher):
             return True
 
         if not self._contained(watch, otherwise=False):
-            self._unseen("a hook could not be registered")
+            self._unseen("a hook could not be registered; build a new tracker")
 
     def _write_begins(self, update: _Update, grad_outputs: object) -> None:
         del grad_outputs

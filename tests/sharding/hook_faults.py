@@ -7,12 +7,11 @@ of the log of messages, or of the autograd engine. :class:`Faults` lets one poin
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -30,7 +29,9 @@ from delta_tracker.tracker.row_sets.row_set import RowSet
 _PACKAGE = f"{Path(delta_tracker.__file__).parent}/"
 _TORCH = f"{Path(torch.__file__).parent}/"
 _ENGINE_CALLS = ("mark", "mark_all", "mark_new", "mark_new_padded", "contains", "absorb", "create_each", "__init__")
-WITHOUT_A_READ, BEFORE_WRITES, AFTER_WRITES = reads = ("no read", "before writes", "after writes")
+# Attributes; what a rank sends to the others, which needs no memory; the hook of a lookup whose node is unknown.
+_NO_POINTS = ("__get__", "fill_", "all_gather", "register_hook")
+WITHOUT_A_READ, BEFORE_WRITES, AFTER_WRITES = READS = ("no read", "before writes", "after writes")
 
 
 class EngineError(Exception):
@@ -60,7 +61,7 @@ class Faults(TorchFunctionMode):
         self.is_paused = True
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self.is_paused and getattr(function, "__name__", "") != "__get__" and _is_called_by_hook():
+        if not self.is_paused and getattr(function, "__name__", "") not in _NO_POINTS and _is_called_by_hook():
             self._point()
         return function(*args, **(kwargs or {}))
 
@@ -70,12 +71,11 @@ class Faults(TorchFunctionMode):
         self._patch(Cell, "add")
         for name in ("_end_with_backward", "_lookup_node"):
             self._patch(kernel_hooks, name)
-        self._patch(kernel_hooks._logger, "error")
-        memory = mock.Mock(wraps=np)
+        self._patches.enter_context(_patched(kernel_hooks, "_logger", _Messages(self._failing(_ignore))))
+        memory = SimpleNamespace(**vars(np))
         for name in ("zeros", "empty", "concatenate"):
             setattr(memory, name, self._failing(getattr(np, name)))
-        memory.int64, memory.uint8, memory.bool_ = np.int64, np.uint8, np.bool_
-        self._patches.enter_context(mock.patch.object(numba, "np", memory))
+        self._patches.enter_context(_patched(numba, "np", memory))
         super().__enter__()
         self.is_paused = False
         return self
@@ -108,10 +108,32 @@ class Faults(TorchFunctionMode):
         return call
 
     def _patch(self, owner: Any, name: str) -> None:
-        held = vars(owner).get(name, getattr(owner, name))
-        failing: Any = self._failing(held.__func__ if isinstance(held, classmethod) else held)
-        failing = classmethod(failing) if isinstance(held, classmethod) else failing
-        self._patches.enter_context(mock.patch.object(owner, name, failing))
+        held = vars(owner)[name]
+        failing = self._failing(getattr(held, "__func__", held))
+        self._patches.enter_context(
+            _patched(owner, name, classmethod(failing) if isinstance(held, classmethod) else failing)
+        )
+
+
+@contextmanager
+def _patched(owner: Any, name: str, value: object) -> Iterator[None]:
+    held = vars(owner)[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, held)
+
+
+class _Messages:
+    """Logger whose messages are dropped."""
+
+    def __init__(self, log: Callable[..., None]) -> None:
+        self.error = self.exception = self.warning = log
+
+
+def _ignore(*_: object, **__: object) -> None:
+    pass
 
 
 def _is_called_by_hook() -> bool:
@@ -159,7 +181,7 @@ class Training:
     Attributes:
         copy: copy of a consumer.
         faults: the faults of the current step.
-        when: one of :data:`reads`: where the consumer reads inside a step.
+        when: one of :data:`READS`: where the consumer reads inside a step.
     """
 
     most_rows = 8  # of a table that a step changes
@@ -201,7 +223,7 @@ class Training:
             assert count <= self.most_rows, f"all rows of {fqn} are still read"
 
 
-def fail_at_every_point(training: Training, whens: tuple[str, ...] = reads, stride: int = 1) -> dict[str, int]:
+def fail_at_every_point(training: Training, whens: Sequence[str] = READS, stride: int = 1) -> dict[str, int]:
     """Train with a fault at every point, once and for ever, and with reads at each place.
 
     Args:
