@@ -33,7 +33,7 @@ from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.tracker import tracker as own
 from delta_tracker.tracker.store.lookups import DeltaStore
 from delta_tracker.tracker.top_k import TopK
-from delta_tracker.types import EmbdUpdateMode, IndexedLookup, TrackingMode
+from delta_tracker.types import Delta, EmbdUpdateMode, IndexedLookup, TrackingMode
 
 UpdateMode = EmbdUpdateMode
 
@@ -124,12 +124,19 @@ class ModelDeltaTrackerTrec(own.ModelDeltaTracker):
             text = "Call get_delta(top_k=TopK(...)) for budgets that differ between tables"
             raise InvalidArgumentError("per_table_percentage", dict(per_table_percentage), text)
         top_k = None if top_percentage in (None, 1) else TopK(fraction=top_percentage, per_table=True)
-        delta = self.get_delta(consumer, top_k=top_k)
-        return {fqn: UniqueRows(rows.ids, rows.states) for fqn, rows in delta.items() if len(rows.ids)}
+        return self._reader.read_as(self._log.resolve(consumer), _unique, top_k=top_k)
 
     def get_unique_ids(self, consumer: str | None = None) -> dict[str, Tensor]:
         """Return the ids of :meth:`get_unique`, ``[N]`` int64 by table FQN, and move the consumer's cursor."""
-        return {fqn: rows.ids for fqn, rows in self.get_unique(consumer).items()}
+        return self._reader.read_as(self._log.resolve(consumer), _unique_ids)
+
+
+def _unique(delta: Delta) -> dict[str, UniqueRows]:
+    return {fqn: UniqueRows(rows.ids, rows.states) for fqn, rows in delta.items() if len(rows.ids)}
+
+
+def _unique_ids(delta: Delta) -> dict[str, Tensor]:
+    return {fqn: rows.ids for fqn, rows in delta.items() if len(rows.ids)}
 
 
 ModelDeltaTracker = ModelDeltaTrackerTrec

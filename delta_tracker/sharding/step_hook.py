@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -50,6 +50,7 @@ class _Step:
 
     Args:
         key: key of the write.
+        optimizer: the optimizer. If it is deleted, the step is closed.
         is_computed_inside: True if a closure computes the gradients inside the step.
         rows: FQN to the ids ``[N]`` of the rows that were reported before the step; None for all rows.
         gradients: FQN, parameter, gradient and version counter of the gradient when ``rows`` was computed.
@@ -59,6 +60,7 @@ class _Step:
     """
 
     key: int
+    optimizer: ref[torch.optim.Optimizer]
     is_computed_inside: bool
     may_load: bool
     rows: Mapping[str, Tensor | None] = field(default_factory=dict)
@@ -91,8 +93,7 @@ class StepHook(Watcher):
     ) -> None:
         super().__init__([fqn for fqn, shard in shards.items() if shard.is_stepped], listener, keys, recorder)
         self._modules = {fqn: shard.places[0][0].module for fqn, shard in shards.items()}
-        self._open: dict[int, _Step] = {}  # id() of an optimizer to its step
-        self._optimizers: dict[int, ref[torch.optim.Optimizer]] = {}  # by id(), while they exist
+        self._steps: dict[int, _Step] = {}  # id() of an optimizer to its step
         self._strange: set[str] = set()
         self.num_updates = 0
         _STEPS.add(self)
@@ -108,40 +109,57 @@ class StepHook(Watcher):
 
     def forget(self, number: int) -> None:
         """Close the open step of an optimizer that was deleted, by its ``id()``."""
-        self._optimizers.pop(number, None)
-        step = self._open.pop(number, None)
-        if step is not None and step.rows:
+        step = self._steps.pop(number, None)
+        if step is not None:
             self._listener.ended(step.key)
 
     def before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Report the rows that a step is going to write."""
+        self._run(optimizer, partial(self._begin, optimizer, args, kwargs))
+
+    def after(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Report that a step has written its rows."""
+        self._run(optimizer, partial(self._end, optimizer))
+
+    def _run(self, optimizer: torch.optim.Optimizer, action: Callable[[], bool]) -> None:
+        """Call ``action``. If it fails, mark all rows at the next cut, because those of the step are unknown."""
+        try:
+            if not self._contained(action, otherwise=False):
+                self.forget(id(optimizer))
+        except BaseException:  # interrupted
+            self._listener.missed(self._tables)
+            self.forget(id(optimizer))
+            raise
+
+    def _begin(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         number = id(optimizer)
-        if number not in self._optimizers:
-            self._optimizers[number] = ref(optimizer, partial(_deleted, ref(self), number))
-        if (failed := self._open.pop(number, None)) is not None and failed.rows:
-            # The step raised. If it wrote a part of its rows, the version counter reports the write.
-            self._applied(failed.key, failed.rows)
+        # An earlier step that is open raised. If it wrote a part of its rows, the version counter reports the write.
+        self.forget(number)
         # Before the step adds its own writes to the version counters.
-        self._contained(lambda: self._listener.notice_writes(self._tables), otherwise=None)
-        may_load = type(optimizer) is torch.optim.SGD and _has_others(optimizer, "pre")
-        step = _Step(next(self._keys), is_computed_inside=_has_closure(args, kwargs), may_load=may_load)
+        self._listener.notice_writes(self._tables)
+        step = _Step(
+            next(self._keys),
+            ref(optimizer, partial(_deleted, ref(self), number)),
+            is_computed_inside=_has_closure(args, kwargs),
+            may_load=type(optimizer) is torch.optim.SGD and _has_others(optimizer, "pre"),
+        )
+        self._steps[number] = step  # before its rows are open, so that they are closed after any error
         if not step.is_computed_inside:
-            step.rows = self._contained(lambda: self._rows(optimizer, step), otherwise=self._all_rows())
+            step.rows = self._rows(optimizer, step)
             if step.rows:
                 self._opened(step.key, step.rows)
-        step.versions = self._contained(self._versions, otherwise={})
-        self._open[number] = step
+        step.versions = self._versions()
+        return True
 
-    def after(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        """Report that a step has written its rows."""
-        del args, kwargs
-        step = self._open.pop(id(optimizer), None)
-        if step is None:
-            return
+    def _end(self, optimizer: torch.optim.Optimizer) -> bool:
+        step = self._steps.get(id(optimizer))
+        if step is None:  # its begin was not reported
+            self._listener.missed(self._tables)
+            return True
         if step.is_computed_inside:
-            late = self._contained(lambda: self._rows(optimizer, step), otherwise=self._all_rows())
+            late = self._rows(optimizer, step)
             if _has_others(optimizer, "post"):  # they may have changed the gradients since
-                late |= self._contained(lambda: self._all_rows_of(optimizer), otherwise=self._all_rows())
+                late |= self._all_rows_of(optimizer)
         else:
             # Another hook may have replaced a gradient after this hook read it.
             late = {fqn: None for fqn, _, gradient, version in step.gradients if gradient._version != version}  # noqa: SLF001
@@ -149,27 +167,25 @@ class StepHook(Watcher):
             if late:
                 self._warn("a gradient that changed during a step", "change no gradient in a hook of the step")
             if step.may_load:
-                loaded = self._contained(lambda: self._rows(optimizer, step), otherwise=self._all_rows())
-                late = {**loaded, **late}
+                late = {**self._rows(optimizer, step), **late}
         # These optimizers write a weight once per step. Any further write is one of another hook, or of the closure.
-        now: dict[str, int] = self._contained(self._versions, otherwise={})
+        now = self._versions()
         skipped = {fqn for fqn, _, gradient, _ in step.gradients if _is_skipped(optimizer, gradient)}
-        late |= {
-            fqn: None
-            for fqn in {**step.rows, **late}
-            if now.get(fqn, 2) > step.versions.get(fqn, 0) + (fqn not in skipped)
-        }
+        written = {**step.rows, **late}
+        late |= {fqn: None for fqn in written if now[fqn] > step.versions[fqn] + (fqn not in skipped)}
         for fqn, ids in late.items():
-            self._contained(partial(self._listener.mark, fqn, ids, is_written=True), otherwise=None)
+            self._listener.mark(fqn, ids, is_written=True)
         if step.rows:
             self._applied(step.key, step.rows)
         # A table without a gradient after its closure is not acknowledged: the version counter reports the write.
-        self._contained(lambda: self._listener.acknowledge_writes({**step.rows, **late}), otherwise=None)
+        self._listener.acknowledge_writes(written)
         # This has also acknowledged the writes of other threads since `now` was read.
-        after: dict[str, int] = self._contained(self._versions, otherwise={})
-        for fqn in {**step.rows, **late}:
-            if after.get(fqn, -1) != now.get(fqn, -2):
-                self._contained(partial(self._listener.mark, fqn, None, is_written=True), otherwise=None)
+        after = self._versions()
+        for fqn in written:
+            if after[fqn] != now[fqn]:
+                self._listener.mark(fqn, None, is_written=True)
+        del self._steps[id(optimizer)]
+        return True
 
     def _versions(self) -> dict[str, int]:
         """Return a number for the weight of each reported table, by FQN, that each write increments."""

@@ -300,8 +300,12 @@ class ChangeLog:
         """
         with self.lock:
             name = self.resolve(consumer)
-            self._consumers.reserve(name, holder)
-            return name
+            try:
+                self._consumers.reserve(name, holder)
+                return name  # noqa: TRY300  see below
+            except BaseException:  # interrupted: the caller does not know that it has to release the consumer
+                self._consumers.reserve(name, None)
+                raise
 
     def release(self, consumer: str) -> None:
         """End the reservation of a consumer."""
@@ -377,13 +381,10 @@ class ChangeLog:
 
         Args:
             key: key of the batch.
-            tables: FQNs of the tables.
+            tables: FQNs of the tables, those that were passed to :meth:`opened`.
         """
         with self.lock:
-            for fqn in tables:
-                self._stores[fqn].close_batch(key)
-            self._fence.leave(key)
-            self._open.pop(key, None)  # last: if this call fails, ended() closes the batch in the other tables
+            self._close(key, tables)
 
     def ended(self, key: int) -> None:
         """Close batch ``key`` at the next cut or the next call of :meth:`opened` or :meth:`step`.
@@ -618,10 +619,11 @@ class ChangeLog:
         with self.lock:
             self._release_abandoned()
             self._close_ended()
+            tasks: list[Callable[[], None]] = [self._shed]
             if not is_capturing():  # the graph would contain the operations that mark rows
-                self.notice_writes(self._stores)
+                tasks.insert(0, partial(self.notice_writes, self._stores))
             self._num_batches += 1
-            self._tidy(self._shed)
+            self._tidy(*tasks)
 
     def output_launched(self) -> None:
         """Compact the log if ``auto_compact`` is set. Called after an output distribution was launched.
@@ -687,27 +689,31 @@ class ChangeLog:
             self._tidy(self.compact)
 
     def seal(self, delta: Delta, *, commit: bool) -> None:
-        """Store ``delta`` as the uncommitted read of its consumer, or commit it immediately."""
+        """Store ``delta`` as the uncommitted read of its consumer, or commit it immediately.
+
+        If a commit is interrupted, the rows stay pending, with unknown old states.
+        """
         with self.lock:
             self._is_reading = False
-            replaces = self._consumers.seal(delta)
             if commit:
                 self._commit(delta)
-            if commit or replaces:
-                self._after_read()
+            elif self._consumers.seal(delta):
+                self._tidy(*self._tasks_after_read())
             else:  # commit() or abort() will compact the log
                 self._tidy(self._shed)
 
     def commit(self, delta: Delta) -> None:
         """Move a consumer's cursor to the end of its uncommitted read ``delta``.
 
+        If the call is interrupted, the rows of the delta may stay pending, with unknown old states.
+
         Raises:
             StaleDeltaError: if ``delta`` is no longer the consumer's uncommitted read.
             UnknownConsumerError: if the consumer was removed.
         """
         with self.lock:
+            self._consumers.check_uncommitted(delta)
             self._commit(delta)
-            self._after_read()
 
     def abort(self, delta: Delta) -> None:
         """Discard a consumer's uncommitted read ``delta``; its rows stay pending.
@@ -718,7 +724,7 @@ class ChangeLog:
         """
         with self.lock:
             self._consumers.abort(delta)
-            self._after_read()
+            self._tidy(*self._tasks_after_read())
 
     def add(self, consumer: str, *, holder: str | None = None) -> None:
         """Add a consumer at the end of the log.
@@ -735,9 +741,9 @@ class ChangeLog:
             self._release_abandoned()
             if consumer in self._consumers.names:
                 raise InvalidArgumentError("consumer", consumer, f"Pass a name not in {list(self._consumers.names)}")
-            self._place_at_end(consumer)
-            if holder is not None:
-                self._consumers.reserve(consumer, holder, is_transient=True)
+            self._cut()
+            self._lag.placed(consumer, self._position)
+            self._consumers.add(consumer, self._position, self._num_batches, holder=holder)
 
     def remove(self, consumer: str) -> None:
         """Remove a consumer. With ``delete_on_read``, also drop the rows that were pending only for this consumer.
@@ -748,14 +754,23 @@ class ChangeLog:
         with self.lock:
             name = self._consumers.resolve(consumer)
             self._consumers.remove(name)
-            self._lag.removed(name)
-            self.compact()
+            self._tidy(partial(self._lag.removed, name), self.compact)
 
-    def clear(self, consumer: str) -> None:
-        """Discard the pending rows of a consumer and treat it as up to date, even if it was dropped."""
+    def clear(self, *consumers: str) -> None:
+        """Discard the pending rows of consumers and treat them as up to date, even if they were dropped.
+
+        If the call is interrupted, all rows may count as changed.
+        """
         with self.lock:
-            self._place_at_end(consumer)
-            self.compact()
+            self._cut()
+            tasks: list[Callable[[], None]] = [partial(self._lag.placed, name, self._position) for name in consumers]
+            try:
+                self._consumers.place(consumers, self._position, self._num_batches)
+                self._tidy(*tasks, self.compact)
+            except BaseException:  # interrupted: the caller does not know that nothing is pending
+                if any(self._consumers.start(name)[0] == self._position for name in consumers):
+                    self.mark_everything_later()
+                raise
 
     def rewind(self, consumer: str) -> None:
         """Move a consumer back to the start of the log, so that all rows changed so far are pending.
@@ -768,8 +783,8 @@ class ChangeLog:
         with self.lock:
             if self._delete_on_read:
                 raise InvalidArgumentError("delete_on_read", True, "Build the tracker with delete_on_read=False")
-            self._consumers.rewind(consumer)
             self._lag.placed(consumer, 0, has_rows=any(map(len, self._consumers.origin.values())))
+            self._consumers.rewind(consumer)
 
     def compact(self) -> None:
         """Merge neighboring segments, unless a cursor or the end of an uncommitted read lies between them.
@@ -777,7 +792,6 @@ class ChangeLog:
         If ``delete_on_read`` is True, first drop the rows that every consumer has committed.
         """
         with self.lock, profiler_range("delta_tracker: compact"):
-            self._num_compacted = self._num_batches
             self._fence.enter()
             if self._delete_on_read:
                 self._delete_committed()  # before the stores are compacted, so that dropped segments are not merged
@@ -786,6 +800,7 @@ class ChangeLog:
             for fqn, store in crowded:
                 store.compact({*pinned, self._synced[fqn]} if fqn in self._synced else pinned)
             self._lag.compact(pinned, forgets=self._delete_on_read)
+            self._num_compacted = self._num_batches
             self._is_compact = True
 
     def _delete_committed(self) -> None:
@@ -886,16 +901,34 @@ class ChangeLog:
 
     def _commit(self, delta: Delta) -> None:
         self._fence.enter()
-        self._consumers.commit(delta)
+        tasks: list[Callable[[], None]] = [partial(self._count_received, delta), *self._tasks_after_read()]
+        try:
+            self._consumers.advance(delta)
+            self._tidy(*tasks)
+        except BaseException:
+            self.undo_commit(delta)
+            raise
+
+    def undo_commit(self, delta: Delta) -> None:
+        """Make the rows of ``delta`` pending again, with unknown old states, if the read was committed.
+
+        Call it if an interrupt keeps the result of a committed read from the user.
+        """
+        with self.lock:
+            if self._consumers.start(delta.consumer)[0] == delta.stop:
+                for fqn, rows in delta.items():
+                    self.distrust(delta.consumer, fqn, rows.ids, knows_owners=False)
+
+    def _count_received(self, delta: Delta) -> None:
         self._lag.committed(delta.consumer, delta.stop, leaves_out=bool(delta.kept))
         if self._received is not None and not self._consumers.is_transient(delta.consumer):
             self._received(delta)
 
-    def _after_read(self) -> None:
+    def _tasks_after_read(self) -> list[Callable[[], None]]:
         self._is_compact = False
         # Compact at every sixteenth position also with auto_compact, because an idle model runs no output distribution.
         compacts = not self._compacts_after_odist or self._position % 16 == 0
-        self._tidy(*([self.compact] if compacts else []), self._shed)
+        return [self.compact, self._shed] if compacts else [self._shed]
 
     def _tensors(self) -> Iterator[Tensor]:
         """Yield all tensors of the log."""
@@ -913,24 +946,31 @@ class ChangeLog:
             for task in tasks:
                 task()
         except (MemoryError, RuntimeError):  # torch raises RuntimeError if host or device memory runs out
-            _logger.exception("could not compact the change log; the next read retries")
+            _logger.exception("maintenance of the change log failed; the next call retries")
 
     def _release_abandoned(self) -> None:
         """End the reservations in :attr:`abandoned`. The next compaction frees the rows of transient consumers."""
         while self.abandoned:
-            name, is_transient = self.abandoned.popleft()
+            name, is_transient = self.abandoned[0]
             self._consumers.abandon(name)
             if is_transient:
                 self._lag.removed(name)
             self._is_compact = False
+            self.abandoned.popleft()  # last: an interrupted call is repeated
 
     def _close_ended(self) -> None:
         """Close the batches queued by :meth:`ended`. Usually only batches of failed backward passes are still open."""
         while self._ended:
-            key = self._ended.popleft()
-            self._fence.leave(key)
-            for fqn in self._open.pop(key, ()):
-                self._stores[fqn].close_batch(key)
+            key = self._ended[0]
+            self._close(key, self._open.get(key, ()))
+            self._ended.popleft()  # last: an interrupted call is repeated
+
+    def _close(self, key: int, tables: Iterable[str]) -> None:
+        """Close a batch in its tables. An interrupted call can be repeated."""
+        for fqn in tables:
+            self._stores[fqn].close_batch(key)
+        self._fence.leave(key)
+        self._open.pop(key, None)
 
     def _notice_before_capture(self, fqns: Iterable[str]) -> None:
         """Call :meth:`notice_writes` for each table in ``fqns`` that keeps old states.
@@ -953,11 +993,6 @@ class ChangeLog:
                 store.cut(self._position)
                 if store.has_open:  # the cut marked the open rows again
                     self._lag.recorded(self._position)
-
-    def _place_at_end(self, consumer: str) -> None:
-        self._cut()
-        self._consumers.place(consumer, self._position, self._num_batches)
-        self._lag.placed(consumer, self._position)
 
     def _shed(self) -> None:
         while self._max_bytes is not None and self._is_too_large(self._max_bytes):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from delta_tracker.errors import InvalidArgumentError, ReservedConsumerError, StaleDeltaError, UnknownConsumerError
 from delta_tracker.rows import ChangedRows, merge_first
@@ -11,7 +11,7 @@ from delta_tracker.tracker.log_state import PendingState
 from delta_tracker.types import Delta
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Consumer:
     position: int
     batch: int
@@ -30,9 +30,12 @@ class ConsumerPositions:
     rows that were restored from a checkpoint or by a rewind, and rows that were made pending for this consumer only
     (see :meth:`~delta_tracker.tracker.change_log.ChangeLog.distrust`).
 
-    :meth:`seal` stores a consumer's uncommitted read. :meth:`commit` moves the cursor to the end of the read and
+    :meth:`seal` stores a consumer's uncommitted read. :meth:`advance` moves the cursor to the end of the read and
     carries the rows that the read left out. :meth:`abort` discards the read. A second :meth:`seal` replaces the
-    uncommitted read; :meth:`commit` then raises :class:`StaleDeltaError` for the replaced read.
+    uncommitted read; :meth:`check_uncommitted` then raises :class:`StaleDeltaError` for the replaced read.
+
+    The last statement of each method that changes a consumer replaces the consumer's record, so that an interrupted
+    call has either no effect or its whole effect.
 
     Args:
         names: names of the consumers, at least one, all different.
@@ -103,17 +106,14 @@ class ConsumerPositions:
             return lasting[0]
         raise UnknownConsumerError(name, lasting)
 
-    def reserve(self, name: str, holder: str | None, *, is_transient: bool = False) -> None:
+    def reserve(self, name: str, holder: str | None) -> None:
         """Reserve consumer ``name`` for ``holder``, or end the reservation if ``holder`` is None.
 
         Args:
             name: the consumer.
             holder: description of the owner, for error messages; None to end the reservation.
-            is_transient: True if the consumer exists only while a snapshot is copied. Such a consumer is not saved in
-                checkpoints and has no metrics.
         """
-        self._consumers[name].holder = holder
-        self._consumers[name].is_transient = is_transient
+        self._consumers[name] = replace(self._consumers[name], holder=holder)
 
     def abandon(self, name: str) -> None:
         """End the reservation of consumer ``name`` and discard its uncommitted read. Remove a transient consumer.
@@ -126,7 +126,7 @@ class ConsumerPositions:
         if consumer.is_transient:
             del self._consumers[name]
         else:
-            consumer.holder = consumer.sealed = None
+            self._consumers[name] = replace(consumer, holder=None, sealed=None)
 
     def check_free(self, name: str) -> None:
         """Check that consumer ``name`` is not reserved.
@@ -171,32 +171,39 @@ class ConsumerPositions:
         """
         return self._consumers[name].is_transient
 
-    def place(self, name: str, position: int, batch: int, *, is_behind: bool = False) -> None:
-        """Add consumer ``name`` at a position, or move it there. Discards its uncommitted read and its carried rows.
+    def add(self, name: str, position: int, batch: int, *, holder: str | None) -> None:
+        """Add consumer ``name``.
 
         Args:
-            name: the consumer. It keeps its reservation.
+            name: the consumer.
             position: position of the cursor.
             batch: ``step()`` count of the cursor.
-            is_behind: True to mark the consumer as dropped.
+            holder: description of the owner of a transient consumer, which exists only while a snapshot is copied, is
+                not saved in checkpoints and has no metrics. None adds an ordinary consumer.
         """
-        placed = _Consumer(position=position, batch=batch, is_behind=is_behind)
-        known = self._consumers.get(name)
-        if known is not None:
-            placed.holder, placed.is_transient = known.holder, known.is_transient
-        self._consumers[name] = placed
+        added = _Consumer(position=position, batch=batch, holder=holder, is_transient=holder is not None)
+        self._consumers[name] = added
+
+    def place(self, names: Collection[str], position: int, batch: int) -> None:
+        """Move consumers to a position. Discards their uncommitted reads and their carried rows.
+
+        Args:
+            names: the consumers. They keep their reservations.
+            position: position of the cursors.
+            batch: ``step()`` count of the cursors.
+        """
+        self._consumers = {**self._consumers, **{name: self._moved(name, position, batch) for name in names}}
 
     def give_up(self, name: str, position: int) -> None:
         """Drop consumer ``name``: discard its pending rows and move it to ``position``."""
-        self.place(name, position, self._consumers[name].batch, is_behind=True)
+        self._consumers[name] = replace(self._moved(name, position, self._consumers[name].batch), is_behind=True)
 
     def rewind(self, name: str) -> None:
         """Move consumer ``name`` to the log's first position and replace its carried rows with :attr:`origin`.
 
         Discards its uncommitted read.
         """
-        self.place(name, 0, 0)
-        self._consumers[name].carried = self._origin
+        self._consumers[name] = replace(self._moved(name, 0, 0), carried=self._origin)
 
     def restore(self, position: int, states: Mapping[str, PendingState], origin: Mapping[str, ChangedRows]) -> None:
         """Move consumers to a position and replace their carried rows. Discards their uncommitted reads.
@@ -206,10 +213,15 @@ class ConsumerPositions:
             states: consumer name to the consumer's state. Its pending rows become the consumer's carried rows.
             origin: new value of :attr:`origin`.
         """
-        self._origin = origin
-        for name, state in states.items():
-            self.place(name, position, state.batch, is_behind=state.is_behind)
-            self._consumers[name].carried = {fqn: rows for fqn, rows in state.rows.items() if len(rows)}
+        placed = {
+            name: replace(
+                self._moved(name, position, state.batch),
+                is_behind=state.is_behind,
+                carried={fqn: rows for fqn, rows in state.rows.items() if len(rows)},
+            )
+            for name, state in states.items()
+        }
+        self._consumers, self._origin = {**self._consumers, **placed}, origin
 
     def carry(self, name: str, fqn: str, rows: ChangedRows, *, origin: ChangedRows | None) -> None:
         """Add rows to a consumer's carried rows. If an id is already carried, the new row replaces the old one.
@@ -223,20 +235,24 @@ class ConsumerPositions:
             origin: rows to add to :attr:`origin`, so that :meth:`rewind` makes them pending; None to add none.
         """
         consumer = self._consumers[name]
-        consumer.carried = _over(rows, fqn, consumer.carried)
-        consumer.sealed = None
+        carried = replace(consumer, carried=_over(rows, fqn, consumer.carried), sealed=None)
         if origin is not None:
             self._origin = _over(origin, fqn, self._origin)
+        self._consumers[name] = carried
 
     def forget_tables(self, fqns: Collection[str]) -> None:
         """Drop all rows of the tables ``fqns`` from the carried rows and from :attr:`origin`.
 
         Called when the ids in these tables refer to different rows than before. Discards all uncommitted reads.
         """
-        self._origin = {fqn: rows for fqn, rows in self._origin.items() if fqn not in fqns}
-        for consumer in self._consumers.values():
-            consumer.carried = {fqn: rows for fqn, rows in consumer.carried.items() if fqn not in fqns}
-            consumer.sealed = None
+        origin = {fqn: rows for fqn, rows in self._origin.items() if fqn not in fqns}
+        consumers = {
+            name: replace(
+                each, carried={fqn: rows for fqn, rows in each.carried.items() if fqn not in fqns}, sealed=None
+            )
+            for name, each in self._consumers.items()
+        }
+        self._consumers, self._origin = consumers, origin
 
     def remove(self, name: str) -> None:
         """Remove consumer ``name``."""
@@ -245,22 +261,18 @@ class ConsumerPositions:
     def seal(self, delta: Delta) -> bool:
         """Store ``delta`` as the uncommitted read of its consumer. Return True if an earlier read was replaced."""
         consumer = self._consumers[delta.consumer]
-        replaces = consumer.sealed is not None
-        consumer.sealed = delta
-        return replaces
+        self._consumers[delta.consumer] = replace(consumer, sealed=delta)
+        return consumer.sealed is not None
 
-    def commit(self, delta: Delta) -> None:
-        """Move a consumer's cursor to the end of its uncommitted read ``delta``.
+    def advance(self, delta: Delta) -> None:
+        """Move a consumer's cursor to the end of its read ``delta``, and discard its uncommitted read.
 
         The rows that the read left out become the consumer's carried rows.
-
-        Raises:
-            StaleDeltaError: if ``delta`` is no longer the consumer's uncommitted read.
-            UnknownConsumerError: if the consumer was removed.
         """
-        consumer = self._sealed_by(delta)
-        consumer.carried = {fqn: rows.aged() for fqn, rows in delta.kept.items()}
-        consumer.position, consumer.batch, consumer.sealed = delta.stop, delta.batches[1], None
+        carried = {fqn: rows.aged() for fqn, rows in delta.kept.items()}
+        self._consumers[delta.consumer] = replace(
+            self._consumers[delta.consumer], position=delta.stop, batch=delta.batches[1], carried=carried, sealed=None
+        )
 
     def abort(self, delta: Delta) -> None:
         """Discard a consumer's uncommitted read ``delta``; its rows stay pending.
@@ -269,18 +281,28 @@ class ConsumerPositions:
             StaleDeltaError: if ``delta`` is no longer the consumer's uncommitted read.
             UnknownConsumerError: if the consumer was removed.
         """
-        self._sealed_by(delta).sealed = None
+        self.check_uncommitted(delta)
+        self._consumers[delta.consumer] = replace(self._consumers[delta.consumer], sealed=None)
+
+    def check_uncommitted(self, delta: Delta) -> None:
+        """Check that ``delta`` is its consumer's uncommitted read.
+
+        Raises:
+            StaleDeltaError: if it is not.
+            UnknownConsumerError: if the consumer was removed.
+        """
+        if self._consumers[self.resolve(delta.consumer)].sealed is not delta:
+            raise StaleDeltaError(delta.consumer)
+
+    def _moved(self, name: str, position: int, batch: int) -> _Consumer:
+        """Return a consumer's record at another position, without an uncommitted read and carried rows."""
+        known = self._consumers[name]
+        return _Consumer(position=position, batch=batch, holder=known.holder, is_transient=known.is_transient)
 
     @property
     def _standing(self) -> dict[str, _Consumer]:
         """Mapping from name to consumer, for the consumers that were not dropped. Only these can read the log."""
         return {name: each for name, each in self._consumers.items() if not each.is_behind}
-
-    def _sealed_by(self, delta: Delta) -> _Consumer:
-        consumer = self._consumers[self.resolve(delta.consumer)]
-        if consumer.sealed is not delta:
-            raise StaleDeltaError(delta.consumer)
-        return consumer
 
 
 def _over(rows: ChangedRows, fqn: str, tables: Mapping[str, ChangedRows]) -> dict[str, ChangedRows]:

@@ -5,7 +5,8 @@ Notation: ``N`` is the number of changed rows of a table.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from delta_tracker.tracker.top_k import AllRanks, Candidates, TopK, choose
 from delta_tracker.tracker.tracked_model import TrackedModel
 from delta_tracker.types import Delta, DeltaRows
 
+_T = TypeVar("_T")
 _ID_BYTES = 8
 _CHUNK_ROWS = 1 << 15  # 8 MiB for rows of 64 float32 columns, which fit into a large CPU cache
 
@@ -47,11 +49,11 @@ class DeltaReader:
         self,
         consumer: str,
         *,
-        commit: bool,
-        with_states: bool,
-        with_values: bool,
-        with_optimizer: bool,
-        top_k: TopK | None,
+        commit: bool = True,
+        with_states: bool = True,
+        with_values: bool = False,
+        with_optimizer: bool = False,
+        top_k: TopK | None = None,
         ranks: AllRanks | None = None,
     ) -> Delta:
         """Return the rows that changed since a consumer's last committed read.
@@ -68,7 +70,52 @@ class DeltaReader:
             ranks: ranks that share the budget of ``top_k``; None for a group of all ranks, which the first read with
                 ``top_k`` creates.
         """
-        with self._log.lock, one_cut(), profiler_range("delta_tracker: read"):
+        with self._log.lock:
+            delta = self._read(
+                consumer,
+                with_states=with_states,
+                with_values=with_values,
+                with_optimizer=with_optimizer,
+                top_k=top_k,
+                ranks=ranks,
+            )
+            return self._sealed(delta, delta, commit=commit)
+
+    def read_as(self, consumer: str, result: Callable[[Delta], _T], *, top_k: TopK | None = None) -> _T:
+        """Return ``result(delta)`` of a committed read. If the function raises, nothing is committed.
+
+        Args:
+            consumer: as in :meth:`read`.
+            result: function of the delta.
+            top_k: as in :meth:`read`.
+        """
+        with self._log.lock:
+            delta = self._read(
+                consumer, with_states=True, with_values=False, with_optimizer=False, top_k=top_k, ranks=None
+            )
+            return self._sealed(delta, result(delta), commit=True)
+
+    def _sealed(self, delta: Delta, result: _T, *, commit: bool) -> _T:
+        """Seal a read, and return its result. If the call is interrupted, the rows stay pending."""
+        try:
+            self._log.seal(delta, commit=commit)
+            return result  # noqa: TRY300  an interrupt before it must not lose the rows
+        except BaseException:
+            self._log.undo_commit(delta)
+            raise
+
+    def _read(
+        self,
+        consumer: str,
+        *,
+        with_states: bool,
+        with_values: bool,
+        with_optimizer: bool,
+        top_k: TopK | None,
+        ranks: AllRanks | None,
+    ) -> Delta:
+        """Return the delta of a read that is neither uncommitted nor committed yet. Arguments as in :meth:`read`."""
+        with one_cut(), profiler_range("delta_tracker: read"):
             try:
                 self._model.check_attached()
                 self.check(top_k, with_optimizer=with_optimizer)
@@ -79,7 +126,7 @@ class DeltaReader:
                 raise
             try:
                 chosen = {} if top_k is None else self._choose(reading.rows, top_k, ranks)
-                delta = self._delta(
+                return self._delta(
                     reading,
                     chosen,
                     with_states=with_states,
@@ -89,8 +136,6 @@ class DeltaReader:
             except BaseException:
                 self._log.discard()
                 raise
-            self._log.seal(delta, commit=commit)
-            return delta
 
     def check(self, top_k: TopK | None, *, with_optimizer: bool) -> None:
         """Reject arguments that the tracked model or the tracking mode does not support.

@@ -334,8 +334,9 @@ class ModelDeltaTracker:
 
         Also moves the position of :meth:`attach_data` to the batch.
         """
+        num_updates = self._num_updates()
         self._log.step()
-        self._num_stepped = self._num_updates()
+        self._num_stepped = num_updates
         if self._data_position is not None:
             self._data_position.advance()
 
@@ -473,16 +474,20 @@ class ModelDeltaTracker:
         """
         self._model.check_attached()
         name = self._log.reserve(consumer, holder)
-        return ConsumerHandle(
-            name,
-            holder,
-            log=self._log,
-            model=self._model,
-            reader=self._reader,
-            checkpoint=self._checkpoint,
-            tracker=self,
-            lookups_in_flight=self._lookups_in_flight,
-        )
+        try:
+            return ConsumerHandle(
+                name,
+                holder,
+                log=self._log,
+                model=self._model,
+                reader=self._reader,
+                checkpoint=self._checkpoint,
+                tracker=self,
+                lookups_in_flight=self._lookups_in_flight,
+            )
+        except BaseException:
+            self._log.release(name)
+            raise
 
     def needs_snapshot(self, consumer: str | None = None) -> bool:
         """Return True if a consumer needs all rows, because it was dropped when the log exceeded ``max_bytes``.
@@ -498,7 +503,8 @@ class ModelDeltaTracker:
     def clear(self, consumer: str | None = None) -> None:
         """Discard the pending rows of a consumer, or of all consumers if no name is given.
 
-        To recover a dropped consumer, call this method, then send all rows (:meth:`read_rows`) to the consumer.
+        To recover a dropped consumer, call this method, then send all rows (:meth:`read_rows`) to the consumer. After
+        an interrupt, all rows may count as changed.
 
         Raises:
             UnknownConsumerError: if there is no such consumer.
@@ -506,8 +512,7 @@ class ModelDeltaTracker:
         """
         with self._log.lock:
             names = self._log.consumers if consumer is None else [consumer]
-            for name in [self._log.resolve(each) for each in names]:  # all are resolved before one is cleared
-                self._log.clear(name)
+            self._log.clear(*[self._log.resolve(each) for each in names])  # all or none
 
     def rewind(self, consumer: str | None = None) -> None:
         """Make all rows that changed since the tracker was created pending again for a consumer.
@@ -642,7 +647,7 @@ class ModelDeltaTracker:
 
         The errors are those of :meth:`get_delta`.
         """
-        return {fqn: rows.ids for fqn, rows in self.get_delta(consumer).items()}
+        return self._reader.read_as(self._log.resolve(consumer), _ids)
 
     def commit(self, delta: Delta) -> None:
         """Move the consumer's cursor past an uncommitted read.
@@ -1013,8 +1018,8 @@ class ModelDeltaTracker:
         self._model.is_attached = False  # first: if this is interrupted, reads must not return too few rows
         _remove(self._hooks)
         self._deleted.detach()
-        self._num_past_errors, self._num_past_updates = self.num_hook_errors, self._num_updates()
-        self._hooks = []
+        past = self.num_hook_errors, self._num_updates(), list[Watcher]()
+        self._num_past_errors, self._num_past_updates, self._hooks = past
 
     def _lookups_in_flight(self) -> int:
         return sum(len(hook.in_flight) for hook in self._hooks if isinstance(hook, PostLookupHook))
@@ -1036,6 +1041,10 @@ class ModelDeltaTracker:
 
     def _make_store(self, fqn: str) -> SegmentStore:
         return make_store(partial(self._model.shard, fqn), self._capture, engine=self._engine)
+
+
+def _ids(delta: Delta) -> dict[str, Tensor]:
+    return {fqn: rows.ids for fqn, rows in delta.items()}
 
 
 def _remove(hooks: Iterable[Watcher]) -> None:

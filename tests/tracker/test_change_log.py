@@ -60,7 +60,7 @@ def _delta(reading: Reading, *, leaves_out: bool = False) -> Delta:
     return Delta({}, consumer=reading.consumer, start=start, stop=stop, batches=batches, left_out=left_out)
 
 
-_MARKING_ALL = ("mark_everything", "mark_everything_later", "restore")
+_MARKING_ALL = ("mark_all_later", "mark_everything", "mark_everything_later", "restore")
 
 
 def _calls(log: ChangeLog, generator: random.Random) -> dict[str, Callable[[], object]]:
@@ -101,6 +101,7 @@ def _calls(log: ChangeLog, generator: random.Random) -> dict[str, Callable[[], o
         "log_bytes": lambda: log.log_bytes,
         "looked_up": lambda: log.looked_up({"t": ids}),
         "mark": lambda: log.mark("t", ids),
+        "mark_all_later": lambda: log.mark_all_later(["t"]),
         "mark_everything": log.mark_everything,
         "mark_everything_later": log.mark_everything_later,
         "memory": log.memory,
@@ -131,6 +132,7 @@ def _calls(log: ChangeLog, generator: random.Random) -> dict[str, Callable[[], o
         "step": log.step,
         "stores": lambda: sum(store.num_rows for store in log.stores.values()),
         "synced": lambda: log.synced(["t"]),
+        "undo_commit": lambda: read_and(log.undo_commit),
         "unsynced": lambda: log.unsynced(["t"]),
     }
 
@@ -162,7 +164,7 @@ def test_every_method_takes_the_lock(name: str) -> None:
     log = _log(["reader", "other"])
     calls = _calls(log, random.Random(0))
     assert name in calls, "a new method: add a call of it"
-    if name in ("commit", "abort", "seal", "discard"):  # the calls acquire the lock too, so count the method's own
+    if name in ("commit", "abort", "seal", "discard", "undo_commit"):  # the calls acquire the lock too, so count the method's own
         delta = _delta(log.read("other"))
         log.seal(delta, commit=False)
         argument = {"seal": {"commit": False}}.get(name, {})

@@ -32,11 +32,12 @@ def test_only_the_newest_read_can_be_committed_and_only_once() -> None:
     cursors.seal(old)
     cursors.seal(new)
     with pytest.raises(StaleDeltaError):
-        cursors.commit(old)
+        cursors.check_uncommitted(old)
     assert cursors.pinned == {0, 2}
-    cursors.commit(new)
+    cursors.check_uncommitted(new)
+    cursors.advance(new)
     with pytest.raises(StaleDeltaError):
-        cursors.commit(new)
+        cursors.check_uncommitted(new)
     with pytest.raises(StaleDeltaError):
         cursors.abort(new)
     assert (cursors.start("a"), cursors.start("b"), cursors.oldest) == ((2, 2), (0, 0), 0)

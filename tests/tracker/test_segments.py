@@ -268,26 +268,25 @@ def test_the_reference_catches_a_broken_store(mutant: type[SegmentStore]) -> Non
 
 
 def test_the_reference_catches_a_merge_in_which_the_newer_state_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absorb(self: _Segment, newer: _Segment) -> None:
-        if newer.rows is None:
-            return
+    def merged(self: _Segment, newer: _Segment) -> _Segment:
         if self.rows is None:
-            self.rows, self.states = newer.rows, newer.states
-            return
-        if newer.states is not None:
-            self.states = self.states or newer.states.empty()
-            self.states.pieces += newer.states.pieces
-        self.rows.absorb(newer.rows)
+            return _Segment(self.start, newer.rows, newer.states)
+        if newer.rows is not None:
+            if newer.states is not None:
+                self.states = self.states or newer.states.empty()
+                self.states.pieces += newer.states.pieces
+            self.rows.absorb(newer.rows)
+        return self
 
-    monkeypatch.setattr(_Segment, "absorb", absorb)
+    monkeypatch.setattr(_Segment, "merged", merged)
     with pytest.raises(AssertionError):
         _run_seeds(SegmentStore)
 
 
 def test_the_reference_catches_a_consumer_added_without_a_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     def add(self: ChangeLog, consumer: str) -> None:
-        self._consumers.place(consumer, self._position, self._num_batches)
         self._lag.placed(consumer, self._position)
+        self._consumers.add(consumer, self._position, self._num_batches, holder=None)
 
     monkeypatch.setattr(ChangeLog, "add", add)
     with pytest.raises(AssertionError):

@@ -51,20 +51,21 @@ class _Segment:
     rows: RowSet | None = None  # None while nothing is marked
     states: OldStates | None = None  # None until a row with an old state is marked
 
-    def absorb(self, newer: _Segment) -> None:
-        """Move the rows of a newer segment into this one. For rows in both, keep this segment's states."""
-        if newer.rows is None:
-            return
+    def merged(self, newer: _Segment) -> _Segment:
+        """Return one segment with the rows of this one and of a newer one. For rows in both, keep this one's states.
+
+        The result may be this segment. A call that fails or is interrupted can be repeated.
+        """
         if self.rows is None:
-            self.rows, newer.rows = newer.rows, None
-            self.states = newer.states
-            return
-        if newer.states is not None:
-            if self.states is None:
-                self.states = newer.states.empty()
-            self.states.absorb(newer.states, self.rows)
-            newer.states = None  # if the next line runs out of memory, the next call moves the rows alone
-        self.rows.absorb(newer.rows)
+            return _Segment(self.start, newer.rows, newer.states)
+        if newer.rows is not None:
+            if newer.states is not None:
+                if self.states is None:
+                    self.states = newer.states.empty()
+                self.states.absorb(newer.states, self.rows)
+                newer.states = None  # if the next line runs out of memory, the next call moves the rows alone
+            self.rows.absorb(newer.rows)
+        return self
 
     @property
     def num_bytes(self) -> int:
@@ -142,6 +143,7 @@ class SegmentStore:
         self._old_states = old_states
         self._was_written = was_written
         self._has_unmarked = False  # the shard was written without a report, and its rows are not marked yet
+        self._is_looking = False  # has_unmarked_writes() runs, or was interrupted
         self._lost: deque[int] = deque()  # writes in progress whose rows are unknown
         self._max_device_bytes = max_device_bytes
         self.pads = self._device.type != "cpu"
@@ -306,8 +308,13 @@ class SegmentStore:
         """Return True if :meth:`notice_writes` would mark the rows. Does no work on the device."""
         if self.num_rows == 0:
             return False
-        if self._was_written is not None and self._was_written():
-            self._has_unmarked = True
+        if self._was_written is not None:
+            if self._is_looking:  # the last call was interrupted, and may have forgotten writes
+                self._has_unmarked = True
+            self._is_looking = True
+            if self._was_written():
+                self._has_unmarked = True
+            self._is_looking = False
         return self._has_unmarked or bool(self._lost)
 
     def acknowledge_writes(self) -> None:
@@ -390,9 +397,10 @@ class SegmentStore:
             if any(older.start < position <= newer.start for position in pinned):
                 place += 1
             else:
-                older.absorb(newer)
-                del self._segments[place]  # before the next merge, which may run out of memory
-                self._recycle(newer.rows)
+                merged = older.merged(newer)
+                self._segments[place - 1 : place + 1] = [merged]  # before the next merge, which may run out of memory
+                if merged is older:
+                    self._recycle(newer.rows)
 
     def delete(self, before: int | None) -> None:
         """Drop the segments whose start is lower than ``before``.
@@ -400,12 +408,11 @@ class SegmentStore:
         Args:
             before: a pinned position; None to drop all segments.
         """
-        while self._segments and (before is None or self._segments[0].start < before):
-            dropped = self._segments.pop(0)
-            self._recycle(dropped.rows)
-            last = dropped.start
-        if not self._segments:
-            self._segments.append(_Segment(start=last if before is None else before))
+        kept = [] if before is None else [segment for segment in self._segments if segment.start >= before]
+        dropped = self._segments[: len(self._segments) - len(kept)]
+        self._segments = kept or [_Segment(start=self._segments[-1].start if before is None else before)]
+        for segment in dropped:
+            self._recycle(segment.rows)
 
     def drop_states(self, before: int | None) -> None:
         """Drop the old states of the segments whose start is lower than ``before``. The rows stay marked.
