@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from delta_tracker.errors import (
     InvalidArgumentError,
@@ -30,6 +29,7 @@ from delta_tracker.sharding.local_shard import LocalShard
 from delta_tracker.sharding.plain_tables import PlainModule, PlainTable, plain_shards
 from delta_tracker.sharding.torchrec_api import (
     Torchrec,
+    kernels_of,
     known_torchrec,
     planned_blocks,
     planned_kernel,
@@ -256,35 +256,31 @@ class _Place:
 def _kernels(
     module: nn.Module, fqn_of: dict[str, str], torchrec: Torchrec
 ) -> Iterator[tuple[Kernel, list[tuple[str, _Place]]]]:
-    for lookup in module._lookups:  # type: ignore[union-attr]  # noqa: SLF001
-        inner = lookup
-        while isinstance(inner, DistributedDataParallel):  # in fused collections the lookup is wrapped twice
-            inner = inner.module
-        for emb_module in inner._emb_modules:  # noqa: SLF001
-            configs = emb_module.config.embedding_tables
-            tracked = [fqn_of.get(config.name) for config in configs]
-            compute_kernels = {config.compute_kernel.value for config in configs}
-            kernel = Kernel(
-                emb_module,
-                tuple((fqn, config.num_features()) for fqn, config in zip(tracked, configs, strict=True)),
-                is_fused=compute_kernels <= torchrec.fused_kernels,
-            )
-            strange = compute_kernels - torchrec.fused_kernels - torchrec.dense_kernels
-            first = next((fqn for fqn in tracked if fqn is not None), None)
-            if first is None:
-                yield kernel, []
-                continue
-            if strange:
-                raise UnsupportedTableError(first, f"its kernel is {sorted(strange)}, neither fused nor dense")
-            weights = emb_module.split_embedding_weights()  # once per kernel, because it returns all tables
-            yield (
-                kernel,
-                [
-                    (fqn, _place(kernel, slot, fqn, config, weight))
-                    for slot, (fqn, config, weight) in enumerate(zip(tracked, configs, weights, strict=True))
-                    if fqn is not None
-                ],
-            )
+    for emb_module in kernels_of(module):
+        configs = emb_module.config.embedding_tables
+        tracked = [fqn_of.get(config.name) for config in configs]
+        compute_kernels = {config.compute_kernel.value for config in configs}
+        kernel = Kernel(
+            emb_module,
+            tuple((fqn, config.num_features()) for fqn, config in zip(tracked, configs, strict=True)),
+            is_fused=compute_kernels <= torchrec.fused_kernels,
+        )
+        strange = compute_kernels - torchrec.fused_kernels - torchrec.dense_kernels
+        first = next((fqn for fqn in tracked if fqn is not None), None)
+        if first is None:
+            yield kernel, []
+            continue
+        if strange:
+            raise UnsupportedTableError(first, f"its kernel is {sorted(strange)}, neither fused nor dense")
+        weights = emb_module.split_embedding_weights()  # once per kernel, because it returns all tables
+        yield (
+            kernel,
+            [
+                (fqn, _place(kernel, slot, fqn, config, weight))
+                for slot, (fqn, config, weight) in enumerate(zip(tracked, configs, weights, strict=True))
+                if fqn is not None
+            ],
+        )
 
 
 def _place(kernel: Kernel, slot: int, fqn: str, config: Any, weight: Tensor) -> _Place:  # noqa: ANN401  of torchrec

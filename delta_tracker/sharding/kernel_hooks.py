@@ -8,6 +8,9 @@ between the two hooks, the end of the pass is detected when the autograd engine 
 The capture of a CUDA graph runs the hooks once, and replays of the graph run none. Therefore all rows of a table count
 as changed at every cut after a lookup or a backward pass of the table was captured. The same holds for lookups that are
 compiled with ``fullgraph=True``.
+
+A deep copy of a model has the functions of the hooks, which ignore it: its rows are in other memory. TorchRec's
+``DistributedModelParallel.copy()`` to the same device does not copy the rows. Lookups of such a copy are reported.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import torch
 from torch import Tensor
 
 from delta_tracker.monitor.recorder import Recorder
+from delta_tracker.sharding.torchrec_api import share_rows
 from delta_tracker.sharding.untraced import untraced
 
 if TYPE_CHECKING:
@@ -258,7 +262,8 @@ class PostLookupHook(Watcher):
         super().remove()
 
     def _post_lookup(self, module: object, args: tuple[Any, ...], output: Tensor) -> None:
-        del module
+        if module is not self._kernel.module and not share_rows(module, self._kernel.module):
+            return  # a copy of the model
         updates = output.requires_grad and self._kernel.is_fused
         if not updates and not self._lookups:
             return

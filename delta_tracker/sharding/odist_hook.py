@@ -6,6 +6,7 @@ tracker puts an :class:`OdistSlot` there, which calls the previous function, the
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,10 @@ class OdistSlot:
         for hook in tuple(self.hooks):
             hook()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None] | None:
+        """Return a copy of the previous function: a copy of the collection has no hooks."""
+        return copy.deepcopy(self.previous, memo)
+
 
 class PostOdistHook(Watcher):
     """Hook that reports each launch of a collection's output distributions.
@@ -81,7 +86,9 @@ class PostOdistHook(Watcher):
             self._slot = self._shared_slot()
             self._slot.hooks.append(self._launched)
         else:
-            self._handles = [dist.register_forward_hook(self._after_dist) for dist in module._output_dists]  # noqa: SLF001
+            # A deep copy of the collection shares a function, and would copy a bound method with the listener.
+            after = lambda *_: self._launched()  # noqa: E731
+            self._handles = [dist.register_forward_hook(after) for dist in module._output_dists]  # noqa: SLF001
 
     def remove(self) -> None:
         """Stop reporting. Removing the last hook restores the previous function in the slot.
@@ -109,9 +116,6 @@ class PostOdistHook(Watcher):
         self._module.post_odist_tracker_fn = None  # torchrec warns if it overwrites a function
         self._module.register_post_odist_tracker_fn(slot)
         return slot
-
-    def _after_dist(self, *_: object) -> None:
-        self._launched()
 
     def _report(self) -> None:
         if not is_capturing():

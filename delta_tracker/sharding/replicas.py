@@ -19,6 +19,7 @@ would need a second collective for their number.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -267,6 +268,10 @@ class _Syncs:
         finally:
             for after in done:
                 after(is_synced)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        """Return the ``sync`` of the copied ``DMPCollection``, without hooks."""
+        return copy.deepcopy(self._sync, memo)
 
 
 def watch_syncs(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -240,6 +240,28 @@ def weight_slots(kernel: Any) -> list[tuple[Mapping[str, Tensor | None], str]]: 
         for owner in (module._parameters, module._buffers)  # noqa: SLF001
         if name in owner
     ]
+
+
+def kernels_of(collection: Any) -> Iterator[Any]:  # noqa: ANN401  torchrec classes
+    """Yield the kernels of a sharded collection on this rank."""
+    for lookup in collection._lookups:  # noqa: SLF001
+        inner = lookup
+        while isinstance(inner, DistributedDataParallel):  # in fused collections the lookup is wrapped twice
+            inner = inner.module
+        yield from inner._emb_modules  # noqa: SLF001
+
+
+def share_rows(kernel: Any, other: Any) -> bool:  # noqa: ANN401  torchrec classes
+    """Return True if two kernels have rows in the same memory, as after ``DistributedModelParallel.copy(device)``."""
+    mine, its = (
+        {
+            tensor.untyped_storage().data_ptr()
+            for owner, name in weight_slots(each)
+            if (tensor := owner[name]) is not None and tensor.numel()
+        }
+        for each in (kernel, other)
+    )
+    return bool(mine & its)
 
 
 def tensor_slots(kernel: Any) -> list[tuple[Mapping[str, Tensor | None], str]]:  # noqa: ANN401  a torchrec class

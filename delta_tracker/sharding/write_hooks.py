@@ -10,6 +10,7 @@ has no hook there, so the module's ``_evict`` method is wrapped, once for all tr
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.sharding.discover import Discovery
 from delta_tracker.sharding.kernel_hooks import UpdateListener, Watcher
+from delta_tracker.sharding.torchrec_api import kernels_of, share_rows
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -48,8 +50,10 @@ class LoadHook(Watcher):
         recorder: Recorder,
     ) -> None:
         super().__init__(tables, listener, keys, recorder)
+        self._module = module
+        # A deep copy of the module shares a function, and would copy a bound method with the listener.
         self._handle: RemovableHandle = module.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
-            self._after_load
+            lambda module, keys: self._after_load(module, keys)  # noqa: PLW0108
         )
 
     def remove(self) -> None:
@@ -57,8 +61,10 @@ class LoadHook(Watcher):
         self._handle.remove()
         super().remove()
 
-    def _after_load(self, module: object, keys: object) -> None:
-        del module, keys
+    def _after_load(self, module: nn.Module, keys: object) -> None:
+        del keys
+        if module is not self._module and not _share_rows(module, self._module):
+            return  # a copy of the model
         for fqn in self._tables:
             self._contained(partial(self._listener.mark, fqn, None, is_written=True), otherwise=None)
         self._contained(partial(self._listener.acknowledge_writes, self._tables), otherwise=None)
@@ -142,6 +148,16 @@ class _Evictions:
         finally:  # even after an error, because nothing more is written then
             for tell in done:
                 tell()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[[_Evicted], None]:
+        """Return the ``_evict`` of the copied module, without hooks."""
+        return copy.deepcopy(self._evict, memo)
+
+
+def _share_rows(collection: nn.Module, other: nn.Module) -> bool:
+    """Return True if two sharded collections, of which one is a copy of the other, have rows in the same memory."""
+    pairs = zip(kernels_of(collection), kernels_of(other), strict=False)
+    return any(share_rows(mine, its) for mine, its in pairs)
 
 
 def watch_writes(

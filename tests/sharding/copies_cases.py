@@ -1,0 +1,132 @@
+"""Cases for copies of tracked models, on real ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch.optim.swa_utils import AveragedModel
+
+from delta_tracker import ModelDeltaTracker
+from tests.models import Spec, Table, batch, ordinary_optimizer, shard
+
+_NATIVE: Any = torch._C._distributed_c10d
+
+
+class _NoGroup:
+    """Stands for the process groups of NCCL, which a torch for the CPU does not have."""
+
+
+@contextlib.contextmanager
+def _groups_are_shared() -> Iterator[None]:
+    """Let copies share process groups. TorchRec's own context does so for the groups of other releases of torch."""
+    has_nccl = hasattr(_NATIVE, "ProcessGroupNCCL")
+    if not has_nccl:
+        _NATIVE.ProcessGroupNCCL = _NoGroup
+    dist.ProcessGroup.__deepcopy__ = lambda group, memo: group
+    try:
+        yield
+    finally:
+        del dist.ProcessGroup.__deepcopy__
+        if not has_nccl:
+            del _NATIVE.ProcessGroupNCCL
+
+
+def _torchrec_copy(model: Any) -> Any:
+    copied = model.copy(torch.device("cpu"))
+    for kind in ("ProcessGroupGloo", "Work"):  # torchrec leaves None there, so that no later copy succeeds
+        del getattr(_NATIVE, kind).__deepcopy__
+    return copied
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "twice": lambda model: copy.deepcopy(copy.deepcopy(model)),
+    "average": lambda model: AveragedModel(model).module,
+    "torchrec": _torchrec_copy,
+}
+
+
+def _spec(world_size: int) -> Spec:
+    last = world_size - 1
+    tables = [Table("row", 17, "row"), Table("one", 10, f"table:{last}"), Table("column", 9, f"column:0,{last}")]
+    return Spec([*tables, Table("data", 12, "data"), Table("dense", 8, "table:0", kernel="dense")], bag=True)
+
+
+class _Trainer:
+    """A tracked model that is trained with batches of one generator."""
+
+    def __init__(self, spec: Spec, model: Any, mode: str, seed: int) -> None:
+        self.spec, self.model = spec, model
+        self.tracker = ModelDeltaTracker(model, mode=mode)
+        self._draw = torch.Generator().manual_seed(seed)
+
+    def train(self, num_batches: int = 2) -> None:
+        optimizer = ordinary_optimizer(self.model, "SGD", lr=0.1)
+        for _ in range(num_batches):
+            optimizer.zero_grad()
+            self.model(batch(self.spec, self._draw)).backward()
+            optimizer.step()
+
+    def delta(self) -> dict[str, list[Any]]:
+        return {
+            fqn: [rows.ids.tolist(), None if rows.states is None else rows.states.tolist()]
+            for fqn, rows in self.tracker.get_delta().items()
+        }
+
+
+def copied(rank: int, world_size: int, how: str, mode: str) -> dict[str, Any]:
+    """Copy a tracked model, train the copy, track it, and compare with a model that is trained in the same way."""
+    spec = _spec(world_size)
+    original, control = (_Trainer(spec, shard(spec), mode, rank) for _ in range(2))
+    for each in (original, control):
+        each.train()
+    with _groups_are_shared():
+        model = COPIES[how](original.model)
+    for each in (original, control):
+        each.train()
+    assert original.delta() == control.delta()
+    before = original.tracker.read_tables()
+    # The copy is trained untracked.
+    draw = torch.Generator().manual_seed(100 + rank)
+    for _ in range(2):
+        model(batch(spec, draw)).backward()
+    reported = original.tracker.get_delta(commit=False)
+    after = original.tracker.read_tables()
+    changed = {fqn: (before[fqn] != after[fqn]).any(dim=1).nonzero().flatten() for fqn in before}
+    for fqn, ids in changed.items():
+        assert torch.isin(ids, reported[fqn].ids).all(), (fqn, ids, reported[fqn].ids)
+    is_shared = any(map(len, changed.values()))
+    if not is_shared:
+        assert reported.num_rows == 0
+        model.load_state_dict(model.state_dict())
+        assert original.tracker.get_delta().num_rows == 0
+        # The copy is tracked, and has the rows of the original, with the same batches.
+        with _groups_are_shared():
+            again = _Trainer(spec, COPIES[how](original.model), mode, 7 + rank)
+        same = _Trainer(spec, original.model, mode, 7 + rank)
+        again.train()
+        assert original.tracker.get_delta().num_rows == 0
+        same.train()
+        mine, its = again.delta(), same.delta()
+        # An optimizer of a copy updates no table without a fused optimizer: torchrec copies parameter and memory apart.
+        assert [mine[fqn] for fqn in again.tracker.fused_tables] == [its[fqn] for fqn in again.tracker.fused_tables]
+        again.model.load_state_dict(again.model.state_dict())
+        assert original.tracker.get_delta(commit=False).num_rows == original.tracker.get_delta().num_rows
+        again.tracker.detach()
+        same.tracker.detach()
+        errors = original.tracker.num_hook_errors + again.tracker.num_hook_errors
+    else:
+        model.load_state_dict(model.state_dict())
+        shards = original.tracker.shards
+        delta = original.tracker.get_delta()
+        for fqn in original.tracker.fused_tables:
+            assert len(delta[fqn]) == shards[fqn].num_rows
+        errors = original.tracker.num_hook_errors
+    original.tracker.detach()
+    model(batch(spec, draw)).backward()
+    return {"is_shared": is_shared, "errors": errors}
