@@ -118,6 +118,19 @@ def kind_of(error: BaseException) -> tuple[object, ...]:
     return (type(error),)
 
 
+def is_unknown(error: BaseException) -> bool:
+    """Return True if a version may have been published, or may appear later, although publishing it raised ``error``.
+
+    This is so if the answer to the creation of its entry was lost, or if the entry was created, but is not on disk yet.
+    """
+    match error:
+        case PublishError():
+            return error.is_unknown
+        case NotDurableError():
+            return error.directory == "log"
+    return isinstance(error, UnknownOutcomeError)
+
+
 def is_panic(error: BaseException) -> bool:
     """Return True if ``error`` is a panic of Rust code in an extension module.
 
@@ -472,6 +485,35 @@ class NotDurableError(StorageError):
         self.name = name
 
 
+class UnknownOutcomeError(StorageError):
+    """It is unknown whether the store at ``url`` has created ``name``, or will: the answer was lost, see ``reason``.
+
+    If it is the entry of a version, readers may apply it now or later. Its rows stay pending, and the next version
+    follows it if it exists.
+    """
+
+    _remedy = "Try again: the next attempt finds what was created, and no row was lost"
+
+    def __init__(self, url: str, name: str, reason: str) -> None:
+        super().__init__(url, f"whether {name} was created is unknown: {reason}")
+        self.name = name
+
+
+class LostEntryError(StorageError):
+    """The entry ``name`` of the store at ``url``, which was the newest, was deleted or replaced.
+
+    It was not deleted by this library. A delta cannot follow it, because new readers cannot reach the delta. Nothing
+    was published. The stream was claimed again by the entry ``claim``, a JSON text, and the next version is a snapshot.
+    """
+
+    _remedy = "Publish again: the next version is a snapshot, from which predictors continue"
+
+    def __init__(self, url: str, name: str, claim: str) -> None:
+        super().__init__(url, f"{name}, the newest entry, was deleted or replaced by another program")
+        self.name = name
+        self.claim = claim
+
+
 class UnsafeStoreError(StreamError, RuntimeError):
     """The store at ``url`` has no atomic operation that creates an object only if it does not exist.
 
@@ -504,15 +546,20 @@ class FencedError(StreamError, RuntimeError):
 
 
 class PublishError(StreamError, RuntimeError):
-    """A version was not published because rank ``rank`` failed with ``reason``; all rows stay pending."""
+    """A version was not published because rank ``rank`` failed with ``reason``; all rows stay pending.
 
-    def __init__(self, rank: int, reason: str) -> None:
+    If ``is_unknown``, the version may have been published, or may appear later; the next version then follows it.
+    """
+
+    def __init__(self, rank: int, reason: str, *, is_unknown: bool = False) -> None:
+        outcome = "whether the version was published is unknown" if is_unknown else "the version was not published"
         super().__init__(
-            f"the version was not published: rank {rank} failed with {reason}",
+            f"{outcome}: rank {rank} failed with {reason}",
             "Fix the problem on that rank and publish again; no row was lost",
         )
         self.rank = rank
         self.reason = reason
+        self.is_unknown = is_unknown
 
 
 class RankLostError(StreamError, RuntimeError):

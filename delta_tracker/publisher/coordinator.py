@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import xxhash
 from torch import Tensor
 
-from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.errors import InvalidArgumentError, LostEntryError
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.publisher.declared_states import declared_states, states_message
 from delta_tracker.publisher.exchange import Exchange, Message, Phase, Vote, check_alike
@@ -350,6 +350,7 @@ class Coordinator:
 
         Raises:
             FencedError: on every rank, if a newer publisher has claimed the stream.
+            LostEntryError: on every rank, if the newest entry was deleted, and the version is a delta.
             PublishError: if another rank failed, or ranks are at different batches or have different tables.
             StorageError: if this rank could not write its parts or the manifest.
             RankLostError: if a rank dies or does not answer in time.
@@ -363,7 +364,7 @@ class Coordinator:
             return self.answer()
 
         check_alike(messages, "cut", "tables")
-        self._follow(self._exchange.exchange(Phase.COMMITTING, Message.of(commit)))
+        self._accept(lambda: self._exchange.exchange(Phase.COMMITTING, Message.of(commit)))
         return self.head
 
     def answer(self) -> dict[str, Any]:
@@ -385,11 +386,20 @@ class Coordinator:
         Raises:
             Exception: the error of this rank.
             FencedError: on every rank, if a newer publisher has claimed the stream.
+            LostEntryError: on every rank, if the newest entry was deleted, and the version is a delta.
             PublishError: if another rank failed for another reason.
             RankLostError: if a rank died or did not answer in time.
         """
-        self._follow(self._exchange.gather(own, num_bytes))
+        self._accept(lambda: self._exchange.gather(own, num_bytes))
         return self.head
+
+    def _accept(self, gather: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
+        """Set :attr:`head` to rank 0's entry, or to the claim that follows if its newest entry was lost."""
+        try:
+            self._follow(gather())
+        except LostEntryError as error:
+            self.head = parse_manifest("entry of rank 0", error.claim.encode())
+            raise
 
     def _rows(self, draft: Draft, stored: StoredRows) -> Sequence[BlockRows]:
         """Return the rows of a draft to write. They are recorded, and unchanged rows of a delta are left out."""

@@ -13,7 +13,15 @@ import numpy as np
 import torch
 
 from delta_tracker.distributed import Gathering, RankGroup
-from delta_tracker.errors import FencedError, InvalidArgumentError, PublishError, RankLostError, RestoreFailedError
+from delta_tracker.errors import (
+    FencedError,
+    InvalidArgumentError,
+    LostEntryError,
+    PublishError,
+    RankLostError,
+    RestoreFailedError,
+    is_unknown,
+)
 
 _Failed = type[PublishError] | type[RestoreFailedError]
 
@@ -121,6 +129,10 @@ class Message:
             failure, content = error, {"error": f"{type(error).__name__}: {error}"}
             if isinstance(error, FencedError):
                 content["fenced"] = [error.generation, error.owner, error.version]
+            if isinstance(error, LostEntryError):
+                content["lost"] = [error.url, error.name, error.claim]
+            if is_unknown(error):
+                content["unknown"] = True
         return cls(json.dumps(content).encode(), failure)
 
 
@@ -201,7 +213,7 @@ class Exchange:
 
         Raises:
             Exception: ``own.failure``, if this rank failed.
-            FencedError: if another rank failed with a FencedError.
+            FencedError, LostEntryError: if another rank failed with such an error.
             PublishError: if another rank failed with another error or was interrupted.
             RankLostError: if a rank died or did not answer in time.
         """
@@ -220,6 +232,10 @@ class Exchange:
             message = json.loads(text)
             if "fenced" in message:
                 raise FencedError(*message["fenced"])
+            if "lost" in message:
+                raise LostEntryError(*message["lost"])
+            if "unknown" in message and self._failed is PublishError:
+                raise PublishError(rank, message["error"], is_unknown=True)
             if "error" in message:
                 raise self._failed(rank, message["error"])
             messages.append(message)
@@ -234,7 +250,7 @@ class Exchange:
 
         Raises:
             Exception: ``own.failure``, if this rank failed.
-            FencedError: if another rank failed with a FencedError.
+            FencedError, LostEntryError: if another rank failed with such an error.
             PublishError: if a rank is in another phase, failed with another error, or was interrupted.
             RankLostError: if a rank died or did not answer in time.
         """

@@ -16,7 +16,16 @@ from torch import nn
 
 from delta_tracker.arguments import is_number
 from delta_tracker.distributed import DEFAULT_TIMEOUT, Gathering
-from delta_tracker.errors import FencedError, InvalidArgumentError, PublishError, RankLostError, kind_of, unraised
+from delta_tracker.errors import (
+    FencedError,
+    InvalidArgumentError,
+    LostEntryError,
+    PublishError,
+    RankLostError,
+    is_unknown,
+    kind_of,
+    unraised,
+)
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.publisher.cadence import Cadence, Pace
@@ -372,7 +381,8 @@ class Publisher:
         The first version is a snapshot, unless the trainer resumed from a checkpoint. A snapshot is also needed after
         the tracker dropped the consumer's pending rows. A version without changed rows is published too, so that
         predictors can measure their lag. Rows whose update is in progress are in this version and again in the next.
-        A version that :meth:`step` started is finished first.
+        A version that :meth:`step` started is finished first. If another program has deleted the newest entry of the
+        stream, the stream is claimed again, and a snapshot is published.
 
         Returns:
             The committed manifest, the same on every rank.
@@ -385,8 +395,12 @@ class Publisher:
                 describes; every row stays pending.
             MissingStepError: with ``states``, if rows were updated since the last ``tracker.step()``, so that the next
                 batch has begun; every row stays pending.
-            StorageError: if this rank could not write; every row stays pending. If the store failed during the commit,
-                the version may have been committed; the next version then follows it.
+            UnknownOutcomeError: on rank 0, if the store failed during the commit; every row stays pending. The version
+                may have been published, or may appear later; the next version then follows it. The other ranks raise
+                PublishError with ``is_unknown``.
+            NotDurableError: on rank 0, if the version was published, but may be missing after a power loss, unless it
+                is raised for a part.
+            StorageError: if this rank could not write; every row stays pending.
             RankLostError: if a rank died or did not answer in time; every row stays pending.
             InvalidArgumentError: if the publisher is closed, if called from another thread or process than the one that
                 built the publisher, or if the read with ``top_k`` failed on another rank.
@@ -475,8 +489,20 @@ class Publisher:
     # All ranks change ``_flight`` at the same batch, because they count the same votes.
 
     def _publish(self, kind: Kind) -> Manifest:
-        source = self._checked_source()
+        self._checked_source()
         self._land()
+        self._attempt(kind)
+        if isinstance(self._error, LostEntryError):  # on all ranks
+            self._attempt("snapshot")
+        if self._error is not None:
+            raise unraised(self._error)
+        if self._beats is not None:
+            self._beat()
+        return self._writer.head
+
+    def _attempt(self, kind: Kind) -> None:
+        """Publish a version. If it fails, set :attr:`error`."""
+        source = self._checked_source()
         self._error = None
         vote = self._writer.vote(Phase.PUBLISHING, *source.place())
         needs_snapshot = source.needs_snapshot or self._writer.needs_snapshot
@@ -484,11 +510,6 @@ class Publisher:
         vote = vote._replace(is_due=True, wants_snapshot=wants_snapshot, is_repairing=source.is_repairing)
         self._votes = self._start_votes(vote)
         self._complete()
-        if self._error is not None:
-            raise unraised(self._error)
-        if self._beats is not None:
-            self._beat()
-        return self._writer.head
 
     def _beat(self) -> None:
         """Write a heartbeat if one is due, unless this publisher is fenced or has lost a rank."""
@@ -718,7 +739,7 @@ class Publisher:
         self._error = unraised(error)
         if self._failure != former:
             level = logging.ERROR if isinstance(error, FencedError) else logging.WARNING  # it ends training
-            _logger.log(level, "version %d was not published: %s", self.version + 1, error)
+            _logger.log(level, f"{_outcome_of(error)}: %s", self.version + 1, error)
         self._gauges.failed(error)
         if flight is not None:
             try:
@@ -747,6 +768,13 @@ class _Standstill:
                 "each batch, before Publisher.step(), because a cadence counts its calls"
             )
             _logger.warning(text, self._num_calls)
+
+
+def _outcome_of(error: Exception) -> str:
+    """Return the text that describes what became of a version, with a placeholder for its number."""
+    if isinstance(error, LostEntryError):
+        return "the next version, %d, must be a snapshot"
+    return "whether version %d was published is unknown" if is_unknown(error) else "version %d was not published"
 
 
 def _check_tracker(tracker: object) -> None:

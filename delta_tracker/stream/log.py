@@ -10,6 +10,9 @@ The protocol, for each publisher:
    permanently.
 4. A remote store may accept bytes that were altered on the way, so each entry is read back. An altered entry stays: the
    publisher continues after the stored bytes, with a snapshot.
+5. Before each version, check that the publisher's own newest entry is still there. If another program has deleted it,
+   and no entry and no other object shows a newer publisher, claim the stream again, at a name that was never used, and
+   continue with a snapshot.
 
 The log therefore has a single history, even if publishers race, are killed or are suspended at any step. Readers
 ignore objects that no entry names.
@@ -21,11 +24,13 @@ the versions that it replaces.
 from __future__ import annotations
 
 import random
+import re
 import secrets
 import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import replace
+from typing import NoReturn
 
 import xxhash
 
@@ -38,10 +43,12 @@ from delta_tracker.errors import (
     MalformedError,
     NameConflictError,
     NewerFormatError,
+    LostEntryError,
     NotDurableError,
     StaleCacheError,
     StorageError,
     StreamReplacedError,
+    UnknownOutcomeError,
     unraised,
 )
 from delta_tracker.stream.entry_names import Merged, entry_name
@@ -55,11 +62,14 @@ from delta_tracker.stream.storage.storage import Storage, Transfer, back_off
 
 __all__ = ["MAX_ENTRY_BYTES", "Claim", "Merged", "StreamLog", "entry_name", "generation_error", "part_name"]
 
+_PART_GENERATION = re.compile(r"parts/[0-9]{20}-g([0-9]+)-")
+_BEAT_GENERATION = re.compile(r"publishers/([0-9]{20})\.json")
 _CLAIM_ATTEMPTS = 100  # attempts that may be lost to other publishers
 _ALTERATIONS = 3  # consecutive altered claims that are created; each stays in the log
 _REFUSALS = 5  # attempts at one name that the store refuses, although its listing does not show the name
 _MAX_REFUSED = 16  # malformed entries that are remembered
 MAX_ENTRY_BYTES = 64 << 20  # a manifest has about 300 bytes per rank and table
+_LOOK_AHEAD = 8  # names above a new entry that are looked for in a directory, which can only be listed as a whole
 _MAX_GUARDS = 32  # consecutive claims, and entries before them, that are read to find another entry
 _PROBE_SECONDS = 10.0  # after which a reader over http asks for an entry that the pointer does not show
 _DOUBT_SECONDS = 10.0  # between two reads of an entry past the caches
@@ -545,7 +555,10 @@ class StreamLog:
         sent.add(entry.xxh3)
         if not self._create(name, data):
             return None
-        return (entry, data) if self._confirm(entry) else None
+        try:
+            return (entry, data) if self._confirm(entry) else None
+        except StorageError as error:
+            raise UnknownOutcomeError(self.storage.url, name, error.reason) from error
 
     def _confirm(self, entry: Manifest) -> bool:
         """Return True if a newly created entry is part of the log; otherwise delete the entry and return False.
@@ -553,25 +566,17 @@ class StreamLog:
         The log may already have continued beyond this version, and retention may have deleted the entry that had this
         name before. The head is never deleted, so an entry of the log is the head, or is the parent of the next entry.
 
-        An entry that is not a claim is also part of the log if its parent exists, which is checked first because it
-        needs no listing. The parent is the publisher's own last entry. Retention deletes entries in ascending order
-        of versions, so it has not yet deleted an entry with this name if the parent exists. The parent of a claim
-        proves nothing, because retention keeps the entry before a claim.
-
         If an entry that is not a claim is the head, its parent must exist, because retention keeps the head's parent.
 
         Raises:
             StorageError: if the store fails, or the log has lost the parent. The entry is then not deleted.
         """
-        parent = None
-        if entry.kind != "claim" and entry.parent is not None:
-            parent = self.storage.read(entry_name(entry.parent.version), max_bytes=MAX_ENTRY_BYTES)
-            if parent is not None and xxhash.xxh3_128_hexdigest(parent.data) == entry.parent.xxh3:
-                return True
+        is_held = entry.kind == "claim" or entry.parent is None or _holds(self.storage, entry.parent)
+        if is_held and entry.kind != "claim" and not _continues_after(self, entry.version):
+            return True
         if self.is_committed(entry):
-            follows = None if entry.kind == "claim" or parent is not None else entry.parent
-            if follows is not None and not self.versions(after=entry.version):
-                reason = f"its log has lost {entry_name(follows.version)}, which version {entry.version} follows"
+            if not is_held and entry.parent is not None and not self.versions(after=entry.version):
+                reason = f"its log has lost {entry_name(entry.parent.version)}, which version {entry.version} follows"
                 raise StorageError(self.storage.url, reason)
             return True
         self.storage.delete(entry_name(entry.version))
@@ -610,7 +615,9 @@ class StreamLog:
             NotDurableError: if the entry exists, but may be missing after a power loss.
             NameConflictError: if the store refuses the name, but has no such entry.
             DirectoryReplacedError: if the directory of a local store was replaced.
-            StorageError: if the store fails, and the entry cannot be read back.
+            UnknownOutcomeError: if the store fails, and the entry cannot be read back, or a remote store may still
+                execute the request.
+            StorageError: if the entry was not created in a local store.
         """
         created, failure = False, None
         try:
@@ -621,8 +628,14 @@ class StreamLog:
             failure = error
         if created and not self.storage.is_remote:
             return True
-        there = self._bytes(name)
+        try:
+            there = self._bytes(name)
+        except StorageError as error:
+            first = error if failure is None else failure
+            raise UnknownOutcomeError(self.storage.url, name, first.reason) from first
         if there is None and failure is not None:
+            if self.storage.is_remote:
+                raise UnknownOutcomeError(self.storage.url, name, failure.reason) from failure
             raise failure
         if there is None and created:
             raise StorageError(self.storage.url, f"{name} is missing after it was created")
@@ -720,12 +733,21 @@ class Claim:
             NotDurableError: if the entry was created, but may be missing after a power loss, because its directory
                 cannot be flushed to disk. The version is not acknowledged. Readers can apply it, and the next commit
                 continues after it; that commit flushes the directory, and so makes both versions durable or fails too.
-            StorageError: if the store fails. The entry may have been created. Readers can then apply it, and the next
-                commit continues after it.
+            LostEntryError: if the newest entry was deleted, and ``entry`` is a delta. Nothing was committed. The stream
+                was claimed again, and the next commit must be a snapshot. A snapshot is committed after this claim.
+            UnknownOutcomeError: if the store fails, and the entry may have been created, or may appear later. Readers
+                can then apply it, and the next commit continues after it.
+            StorageError: if the store fails before the entry was sent.
         """
         if self._fenced is not None:
             raise unraised(self._fenced)
+        is_superseded = False  # an entry of a publisher that this one has fenced has the name
         while True:
+            if is_superseded or not _holds(self._log.storage, self._head.link):
+                lost, is_superseded = entry_name(self._head.version), False
+                self._claim_again()
+                if entry.kind != "snapshot":
+                    raise LostEntryError(self._log.storage.url, lost, self._data.decode())
             head = self._head
             version = head.version + 1
             draft = replace(
@@ -750,6 +772,9 @@ class Claim:
                     self._needs_snapshot = self._needs_snapshot and entry.kind != "snapshot"
                     return self._head
                 taken = self._log.read(version)
+                is_superseded = taken is not None and _is_superseded(taken, head)
+                if is_superseded:
+                    continue
                 is_own = taken is not None and taken.writer == head.writer
                 if taken is not None and is_own and self._log.storage.is_remote and taken.xxh3 not in self._sent:
                     altered = AlteredEntryError(self._log.storage.url, entry_name(version), taken.xxh3)
@@ -760,6 +785,97 @@ class Claim:
             if altered is not None:
                 self._needs_snapshot = True
                 raise altered
+
+    def _claim_again(self) -> None:
+        """Claim the stream after this publisher's newest entry was lost, and continue after the claim.
+
+        The name of the claim was never used before: it is above all entries, and above a version whose outcome is
+        unknown. The names of lost entries are not used again, because caches may have them.
+
+        Raises:
+            FencedError: if a newer publisher has claimed the stream.
+            StorageError: if the store fails. The claim may have been created, and the next call finds it.
+        """
+        log, head = self._log, self._head
+        writer = _next_writer(head.writer)
+        for attempt in range(_CLAIM_ATTEMPTS):
+            if attempt:
+                back_off(min(attempt, _REFUSALS))
+            top, data = self._check_owner(writer)
+            found = None if top is None or data is None else _parsed(top, data)
+            if top is None or data is None:
+                sent = max(self._sent, default=None)
+                link, snapshot = head.link if sent is None else Link(head.version + 1, sent), head.snapshot
+            else:
+                link = Link(top, xxhash.xxh3_128_hexdigest(data))
+                snapshot = head.snapshot if found is None or found.writer != head.writer else found.snapshot
+            is_known = found is not None and (found.writer, found.generation) == (writer, head.generation + 1)
+            if found is not None and data is not None and is_known:  # an earlier call created the claim
+                self._continue_after(found, data)
+                return
+            claim = Manifest(
+                stream=head.stream,
+                generation=head.generation + 1,
+                writer=writer,
+                version=link.version + 1,
+                kind="claim",
+                parent=link,
+                snapshot=snapshot,
+                created=time.time(),
+            )
+            created = log._append(claim, set())  # noqa: SLF001  both classes implement one protocol
+            if created is None:
+                continue
+            try:
+                self._check_owner(writer)
+            except FencedError:
+                log.storage.delete(entry_name(claim.version))
+                raise
+            self._continue_after(*created)
+            return
+        raise NameConflictError(log.storage.url, entry_name(head.version + 1), _CLAIM_ATTEMPTS)
+
+    def _continue_after(self, claim: Manifest, data: bytes) -> None:
+        self._head, self._data = claim, data
+        self._sent.clear()
+        self._needs_snapshot = True
+
+    def _check_owner(self, writer: str) -> tuple[int | None, bytes | None]:
+        """Check that the log has no sign of a newer publisher, after this publisher's newest entry was lost.
+
+        Args:
+            writer: writer of this publisher's next claim.
+
+        Returns:
+            The newest version and the bytes of its entry, if it is above the publisher's newest entry; else None, None.
+
+        Raises:
+            FencedError: if there is such a sign. Nothing was changed, and no later call commits.
+            StorageError: if the store cannot be read.
+        """
+        log, head = self._log, self._head
+        versions = log.versions()
+        read = {version: log._bytes(entry_name(version)) for version in versions if version >= head.version}  # noqa: SLF001
+        others = read or {version: log._bytes(entry_name(version)) for version in versions[-1:]}  # noqa: SLF001
+        for version, data in others.items():
+            entry = None if data is None else _parsed(version, data)
+            if entry is None or entry.writer in (head.writer, writer) or entry.link == head.parent:
+                continue
+            if entry.stream != head.stream or entry.generation >= head.generation:
+                self._fence(entry.generation, entry.version)
+        pointer = read_pointer(log.storage)
+        if pointer is not None and pointer.generation > head.generation and pointer.stream == head.stream:
+            self._fence(pointer.generation, pointer.version)
+        generation = newest_generation(log.storage, after=head)
+        if generation > head.generation:
+            self._fence(generation, head.version + 1)
+        top = max(read, default=-1)
+        return (None, None) if top <= head.version else (top, read[top])
+
+    def _fence(self, owner: int, version: int) -> NoReturn:
+        """Raise FencedError, now and in each later call."""
+        self._fenced = FencedError(self._head.generation, owner, version)
+        raise unraised(self._fenced)
 
     def _checked(self, taken: Manifest | None, head: Manifest) -> Manifest:
         """Return the entry after ``head``, if this publisher created it and it is part of the log.
@@ -775,8 +891,69 @@ class Claim:
         newest = (taken if is_other else log.head()) or head
         if taken is None and newest.link == head.link:  # refused, but there is no entry
             raise NameConflictError(log.storage.url, entry_name(head.version + 1), 1)
-        self._fenced = FencedError(head.generation, newest.generation, newest.version)
-        raise unraised(self._fenced)
+        self._fence(newest.generation, newest.version)
+
+
+def _holds(storage: Storage, link: Link) -> bool:
+    """Return True if a store has the entry of a link, with its bytes.
+
+    Raises:
+        StorageError: if the store cannot be read.
+    """
+    data = storage.read(entry_name(link.version), max_bytes=MAX_ENTRY_BYTES)
+    return data is not None and xxhash.xxh3_128_hexdigest(data.data) == link.xxh3
+
+
+def _continues_after(log: StreamLog, version: int) -> bool:
+    """Return True if an entry above ``version`` exists. In a directory, only the next names are looked for.
+
+    Retention never frees a name at which a fenced publisher may still create an entry. Other programs may.
+    """
+    if log.storage.lists_from:
+        return bool(log.versions(after=version))
+    return any(log.storage.size(entry_name(version + number)) is not None for number in range(1, _LOOK_AHEAD + 1))
+
+
+def _is_superseded(taken: Manifest, head: Manifest) -> bool:
+    """Return True if ``taken``, which has the name after ``head``, is from a publisher that ``head``'s has fenced.
+
+    Such a publisher can create an entry only at a name that another program has freed.
+    """
+    return (
+        taken.stream == head.stream
+        and taken.generation < head.generation
+        and taken.writer not in (head.writer, _next_writer(head.writer))
+    )
+
+
+def _next_writer(writer: str) -> str:
+    """Return the writer of the next claim of a publisher, which finds the claim again if the store's answer was lost."""
+    return xxhash.xxh3_128_hexdigest(writer.encode())
+
+
+def _parsed(version: int, data: bytes) -> Manifest | None:
+    """Return the entry of a version; None if it does not follow the format.
+
+    Raises:
+        NewerFormatError: if only newer releases can read the entry.
+    """
+    try:
+        return parse_manifest(entry_name(version), data)
+    except NewerFormatError:
+        raise
+    except MalformedError:
+        return None
+
+
+def newest_generation(storage: Storage, after: Manifest) -> int:
+    """Return the highest generation in the names of parts of versions after ``after``, and of publishers' heartbeats.
+
+    Retention and other programs may have deleted them. Returns -1 if there are none.
+    """
+    names = storage.names("parts", after=f"parts/{after.version + 1:020d}")
+    beats = storage.names("publishers", after=f"publishers/{after.generation:020d}.json")
+    found = [*map(_PART_GENERATION.match, names), *map(_BEAT_GENERATION.fullmatch, beats)]
+    return max((int(match[1]) for match in found if match is not None), default=-1)
 
 
 def _is_readable(name: str, data: bytes) -> bool:
