@@ -373,7 +373,7 @@ class StreamLog:
     def is_surely_newest(self, entry: Manifest) -> bool:
         """Return True if an entry is the newest one, as far as single requests to a local directory can show it.
 
-        The next name must be free, and never have been used. Retention deletes in ascending order, except that it keeps
+        The next names must be free, and the next one never have been used. Retention deletes in ascending order, except that it keeps
         each claim and the entry before it. So if any other entry at or below ``entry`` is still there, nothing above it
         was deleted. A power loss can undo some deletions of a pass that was interrupted. Its announcement remains, so
         the result is False while there is one.
@@ -384,7 +384,7 @@ class StreamLog:
         Raises:
             StorageError: if the store cannot be read.
         """
-        if self.storage.lists_from or not self.is_listed or self._has(entry.version + 1):
+        if self.storage.lists_from or not self.is_listed or _continues_after(self, entry.version):
             return False
         return self._follows_deletable(entry) and not has_deletions(self.storage)
 
@@ -557,6 +557,8 @@ class StreamLog:
             return None
         try:
             return (entry, data) if self._confirm(entry) else None
+        except _ParentLostError:
+            raise
         except StorageError as error:
             raise UnknownOutcomeError(self.storage.url, name, error.reason) from error
 
@@ -569,15 +571,16 @@ class StreamLog:
         If an entry that is not a claim is the head, its parent must exist, because retention keeps the head's parent.
 
         Raises:
-            StorageError: if the store fails, or the log has lost the parent. The entry is then not deleted.
+            _ParentLostError: if another program has deleted the parent. The entry is not deleted.
+            StorageError: if the store fails. The entry is not deleted.
         """
-        is_held = entry.kind == "claim" or entry.parent is None or _holds(self.storage, entry.parent)
-        if is_held and entry.kind != "claim" and not _continues_after(self, entry.version):
+        follows = None if entry.kind == "claim" else entry.parent
+        is_lost = follows is not None and _is_lost(self.storage, follows, entry.writer)
+        if follows is not None and not is_lost and not _continues_after(self, entry.version):
             return True
         if self.is_committed(entry):
-            if not is_held and entry.parent is not None and not self.versions(after=entry.version):
-                reason = f"its log has lost {entry_name(entry.parent.version)}, which version {entry.version} follows"
-                raise StorageError(self.storage.url, reason)
+            if is_lost and follows is not None and not self.versions(after=entry.version):
+                raise _ParentLostError(self.storage.url, f"{entry_name(follows.version)} is missing")
             return True
         self.storage.delete(entry_name(entry.version))
         return False
@@ -662,6 +665,10 @@ class StreamLog:
         return AlteredEntryError(self.storage.url, name, xxhash.xxh3_128_hexdigest(there))
 
 
+class _ParentLostError(StorageError):
+    """Another program has deleted the entry that a new entry follows."""
+
+
 class Claim:
     """Right to append entries to a stream. It ends when another publisher claims the stream.
 
@@ -743,7 +750,7 @@ class Claim:
             raise unraised(self._fenced)
         is_superseded = False  # an entry of a publisher that this one has fenced has the name
         while True:
-            if is_superseded or not _holds(self._log.storage, self._head.link):
+            if is_superseded or _is_lost(self._log.storage, self._head.link, self._head.writer):
                 lost, is_superseded = entry_name(self._head.version), False
                 self._claim_again()
                 if entry.kind != "snapshot":
@@ -763,6 +770,8 @@ class Claim:
             altered: AlteredEntryError | None = None
             try:
                 committed = self._log._append(draft, self._sent)  # noqa: SLF001  both classes implement one protocol
+            except _ParentLostError:
+                continue
             except AlteredEntryError as error:
                 altered, taken = error, None
             else:
@@ -780,7 +789,10 @@ class Claim:
                     altered = AlteredEntryError(self._log.storage.url, entry_name(version), taken.xxh3)
             if altered is not None:  # continue after the stored bytes, but trust nothing that they say
                 taken = replace(draft, snapshot=head.snapshot, xxh3=altered.xxh3)
-            self._head = self._checked(taken, head)
+            try:
+                self._head = self._checked(taken, head)
+            except _ParentLostError:
+                continue
             self._sent.clear()
             if altered is not None:
                 self._needs_snapshot = True
@@ -826,11 +838,7 @@ class Claim:
             created = log._append(claim, set())  # noqa: SLF001  both classes implement one protocol
             if created is None:
                 continue
-            try:
-                self._check_owner(writer)
-            except FencedError:
-                log.storage.delete(entry_name(claim.version))
-                raise
+            self._check_owner(writer)  # again: a claim may have been created meanwhile at the name of the lost entry
             self._continue_after(*created)
             return
         raise NameConflictError(log.storage.url, entry_name(head.version + 1), _CLAIM_ATTEMPTS)
@@ -855,20 +863,16 @@ class Claim:
         """
         log, head = self._log, self._head
         versions = log.versions()
-        read = {version: log._bytes(entry_name(version)) for version in versions if version >= head.version}  # noqa: SLF001
-        others = read or {version: log._bytes(entry_name(version)) for version in versions[-1:]}  # noqa: SLF001
-        for version, data in others.items():
-            entry = None if data is None else _parsed(version, data)
-            if entry is None or entry.writer in (head.writer, writer) or entry.link == head.parent:
-                continue
-            if entry.stream != head.stream or entry.generation >= head.generation:
-                self._fence(entry.generation, entry.version)
-        pointer = read_pointer(log.storage)
-        if pointer is not None and pointer.generation > head.generation and pointer.stream == head.stream:
-            self._fence(pointer.generation, pointer.version)
-        generation = newest_generation(log.storage, after=head)
-        if generation > head.generation:
-            self._fence(generation, head.version + 1)
+        asked = [version for version in versions if version >= head.version]
+        asked = [*versions[: len(versions) - len(asked)][-1:], *asked]  # the newest one below shows another stream
+        read = {version: log._bytes(entry_name(version)) for version in asked}  # noqa: SLF001  one protocol
+        entries = {version: None if data is None else _parsed(version, data) for version, data in read.items()}
+        owner = _newer_publisher(log.storage, head, [each for each in entries.values() if each is not None], writer)
+        if owner is not None:
+            for version, each in entries.items():  # they are not part of the log
+                if each is not None and each.writer in (head.writer, writer) and version > head.version:
+                    log.storage.delete(entry_name(version))
+            self._fence(*owner)
         top = max(read, default=-1)
         return (None, None) if top <= head.version else (top, read[top])
 
@@ -894,14 +898,19 @@ class Claim:
         self._fence(newest.generation, newest.version)
 
 
-def _holds(storage: Storage, link: Link) -> bool:
-    """Return True if a store has the entry of a link, with its bytes.
+def _is_lost(storage: Storage, link: Link, writer: str) -> bool:
+    """Return True if the entry of a link, created by ``writer``, is missing, or its name has another writer's entry.
+
+    An entry that was damaged in its place is not lost: the log continues after it.
 
     Raises:
         StorageError: if the store cannot be read.
     """
     data = storage.read(entry_name(link.version), max_bytes=MAX_ENTRY_BYTES)
-    return data is not None and xxhash.xxh3_128_hexdigest(data.data) == link.xxh3
+    if data is None or xxhash.xxh3_128_hexdigest(data.data) == link.xxh3:
+        return data is None
+    entry = _parsed(link.version, data.tobytes())
+    return entry is not None and entry.writer != writer
 
 
 def _continues_after(log: StreamLog, version: int) -> bool:
@@ -945,15 +954,31 @@ def _parsed(version: int, data: bytes) -> Manifest | None:
         return None
 
 
-def newest_generation(storage: Storage, after: Manifest) -> int:
-    """Return the highest generation in the names of parts of versions after ``after``, and of publishers' heartbeats.
+def _newer_publisher(
+    storage: Storage, head: Manifest, entries: list[Manifest], writer: str
+) -> tuple[int, int] | None:
+    """Return the generation and a version of a publisher that has superseded the one of ``head``; None for no sign of it.
 
-    Retention and other programs may have deleted them. Returns -1 if there are none.
+    The signs are entries of the log, the pointer, the names of parts of later versions, and heartbeats.
+
+    Args:
+        storage: store of the stream.
+        head: newest entry of the publisher, which was lost.
+        entries: entries from its version on, and the one before.
+        writer: writer of the publisher's next claim.
     """
-    names = storage.names("parts", after=f"parts/{after.version + 1:020d}")
-    beats = storage.names("publishers", after=f"publishers/{after.generation:020d}.json")
+    for entry in entries:
+        is_other = entry.writer not in (head.writer, writer) and entry.link != head.parent
+        if is_other and (entry.stream != head.stream or entry.generation >= head.generation):
+            return entry.generation, entry.version
+    pointer = read_pointer(storage)
+    if pointer is not None and pointer.stream == head.stream and pointer.generation > head.generation:
+        return pointer.generation, pointer.version
+    names = storage.names("parts", after=f"parts/{head.version + 1:020d}")
+    beats = storage.names("publishers", after=f"publishers/{head.generation:020d}.json")
     found = [*map(_PART_GENERATION.match, names), *map(_BEAT_GENERATION.fullmatch, beats)]
-    return max((int(match[1]) for match in found if match is not None), default=-1)
+    generation = max((int(match[1]) for match in found if match is not None), default=-1)
+    return (generation, head.version + 1) if generation > head.generation else None
 
 
 def _is_readable(name: str, data: bytes) -> bool:

@@ -23,16 +23,19 @@ from delta_tracker.errors import (
     AlteredEntryError,
     FencedError,
     LivePublisherError,
+    LostEntryError,
     MalformedError,
     NameConflictError,
     NewerFormatError,
     StorageError,
     StreamReplacedError,
+    UnknownOutcomeError,
 )
 from delta_tracker.stream import log as log_module
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block, Manifest
+from delta_tracker.stream.format.parse import parse_manifest
 from delta_tracker.stream.log import Merged, StreamLog, entry_name
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableStates
@@ -333,8 +336,16 @@ def test_an_altered_claim_is_not_adopted() -> None:
 
 
 class _LosesAnswersAndReads(_LosesAnswers):
+    """Reads fail, too, after the first lost answer."""
+
+    has_lost = False
+
+    def create(self, name: str, data: bytes) -> bool:
+        self.has_lost = self.loses
+        return super().create(name, data)
+
     def read(self, name: str, **kwargs: Any) -> Any:
-        if self.loses:
+        if self.loses and self.has_lost:
             raise StorageError(self.url, "connection reset")
         return super().read(name, **kwargs)
 
@@ -344,7 +355,7 @@ def test_a_commit_of_unknown_outcome_is_followed_by_the_next_one() -> None:
     writer = Writer(storage)
     writer.snapshot()
     storage.loses = True
-    with pytest.raises(StorageError):
+    with pytest.raises(UnknownOutcomeError, match=entry_name(2)):
         writer.delta([3])
     storage.loses = False
     assert writer.delta([3]).version == 3
@@ -613,19 +624,45 @@ def test_a_damaged_head_refuses_a_claim_by_name() -> None:
 
 
 @pytest.mark.parametrize("kind", ["snapshot", "delta"])
-def test_no_version_is_acknowledged_in_a_log_that_lost_the_one_before_it(kind: str) -> None:
+@pytest.mark.parametrize("num_lost", [1, 2, 3])
+def test_a_log_that_lost_its_newest_entries_continues_with_a_claim_and_a_snapshot(kind: str, num_lost: int) -> None:
     storage = Storage("memory://")
     writer = Writer(storage)
     writer.snapshot()
-    head = storage.read(entry_name(1), max_bytes=1 << 20)
-    for version in (0, 1):
+    lost = writer.delta([1])
+    for version in range(3 - num_lost, 3):
         storage.delete(entry_name(version))
-    for _ in range(2):
-        with pytest.raises(StorageError, match=r"log/00000000000000000001\.json"):
-            writer.snapshot() if kind == "snapshot" else writer.delta([1])
-    assert writer.claim.head.version == 1
-    storage.create(entry_name(1), head.tobytes())
-    assert writer.snapshot().version == 3, "the attempt was committed, and readers can apply it"
+    if kind == "delta":
+        for _ in range(2):
+            with pytest.raises(LostEntryError, match=r"log/00000000000000000002\.json") as caught:
+                writer.delta([1])
+            storage.delete(entry_name(3))  # this claim, too
+            lost = writer.claim.head
+            assert parse_manifest(entry_name(lost.version), caught.value.claim.encode()) == lost
+            break
+    snapshot = writer.snapshot()
+    claim = StreamLog(storage).read(snapshot.version - 1)
+    assert (claim.kind, claim.parent, snapshot.parent) == ("claim", lost.link, claim.link)
+    assert claim.version == lost.version + 1
+    assert snapshot.generation == claim.generation == lost.generation + 1
+    assert writer.delta([2]).version == snapshot.version + 1
+    assert Writer(storage).claim.head.generation == snapshot.generation + 1
+
+
+def test_the_name_of_a_version_of_unknown_outcome_is_not_used_for_a_claim() -> None:
+    """It may have been created, read and deleted."""
+    storage = _LosesAnswersAndReads("memory://")
+    writer = Writer(storage)
+    writer.snapshot()
+    storage.loses = True
+    with pytest.raises(UnknownOutcomeError, match=entry_name(2)):
+        writer.delta([3])
+    storage.loses = False
+    unknown = StreamLog(storage).read(2)
+    for version in (1, 2):
+        storage.delete(entry_name(version))
+    assert writer.snapshot().version == 4
+    assert StreamLog(storage).read(3).parent == unknown.link
 
 
 def test_a_publisher_and_a_reader_survive_an_unmount(tmp_path: Path) -> None:

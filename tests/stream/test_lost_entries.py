@@ -13,8 +13,11 @@ import torch
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher
 from delta_tracker.errors import DeltaTrackerError, StorageError
 from delta_tracker.monitor.monitor import Monitor
+from delta_tracker.stream.format.manifest import Kind
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.storage.storage import Storage
+from tests.stream.lost_entries import BEFORE, explore
+from tests.sweeps import SWEEPS_ARE_WHOLE
 
 
 @pytest.fixture(params=["file", "s3"])
@@ -80,6 +83,21 @@ def job_of(storage: Storage) -> Iterator[Job]:
         yield job
     finally:
         job.publisher.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_directory"),
+    [
+        ("delta", False),
+        *(
+            pytest.param(*case, marks=pytest.mark.skipif(not SWEEPS_ARE_WHOLE, reason="up to a minute"))
+            for case in (("snapshot", False), ("delta", True), ("snapshot", True))
+        ),
+    ],
+)
+def test_one_publisher_continues_whatever_a_person_deletes(kind: Kind, is_directory: bool) -> None:
+    befores = BEFORE if SWEEPS_ARE_WHOLE else ("", "x")
+    assert explore(kind, is_directory=is_directory, befores=befores) > 500
 
 
 @pytest.mark.parametrize("call", ["publish", "snapshot"])
