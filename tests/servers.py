@@ -294,6 +294,7 @@ class Proxy:
     strip_headers: frozenset[str] = frozenset()
     lose_answers: int = 0  # number of PUTs whose answers are lost after the server executed them
     conflicts: int = 0  # number of conditional PUTs that get "409 try again" and are not executed
+    busy: dict[str, int] = field(default_factory=dict)  # method to number of requests with such an answer, conditional or not
     alter: tuple[bytes, bytes] | None = (
         None  # text that the next conditional PUT with it has, and what is stored instead
     )
@@ -307,9 +308,12 @@ class Proxy:
             self.lose_answers -= lost
             return lost
 
-    def conflicts_with(self, headers: Mapping[str, str]) -> bool:
+    def conflicts_with(self, method: str, headers: Mapping[str, str]) -> bool:
         """Return whether this request is answered with a conflict."""
         with self.lock:
+            if self.busy.get(method, 0):
+                self.busy[method] -= 1
+                return True
             conflicts = headers.get("If-None-Match") == "*" and self.conflicts > 0
             self.conflicts -= conflicts
             return conflicts
@@ -335,7 +339,7 @@ def proxy(upstream: int) -> Iterator[Proxy]:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             headers = {name: value for name, value in self.headers.items() if name.lower() not in state.strip_headers}
             state.seen.append(f"{self.command} {self.path}")
-            if state.conflicts_with(self.headers):
+            if state.conflicts_with(self.command, self.headers):
                 self.answer(409, b"<Error><Code>ConditionalRequestConflict</Code></Error>")
                 return
             body = state.altered(self.headers, body)

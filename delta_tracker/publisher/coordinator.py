@@ -32,7 +32,7 @@ from delta_tracker.stream.format.manifest import (
 from delta_tracker.stream.format.parse import parse_manifest, parse_part, parse_stored
 from delta_tracker.stream.format.part_writer import put_part, put_training
 from delta_tracker.stream.log import Claim, StreamLog, entry_name, part_name
-from delta_tracker.stream.storage.storage import Location, Storage, open_storage
+from delta_tracker.stream.storage.storage import Location, Repeatable, Storage, open_storage
 from delta_tracker.types import Identity, TableSpec, TableStates
 
 Identities = Mapping[str, Identity]
@@ -410,7 +410,8 @@ class Coordinator:
 
     def _write_training(self, taken: TakenState, tensors: Sequence[Tensor]) -> Stored:
         with self._write_timer():
-            return put_training(self._storage, self._name("t"), taken.tree.buffers(tensors), taken.tree.num_bytes)
+            buffers = Repeatable(lambda: taken.tree.buffers(tensors))
+            return put_training(self._storage, self._name("t"), buffers, taken.tree.num_bytes)
 
     def _name(self, role: str) -> str:
         """Return a new name of an object of the next version, with states (``s``) or a training state (``t``)."""

@@ -30,8 +30,8 @@ from delta_tracker.errors import (
     StorageError,
     UnsafeStoreError,
 )
-from delta_tracker.stream.storage.storage import Storage, Transfer, open_storage
-from tests.servers import S3
+from delta_tracker.stream.storage.storage import Repeatable, Storage, Transfer, open_storage
+from tests.servers import S3, proxy
 
 
 @pytest.fixture(params=["file", "memory", "s3"])
@@ -703,3 +703,49 @@ def test_a_listing_passes_over_unreadable_folders_but_not_over_its_own(
     denied = "log"
     with pytest.raises(StorageError, match="Permission denied"):
         storage.names("log")
+
+
+@pytest.mark.parametrize(
+    ("busy", "is_large"),
+    [({"PUT": 3}, False), ({"PUT": 1}, True), ({"POST": 2}, True), ({"PUT": 1, "POST": 1}, True)],
+)
+@pytest.mark.parametrize("kind", ["list", "repeatable"])
+def test_a_write_that_the_store_refuses_as_concurrent_is_repeated(
+    s3: S3, busy: dict[str, int], is_large: bool, kind: str
+) -> None:
+    data = os.urandom((20 << 20) + 3 if is_large else 1000)
+    pieces = [memoryview(data[:500]), memoryview(data[500:])]
+    with proxy(s3.port) as faults:
+        storage = Storage(f"{s3.url}/{secrets.token_hex(8)}", options=s3.through(faults.port))
+        faults.busy = dict(busy)
+        storage.put("parts/x", pieces if kind == "list" else Repeatable(lambda: iter(pieces)))
+        assert not any(faults.busy.values())
+        assert storage.read("parts/x", max_bytes=len(data)).tobytes() == data
+
+
+@pytest.mark.parametrize("method", ["put", "replace", "create", "delete"])
+def test_each_kind_of_write_is_repeated_and_gives_up_after_some_seconds(s3: S3, method: str) -> None:
+    with proxy(s3.port) as faults:
+        storage = Storage(f"{s3.url}/{secrets.token_hex(8)}", options=s3.through(faults.port))
+
+        def write() -> None:
+            match method:
+                case "put":
+                    storage.put("parts/x", iter([memoryview(b"x")]))
+                case "replace":
+                    storage.replace("control/head.json", b"x")
+                case "create":
+                    assert storage.create("log/x", b"x")
+                case "delete":
+                    storage.delete("parts/x")
+
+        faults.busy = {"PUT": 2, "POST": 2}
+        write()
+        assert 0 in faults.busy.values()
+        faults.busy = {"PUT": 100, "POST": 100}
+        with pytest.raises(StorageError):
+            if method == "create":
+                storage.create("log/y", b"y")
+            else:
+                write()
+        assert min(faults.busy.values()) > 80

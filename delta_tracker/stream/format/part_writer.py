@@ -18,12 +18,12 @@ import torch
 import xxhash
 from torch import Tensor
 
-from delta_tracker.stream.format.block_rows import BlockRows
+from delta_tracker.stream.format.block_rows import BlockRows, RowReader
 from delta_tracker.stream.format.digests import DIGEST_BYTES, DIGESTS_KEY, PieceHasher, num_digests, total_bytes
 from delta_tracker.stream.format.encoding import pack_ids
 from delta_tracker.stream.format.manifest import DTYPE_NAMES, Block, Part, Stored
 from delta_tracker.stream.storage.local import pieces
-from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.stream.storage.storage import Repeatable, Storage
 
 SIZE_BYTES = 8
 ALIGNMENT = 8
@@ -45,10 +45,10 @@ _ITEM_SIZE = attrgetter("dtype.itemsize")
 
 @dataclass(slots=True, eq=False)
 class _FileWriter:
-    """Writer that yields the bytes of one safetensors file in a single pass.
+    """Writer that yields the bytes of one safetensors file in a single pass, and again if the write is repeated.
 
     Args:
-        entries: tensors in the order of the file. The chunks of each are read once.
+        entries: tensors in the order of the file. The chunks of each are read once per iteration of the file.
         has_digests: True for a file of format 2, which ends with the digests of the pieces before them.
         num_bytes: size of the file in bytes; 0 until :meth:`buffers` is exhausted.
         body: number of bytes before the digests; 0 without digests.
@@ -202,7 +202,7 @@ def put_part(
         StorageError: if the store fails. Either object may have been created.
     """
     writer = PartWriter(name, rows, dense, has_digests=states_name is not None)
-    storage.put(name, writer.file.buffers())
+    storage.put(name, Repeatable(writer.file.buffers))
     if states_name is None:
         for each in rows:
             assert not each.states, "format 1 has no states"
@@ -220,7 +220,7 @@ def put_training(storage: Storage, name: str, buffers: Iterable[memoryview], num
     Args:
         storage: store of the stream.
         name: name of the object.
-        buffers: buffers of bytes whose concatenation is the training state, read once.
+        buffers: buffers of bytes whose concatenation is the training state; iterated again if the write is repeated.
         num_bytes: size of the training state in bytes.
 
     Returns:
@@ -234,7 +234,7 @@ def put_training(storage: Storage, name: str, buffers: Iterable[memoryview], num
 
 def _put(storage: Storage, name: str, entries: Sequence[_Entry]) -> Stored:
     file = _FileWriter(entries, has_digests=True)
-    storage.put(name, file.buffers())
+    storage.put(name, Repeatable(file.buffers))
     return Stored(name, file.num_bytes, file.body, file.xxh3)
 
 
@@ -264,16 +264,20 @@ def _entries(index: int, rows: BlockRows) -> Iterator[_Entry]:
         yield _Entry(f"{index}.gaps", torch.uint8, tuple(packed.shape), [packed])
         yield _Entry(f"{index}.escapes", torch.int64, tuple(escapes.shape), [escapes])
     if rows.owners is not None:
-        yield _Entry(owners_key(index), torch.int64, (block.num_rows,), rows.chunks(read=rows.owners))
+        yield _Entry(owners_key(index), torch.int64, (block.num_rows,), _chunks(rows, rows.owners))
     width = block.encoding.width(block.num_columns)
-    yield _Entry(f"{index}.values", block.encoding.dtype, (block.num_rows, width), rows.chunks())
+    yield _Entry(f"{index}.values", block.encoding.dtype, (block.num_rows, width), _chunks(rows, rows.read))
+
+
+def _chunks(rows: BlockRows, read: RowReader) -> Repeatable[Tensor]:
+    return Repeatable(lambda: rows.chunks(read=read))
 
 
 def _state_entries(index: int, rows: BlockRows) -> Iterator[_Entry]:
     for number, read in enumerate(rows.states):
         like = read(0, 0)
         shape = rows.block.num_rows, like.shape[1]
-        yield _Entry(state_key(index, number), like.dtype, shape, rows.chunks(read=read))
+        yield _Entry(state_key(index, number), like.dtype, shape, _chunks(rows, read))
 
 
 def _bytes_of(tensor: Tensor, entry: _Entry) -> memoryview:

@@ -257,6 +257,10 @@ class Storage:
         then reuse the buffer's memory. For any object size, the call needs up to 100 MB of memory for a remote store,
         and none for a local directory. A remote object may have up to 80 GB.
 
+        If a remote store refuses a request because of a concurrent one (409 on AWS), the object is written again, with
+        growing pauses, for about a second in total. Unless it has at most 8 MiB, ``buffers`` must be iterable again for
+        this, such as a list or a :class:`Repeatable`, but no iterator.
+
         Raises:
             NotDurableError: if the object was written, but its name cannot be flushed to disk.
             StorageError: if the object cannot be written; no partial object is visible then.
@@ -267,7 +271,7 @@ class Storage:
         self.requests["write"] += 1
         with self._translated():
             if self._directory is None:
-                self._upload(name, checked(_chunks(buffers)))
+                self._upload(name, buffers)
             else:
                 self._write_file(name, checked(buffers), overwrite=True)
 
@@ -322,7 +326,7 @@ class Storage:
         self.requests["write"] += 1
         with self._translated():
             if self._directory is None:
-                self._put(name, data, use_multipart=False)
+                _repeated(lambda: self._put(name, data, use_multipart=False))
             else:
                 self._write_file(name, [memoryview(data)], overwrite=True)
 
@@ -437,7 +441,11 @@ class Storage:
             try:
                 if self._directory is None:
                     store = self._open_store()
-                    self._ask(lambda: obstore.delete(store, name), lambda: obstore.delete_async(store, name))
+                    _repeated(
+                        lambda: self._ask(
+                            lambda: obstore.delete(store, name), lambda: obstore.delete_async(store, name)
+                        )
+                    )
                 elif self._find_store() is not None:
                     self._check_directory()
                     (self._directory / name).unlink()
@@ -599,16 +607,24 @@ class Storage:
             reason = "this process was forked after obstore was used, and lacks its threads; start it with spawn, or"
             raise StorageError(self.url, f"{reason} do not use a store before the fork")
 
-    def _upload(self, name: str, chunks: Iterator[bytes]) -> None:
+    def _upload(self, name: str, buffers: Iterable[memoryview]) -> None:
         """Write an object to a remote store: a single chunk with one request, several with a multipart upload."""
         store = self._open_store()
-        first = next(chunks, b"")
-        second = next(chunks, None)
-        if second is None:
-            obstore.put(store, name, first, use_multipart=False)
+
+        def upload() -> None:
+            chunks = checked(_chunks(buffers))
+            first = next(chunks, b"")
+            second = next(chunks, None)
+            if second is None:
+                _repeated(lambda: obstore.put(store, name, first, use_multipart=False))
+            else:
+                parts = itertools.chain((first, second), chunks)
+                obstore.put(store, name, parts, chunk_size=_UPLOAD_BYTES, max_concurrency=_UPLOADS)
+
+        if iter(buffers) is buffers:
+            upload()
         else:
-            parts = itertools.chain((first, second), chunks)
-            obstore.put(store, name, parts, chunk_size=_UPLOAD_BYTES, max_concurrency=_UPLOADS)
+            _repeated(upload)
 
     def _put(self, name: str, data: bytes, **options: Any) -> None:  # noqa: ANN401  obstore's
         """Write a small object to a remote store; ``options`` are arguments of ``obstore.put``."""
@@ -833,6 +849,29 @@ def _remedy_of(reason: str) -> str | None:
     if reason.endswith("builder error"):
         return "If the endpoint is an http url, pass Storage(url, options={'allow_http': 'true', ...})"
     return None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Repeatable(Iterable[T]):
+    """Iterable that calls ``make`` for each iteration."""
+
+    make: Callable[[], Iterator[T]]
+
+    def __iter__(self) -> Iterator[T]:
+        return self.make()
+
+
+def _repeated(request: Callable[[], T]) -> T:
+    """Send a request, and send it again while the store refuses it because of a concurrent one (409 on AWS).
+
+    For requests that do not depend on whether an object exists.
+    """
+    for attempt in range(1, _CREATE_ATTEMPTS):
+        try:
+            return request()
+        except AlreadyExistsError:
+            back_off(attempt)
+    return request()
 
 
 def back_off(attempt: int) -> None:
