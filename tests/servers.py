@@ -295,6 +295,7 @@ class Proxy:
     lose_answers: int = 0  # number of PUTs whose answers are lost after the server executed them
     conflicts: int = 0  # number of conditional PUTs that get "409 try again" and are not executed
     busy: dict[str, int] = field(default_factory=dict)  # method to number of requests with such an answer, conditional or not
+    busy_after: int = 0  # number of requests with these methods that are executed before
     alter: tuple[bytes, bytes] | None = (
         None  # text that the next conditional PUT with it has, and what is stored instead
     )
@@ -312,8 +313,10 @@ class Proxy:
         """Return whether this request is answered with a conflict."""
         with self.lock:
             if self.busy.get(method, 0):
-                self.busy[method] -= 1
-                return True
+                self.busy_after -= 1
+                if self.busy_after < 0:
+                    self.busy[method] -= 1
+                    return True
             conflicts = headers.get("If-None-Match") == "*" and self.conflicts > 0
             self.conflicts -= conflicts
             return conflicts

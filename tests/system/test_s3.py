@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from delta_tracker import Predictor
+from delta_tracker import ModelDeltaTracker, Predictor, Publisher
 from delta_tracker.errors import CorruptPartError, FencedError, NameConflictError, StorageError, UnsafeStoreError
+from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.mirror import Mirror
 from delta_tracker.stream.promotion import promote
@@ -240,3 +241,33 @@ def test_a_mirror_on_s3_sends_only_whole_and_intact_objects(s3: S3, url: str, ba
     Predictor(late, Storage(url, options=s3.options)).sync()
     assert torch.equal(late[FQN], writer.table)
     assert promote(destination).version == 3
+
+
+def test_each_write_of_a_version_that_s3_refuses_once_as_concurrent_is_repeated(s3: S3, url: str, bad: Proxy) -> None:
+    """Parts in one request and in several, states, training states, entries, the pointer and heartbeats."""
+    model = torch.nn.Sequential(torch.nn.EmbeddingBag(80_000, 32, sparse=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    tracker = ModelDeltaTracker(model)
+    storage = Storage(url, options=s3.through(bad.port))
+    served = torch.nn.Sequential(torch.nn.EmbeddingBag(80_000, 32, sparse=True))
+    predictor = Predictor(served, Storage(url, options=s3.options))
+    methods = ("PUT", "POST", "DELETE")
+    with Publisher(
+        tracker,
+        storage,
+        states="optimizer",
+        training_state={"optimizer": optimizer},
+        monitor=Monitor(),
+        heartbeat_seconds=0.001,
+        pointer_seconds=0.001,
+    ) as publisher:
+        for number in range(12):
+            bad.busy, bad.busy_after = dict.fromkeys(methods, 1), number
+            model(torch.tensor([[number, 70_000 + number]])).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            tracker.step()
+            version = publisher.snapshot().version if number % 6 < 4 else publisher.publish().version
+            assert predictor.sync() == version == 1 + number
+            assert torch.equal(served[0].weight, model[0].weight)
+        assert publisher.error is None

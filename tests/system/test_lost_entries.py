@@ -1,0 +1,100 @@
+"""Newest entries that a person or a lifecycle rule deletes while the trainer lives."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from delta_tracker import ModelDeltaTracker, Predictor, Publisher
+from delta_tracker.errors import DeltaTrackerError, StorageError
+from delta_tracker.monitor.monitor import Monitor
+from delta_tracker.stream.log import StreamLog, entry_name
+from delta_tracker.stream.storage.storage import Storage
+
+
+@pytest.fixture(params=["file", "s3"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    if request.param == "file":
+        return Storage(f"file://{tmp_path}/stream", create=True)
+    s3 = request.getfixturevalue("s3")
+    return Storage(f"{s3.url}/{secrets.token_hex(8)}", options=s3.options)
+
+
+class Serving:
+    """A model with a predictor."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.model = torch.nn.Sequential(torch.nn.EmbeddingBag(50, 4, sparse=True))
+        self.predictor = Predictor(self.model, storage, monitor=Monitor())
+
+
+class Job:
+    """A trainer of one table, and predictors of its stream."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage, self.log = storage, StreamLog(storage)
+        self.model = torch.nn.Sequential(torch.nn.EmbeddingBag(50, 4, sparse=True))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+        self.tracker = ModelDeltaTracker(self.model)
+        self.publisher = Publisher(self.tracker, storage, monitor=Monitor(), pointer_seconds=None)
+
+    def train(self, *rows: int) -> None:
+        self.model(torch.tensor([rows])).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.tracker.step()
+
+    def publish(self, *rows: int) -> int:
+        self.train(*rows)
+        return self.publisher.publish().version
+
+    def delete(self, *versions: int) -> None:
+        for version in versions:
+            self.storage.delete(entry_name(version))
+
+    def predictor(self, version: int | None = None, storage: Storage | None = None) -> Serving:
+        found = Serving(self.storage if storage is None else storage)
+        if version is not None:
+            found.predictor.sync()
+            assert found.predictor.version == version
+        return found
+
+    def assert_equal(self, *servings: Serving) -> None:
+        for each in servings:
+            for _ in range(5):
+                with suppress(DeltaTrackerError):
+                    each.predictor.sync()
+            assert each.predictor.version == self.publisher.version
+            assert torch.equal(each.model[0].weight, self.model[0].weight)
+
+
+@contextmanager
+def job_of(storage: Storage) -> Iterator[Job]:
+    job = Job(storage)
+    try:
+        yield job
+    finally:
+        job.publisher.close()
+
+
+@pytest.mark.parametrize("call", ["publish", "snapshot"])
+@pytest.mark.parametrize("num_lost", [1, 2, 4])
+def test_a_publisher_continues_after_its_newest_entries_were_deleted(
+    storage: Storage, call: str, num_lost: int
+) -> None:
+    with job_of(storage) as job:
+        job.publisher.snapshot()
+        behind = job.predictor(1)
+        job.publish(1, 2)
+        job.publish(3)
+        ahead = job.predictor(3)
+        job.delete(*range(4 - num_lost, 4))
+        job.train(4)
+        getattr(job.publisher, call)()
+        job.publish(5)
+        job.assert_equal(ahead, behind, job.predictor())
