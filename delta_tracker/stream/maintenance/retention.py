@@ -298,11 +298,15 @@ def _pass(log: StreamLog, retention: Retention, now: Callable[[], float] | None)
     expired = _expired(held, retention, clock)
     old = [version for version in takewhile(expired.__contains__, sorted(held.entries)) if version < floor]
     stale = [each for each in _superseded(held, start, clock - retention.grace_seconds) if each not in pinned]
+    # If another program has deleted entries, readers start below the gap until a snapshot above it is old enough.
+    is_split = start < min(held.entries) - 1
+    below = {} if is_split else held.below
     kept = {each.name for manifest in held.without(old, stale) for each in manifest.objects}
+    kept |= {each.name for manifest in held.below.values() for each in manifest.objects if is_split}
 
-    removed = [*sorted(version for version in held.below if version not in guards)]
+    removed = [*sorted(version for version in below if version not in guards)]
     removed += [version for version in old if version not in guards]
-    emptied = sorted(version for version in (*held.below, *old) if version in guards)
+    emptied = sorted(version for version in (*below, *old) if version in guards)
     gone = [(entry_name(version), held[version].objects) for version in removed]
     gone += [(merged.name, held.merged[merged].objects) for merged in stale]
     named = kept | {each.name for _, objects in gone for each in objects}
@@ -324,7 +328,7 @@ def _pass(log: StreamLog, retention: Retention, now: Callable[[], float] | None)
     # Announced before the look for a pin: a pin that is written after this look finds the announcement.
     deletions = _Deletions(log.storage, 0 if pin is None else pin.counter)
     announcement = announce_deletions(
-        log.storage, held.head.stream, 1 + max([*old, *held.below, *(each.last for each in stale)], default=-1)
+        log.storage, held.head.stream, 1 + max([*old, *below, *(each.last for each in stale)], default=-1)
     )
     num_gone = deletions.of(name for name, _ in gone)
     if gone:
