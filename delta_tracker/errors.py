@@ -235,13 +235,11 @@ class UnsupportedOptimizerError(DeltaTrackerError, ValueError):
         tables: Iterable[str],
         *,
         problem: str = "is not known to write only rows that a backward pass looked up",
+        remedy: str = "Train them with another fused optimizer, or name them in fqns_to_skip to train them untracked",
     ) -> None:
         self.optimizer = optimizer
         self.tables = tuple(tables)
-        super().__init__(
-            f"optimizer {optimizer} {problem}; its tables: {_listed(self.tables)}",
-            "Train them with another fused optimizer, or name them in fqns_to_skip to train them untracked",
-        )
+        super().__init__(f"optimizer {optimizer} {problem}; its tables: {_listed(self.tables)}", remedy)
 
 
 class UnknownConsumerError(DeltaTrackerError, LookupError):
@@ -277,6 +275,10 @@ class ReservedConsumerError(DeltaTrackerError, RuntimeError):
         super().__init__(f"consumer {consumer!r} is reserved by {owner}", remedy)
         self.consumer = consumer
         self.owner = owner
+
+
+LOAD_BEFORE = "Close the publisher, load or restore, and build a new Publisher afterwards"
+"""Remedy of a :class:`ReservedConsumerError` of a call that replaces the pending rows of all consumers."""
 
 
 class NeedsSnapshotError(DeltaTrackerError, RuntimeError):
@@ -325,14 +327,16 @@ class RankMismatchError(DeltaTrackerError, ValueError):
     ``what`` names the property that differs. ``values`` maps the numbers of some ranks to the value there.
     """
 
-    def __init__(self, what: str, values: Mapping[int, object]) -> None:
+    def __init__(
+        self,
+        what: str,
+        values: Mapping[int, object],
+        remedy: str = "Build the same tracker and load the same checkpoint on every rank",
+    ) -> None:
         self.what = what
         self.values = dict(values)
         listed = ", ".join(f"rank {rank}: {value}" for rank, value in self.values.items())
-        super().__init__(
-            f"the {what} differs between ranks: {listed}",
-            "Build the same tracker and load the same checkpoint on every rank",
-        )
+        super().__init__(f"the {what} differs between ranks: {listed}", remedy)
 
 
 class UnsyncedReplicasError(DeltaTrackerError, RuntimeError):
@@ -396,14 +400,13 @@ class PartialStateError(CheckpointError):
     def __init__(
         self,
         reason: str,
-        ranks: Iterable[int],
+        ranks: Iterable[int] = (),
         remedy: str = f"Load the parts of all ranks that saved it. {_OR_NOTHING}",
     ) -> None:
         self.reason = reason
         self.ranks = tuple(ranks)
-        super().__init__(
-            f"the saved state is incomplete: {reason}; missing parts of ranks: {_listed(self.ranks)}", remedy
-        )
+        missing = f"; missing parts of ranks: {_listed(self.ranks)}" if self.ranks else ""
+        super().__init__(f"the saved state is incomplete: {reason}{missing}", remedy)
 
 
 class MalformedStateError(CheckpointError):
@@ -419,6 +422,8 @@ class MalformedStateError(CheckpointError):
 
 
 # Stream
+
+_CONTINUE = "Publish a snapshot to the present stream: predictors continue from it by themselves"
 
 
 class StreamError(DeltaTrackerError):
@@ -441,6 +446,8 @@ class NameConflictError(StorageError):
 
     ``attempts`` is the number of requests that the store refused.
     """
+
+    _remedy = "Remove what has this name in the store, such as a dangling link, then try again; nothing was lost"
 
     def __init__(self, url: str, name: str, attempts: int) -> None:
         super().__init__(url, f"it refused {attempts} times to create {name} as existing, but does not list it")
@@ -467,6 +474,8 @@ class AlteredEntryError(StorageError):
     The version was not committed. ``xxh3`` is the hash of the stored bytes; the next entry follows them.
     """
 
+    _remedy = "Find out what alters objects on the way to the store, then try again; no row was lost"
+
     def __init__(self, url: str, name: str, xxh3: str) -> None:
         super().__init__(url, f"{name} has other bytes than were sent; the next version must be a snapshot")
         self.name = name
@@ -478,6 +487,8 @@ class NotDurableError(StorageError):
 
     A new object is visible to readers, but may be missing after a power loss. A deleted one may be there again.
     """
+
+    _remedy = "Check the disk, then try again; no row was lost"
 
     def __init__(self, url: str, directory: str, name: str, reason: str) -> None:
         super().__init__(url, f"{name} is not on disk, because {directory}/ cannot be synced: {reason}")
@@ -905,7 +916,8 @@ class CorruptPartError(StreamError, ValueError):
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(
-            f"part {path} is corrupt: {reason}", "Publish a new snapshot: predictors continue from it by themselves"
+            f"part {path} is corrupt: {reason}",
+            f"{_CONTINUE}. To restore, pin or roll back, pass an older version",
         )
         self.path = path
         self.reason = reason
@@ -917,11 +929,13 @@ class MissingVersionError(StreamError, LookupError):
     ``head`` is the newest version.
     """
 
-    def __init__(self, version: int, head: int) -> None:
-        super().__init__(
-            f"version {version} is missing, and the newest version is {head}",
-            "Publish a new snapshot: predictors continue from it by themselves",
-        )
+    def __init__(
+        self,
+        version: int,
+        head: int,
+        remedy: str = f"{_CONTINUE}. If you asked for this version, ask for another one",
+    ) -> None:
+        super().__init__(f"version {version} is missing, and the newest version is {head}", remedy)
         self.version = version
         self.head = head
 
@@ -932,11 +946,8 @@ class StreamReplacedError(StreamError, RuntimeError):
     The version was applied completely or in part.
     """
 
-    def __init__(self, url: str, version: int) -> None:
-        super().__init__(
-            f"the stream {url} is not the one of which version {version} was applied",
-            "Publish a snapshot to the present stream: predictors continue from it by themselves",
-        )
+    def __init__(self, url: str, version: int, remedy: str = _CONTINUE) -> None:
+        super().__init__(f"the stream {url} is not the one of which version {version} was applied", remedy)
         self.url = url
         self.version = version
 
@@ -1050,13 +1061,19 @@ class PanicError(_CausedError):
         super().__init__(problem, "Report it to the authors of that package; follow() retries", panic)
 
 
+SINK_CLOSED = "the sink is closed", "Call open() first"
+SINK_FORKED = "this process was forked", "Build a sink in this process"
+NO_VERSION = "no version is complete yet", "Wait until the predictor of the row store has applied a version"
+"""Reasons and remedies of a :class:`SinkError`."""
+
+
 class SinkError(StreamError, OSError):
     """The row store at ``target`` cannot be reached, read or written; see ``reason``. Readers keep its stored rows."""
 
     _remedy = "Check the row store and its free space. The next sync() or follow() completes the version"
 
-    def __init__(self, target: str, reason: str) -> None:
-        super().__init__(f"the row store {target} cannot be used: {reason}", self._remedy)
+    def __init__(self, target: str, reason: str, remedy: str | None = None) -> None:
+        super().__init__(f"the row store {target} cannot be used: {reason}", remedy or self._remedy)
         self.target = target
         self.reason = reason
 
@@ -1110,15 +1127,24 @@ class TableMismatchError(StreamError, ValueError):
     table, ``known`` lists the tables of the model.
     """
 
-    def __init__(self, table: str, expected: str, found: str, known: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        table: str,
+        expected: str,
+        found: str,
+        known: Iterable[str] = (),
+        *,
+        remedy: str = (
+            "Build the predictor's model with the trainer's tables, or map differing names: names={stream: model}"
+        ),
+    ) -> None:
         self.table = table
         self.expected = expected
         self.found = found
         self.known = tuple(known)
         names = f"; the model has: {_listed(self.known)}" if self.known else ""
         super().__init__(
-            f"table {table!r} is {expected} in the stream but {found} in the predictor's model{names}",
-            "Build the predictor's model with the trainer's tables, or map differing names: names={stream: model}",
+            f"table {table!r} is {expected} in the stream but {found} in the predictor's model{names}", remedy
         )
 
 
@@ -1148,15 +1174,24 @@ class DenseMismatchError(StreamError, ValueError):
     tensor, ``known`` lists the tensors of the model.
     """
 
-    def __init__(self, name: str, expected: object, found: str, known: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        name: str,
+        expected: object,
+        found: str,
+        known: Iterable[str] = (),
+        *,
+        remedy: str = (
+            "Build the model with the trainer's names and shapes, map names={stream: model}, or pass dense=False"
+        ),
+    ) -> None:
         self.name = name
         self.expected = str(expected)
         self.found = found
         self.known = tuple(known)
         names = f"; the model has: {_listed(self.known)}" if self.known else ""
         super().__init__(
-            f"dense tensor {name!r} is {expected} in the stream but {found} in the predictor's model{names}",
-            "Build the model with the trainer's names and shapes, map names={stream: model}, or pass dense=False",
+            f"dense tensor {name!r} is {expected} in the stream but {found} in the predictor's model{names}", remedy
         )
 
 

@@ -195,6 +195,11 @@ class TensorTarget(RowTarget):
         """Reason why rows cannot be written; empty if they can."""
         return self._obstacle or next((found for region in self.regions if (found := obstacle_of(region.memory))), "")
 
+    @property
+    def remedy(self) -> str:
+        """What to do about the :attr:`obstacle`."""
+        return WRITABLE
+
     def prepare(self, values: Tensor, columns: tuple[int, int]) -> Tensor:  # noqa: ARG002
         """Move the values to the device of the regions. Does not wait for a CUDA device.
 
@@ -239,10 +244,19 @@ def _within(rows: tuple[int, int], ids: Tensor | slice, values: Tensor) -> tuple
     return ids - rows[0] if rows[0] else ids, values
 
 
+WRITABLE = (
+    "Give the predictor's model ordinary tensors with values: build it outside torch.inference_mode(), call "
+    "to_empty(device=...) on a model on the meta device, and do not expand tensors"
+)
+"""Remedy for each result of :func:`obstacle_of`."""
+
+
 def obstacle_of(tensor: Tensor) -> str:
     """Return the reason why rows cannot be written to a tensor; empty if they can."""
-    if tensor.layout is not torch.strided or tensor.is_meta:
-        return f"a {tensor.layout} tensor on {tensor.device}"
+    if tensor.is_meta:
+        return "on the meta device, without values"
+    if tensor.layout is not torch.strided:
+        return f"a {tensor.layout} tensor"
     if tensor.is_inference():
         return "an inference tensor, which is read-only"
     if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):

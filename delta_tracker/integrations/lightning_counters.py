@@ -91,9 +91,8 @@ class CountersCallback(Callback):
         if saved:
             self._counters.check(saved)
         elif self._is_required:
-            raise PartialStateError(
-                "the checkpoint has no counters; pass CountersCallback(..., is_required=False) to start without", []
-            )
+            remedy = "Load a checkpoint that has them, or pass CountersCallback(..., is_required=False)"
+            raise PartialStateError("it has no counters", remedy=remedy)
         else:
             _logger.warning("the checkpoint has no counters: they keep their present states")
         return {**self._counters.description(), "counters of a checkpoint": bool(saved)}

@@ -21,7 +21,7 @@ from delta_tracker.predictor.table_fence import TableFence
 from delta_tracker.predictor.targets import check_targets, find_targets, renamed, table_names
 from delta_tracker.raw_id_index import RawIdIndex
 from delta_tracker.raw_ids import NO_OWNER, RawIdMap, check_owners
-from delta_tracker.row_target import RowTarget, obstacle_of
+from delta_tracker.row_target import WRITABLE, RowTarget, obstacle_of
 from delta_tracker.rows import copy_from_host
 from delta_tracker.sharding.presence import has_collisions, has_sharded, traced_collisions
 from delta_tracker.stream.format.contents import Contents
@@ -203,7 +203,7 @@ class Applier:
                 raise DenseMismatchError(name, spec, str(DenseSpec(tensor.dtype, tuple(tensor.shape))))
             obstacle = obstacle_of(tensor)
             if obstacle:
-                raise DenseMismatchError(name, spec, obstacle)
+                raise DenseMismatchError(name, spec, obstacle, remedy=WRITABLE)
             shared = names.setdefault((tensor.device, tensor.data_ptr()), name) if tensor.numel() else name
             if shared != name:
                 raise DenseMismatchError(name, spec, f"in memory shared with {shared!r} (tied weights)")

@@ -221,6 +221,7 @@ class Follower:
         Raises:
             InvalidArgumentError: if the thread is not running, or if called in the thread itself.
             FollowEndedError: if the thread ended by an error.
+            ForkedError: if the process was forked while the thread ran in its parent.
         """
         if self._thread is threading.current_thread():
             raise InvalidArgumentError("wait()", "called in the thread of follow()", "Call it in another thread")
@@ -237,7 +238,7 @@ class Follower:
         if is_there():
             return True
         error = self.error
-        if isinstance(error, FollowEndedError):
+        if isinstance(error, FollowEndedError | ForkedError):
             raise unraised(error)
         if not self.is_running:
             raise InvalidArgumentError("wait()", "not following", "Call follow() first, or sync() instead")

@@ -404,6 +404,7 @@ class Predictor(Forkable):
             WaitTimeoutError: if the version was not applied in time. The message has the error of :meth:`follow`, if
                 there is one.
             FollowEndedError: if the thread of :meth:`follow` ended by an error.
+            ForkedError: if this process was forked while :meth:`follow` ran in its parent.
             InvalidArgumentError: if the thread is not running and the version is not there, if ``version`` or
                 ``timeout`` is invalid, or if called inside :meth:`reading`, where it would deadlock, or in the thread
                 of :meth:`follow`.
@@ -800,7 +801,8 @@ class Predictor(Forkable):
         """
         entry = self._cursor.log.read(order.version)
         if entry is None or (entry.stream, entry.xxh3) != (order.stream, order.xxh3):
-            raise MissingVersionError(order.version, order.bad)
+            remedy = "Pin another version (delta-tracker rollback --replace), or call delta-tracker release"
+            raise MissingVersionError(order.version, order.bad, remedy)
         return entry
 
     def _released(self, order: Pin) -> Iterator[Manifest]:

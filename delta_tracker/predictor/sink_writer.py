@@ -471,14 +471,19 @@ def _finished(
     )
 
 
+_ANEW = "Pass a row store with another prefix or directory, or start a new stream at another url"
+
+
 def _check_table(fqn: str, manifest: Manifest, held: SinkState) -> None:
     """Raise TableMismatchError if a table of a version differs from the one that the row store holds."""
     given, stored = manifest.tables.get(fqn), held.tables.get(fqn)
     if given is None or stored is None or given != stored:
-        raise TableMismatchError(fqn, str(given or "missing"), str(stored or "missing"), sorted(held.tables))
+        found, known = (str(given or "missing"), str(stored or "missing")), sorted(held.tables)
+        raise TableMismatchError(fqn, *found, known, remedy=_ANEW)
     if (fqn in manifest.identities) != (fqn in held.identities):
         texts = {True: f"{given} with raw ids", False: f"{given} without raw ids"}
-        raise TableMismatchError(fqn, texts[fqn in manifest.identities], texts[fqn in held.identities])
+        found = texts[fqn in manifest.identities], texts[fqn in held.identities]
+        raise TableMismatchError(fqn, *found, remedy=_ANEW)
 
 
 def _defaults_of(identity: Identity) -> tuple[int, ...]:

@@ -120,7 +120,7 @@ def check_targets(manifest: Manifest, targets: Mapping[str, RowTarget]) -> None:
             raise TableMismatchError(fqn, str(table), found)
         ShardSpec(table, target.rows[0], target.rows[1] - target.rows[0], target.columns)
         if isinstance(target, TensorTarget) and target.obstacle:
-            raise TableMismatchError(fqn, str(table), target.obstacle)
+            raise TableMismatchError(fqn, str(table), target.obstacle, remedy=target.remedy)
     _refuse_shared_memory(manifest, targets)
 
 
@@ -135,8 +135,9 @@ def _refuse_shared_memory(manifest: Manifest, targets: Mapping[str, RowTarget]) 
     spans = sorted((*_span(memory), fqn) for fqn, memory in memories)
     for (device, _, end, fqn), (other_device, begin, _, other) in itertools.pairwise(spans):
         if begin < end and device == other_device:
-            shared = f"in memory shared with {fqn!r} (tied weights: the trainer must name one in fqns_to_skip)"
-            raise TableMismatchError(other, str(manifest.tables[other]), shared)
+            remedy = f"Name {other!r} or {fqn!r} in fqns_to_skip of the trainer's tracker, or give each its own memory"
+            shared = f"in memory shared with {fqn!r} (tied weights)"
+            raise TableMismatchError(other, str(manifest.tables[other]), shared, remedy=remedy)
 
 
 def _span(tensor: Tensor) -> tuple[str, int, int]:

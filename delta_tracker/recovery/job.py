@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from delta_tracker.errors import InvalidArgumentError, ReservedConsumerError, UpdateInProgressError
+from delta_tracker.errors import LOAD_BEFORE, InvalidArgumentError, ReservedConsumerError, UpdateInProgressError
 from delta_tracker.recovery.fit import DATA, Job
 from delta_tracker.recovery.objects import Objects
 from delta_tracker.sharding.dense import dense_tensors
@@ -90,8 +90,7 @@ class LocalJob:
             try:
                 handle = self.tracker.reserve(name, holder="restore(...)")
             except ReservedConsumerError as error:
-                remedy = "Close the publisher, or restore before you build it"
-                raise ReservedConsumerError(error.consumer, error.owner, remedy) from error
+                raise ReservedConsumerError(error.consumer, error.owner, LOAD_BEFORE) from error
             with handle:
                 try:
                     handle.wait_for_updates(_UPDATE_SECONDS)

@@ -56,6 +56,7 @@ from delta_tracker.tracker.tracker import ModelDeltaTracker
 
 _logger = logging.getLogger(__name__)
 
+_GONE = "Check the url, mount or restore its store, and call again"
 _MIN_HEARTBEATS = 3  # a silence below this number of heartbeats is logged
 
 
@@ -421,7 +422,7 @@ class Standby:
             if signs is None:
                 if known is None:
                     return {"nothing": "the stream is empty"}
-                self._log_once(f"standby waits: {StreamReplacedError(self._storage.url, known)}")
+                self._log_once(f"standby waits: {StreamReplacedError(self._storage.url, known, _GONE)}")
                 return {}
             request = read_request(self._storage, signs.head, signs.last)
         except (MalformedError, StorageError) as error:
@@ -490,7 +491,7 @@ class Standby:
 
     def _raise_if_nothing(self, verdict: Mapping[str, Any]) -> None:
         if "gone" in verdict:
-            raise StreamReplacedError(self._storage.url, verdict["gone"])
+            raise StreamReplacedError(self._storage.url, verdict["gone"], _GONE)
         if "nothing" in verdict:
             raise NotRecoverableError(self._storage.url, None, verdict["nothing"])
 
@@ -586,7 +587,7 @@ class Standby:
         for _ in range(ATTEMPTS):
             head = self._log.head()
             if head is None:
-                raise StreamReplacedError(self._storage.url, after.version)
+                raise StreamReplacedError(self._storage.url, after.version, _GONE)
             if head.generation != verdict["generation"] and not self._is_own(head):
                 raise LivePublisherError(self._storage.url, head.generation, head.version)
             try:

@@ -228,7 +228,9 @@ def _add_collection(
         found.features[fqn] = list(config.feature_names)
         dtype = _DTYPES.get(config.data_type.name)
         if dtype is None:
-            raise UnsupportedTableError(fqn, f"its data type is {config.data_type.name}, not one of {sorted(_DTYPES)}")
+            reason = f"its data type is {config.data_type.name}"
+            remedy = f"Give it a data type of {sorted(_DTYPES)}, or name it in fqns_to_skip to train it untracked"
+            raise UnsupportedTableError(fqn, reason, remedy)
         found.tables[fqn] = TableSpec(fqn, config.num_embeddings, config.embedding_dim, dtype)
     places: dict[str, list[_Place]] = {fqn: [] for fqn in fqn_of.values()}
     for kernel, blocks in _kernels(module, fqn_of, torchrec):

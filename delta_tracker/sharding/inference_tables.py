@@ -107,7 +107,9 @@ def _sharded(module: nn.Module) -> Iterator[tuple[str, RowTarget]]:
     try:
         shards = discover(module).shards
     except UnsupportedTableError as error:
-        raise InvalidArgumentError("model", error.table, f"Change its sharding plan: {error.reason}") from error
+        raise InvalidArgumentError(
+            "model", error.table, f"Change its data type or its sharding plan: {error.reason}"
+        ) from error
     # The caches are not flushed, which would write to rows that lookups read. Rows are written to the caches too.
     kernels = {kernel for shard in shards.values() for kernel, _ in shard.places}
     views = {kernel: kernel.module.split_embedding_weights() for kernel in kernels}
@@ -220,6 +222,12 @@ def _packed(block: _Block, quantized: Quantized) -> Packed:
     return Packed(region, kind.value, quantized.row_bytes(dim, kind), kernel.reverse_qparam)
 
 
+_REMEDY = (
+    "Serve it in FP32, FP16, INT8, INT4 or INT2 with codes that fill a multiple of two bytes, with initialized weights "
+    "and whole rows, and without pruning"
+)
+
+
 class QuantizedTarget(TensorTarget):
     """Target for a quantized table. Receives rows in the trainer's dtype and quantizes them as torchrec does.
 
@@ -249,6 +257,11 @@ class QuantizedTarget(TensorTarget):
             if key not in self._layouts:
                 self._layouts[key] = each, self._row_bytes
                 self._row_bytes += each.region.memory.shape[1]
+
+    @property
+    def remedy(self) -> str:
+        """What to do about the :attr:`obstacle`."""
+        return _REMEDY
 
     def prepare(self, values: Tensor, columns: tuple[int, int]) -> Tensor:
         """Quantize rows.

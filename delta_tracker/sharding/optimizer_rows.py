@@ -35,6 +35,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Names of fbgemm's WeightDecayMode without further states or counters.
 _WEIGHT_DECAYS = frozenset({"NONE", "L2", "DECOUPLE"})
 _PROBLEM = "cannot be published with states"
+_REMEDY = "Train it with one fused optimizer with states of float32, float16 or bfloat16, or publish without states"
 _HYPERPARAMETERS = ("eps", "beta1", "beta2", "weight_decay")
 _NAMES = ("iter", "iter_cpu", "lr", "group_lr", *_HYPERPARAMETERS)
 
@@ -54,9 +55,8 @@ def table_states(shard: LocalShard) -> TableStates | None:
     """
     found = {(_optimizer(kernel), _specs(shard, kernel, slot)) for kernel, slot in shard.places if kernel.is_fused}
     if len(found) > 1:
-        raise UnsupportedTableError(
-            shard.spec.table.fqn, "its column ranges have different optimizers", problem=_PROBLEM
-        )
+        reason = "its column ranges have different optimizers"
+        raise UnsupportedTableError(shard.spec.table.fqn, reason, _REMEDY, problem=_PROBLEM)
     for optimizer, states in found:
         return TableStates(optimizer, shard.spec.columns, states)
     return None
@@ -201,7 +201,9 @@ def refuse_unrecoverable(found: Discovery, collisions: Mapping[str, nn.Module]) 
         if name:
             tables.setdefault(name, []).extend(fqns)
     for name, fqns in tables.items():
-        raise UnsupportedOptimizerError(name, dict.fromkeys(fqns), problem="has counters that cannot be published")
+        problem = "has counters that cannot be published"
+        remedy = "Train them with another fused optimizer, or publish without states"
+        raise UnsupportedOptimizerError(name, dict.fromkeys(fqns), problem=problem, remedy=remedy)
 
 
 def unfused_storages(shard: LocalShard) -> set[int]:
@@ -264,8 +266,8 @@ def _specs(shard: LocalShard, kernel: ShardHolder, slot: int) -> tuple[StateSpec
     found = []
     for number, state in enumerate(kernel.memory.optimizer_states(slot), start=1):
         if state.dtype not in _DTYPES:
-            reason = f"its optimizer has a state of {state.dtype}, not of float32, float16 or bfloat16"
-            raise UnsupportedTableError(shard.spec.table.fqn, reason, problem=_PROBLEM)
+            reason = f"its optimizer has a state of {state.dtype}"
+            raise UnsupportedTableError(shard.spec.table.fqn, reason, _REMEDY, problem=_PROBLEM)
         found.append(StateSpec(f"momentum{number}", state.dtype, "columns" if state.dim() > 1 else "range"))
     return tuple(found)
 

@@ -27,6 +27,7 @@ PlainModule = nn.Embedding | nn.EmbeddingBag
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _LOST = "can no longer be tracked"
 _REMEDY = "Name it in fqns_to_skip to train it untracked"
+_FIRST = "Build the tracker after DistributedModelParallel or to_empty(device=...)"
 
 
 class PlainTable:
@@ -62,7 +63,8 @@ class PlainTable:
             reason = f"its weight is now {now}, and was {self._kind} when the tracker was built"
         else:
             return
-        raise UnsupportedTableError(self._fqn, reason, "Detach the tracker, and build a new one", problem=_LOST)
+        remedy = "Call tracker.reattach(), or build the tracker after the model is wrapped, sharded or converted"
+        raise UnsupportedTableError(self._fqn, reason, remedy, problem=_LOST)
 
     @property
     def memory(self) -> PlainTable:
@@ -109,7 +111,8 @@ def plain_shards(model: nn.Module, modules: Mapping[str, PlainModule], torchrec:
             raise UnsupportedTableError(fqn, "the model itself is the table", "Pass a model that contains it")
         weight = module._parameters.get("weight")  # noqa: SLF001  a parametrized weight is computed, not stored
         if reason := _obstacle(module, weight, fsdp, replicated):
-            raise UnsupportedTableError(fqn, reason, _REMEDY)
+            is_meta = weight is not None and weight.is_meta
+            raise UnsupportedTableError(fqn, reason, f"{_FIRST}, or n{_REMEDY[1:]}" if is_meta else _REMEDY)
         assert weight is not None, "otherwise there is an obstacle"
         table = TableSpec(fqn, module.num_embeddings, module.embedding_dim, weight.dtype)
         spec = ShardSpec(table, 0, module.num_embeddings, ((0, module.embedding_dim),), is_replicated=True)

@@ -15,12 +15,18 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from delta_tracker.errors import InvalidArgumentError, MalformedSinkError, SinkBusyError, SinkError
+from delta_tracker.errors import (
+    SINK_CLOSED,
+    SINK_FORKED,
+    InvalidArgumentError,
+    MalformedSinkError,
+    SinkBusyError,
+    SinkError,
+)
 from delta_tracker.forking import Forkable, protect
 from delta_tracker.row_sink import RowSink, SinkState
 from delta_tracker.sinks.lmdb_store import (
     CURRENT,
-    MAX_READERS,
     STATES,
     LmdbStore,
     keys_of,
@@ -97,9 +103,7 @@ class LmdbSink(RowSink):
             self._store.path.mkdir(parents=True, exist_ok=True)
             lock = _WriterLock(self._store)
             try:
-                env = self._store.package.open(
-                    str(self._store.path), map_size=_FIRST_MAP_BYTES, max_readers=MAX_READERS, readahead=False
-                )
+                env = self._store.environment(map_size=_FIRST_MAP_BYTES)
                 env.reader_check()  # a killed reader keeps pages from being reused
             except BaseException:
                 lock.release()
@@ -312,12 +316,12 @@ class LmdbSink(RowSink):
     def _opened(self) -> Any:  # noqa: ANN401
         self._check_process()
         if self._env is None:
-            raise SinkError(self._store.name, "the sink is closed; call open() first")
+            raise SinkError(self._store.name, *SINK_CLOSED)
         return self._env
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
-            raise SinkError(self._store.name, "this process was forked; it must build a sink of its own")
+            raise SinkError(self._store.name, *SINK_FORKED)
 
 
 class _WriterLock(Forkable):

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from delta_tracker.errors import MalformedSinkError, SinkError
+from delta_tracker.errors import NO_VERSION, MalformedSinkError, SinkError
 from delta_tracker.row_sink import SinkState
-from delta_tracker.sinks.lmdb_store import CURRENT, MAX_READERS, LmdbStore, keys_of, state_key
+from delta_tracker.sinks.lmdb_store import CURRENT, LmdbStore, keys_of, state_key
 from delta_tracker.sinks.lookup import LookedUp, Lookup
 
 
@@ -44,10 +44,7 @@ class LmdbRows:
         self._lock = Lock()
         self._pid = os.getpid()
         self._read: tuple[bytes, SinkState] | None = None  # the last state and its JSON
-        with self._store.errors():
-            self._env: Any = self._store.package.open(
-                str(self._store.path), readonly=True, create=False, map_size=0, max_readers=MAX_READERS, readahead=False
-            )
+        self._env: Any = self._store.environment(readonly=True, create=False, map_size=0)
 
     def state(self) -> SinkState:
         """Return the state of the stream that readers read.
@@ -100,7 +97,7 @@ class LmdbRows:
     def _state(self, transaction: Any) -> SinkState:  # noqa: ANN401
         current = transaction.get(CURRENT)
         if current is None:
-            raise SinkError(self._store.name, "no version is complete yet")
+            raise SinkError(self._store.name, *NO_VERSION)
         data = transaction.get(state_key(current.decode("ascii", "replace")))
         if data is None:
             raise MalformedSinkError("its current stream", "it has no state")
@@ -110,4 +107,4 @@ class LmdbRows:
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
-            raise SinkError(self._store.name, "this process was forked; it must build a reader of its own")
+            raise SinkError(self._store.name, "this process was forked", "Build an LmdbRows in this process")

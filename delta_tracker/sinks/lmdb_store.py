@@ -50,6 +50,21 @@ class LmdbStore:
         self.path = Path(directory).absolute()
         self.name = f"lmdb://{self.path}"
 
+    def environment(self, **options: Any) -> Any:  # noqa: ANN401  the package is optional
+        """Open the environment with some options of ``lmdb.open``.
+
+        Raises:
+            SinkError: if the directory cannot be used, or this process has opened it already.
+        """
+        with self.errors():
+            try:
+                return self.package.open(str(self.path), max_readers=MAX_READERS, readahead=False, **options)
+            except self.package.Error as error:
+                if "already open in this process" not in str(error):
+                    raise
+                remedy = "Use it in another process, or close its LmdbSink or LmdbRows in this process first"
+                raise SinkError(self.name, "LMDB opens a directory only once in a process", remedy) from error
+
     @contextmanager
     def errors(self) -> Iterator[None]:
         """Raise errors of LMDB and of the file system as SinkError."""

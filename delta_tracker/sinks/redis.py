@@ -34,6 +34,8 @@ from msgspec import Meta
 from torch import Tensor
 
 from delta_tracker.errors import (
+    SINK_CLOSED,
+    SINK_FORKED,
     InvalidArgumentError,
     MalformedSinkError,
     SinkBusyError,
@@ -78,6 +80,10 @@ _SCRIPTS = {
     "forget": "redis.call('UNLINK', KEYS[3]) redis.call('SREM', KEYS[2], ARGV[2]) return 1",
 }
 # KEYS: writer. ARGV: former value or '', new value
+_LOST_KEYS = (
+    "Set maxmemory-policy noeviction. The next sync() or follow() completes the version. If rows were evicted too, "
+    "delete the keys of the prefix first: they are then written again from the stream"
+)
 _TAKE = (
     "local held = redis.call('GET', KEYS[1]) or '' "
     "if held ~= ARGV[1] then return 0 end redis.call('SET', KEYS[1], ARGV[2]) return 1"
@@ -295,14 +301,14 @@ class RedisSink(RowSink):
         facts = self._redis.info("everything")
         version = str(facts.get("redis_version", "0"))
         if tuple(int(part) for part in version.split(".")[:2]) < (6, 2):
-            raise SinkError(self._server.name, f"its version is {version}, and 6.2 is needed")
+            raise SinkError(self._server.name, f"its version is {version}", "Use Redis 6.2 or newer")
         if facts.get("cluster_enabled"):
-            reason = "it is a cluster, which has no operations on keys of several nodes. Use a single server"
-            raise SinkError(self._server.name, reason)
+            reason = "it is a cluster, which has no operations on keys of several nodes"
+            raise SinkError(self._server.name, reason, "Use a single server")
         policy = str(facts.get("maxmemory_policy", "unknown"))
         if policy != "noeviction" and not policy.startswith("volatile-"):
-            reason = f"it may evict rows: maxmemory-policy is {policy}. Set noeviction, or one of volatile-*"
-            raise SinkError(self._server.name, reason)
+            reason = f"it may evict rows: maxmemory-policy is {policy}"
+            raise SinkError(self._server.name, reason, "Set maxmemory-policy noeviction, or one of volatile-*")
 
     def _check_writer(self, held: bytes) -> None:
         """Raise SinkBusyError if the connection of the writer ``held`` exists."""
@@ -330,12 +336,12 @@ class RedisSink(RowSink):
     def _client(self) -> Any:  # noqa: ANN401  the package is optional
         self._check_process()
         if self._redis is None:
-            raise SinkError(self._server.name, "the sink is closed; call open() first")
+            raise SinkError(self._server.name, *SINK_CLOSED)
         return self._redis
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
-            raise SinkError(self._server.name, "this process was forked; it must build a sink of its own")
+            raise SinkError(self._server.name, *SINK_FORKED)
 
     def _disconnect(self) -> None:
         redis, self._redis, self._writer = self._redis, None, b""
@@ -351,8 +357,13 @@ class RedisSink(RowSink):
         self._client()
         with self._server.errors():
             is_done = self._scripts[script](keys=[self._keys.writer, *keys], args=[self._writer, *arguments])
-        if not is_done:
-            raise SinkFencedError(self._server.name)
+        if is_done:
+            return
+        with self._server.errors():
+            is_lost = self._redis.get(self._keys.writer) is None
+        if is_lost:
+            raise SinkError(self._server.name, f"its key {self._keys.writer} was deleted or evicted", _LOST_KEYS)
+        raise SinkFencedError(self._server.name)
 
     def _write(self, keys: list[str], values: Tensor, version: int) -> None:
         row_bytes = values.shape[1] * values.dtype.itemsize + len(keys[0]) if keys else 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from delta_tracker.errors import MalformedSinkError, SinkError
+from delta_tracker.errors import NO_VERSION, MalformedSinkError, SinkError
 from delta_tracker.row_sink import SinkState
 from delta_tracker.sinks.lookup import LookedUp, Lookup, joined
 from delta_tracker.sinks.redis_server import MAX_BATCH_BYTES, MAX_BATCH_ROWS, RedisKeys, RedisServer
@@ -54,7 +54,7 @@ class RedisRows:
             with self._server.errors():
                 current = self._redis.get(self._keys.current)
                 if current is None:
-                    raise SinkError(self._server.name, "no version is complete yet")
+                    raise SinkError(self._server.name, *NO_VERSION)
                 data = self._redis.get(self._keys.state(_stream(current)))
             if data is not None:
                 return self._parsed(data)
@@ -78,7 +78,8 @@ class RedisRows:
             if found is not None:
                 return found
             self._read = None
-        raise SinkError(self._server.name, f"its stream changed during {_MAX_ATTEMPTS} lookups in a row")
+        reason = f"its stream changed during {_MAX_ATTEMPTS} lookups in a row"
+        raise SinkError(self._server.name, reason, "Call rows() again")
 
     def close(self) -> None:
         """Close the connections."""

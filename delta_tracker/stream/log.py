@@ -514,7 +514,8 @@ class StreamLog:
                 return Claim(self, *claimed, needs_snapshot=altered is not None)
             altered, num_altered = None, 0
             back_off(refused + 1)
-        raise StorageError(self.storage.url, f"lost {_CLAIM_ATTEMPTS} claims to other publishers, the last for {name}")
+        reason = f"lost {_CLAIM_ATTEMPTS} claims to other publishers, the last for {name}"
+        raise StorageError(self.storage.url, reason, "Stop the other publishers of this stream, then try again")
 
     def _adopted(self, entry: Manifest) -> Claim | None:
         """Return the claim that an earlier call created as ``entry``, which is the newest entry.

@@ -137,8 +137,8 @@ class MomentumLastCapture:
             UnsupportedTableError: if the shard is not supported; the error gives the reason.
         """
         if not shard.is_fused or (shard.places and num_optimizer_states(shard) == 0):
-            reason = "its optimizer keeps no state per row inside the kernel; the modes ID_ONLY and EMBEDDING work"
-            raise UnsupportedTableError(shard.spec.table.fqn, reason)
+            reason = "its optimizer keeps no state per row inside the kernel"
+            raise UnsupportedTableError(shard.spec.table.fqn, reason, _remedy("Adam or row-wise Adagrad"))
 
     def old_states(self, shard: LocalShard, ids: Tensor) -> Tensor:
         """Return an empty tensor, ``[N, 0]``, because the mode keeps no old states."""
@@ -170,8 +170,8 @@ class MomentumDiffCapture(MomentumLastCapture):
         """
         super().check(shard)
         if shard.places and not has_rowwise_state(shard):
-            reason = "its optimizer keeps no row-wise sum of squared gradients, as row-wise Adagrad does"
-            raise UnsupportedTableError(shard.spec.table.fqn, reason)
+            reason = "its optimizer keeps no sum of squared gradients per row"
+            raise UnsupportedTableError(shard.spec.table.fqn, reason, _remedy("row-wise Adagrad"))
 
     def old_states(self, shard: LocalShard, ids: Tensor) -> Tensor:
         """Return the current sums of squared gradients of the rows ``ids``, ``[N, S]``."""
@@ -184,6 +184,13 @@ class MomentumDiffCapture(MomentumLastCapture):
         """
         assert rows.states is not None, "this mode keeps old states"
         return (self.old_states(shard, rows.ids) - rows.states).sum(dim=1)
+
+
+def _remedy(optimizers: str) -> str:
+    return (
+        f"Pass mode='ID_ONLY' or 'EMBEDDING', train it with fused {optimizers}, or name it in fqns_to_skip to train it "
+        "untracked"
+    )
 
 
 CAPTURES: dict[TrackingMode, Capture] = {

@@ -604,8 +604,10 @@ class Storage:
         if not _processes:
             _processes.append(os.getpid())
         if self._is_remote and os.getpid() not in _processes:
-            reason = "this process was forked after obstore was used, and lacks its threads; start it with spawn, or"
-            raise StorageError(self.url, f"{reason} do not use a store before the fork")
+            reason = "this process was forked after obstore was used, and lacks its threads"
+            raise StorageError(
+                self.url, reason, "Start this process with spawn, or use no remote store before the fork"
+            )
 
     def _upload(self, name: str, buffers: Iterable[memoryview]) -> None:
         """Write an object to a remote store: a single chunk with one request, several with a multipart upload."""
@@ -676,8 +678,8 @@ class Storage:
             except NotSupportedError as error:
                 if not self._is_http:
                     raise
-                reason = "the server answers a range with the whole object. Make it pass ranges on, or cache slices"
-                raise StorageError(self.url, f"{name}: {reason}") from error
+                reason = f"{name}: the server answers a range with the whole object"
+                raise StorageError(self.url, reason, "Make it pass ranges on, or cache slices") from error
             except (BaseError, OSError) as error:
                 if transfer.num_bytes <= before:
                     raise
@@ -735,7 +737,7 @@ class Storage:
             if stat.S_ISDIR(status.st_mode):
                 return None
             if not stat.S_ISREG(status.st_mode):
-                raise StorageError(self.url, f"{name} is not a regular file")
+                raise StorageError(self.url, f"{name} is not a regular file", "Delete it: no publisher has written it")
             if transfer is not None:
                 transfer.modified = status.st_mtime
             data = self._allocate(name, status.st_size, begin, end, max_bytes, out)

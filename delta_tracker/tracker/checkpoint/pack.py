@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
+from types import FrameType, MappingProxyType
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from delta_tracker.types import ShardSpec
 
 # Mapping from counter name to the counter's fields: a mapping from field name to tensor or JSON value.
 Counters = Mapping[str, Mapping[str, Any]]
+
+_DCP_LOAD = "torch.distributed.checkpoint.state_dict_loader"
 
 
 def pack(
@@ -136,3 +139,23 @@ def _shard_json(spec: ShardSpec) -> list[object]:
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def refuse_dcp_load(argument: str, adapter: str) -> None:
+    """Refuse ``state_dict()`` inside ``dcp.load``, which needs the keys and sizes of the saved state instead.
+
+    ``dcp.load`` would raise that the sizes differ, or succeed where they are equal by chance.
+
+    Args:
+        argument: what the caller saves.
+        adapter: text of the object to load it with.
+
+    Raises:
+        InvalidArgumentError: if ``dcp.load`` is among the callers.
+    """
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001  the only way to know the caller
+    while frame is not None:
+        if frame.f_globals.get("__name__") == _DCP_LOAD:
+            remedy = f"Pass {adapter} of delta_tracker.integrations.dcp to dcp.load()"
+            raise InvalidArgumentError(argument, "an object to load", remedy)
+        frame = frame.f_back

@@ -12,7 +12,7 @@ from delta_tracker.errors import InvalidArgumentError, PartialStateError, StateM
 from delta_tracker.tracker.checkpoint.counter_set import CounterSet, counted_by
 from delta_tracker.tracker.checkpoint.counters import State
 from delta_tracker.tracker.checkpoint.gather import gather_parts
-from delta_tracker.tracker.checkpoint.pack import pack
+from delta_tracker.tracker.checkpoint.pack import pack, refuse_dcp_load
 from delta_tracker.tracker.checkpoint.rank_header import Layout, RankHeader, check_alike, parse_all, take
 from delta_tracker.tracker.log_state import LogState
 
@@ -89,6 +89,7 @@ class RankCounters:
             StateMismatchError: if ``strategy`` is ``merge`` and a state cannot be merged.
             RankLostError: if a rank does not take part in a collective.
         """
+        refuse_dcp_load("counters", "SavedCounters(counters, path)")
         if strategy not in get_args(CounterStrategy):
             raise InvalidArgumentError("strategy", strategy, f"Pass one of {get_args(CounterStrategy)}")
         rank, world_size = rank_and_world_size()
@@ -115,7 +116,8 @@ class RankCounters:
             MalformedStateError: if the fields of a counter are invalid.
         """
         if not parts:
-            raise PartialStateError("it has no counters", [])
+            remedy = "Load a checkpoint that has them, or load none: the counters then keep their values"
+            raise PartialStateError("it has no counters", remedy=remedy)
         check_alike(parts)
         if parts[0].mode != MODE:
             raise StateMismatchError("mode", parts[0].mode, MODE)

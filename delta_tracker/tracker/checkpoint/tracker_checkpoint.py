@@ -14,9 +14,11 @@ from torch import Tensor
 
 from delta_tracker.distributed import TORCH_TIMEOUT, RankGroup, rank_and_world_size
 from delta_tracker.errors import (
+    LOAD_BEFORE,
     DeltaTrackerError,
     InvalidArgumentError,
     RankMismatchError,
+    ReservedConsumerError,
     StateMismatchError,
     UnsyncedReplicasError,
 )
@@ -24,7 +26,7 @@ from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.checkpoint.counter_set import CounterSet
 from delta_tracker.tracker.checkpoint.gather import Strategy, gather_parts
-from delta_tracker.tracker.checkpoint.pack import pack
+from delta_tracker.tracker.checkpoint.pack import pack, refuse_dcp_load
 from delta_tracker.tracker.checkpoint.rank_header import RankHeader, check_alike, check_tables, parse_all, take
 from delta_tracker.tracker.checkpoint.reshard import Resharding
 from delta_tracker.tracker.log_state import LogState, PendingState
@@ -132,6 +134,7 @@ class TrackerCheckpoint:
 
     def state_dict(self, *, strategy: Strategy = "local") -> dict[str, Tensor]:
         """Return the state to save. See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.state_dict`."""
+        refuse_dcp_load("tracker", "SavedTracker(tracker, path)")
         if strategy not in get_args(Strategy):
             raise InvalidArgumentError("strategy", strategy, f"Pass one of {get_args(Strategy)}")
         rank, world_size = rank_and_world_size()
@@ -147,6 +150,18 @@ class TrackerCheckpoint:
             return part
         gathered = gather_parts(part, self._group)
         return part if strategy == "gather_or_local" and rank != 0 else gathered
+
+    def _check_free(self) -> None:
+        """Check that no consumer is reserved: a load replaces the pending rows of all consumers.
+
+        Raises:
+            ReservedConsumerError: if a consumer is reserved.
+        """
+        for name in self._log.consumers:
+            try:
+                self._log.resolve(name)
+            except ReservedConsumerError as error:
+                raise ReservedConsumerError(error.consumer, error.owner, LOAD_BEFORE) from error
 
     def _check_attached(self, group: RankGroup | None) -> None:
         """Check that the tracker is attached: otherwise the log lacks updates.
@@ -168,7 +183,8 @@ class TrackerCheckpoint:
         if error is not None:
             raise error
         if any(map(bool, failed)):
-            raise RankMismatchError("attached model", {rank: not bool(each) for rank, each in enumerate(failed)})
+            values = {rank: not bool(each) for rank, each in enumerate(failed)}
+            raise RankMismatchError("attached model", values, "Call tracker.reattach() on every rank")
 
     def _check_synced(self, group: RankGroup | None) -> None:
         """Check that no row changed since the last sync of the replicas in 2D parallelism.
@@ -188,8 +204,7 @@ class TrackerCheckpoint:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load a saved state. See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.load_state_dict`."""
-        for name in self._log.consumers:
-            self._log.resolve(name)  # raises if the consumer is reserved
+        self._check_free()
         if not state:
             self._log.mark_everything()
             self._annotations, self._restored = {}, Restored.NOTHING
@@ -215,8 +230,7 @@ class TrackerCheckpoint:
 
         See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.restore_from_stream`.
         """
-        for name in self._log.consumers:
-            self._log.resolve(name)  # raises if the consumer is reserved
+        self._check_free()
         names = self._log.consumers
         for name in (*pending, *notes):
             if name not in names:
@@ -243,6 +257,7 @@ class TrackerCheckpoint:
 
     def plan_load(self, parts: list[RankHeader]) -> Resharding:
         """Return a plan to load saved parts. See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.plan_load`."""
+        self._check_free()
         check_alike(parts)
         first = parts[0]
         for what, saved, found in (
