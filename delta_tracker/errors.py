@@ -163,13 +163,13 @@ class InvalidArgumentError(DeltaTrackerError, ValueError):
 class MissingExtraError(DeltaTrackerError, ImportError):
     """A required package is not installed.
 
-    ``package`` is its name, and ``extra`` the extra of this library that installs the package.
+    ``package`` is its name, and ``extra`` the extra of this library that installs the package, None if each
+    installation of the library does.
     """
 
-    def __init__(self, package: str, extra: str) -> None:
-        super().__init__(
-            f"the package {package!r} is not installed", f"Install it with: pip install 'delta_tracker[{extra}]'"
-        )
+    def __init__(self, package: str, extra: str | None) -> None:
+        what = package if extra is None else f"'delta_tracker[{extra}]'"
+        super().__init__(f"the package {package!r} is not installed", f"Install it with: pip install {what}")
         self.package = package
         self.extra = extra
 

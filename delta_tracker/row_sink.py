@@ -97,7 +97,7 @@ class SinkState:
             raise InvalidArgumentError("applying", self.applying, "Give a version and its hash, or neither")
         for fqn, table in self.tables.items():
             if table.dtype not in _DTYPE_NAMES:
-                raise InvalidArgumentError("dtype", table.dtype, f"Table {fqn!r} needs one of {sorted(_DTYPES)}")
+                raise InvalidArgumentError("dtype", table.dtype, f"Give table {fqn!r} one of {sorted(_DTYPES)}")
         for fqn, identity in self.identities.items():
             held = self.tables.get(fqn)
             if held is None or identity.num_rows != held.num_rows:

@@ -210,7 +210,9 @@ MISTAKES: Mapping[str, Mistake] = {
     ),
     "skip a string": Mistake(lambda: _tracker(fqns_to_skip="0"), "fqns_to_skip='0'", "Pass a list"),
     "misspell a mode": Mistake(lambda: _tracker(mode="ids"), "mode='ids'", "'ID_ONLY'"),
-    "MOMENTUM_LAST with SGD": Mistake(lambda: _tracker(mode="MOMENTUM_LAST"), "table '0'", "ID_ONLY and EMBEDDING"),
+    "MOMENTUM_LAST with SGD": Mistake(
+        lambda: _tracker(mode="MOMENTUM_LAST"), "table '0'", "Pass mode='ID_ONLY' or 'EMBEDDING'"
+    ),
     "an engine for another device": Mistake(lambda: _tracker(engine="cuda"), "engine='cuda'", "'torch'"),
     "a negative limit": Mistake(lambda: _tracker(max_bytes=-1), "max_bytes=-1", "1 or more"),
     "consumers as a string": Mistake(lambda: _tracker(consumers="serving"), "consumers='serving'", "Pass a list"),
@@ -353,7 +355,7 @@ MISTAKES: Mapping[str, Mistake] = {
     "a canary as a number": Mistake(lambda: Predictor(_model(), _url(), canary=3), "canary=3", "Canary(versions=3)"),  # type: ignore[arg-type]
     "a gate as a number": Mistake(lambda: Predictor(_model(), _url(), gate=0.5), "gate=0.5", "Gate(max_drift=0.5)"),  # type: ignore[arg-type]
     "raw ids of a plain table": Mistake(
-        lambda: _synced(raw_ids={"0": RawIdIndex(100)}), "without raw ids in the stream", "Build the predictor's"
+        lambda: _synced(raw_ids={"0": RawIdIndex(100)}), "without raw ids in the stream", "Leave the table out"
     ),
     "sync inside reading()": Mistake(_sync_inside_reading, "inside reading()", "Leave the"),
     "a store's option misspelt": Mistake(lambda: _bucket(acces_key="x"), "acces_key", "is not valid for store"),

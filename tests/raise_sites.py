@@ -6,12 +6,14 @@ import ast
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from delta_tracker import errors
 
 _ROOT = Path(__file__).parent.parent
 _PACKAGE = _ROOT / "delta_tracker"
+_TESTS_OF_TYPES = {"isinstance", "issubclass", "suppress"}
 _BASES = {"DeltaTrackerError", "CheckpointError", "_CausedError"}
 
 ERRORS = {
@@ -29,23 +31,105 @@ class Site:
     function: str
 
 
-def sites() -> dict[Site, list[ast.Call]]:
-    """Return the calls of each place that makes an error, from the source of the package."""
-    found: dict[Site, list[ast.Call]] = {}
-    for path in sorted(_PACKAGE.rglob("*.py")):
-        if path != _PACKAGE / "errors.py":
-            for site, call in _calls(ast.parse(path.read_text()), ""):
-                found.setdefault(site, []).append(call)
+def sites() -> dict[Site, list[ast.AST]]:
+    """Return what makes an error in each function: calls of its class, and other uses of the class that lead to one."""
+    found: dict[Site, list[ast.AST]] = {}
+    for tree in _trees():
+        for site, node in _uses(tree, ""):
+            found.setdefault(site, []).append(node)
     return found
 
 
-def _calls(node: ast.AST, function: str) -> Iterator[tuple[Site, ast.Call]]:
+@cache
+def _trees() -> list[ast.Module]:
+    paths = sorted(set(_PACKAGE.rglob("*.py")) - {_PACKAGE / "errors.py"})
+    return [ast.parse(path.read_text()) for path in paths]
+
+
+def _uses(node: ast.AST, function: str) -> Iterator[tuple[Site, ast.AST]]:
     for child in ast.iter_child_nodes(node):
         inner = function
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             inner = f"{function}.{child.name}" if function else child.name
-        if isinstance(child, ast.Call):
-            name = ast.unparse(child.func).rpartition(".")[2]
+        elif isinstance(child, ast.Call):
+            name = _name(child.func)
             if name in ERRORS:
                 yield Site(name, function), child
-        yield from _calls(child, inner)
+            elif name not in _TESTS_OF_TYPES:
+                values = [*child.args, *(keyword.value for keyword in child.keywords)]
+                yield from ((Site(_name(value), function), value) for value in values if _name(value) in ERRORS)
+        elif isinstance(child, ast.Raise | ast.Assign):
+            value = child.exc if isinstance(child, ast.Raise) else child.value
+            names = [_name(each) for each in (value.elts if isinstance(value, ast.Tuple) else [value])]
+            if isinstance(child, ast.Raise) or not isinstance(value, ast.Tuple):
+                yield from ((Site(name, function), child) for name in names if name in ERRORS and _is_class(value))
+            elif function:  # of values that are assigned at once, not a constant with classes to catch
+                yield from ((Site(name, function), child) for name in names if name in ERRORS)
+        yield from _uses(child, inner)
+
+
+def _name(node: ast.AST | None) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _is_class(node: ast.AST | None) -> bool:
+    return isinstance(node, ast.Name | ast.Attribute)
+
+
+def advice_of(site: Site, node: ast.AST) -> set[str]:
+    """Return the first words of the advice of an ``InvalidArgumentError``; ``...`` for one that is not a literal."""
+    text = node.args[2] if isinstance(node, ast.Call) and len(node.args) > 2 else None
+    if isinstance(text, ast.Name):
+        return {word for value in _assigned(site, text.id) for word in _first_words(value)} or {"..."}
+    return _first_words(text)
+
+
+def _assigned(site: Site, name: str) -> list[ast.expr]:
+    """Return the values of a variable or constant in the files and functions of a site."""
+    found = []
+    for tree in _trees():
+        scopes = [tree, *(each for qualified, each in _functions(tree, "") if qualified == site.function)]
+        if len(scopes) > 1:
+            for scope in scopes:
+                body = ast.walk(scope) if scope is not tree else tree.body
+                for each in body:
+                    if isinstance(each, ast.Assign) and _name(each.targets[0]) == name:
+                        found.append(each.value)
+    return found
+
+
+def _functions(node: ast.AST, function: str) -> Iterator[tuple[str, ast.AST]]:
+    for child in ast.iter_child_nodes(node):
+        inner = function
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            inner = f"{function}.{child.name}" if function else child.name
+            yield inner, child
+        yield from _functions(child, inner)
+
+
+def _first_words(text: ast.AST | None) -> set[str]:
+    if isinstance(text, ast.IfExp):
+        return _first_words(text.body) | _first_words(text.orelse)
+    if isinstance(text, ast.JoinedStr):
+        text = text.values[0]
+    return {str(text.value).partition(" ")[0]} if isinstance(text, ast.Constant) else {"..."}
+
+
+def followed() -> dict[str, set[Site]]:
+    """Return the sites that the marker ``advice`` of each test names."""
+    found: dict[str, set[Site]] = {}
+    for path in sorted((_ROOT / "tests").rglob("test_*.py")):
+        for test in ast.walk(ast.parse(path.read_text())):
+            if isinstance(test, ast.FunctionDef):
+                for mark in test.decorator_list:
+                    if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.advice":
+                        texts = [ast.literal_eval(argument) for argument in mark.args]
+                        name = f"{path.relative_to(_ROOT)}::{test.name}"
+                        found.setdefault(name, set()).update(site for text in texts for site in named(text))
+    return found
+
+
+def named(text: str) -> set[Site]:
+    """Return the sites in one argument of the marker, such as ``"SinkError: LmdbSink._opened RedisSink._client"``."""
+    error, _, functions = text.partition(": ")
+    return {Site(error, function) for function in functions.split()}

@@ -69,11 +69,11 @@ def _custom(target: str) -> RowSink:
     try:
         build = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
-        raise InvalidArgumentError("TARGET", target, f"{error}. {_TARGETS}") from error
+        raise InvalidArgumentError("TARGET", target, f"{_TARGETS}: {error}") from error
     return _checked(build(), target)
 
 
 def _checked(sink: object, target: str) -> RowSink:
     if not isinstance(sink, RowSink):
-        raise InvalidArgumentError("TARGET", target, f"It returned a {type(sink).__name__}. {_TARGETS}")
+        raise InvalidArgumentError("TARGET", target, f"{_TARGETS}: it returned a {type(sink).__name__}")
     return sink

@@ -101,7 +101,7 @@ class Stream:
         head = self.log.head()
         if head is None:
             raise InvalidArgumentError(
-                "URL", self.storage.url, "There is no stream. Check the URL, or start the publisher"
+                "URL", self.storage.url, "Check the URL, or start the publisher: there is no stream"
             )
         return head
 

@@ -103,7 +103,7 @@ def order_labels(stat: str, names: tuple[str, ...], labels: Mapping[str, object]
         InvalidArgumentError: if the keys of ``labels`` are not exactly ``names``.
     """
     if len(labels) != len(names) or any(name not in labels for name in names):
-        raise InvalidArgumentError("labels", dict(labels), f"{stat!r} has exactly the labels {list(names)}")
+        raise InvalidArgumentError("labels", dict(labels), f"Pass exactly the labels {list(names)} of {stat!r}")
     return tuple((name, encodable(str(labels[name]))) for name in names)
 
 

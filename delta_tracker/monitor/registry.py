@@ -60,7 +60,7 @@ class Registry:
                 self._stats[exposed(definition.name)] = known
                 self._exposed |= dict.fromkeys(definition.exposed_names, known)
             elif known.definition != definition:
-                remedy = f"It is already a {known.definition.kind} defined as {known.definition}: use another name"
+                remedy = f"Use another name: this is a {known.definition.kind} defined as {known.definition}"
                 raise InvalidArgumentError("name", definition.name, remedy)
             return known
 
@@ -80,7 +80,7 @@ class Registry:
         """
         with self._lock:
             if definition.name in self._sources:
-                raise InvalidArgumentError("name", definition.name, "It already has a callback: unregister it first")
+                raise InvalidArgumentError("name", definition.name, "Use another name: this one has a callback already")
             stat = self.define(definition, **settings)
             self._sources[definition.name] = Passive(stat, callback)
             return stat
@@ -172,8 +172,11 @@ class Registry:
     def _check_exposed(self, definition: Definition) -> None:
         for name in sorted(definition.exposed_names & self._exposed.keys()):
             known = self._exposed[name].definition
-            remedy = f"Prometheus cannot distinguish it from the {known.kind} {known.name!r}, which also uses the name"
-            raise InvalidArgumentError("name", definition.name, f"{remedy} {name!r}: use another name")
+            remedy = (
+                f"Use another name: Prometheus cannot distinguish it from the {known.kind} {known.name!r}, which also "
+                f"uses the name {name!r}"
+            )
+            raise InvalidArgumentError("name", definition.name, remedy)
 
     def _policy(self, name: str) -> Policy:
         policy = self._defaults[exposed(name)]

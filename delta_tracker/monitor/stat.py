@@ -199,7 +199,7 @@ class Stat:
         """
         unknown = labels.keys() - set(self.definition.labels)
         if unknown:
-            remedy = f"{self.name!r} has the labels {list(self.definition.labels)}"
+            remedy = f"Pass some of the labels {list(self.definition.labels)} of {self.name!r}"
             raise InvalidArgumentError("labels", sorted(unknown), remedy)
         wanted = {(name, encodable(str(value))) for name, value in labels.items()}
         with self._lock:

@@ -30,7 +30,7 @@ KEY = "delta_tracker.monitor"
 """Key of the counters in a checkpoint."""
 
 _FORMAT = "totals by label values"
-_REMEDY = "It is not in the counters' format: load a checkpoint saved by this library"
+_REMEDY = "Load a checkpoint that this library saved: this state is not in the counters' format"
 _MAX_BYTES = 64 * 2**20
 
 # int first, so that integers are not converted to floats.
@@ -194,7 +194,7 @@ def _fitting(parts: Iterable[Totals], monitor: Monitor) -> dict[tuple[str, tuple
     stats = {stat.name: stat for stat in _logical(monitor)}
     for name, label_values in summed:
         if name in stats and len(label_values) != len(stats[name].definition.labels):
-            remedy = f"The counter has the labels {list(stats[name].definition.labels)}: use those it was saved with"
+            remedy = f"Use the labels it was saved with: the counter has {list(stats[name].definition.labels)}"
             raise InvalidArgumentError("labels", (name, label_values), remedy)
     return summed
 
@@ -206,7 +206,11 @@ def _logical(monitor: Monitor) -> Sequence[Stat]:
 def _num_bytes(metadata: Any) -> int:  # noqa: ANN401  torch's TensorStorageMetadata, if the checkpoint is valid
     size = tuple(getattr(metadata, "size", ()))
     if len(size) != 1 or not 0 < size[0] <= _MAX_BYTES:
-        raise InvalidArgumentError("reader", size, f"The counters of a rank must have 1 to {_MAX_BYTES} bytes")
+        raise InvalidArgumentError(
+            "reader",
+            size,
+            f"Pass a reader of counters that this library saved, of 1 to {_MAX_BYTES} bytes for each rank",
+        )
     return int(size[0])
 
 

@@ -53,13 +53,13 @@ def observe(log: StreamLog) -> Observed:
     url = log.storage.url
     entries = [entry for entry in map(log.read, log.versions()[-_NUM_ENTRIES:]) if entry is not None]
     if not entries:
-        raise InvalidArgumentError("--from", url, "There is no stream. Check the URL, or start the publisher")
+        raise InvalidArgumentError("--from", url, "Check the URL, or start the publisher: there is no stream")
     versions = [entry for entry in entries if entry.kind != "claim"]
     deltas = [entry for entry in versions if entry.kind == "delta"]
     if len(deltas) < 2:  # noqa: PLR2004  a rate needs two times
         raise InvalidArgumentError("--from", url, "Pass a stream with two deltas or more, or describe it with --table")
     if versions[-1].format != FORMAT:
-        remedy = "Its states or raw ids are not part of a plan. Describe its tables with --table"
+        remedy = "Describe its tables with --table: its states or raw ids are not part of a plan"
         raise InvalidArgumentError("--from", url, remedy)
     gaps = [after.committed - before.committed for before, after in pairwise(versions)]
     seconds = statistics.median(gaps)
@@ -102,6 +102,6 @@ def _encoding(url: str, versions: list[Manifest], tables: tuple[TableSpec, ...])
     if all(encoding is Encoding.of(dtypes[fqn]) for fqn, encoding in found.items()):
         return None
     if len(set(found.values())) > 1:
-        remedy = "Its tables have different encodings. Describe them with --table, one encoding at a time"
+        remedy = "Describe its tables with --table, one encoding at a time: they have different encodings"
         raise InvalidArgumentError("--from", url, remedy)
     return next(iter(found.values()))

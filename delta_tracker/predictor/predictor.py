@@ -188,7 +188,7 @@ class Predictor(Forkable):
         self._writer: VersionWriter
         if isinstance(model, RowSink):
             if names or raw_ids:
-                text = "A row store keeps all tables under their names in the stream, and the raw ids of their rows"
+                text = "Omit it: a row store keeps all tables under the stream's names, and the raw ids of their rows"
                 raise InvalidArgumentError("names" if names else "raw_ids", names or raw_ids, text)
             self._writer = SinkWriter(
                 model, chunk_rows=chunk_rows, cursor=self._cursor, gauges=self._gauges, recorder=recorder
@@ -1146,7 +1146,7 @@ class Predictor(Forkable):
         self._writer.restore()
         entries = self._cursor.path_to(version, is_elsewhere=stream is not None)
         if self._canary is not None and self._cursor.allows is not None and not self._cursor.allows(entries[-1]):
-            text = f"A canary stays {self._canary.text} behind the newest version"
+            text = f"Pass an older version: a canary stays {self._canary.text} behind the newest one"
             raise InvalidArgumentError("version", version, text)
         path = [(manifest, self._writer.resolve(manifest)) for manifest in entries]
         identities = self._writer.identities

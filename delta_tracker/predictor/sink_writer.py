@@ -99,7 +99,7 @@ class SinkWriter(VersionWriter):
         Raises:
             InvalidArgumentError: always.
         """
-        raise InvalidArgumentError("reading()", "with a row store", "Look rows up with a reader of the row store")
+        raise InvalidArgumentError("reading()", "with a row store", "Use a reader of the row store, such as LmdbRows")
 
     def state_dict(self) -> dict[str, str | int]:
         """Refuse: the row store keeps the position.
@@ -107,7 +107,9 @@ class SinkWriter(VersionWriter):
         Raises:
             InvalidArgumentError: always.
         """
-        raise InvalidArgumentError("state_dict()", "with a row store", "The row store keeps the position with its rows")
+        raise InvalidArgumentError(
+            "state_dict()", "with a row store", "Omit it: the row store keeps the position with its rows"
+        )
 
     def load_state_dict(self, state: Mapping[str, str | int]) -> None:
         """Refuse: the row store keeps the position.
@@ -115,7 +117,7 @@ class SinkWriter(VersionWriter):
         Raises:
             InvalidArgumentError: always.
         """
-        raise InvalidArgumentError("state", state, "A row store keeps the position with its rows: do not load one")
+        raise InvalidArgumentError("state", state, "Omit it: the row store keeps the position with its rows")
 
     def before_fork(self) -> None:
         """No-op: lookups do not read the memory of this process."""

@@ -227,7 +227,9 @@ def _states(argument: str, objects: Mapping[str, Stateful]) -> dict[str, object]
         state = found[name] = value.state_dict()
         # By default, TorchRec's KeyedOptimizer and its wrappers omit them.
         if getattr(value, "param_groups", None) and not (isinstance(state, dict) and "param_groups" in state):
-            remedy = "Its state has no param_groups, so its learning rate would be lost: call save_param_groups(True)"
+            remedy = (
+                "Call its save_param_groups(True): its state has no param_groups, so its learning rate would be lost"
+            )
             raise InvalidArgumentError(f"{argument}[{name!r}]", type(value), remedy)
     return found
 

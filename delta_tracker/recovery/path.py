@@ -42,7 +42,7 @@ def recovery_path(log: StreamLog, version: int | None = None, *, applied: Manife
         raise NotRecoverableError(log.storage.url, None, "the stream is empty")
     asked = head.version if version is None else version
     if type(asked) is not int or not 0 <= asked <= head.version:
-        raise InvalidArgumentError("version", version, f"The stream has versions up to {head.version}")
+        raise InvalidArgumentError("version", version, f"Pass a version up to {head.version}, the newest")
     search = _Search(log, head, asked)
     target = search.target()
     return (None if applied is None else search.path_after(applied, target)) or search.path(target)

@@ -109,7 +109,7 @@ class ServingStreams:
         for _ in range(ATTEMPTS):
             head = log.head()
             if head is None or head.stream != self._streams[number]:
-                remedy = f"It was replaced: it was the stream {self._streams[number]}. Mount or restore it"
+                remedy = f"Mount or restore the stream {self._streams[number]}, which was replaced"
                 raise InvalidArgumentError("serving", storage.url, remedy)
             newest = self._recovery.head()
             if newest is None or newest.link != recovery.link:
@@ -132,6 +132,6 @@ def _stream_of(storage: Storage) -> str:
     """Return the id of the stream in a store."""
     head = StreamLog(storage).head() if storage.has_directory("log") else None
     if head is None:
-        remedy = "There is no stream: check the url, and that its directory is mounted"
+        remedy = "Check the url, and that its directory is mounted: there is no stream"
         raise InvalidArgumentError("serving", storage.url, remedy)
     return head.stream

@@ -506,7 +506,7 @@ class Standby:
             return
         if silence < seconds:
             remedy = (
-                f"The publisher leaves a heartbeat every {seconds:g} s: pass at least {_MIN_HEARTBEATS * seconds:g}"
+                f"Pass at least {_MIN_HEARTBEATS * seconds:g}: the publisher leaves a heartbeat every {seconds:g} s"
             )
             raise InvalidArgumentError("silence", silence, remedy)
         if silence < _MIN_HEARTBEATS * seconds:

@@ -54,7 +54,7 @@ def check_objects(
 def _check_optimizer(what: str, optimizer: Stateful, states: TrainingStates, rank: int, path: tuple[str, str]) -> None:
     own = optimizer.state_dict()
     if not (isinstance(own, Mapping) and _GROUPS in own):
-        remedy = "Its state has no param_groups, so its learning rate would be lost: call save_param_groups(True)"
+        remedy = "Call its save_param_groups(True): its state has no param_groups, so its learning rate would be lost"
         raise InvalidArgumentError(what, type(optimizer), remedy)
     fields = states.fields(rank, *path)
     if fields is None or _GROUPS not in fields:

@@ -236,7 +236,7 @@ class LmdbSink(RowSink):
             InvalidArgumentError: if readers read the stream.
         """
         if stream == self.current():
-            raise InvalidArgumentError("stream", stream, "Readers read this stream: finish another one first")
+            raise InvalidArgumentError("stream", stream, "Call finish() of another stream first: readers read this one")
         is_left = [True]
         begin = stream_prefix(stream)
 

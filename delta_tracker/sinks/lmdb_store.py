@@ -79,7 +79,9 @@ class LmdbStore:
         """Raise InvalidArgumentError if the keys of a table would be longer than LMDB permits."""
         limit = _MAX_KEY_BYTES - len(b"k") - _STREAM_HEX - len(b"r") - _ID_BYTES
         if len(table.encode()) > limit:
-            raise InvalidArgumentError("table", table, f"LMDB permits names of up to {limit} bytes in UTF-8")
+            raise InvalidArgumentError(
+                "table", table, f"Pass a name of up to {limit} bytes in UTF-8, the limit of LMDB"
+            )
 
 
 def state_key(stream: str) -> bytes:

@@ -78,7 +78,7 @@ class Lookup:
             self._default_of = defaults_of(self._identity, ids)
         elif bool(((ids < 0) | (ids >= spec.num_rows)).any()):
             wrong = ids[(ids < 0) | (ids >= spec.num_rows)]
-            raise InvalidArgumentError("ids", int(wrong[0]), f"Table {table!r} has the rows 0 to {spec.num_rows - 1}")
+            raise InvalidArgumentError("ids", int(wrong[0]), f"Pass rows of table {table!r}, 0 to {spec.num_rows - 1}")
         found: list[int] = self._default_of.unique().tolist()  # type: ignore[no-untyped-call]
         self.defaults: list[int] = [slot for slot in found if slot >= 0]
 

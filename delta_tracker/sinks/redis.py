@@ -258,7 +258,7 @@ class RedisSink(RowSink):
             InvalidArgumentError: if readers read the stream.
         """
         if stream == self.current():
-            raise InvalidArgumentError("stream", stream, "Readers read this stream: finish another one first")
+            raise InvalidArgumentError("stream", stream, "Call finish() of another stream first: readers read this one")
         state = next((state for state in self.states() if state.stream == stream), None)
         if state is None:
             return

@@ -538,8 +538,8 @@ class StreamCursor:
         """
         head = self._newest_below(version) if of_any else self.log.head()
         if head is None or type(version) is not int or not 0 <= version <= head.version:
-            newest = "no version" if head is None else f"versions up to {head.version}"
-            raise InvalidArgumentError("version", version, f"The stream has {newest}")
+            remedy = "Publish a snapshot first" if head is None else f"Pass one of the versions up to {head.version}"
+            raise InvalidArgumentError("version", version, remedy)
         if self.place is not None and self.place.stream != head.stream and not is_elsewhere:
             raise StreamReplacedError(self.log.storage.url, self.place.link.version)
         snapshots = {each.last: each for each in self.log.merged() if each.kind == "snapshot"}
@@ -551,7 +551,7 @@ class StreamCursor:
         while not path or path[-1].kind != "snapshot":
             manifest = self._entry(version, link, snapshots)
             if of_any and path and path[-1].forked_from is not None:
-                remedy = f"Version {path[-1].version} starts another stream: pass one before it, or a later snapshot"
+                remedy = f"Pass one before version {path[-1].version}, which starts another stream, or a later snapshot"
                 raise InvalidArgumentError("version", asked, remedy)
             if manifest is None or manifest.stream != stream:
                 raise MissingVersionError(version, head.version)

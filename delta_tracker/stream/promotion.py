@@ -34,12 +34,12 @@ def promote(storage: Storage) -> Manifest:
         >>> promote(Storage("memory://"))
         Traceback (most recent call last):
         ...
-        delta_tracker.errors.InvalidArgumentError: url='memory://' cannot be used. It has no stream to promote.
+        delta_tracker.errors.InvalidArgumentError: url='memory://' cannot be used. Pass the url of a stream.
     """
     log = StreamLog(storage)
     head = log.head()
     if head is None:
-        raise InvalidArgumentError("url", storage.url, "It has no stream to promote")
+        raise InvalidArgumentError("url", storage.url, "Pass the url of a stream")
     if head.forked_from is not None:
         return head
     return log.claim(after=head.link, forks=True).head

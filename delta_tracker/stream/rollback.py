@@ -136,12 +136,12 @@ def release_pin(storage: Storage, *, reason: str = "") -> Pin:
         >>> release_pin(Storage("memory://"))
         Traceback (most recent call last):
         ...
-        delta_tracker.errors.InvalidArgumentError: url='memory://' cannot be used. The stream is not pinned.
+        delta_tracker.errors.InvalidArgumentError: url='memory://' cannot be used. Omit the release: the stream is not pinned.
     """
     log = _log(storage, "a release", reason)
     counter, pin, head = newest_counter(storage), newest_pin(storage), log.head()
     if pin is None or head is None or pin.kind != "pin" or pin.stream != head.stream:
-        raise InvalidArgumentError("url", storage.url, "The stream is not pinned")
+        raise InvalidArgumentError("url", storage.url, "Omit the release: the stream is not pinned")
     snapshot = _snapshot(log, head)
     if snapshot is None or snapshot.version <= pin.bad:
         raise NoReleaseError(storage.url, pin.bad)
@@ -191,7 +191,9 @@ def checked_path(log: StreamLog, version: int, *, reads_parts: bool = False) -> 
     if entry is None or path[-1].link != entry.link:
         raise MissingVersionError(version, (log.head() or path[-1]).version)
     if entry.kind == "claim":
-        raise InvalidArgumentError("version", version, "It is a claim without rows: pass the version before or after")
+        raise InvalidArgumentError(
+            "version", version, "Pass the version before or after: this one is a claim without rows"
+        )
     for each in path:
         _check_objects(log.storage, each)
         for part in each.parts if reads_parts else ():
@@ -208,10 +210,10 @@ def _refuse_former(log: StreamLog, version: int) -> None:
     head = log.head()
     entry = log.read(version) if head is not None and type(version) is int and 0 <= version <= head.version else None
     if head is not None and entry is not None and entry.stream != head.stream:
-        step = "Call Publisher.snapshot() first: the present stream has no snapshot"
+        step = "Call Publisher.snapshot() first, because the present stream has no snapshot"
         if head.snapshot is not None:
             step = f"Pass a version of the present stream, whose newest snapshot is version {head.snapshot}"
-        remedy = f"It belongs to the former stream {entry.stream}. {step}"
+        remedy = f"{step}: version {version} belongs to the former stream {entry.stream}"
         raise InvalidArgumentError("version", version, remedy)
 
 

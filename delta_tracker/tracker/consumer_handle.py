@@ -321,7 +321,9 @@ class ConsumerHandle:
             InvalidArgumentError: if the handle was released.
         """
         if self._is_released:
-            raise InvalidArgumentError("consumer", self._name, "This handle was released: reserve the consumer again")
+            raise InvalidArgumentError(
+                "consumer", self._name, "Call reserve() of the tracker again: this handle was released"
+            )
         return self._name
 
     def _check_own(self, delta: Delta) -> None:

@@ -187,7 +187,7 @@ def choose(
         raise
     if masks is None:
         raise InvalidArgumentError(
-            "top_k", "score", "Another rank failed before it selected its rows: see the error there"
+            "top_k", "score", "Fix the error of the rank that failed before it selected its rows"
         )
     return dict(zip([fqn for fqn in fqns if fqn in tables], masks, strict=True))
 

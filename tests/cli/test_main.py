@@ -74,7 +74,7 @@ def test_a_wrong_call_exits_with_2_and_says_what_to_do(cli: Cli, arguments: list
 def test_a_typed_error_is_one_paragraph(cli: Cli) -> None:
     cli("inspect", "/nowhere/at/all", code=2)
     (line,) = cli.err.splitlines()
-    assert line.startswith("error: URL='file:///nowhere/at/all' cannot be used. There is no stream")
+    assert line.startswith("error: URL='file:///nowhere/at/all' cannot be used. Check the URL")
 
 
 def test_a_missing_package_is_named(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +187,7 @@ def test_a_closed_stdout_exits_with_2_and_says_so(
         ("mirror URL COPY --promote", "Pass only the URL of the mirror with --promote."),
         ("export URL", "Pass --out or --dcp."),
         ("diff URL 1 3 --ids", "Table ec.embeddings.t has no raw ids. Omit --ids."),
-        ("inspect s3://", "s3:// has no bucket. Write s3://bucket/prefix."),
+        ("inspect s3://", "Write s3://bucket/prefix, with a bucket."),
         ("inspect az:///prefix", "az:// has no container. Write az://container/prefix."),
     ],
 )

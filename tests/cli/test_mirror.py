@@ -82,7 +82,7 @@ def test_a_source_without_a_stream_is_named_before_anything_is_created(
     for source in ("nowhere", "empty"):
         url = (copy.parent / source).as_uri()
         assert cli("mirror", url, copy, "--once", *option, code=2) == ""
-        assert f"URL='{url}' cannot be used. There is no stream" in cli.err
+        assert f"URL='{url}' cannot be used. Check the URL" in cli.err
         assert not copy.exists()
     claimed = StreamLog(Storage((copy.parent / "claimed").as_uri(), create=True))
     claimed.claim()
@@ -120,9 +120,9 @@ def test_versions_of_the_former_stream_are_read_but_not_pinned(cli: Cli, writer:
         assert cli.json("export", copy, "--version", 3, "--out", out)["stream"] == former
         cli("export", copy, "--version", 3, "--dcp", out.with_suffix(".dcp"))
         cli("diff", copy, 2, 5, code=2)
-        assert "Version 5 starts another stream: pass one before it, or a later snapshot" in cli.err
+        assert "Pass one before version 5, which starts another stream, or a later snapshot" in cli.err
         cli("rollback", copy, 3, code=2)
-        assert f"version=3 cannot be used. It belongs to the former stream {former}" in cli.err
+        assert f"version 3 belongs to the former stream {former}" in cli.err
         step = "whose newest snapshot is version 7" if has_snapshot else "Call Publisher.snapshot() first"
         assert step in cli.err
     assert cli.json("export", copy, "--out", copy.with_name("new"))["stream"] == promoted

@@ -72,7 +72,7 @@ def test_a_plan_from_a_stream_is_the_stream(cli: Cli, writer: Writer) -> None:
         (["--table", "4x4:F64", "--changed", "1"], "['F32', 'F16', 'BF16']"),
         (["--table", "100000*4x4", "--changed", "1"], "at most 10000 tables"),
         (["--table", "4x0", "--changed", "1"], "dim"),
-        (["--table", "4x3", "--changed", "1", "--encoding", "int4"], "INT4 needs an even number"),
+        (["--table", "4x3", "--changed", "1", "--encoding", "int4"], "Use INT8, or INT4 with an even number"),
         (["--table", "4x4", "--changed", "1", "-o", "a=b"], "only together with --from"),
         (["--table", "4x4", "--changd", "1"], "Did you mean '--changed'?"),
         (["--table", "4x4", "--changed", "nan"], "changed"),
@@ -93,9 +93,9 @@ def test_streams_that_show_no_workload_are_refused(cli: Cli, tmp_path: Path) -> 
     writer.delta([1])
     writer.delta([2])
     cli("plan", "--from", url_of(writer), code=2)
-    assert "Its states or raw ids are not part of a plan" in " ".join(cli.err.split())
+    assert "its states or raw ids are not part of a plan" in " ".join(cli.err.split())
     cli("plan", "--from", tmp_path / "nothing", code=2)
-    assert "nothing' cannot be used. There is no stream" in cli.err
+    assert "nothing' cannot be used. Check the URL" in cli.err
 
 
 def test_one_table_is_singular(cli: Cli) -> None:

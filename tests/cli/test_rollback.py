@@ -46,4 +46,4 @@ def test_a_url_without_a_stream_is_named(cli: Cli, tmp_path: Path) -> None:
     url = (tmp_path / "nowhere").as_uri()
     for arguments in (["rollback", url, 3], ["release", url]):
         cli(*arguments, code=2)
-        assert f"URL='{url}' cannot be used. There is no stream" in cli.err
+        assert f"URL='{url}' cannot be used. Check the URL" in cli.err

@@ -40,7 +40,7 @@ def test_a_live_publisher_is_not_replaced_without_force(cli: Cli, silent: Writer
     assert silent.storage.size(_REQUEST) is None
     PublisherPulse(silent.storage, 40.0).leave(head)
     cli("takeover", url, code=2)
-    assert "The publisher leaves a heartbeat every 40 s: pass more, or --force" in cli.err
+    assert "Pass more than 40 s, the time between the publisher's heartbeats, or --force" in cli.err
     assert cli.json("takeover", url, "--force")["silent_seconds"] is None
     assert request_of(silent).force
 

@@ -145,4 +145,4 @@ def test_keys_choose_a_table_and_quit(storage: Storage, capsys, monkeypatch) -> 
 
 def test_a_url_without_a_stream_is_reported_immediately(tmp_path: Path, capsys) -> None:
     assert main(["top", str(tmp_path / "none")]) == 2
-    assert "There is no stream" in capsys.readouterr().err
+    assert "there is no stream" in capsys.readouterr().err

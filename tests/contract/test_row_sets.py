@@ -534,7 +534,7 @@ def test_engines_are_chosen_by_device_and_by_name() -> None:
 @pytest.mark.parametrize(("name", "device"), [("sort", "cpu"), ("", "cuda"), ("numba", "cuda"), ("triton", "cpu")])
 def test_an_engine_that_cannot_serve_is_refused(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(InvalidArgumentError, match=rf"engine='{name}'.*On {device} use one of \['torch', ") as caught:
+    with pytest.raises(InvalidArgumentError, match=rf"engine='{name}'.*Use one of \['torch', ") as caught:
         choose_engine(name, torch.device(device))
     assert (caught.value.argument, caught.value.value) == ("engine", name)
 

@@ -223,7 +223,7 @@ def test_invalid_lookups_and_stored_rows_are_refused(target) -> None:
     sink.write(_STREAM, "t", torch.arange(2999), torch.zeros(2999, 4), 1)
     sink.write(_STREAM, "t", torch.tensor([2998]), torch.zeros(1, 3), 1)
     sink.finish(_finished())
-    with pytest.raises(InvalidArgumentError, match="Readers read this stream"):
+    with pytest.raises(InvalidArgumentError, match="readers read this one"):
         sink.remove(_STREAM)
     sink.close()
     reader: Any = RedisRows(target) if target.startswith("redis") else LmdbRows(target)
@@ -285,7 +285,7 @@ def test_redis_that_may_evict_rows_is_refused(server) -> None:
     with redis.Redis.from_url(server) as client:
         client.config_set("maxmemory-policy", "allkeys-lru")
         try:
-            with pytest.raises(SinkError, match="Set noeviction"):
+            with pytest.raises(SinkError, match="Set maxmemory-policy noeviction"):
                 RedisSink(server).open()
             client.config_set("maxmemory-policy", "volatile-lru")
             sink = RedisSink(server)

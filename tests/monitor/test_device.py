@@ -497,13 +497,13 @@ def test_metrics_with_values_outside_of_their_states_are_refused(monitor) -> Non
     with pytest.raises(InvalidArgumentError, match="inner metrics: SumMetric"):
         TorchMetric("hidden", _Holding(), monitor=monitor)
     stat = TorchMetric("m", _Counting(), monitor=monitor)
-    with pytest.raises(InvalidArgumentError, match="'num_seen', which is no state"):
+    with pytest.raises(InvalidArgumentError, match="Declare 'num_seen'"):
         stat.update(3.0)
-    with pytest.raises(InvalidArgumentError, match="'seen', which is no state"):
+    with pytest.raises(InvalidArgumentError, match="Declare 'seen'"):
         TorchMetric("listed", _Listed(), monitor=monitor).update(3.0)
     later = _Listed()
     later.seen = [1]
-    with pytest.raises(InvalidArgumentError, match="'total', which is no state"):
+    with pytest.raises(InvalidArgumentError, match="Declare 'total'"):
         TorchMetric("later", later, monitor=monitor).update(3.0)
     monitor.collect()
     assert not _values(monitor, "m")

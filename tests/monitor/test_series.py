@@ -28,7 +28,7 @@ def test_labels_have_cells_of_their_own(monitor) -> None:
     assert totals[("table", "user"), ("kind", "delta")] == 2
     assert totals[("table", "item"), ("kind", "delta")] == 3
     for bad in ({}, {"table": "x"}, {"table": "x", "kind": "y", "more": "z"}, {"table": "x", "kinds": "y"}):
-        with pytest.raises(InvalidArgumentError, match="exactly the labels"):
+        with pytest.raises(InvalidArgumentError, match="Pass exactly the labels"):
             stat.cell(**bad)
     with pytest.raises(InvalidArgumentError, match="labels"):
         stat.add(1)

@@ -184,5 +184,5 @@ def test_counters_with_other_labels_are_refused_before_anything_is_loaded() -> N
     """A tracker first merges all registered counters, and only then loads them."""
     loaded = Monitor()
     loaded.counter("rows", labels=["table", "kind"], is_logical=True)
-    with pytest.raises(InvalidArgumentError, match="has the labels"):
+    with pytest.raises(InvalidArgumentError, match="Use the labels it was saved with"):
         LogicalCounters(loaded).merge([LogicalCounters(_rank({"user": 3})).state_dict()])

@@ -128,7 +128,7 @@ def test_other_serving_streams_than_those_of_the_trainer_are_refused(two_ranks: 
         assert swapped.startswith("InvalidArgumentError: url=<recovery stream file://"), swapped
         assert all(message.startswith("InvalidArgumentError: serving=") for message in messages), messages
         missing, *_, recovery, twice = messages
-        assert "There is no stream: check the url, and that its directory is mounted" in missing
+        assert "Check the url, and that its directory is mounted: there is no stream" in missing
         assert ["this is stream" in message for message in messages[2:4]] == [True, True]
         assert "Pass each stream once, without the recovery stream" in recovery
         assert "Pass each stream once" in twice
@@ -151,7 +151,7 @@ def test_different_calls_and_invalid_seconds_raise_typed_errors(two_ranks: RankP
         for message in invalid[:-2]:
             assert message.startswith("InvalidArgumentError: silence=")
         for message in invalid[-2:]:  # rank 0 reads the heartbeats
-            assert "The publisher leaves a heartbeat every 5 s: pass at least 15" in message
+            assert "Pass at least 15: the publisher leaves a heartbeat every 5 s" in message
 
 
 @pytest.mark.promise("fenced")

@@ -197,7 +197,7 @@ def test_float16_overflows_to_infinity():
 
 
 def test_values_that_cannot_be_stored_are_refused():
-    with pytest.raises(InvalidArgumentError, match="INT4 needs an even number"):
+    with pytest.raises(InvalidArgumentError, match="INT4 with an even number"):
         encode_rows(torch.zeros(2, 3), Encoding.INT4)
     with pytest.raises(InvalidArgumentError, match="Pass 1 or more"):
         encode_rows(torch.zeros(2, 0), Encoding.INT8)

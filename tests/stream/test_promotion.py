@@ -81,7 +81,7 @@ def test_a_promotion_is_a_claim_of_a_new_stream(writer: Writer) -> None:
 
 
 def test_an_empty_store_is_not_promoted() -> None:
-    with pytest.raises(InvalidArgumentError, match="no stream to promote"):
+    with pytest.raises(InvalidArgumentError, match="Pass the url of a stream"):
         promote(Storage("memory://"))
 
 

@@ -191,25 +191,31 @@ def _run(program: str, tmp_path: Path) -> None:
 
 
 _WAITING = """
-from delta_tracker.errors import InvalidArgumentError
-with Predictor(writer.model(), writer.storage) as predictor:
+from delta_tracker.errors import ForkedError
+model = writer.model()
+with Predictor(model, writer.storage) as predictor:
     predictor.follow()
     assert predictor.wait(timeout=60) == 1
 
     def child():
         try:
             predictor.wait(99)  # the parent's thread does not exist here
-        except InvalidArgumentError as error:
-            assert "not following" in str(error), error
+        except ForkedError as error:
+            assert "Call follow() or sync() in this process" in str(error), error
         else:
             raise AssertionError("nothing was raised")
+        predictor.follow(poll_seconds=0.001)
+        assert predictor.wait(2, timeout=60) == 2
+        predictor.stop()
+        assert torch.equal(model[FQN], writer.table)
 
-    assert in_child(child) == 0
     publish(3)
+    assert in_child(child) == 0
     assert predictor.wait(2, timeout=60) == 2
 """
 
 
+@pytest.mark.advice("ForkedError: Follower.after_fork_in_child ModelWriter.reading")
 @pytest.mark.parametrize(
     "program", [_MANY, _BY_HOLDERS, _TOO_SLOW, _WAITING], ids=["many", "by holders", "too slow", "waiting"]
 )
@@ -249,6 +255,7 @@ def child():
                 call()
             except StorageError as error:
                 assert "forked" in str(error), error
+                assert "with spawn, or use no remote store before the fork" in str(error), error
             else:
                 raise AssertionError("it cannot have been asked")
     status = predictor.status()

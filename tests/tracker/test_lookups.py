@@ -178,7 +178,7 @@ def _one(batch: int, ids: Any, states: Any = None, *, table: str = "t") -> tuple
         (EmbdUpdateMode.LAST, _one(5, [[1]], [1.0]), "ids", "tensor of integers"),
         (EmbdUpdateMode.NONE, _one(5, [0.5]), "ids", "tensor of integers"),
         (EmbdUpdateMode.NONE, _one(5, [True]), "ids", "tensor of integers"),
-        (EmbdUpdateMode.NONE, (5, "t", torch.ones(1, dtype=torch.int64, device="meta")), "ids", "is on cpu"),
+        (EmbdUpdateMode.NONE, (5, "t", torch.ones(1, dtype=torch.int64, device="meta")), "ids", "Move them to cpu"),
     ],
 )
 def test_what_append_refuses(mode: EmbdUpdateMode, arguments: Any, argument: str, remedy: str) -> None:

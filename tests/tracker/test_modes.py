@@ -44,7 +44,7 @@ def test_old_states_are_what_the_consumer_last_received(two_ranks: RankPool, see
         ("momentum_last", "SGD", "keeps no state per row"),
         ("momentum_diff", "RowWiseAdagrad", "right"),
         ("rowwise_adagrad", "RowWiseAdagrad", "right"),
-        ("momentum_diff", "Adagrad", "keeps no row-wise sum"),
+        ("momentum_diff", "Adagrad", "keeps no sum of squared gradients per row"),
         ("momentum_diff", "SGD", "keeps no state per row"),
     ],
 )

@@ -478,7 +478,7 @@ def _check_unchanged(
         old, old_edition = before.get(key, missing)
         is_same = value is old or (isinstance(value, _PLAIN_TYPES) and type(value) is type(old) and value == old)
         if not is_same or edition != old_edition:
-            remedy = f"Its update() changes {key!r}, which is no state: declare it with add_state()"
+            remedy = f"Declare {key!r} with add_state(): its update() changes it"
             raise InvalidArgumentError("metric", name, remedy)
 
 

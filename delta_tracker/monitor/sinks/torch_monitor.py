@@ -120,5 +120,5 @@ def _torch_monitor() -> Any:  # noqa: ANN401  a module
     try:
         from torch import monitor  # noqa: PLC0415  the monitor package does not depend on torch
     except ImportError as error:
-        raise MissingExtraError("torch", "torch") from error
+        raise MissingExtraError("torch", None) from error
     return monitor

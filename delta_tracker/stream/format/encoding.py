@@ -104,7 +104,7 @@ class Encoding(StrEnum):
             return num_columns + 8
         if self is Encoding.INT4:
             if num_columns % 2:
-                raise InvalidArgumentError("num_columns", num_columns, "INT4 needs an even number. Use INT8")
+                raise InvalidArgumentError("num_columns", num_columns, "Use INT8, or INT4 with an even number")
             return num_columns // 2 + 4
         return num_columns
 

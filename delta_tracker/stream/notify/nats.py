@@ -304,4 +304,4 @@ def _imported() -> tuple[Any, Any]:
         importlib.import_module("nats")
         return importlib.import_module("nats.aio.client").Client, importlib.import_module("nats.js.api")
     except ModuleNotFoundError as error:
-        raise MissingExtraError("nats", "nats") from error
+        raise MissingExtraError("nats-py", "nats") from error

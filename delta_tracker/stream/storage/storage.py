@@ -180,7 +180,8 @@ class Storage:
             try:
                 self._find_store()
             except UnknownConfigurationKeyError as error:
-                raise InvalidArgumentError("options", sorted(options or ()), str(error).split("\n")[0]) from error
+                remedy = f"Use options of the store: {str(error).partition(chr(10))[0]}"
+                raise InvalidArgumentError("options", sorted(options or ()), remedy) from error
 
     def is_same(self, other: Storage) -> bool:
         """Return True if both objects access the same store.

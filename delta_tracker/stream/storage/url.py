@@ -189,7 +189,7 @@ def _split(url: object) -> SplitResult:
         raise InvalidArgumentError("url", shown, "Write a host, without user and password: obstore does not send them")
     if parts.scheme in _BUCKETS and not parts.netloc:
         what = _BUCKETS[parts.scheme]
-        raise InvalidArgumentError("url", url, f"{parts.scheme}:// has no {what}. Write {parts.scheme}://{what}/prefix")
+        raise InvalidArgumentError("url", url, f"Write {parts.scheme}://{what}/prefix, with a {what}")
     if parts.scheme == "file" and (parts.netloc or not parts.path.startswith("/")):
         raise InvalidArgumentError("url", url, "Write an absolute directory as file:///directory")
     return parts

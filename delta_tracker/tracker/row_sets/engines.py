@@ -45,7 +45,7 @@ def choose_engine(name: str | None, device: torch.device) -> type[RowSet]:
         return NumbaRows if NumbaRows.serves(device) and _has_numba() else TorchRows
     serving = [known for known, engine in _BY_NAME.items() if engine.serves(device)]
     if name not in serving:
-        raise InvalidArgumentError("engine", name, f"On {device} use one of {serving}, or None to have one chosen")
+        raise InvalidArgumentError("engine", name, f"Use one of {serving} on {device}, or None to have one chosen")
     return _BY_NAME[name]
 
 

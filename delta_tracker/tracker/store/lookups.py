@@ -151,7 +151,7 @@ class DeltaStore:
         if (states is None) != (self._mode is EmbdUpdateMode.NONE):
             expected = "no states" if states is not None else "one state for each id"
             found = None if states is None else tuple(states.shape)
-            raise InvalidArgumentError("states", found, f"The update mode is {self._mode}: pass {expected}")
+            raise InvalidArgumentError("states", found, f"Pass {expected}, as the update mode {self._mode} needs")
         if states is not None and (states.dim() == 0 or states.shape[0] != ids.shape[0]):
             raise InvalidArgumentError("states", tuple(states.shape), f"Pass one row for each of {len(ids)} ids")
 
@@ -180,10 +180,12 @@ def _check_same_kind(table: _Table, fqn: str, lookup: IndexedLookup) -> None:
             shape or state dtype differs from that of the other lookups.
     """
     if lookup.batch_idx < table.newest_batch:
-        remedy = f"Append batches in ascending order: table {fqn!r} is at batch {table.newest_batch}"
+        remedy = f"Pass batches in ascending order: table {fqn!r} is at batch {table.newest_batch}"
         raise InvalidArgumentError("batch_idx", lookup.batch_idx, remedy)
     if lookup.ids.device != table.empty.ids.device:
-        raise InvalidArgumentError("ids", lookup.ids.device, f"Table {fqn!r} is on {table.empty.ids.device}")
+        raise InvalidArgumentError(
+            "ids", lookup.ids.device, f"Move them to {table.empty.ids.device}, where table {fqn!r} is"
+        )
     known = table.empty.states
     if lookup.states is None or known is None:
         return

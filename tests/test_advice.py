@@ -1,0 +1,55 @@
+"""Each error of the library that advises something: a test follows the advice and shows that it helps.
+
+The marker ``@pytest.mark.advice("CorruptPartError: Mirror._checked _check_objects")`` belongs to a test that provokes
+an error which one of these functions makes, does what the message says, and checks that it helps. Functions that are
+listed together give the same advice for the same kind of cause. The functions are those of the package, so that a new
+error needs a test here. An ``InvalidArgumentError`` needs none if its advice is to correct an argument, which begins
+with one of ``_CORRECTIONS``; ``tests/mistakes.py`` makes such mistakes and corrects them.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+
+from tests.raise_sites import ERRORS, Site, advice_of, followed, sites
+
+_ROOT = Path(__file__).parent.parent
+
+# First words of advice that corrects an argument of the same call.
+_CORRECTIONS = {
+    "Choose", "Give", "Keep", "Leave", "Map", "Move", "Name", "Omit", "Pass", "Remove", "Return", "Spell", "Use", "Write"
+}  # fmt: skip
+
+# No test can follow: it needs a package or a release that is not installed.
+_OTHER_RELEASES = {"DraftFormatError", "NewerFormatError", "UnknownFormatError"}
+
+
+def _needs_a_test(site: Site, calls: list[ast.AST]) -> bool:
+    if site.error == "InvalidArgumentError":
+        return not all(advice_of(site, call) <= _CORRECTIONS for call in calls)
+    return site.error not in _OTHER_RELEASES | {"MissingExtraError"}
+
+
+def test_a_test_follows_the_advice_of_each_error() -> None:
+    found = sites()
+    marked = {site for each in followed().values() for site in each}
+    assert not sorted({site for site, calls in found.items() if _needs_a_test(site, calls)} - marked)
+    assert not sorted(marked - found.keys()), "these functions do not make such an error"
+    assert {site.error for site in found} == ERRORS.keys()
+
+
+def test_a_missing_package_is_in_the_extra_that_the_error_names() -> None:
+    extras = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    calls = [call for site, calls in sites().items() if site.error == "MissingExtraError" for call in calls]
+    assert len(calls) >= 18
+    for call in calls:
+        package, extra = map(_constant, call.args)
+        names = [re.match(r"[\w-]+", line).group() for line in extras[extra]] if extra else [package]
+        assert package in (None, *names), f"{package} of {extra}"
+
+
+def _constant(node: ast.AST) -> str | None:
+    return node.value if isinstance(node, ast.Constant) else None
