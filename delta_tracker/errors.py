@@ -315,10 +315,8 @@ class StaleDeltaError(DeltaTrackerError, RuntimeError):
 class DetachedError(DeltaTrackerError, RuntimeError):
     """The tracker was detached from its model and no longer records changes."""
 
-    def __init__(self) -> None:
-        super().__init__(
-            "the tracker is detached from its model", "Call reattach(), after which every row counts as changed"
-        )
+    def __init__(self, remedy: str = "Call reattach(), after which every row counts as changed") -> None:
+        super().__init__("the tracker is detached from its model", remedy)
 
 
 class RankMismatchError(DeltaTrackerError, ValueError):

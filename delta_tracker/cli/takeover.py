@@ -100,7 +100,9 @@ def _silent_head(stream: Stream, silence: float) -> tuple[Manifest, float | None
     if signs is None:
         return head, None
     if signs.heartbeat_seconds is not None and silence < signs.heartbeat_seconds:
-        remedy = f"Pass more than {signs.heartbeat_seconds:g} s, the time between the publisher's heartbeats, or --force"
+        remedy = (
+            f"Pass more than {signs.heartbeat_seconds:g} s, the time between the publisher's heartbeats, or --force"
+        )
         raise InvalidArgumentError("--silence", silence, remedy)
     if signs.silent_seconds < silence:
         head = signs.head

@@ -1,0 +1,183 @@
+"""Cases of test_tracking.py that run on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torchmetrics
+import torchrec
+from torch import distributed as dist
+from torch.distributed import checkpoint as dcp
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+from delta_tracker import ModelDeltaTracker, RankCounters
+from delta_tracker.errors import (
+    DetachedError,
+    InvalidArgumentError,
+    PartialStateError,
+    RankMismatchError,
+    UnsupportedTableError,
+)
+from delta_tracker.integrations.dcp import SavedCounters, SavedTracker
+from tests.advice.jobs import refused
+from tests.models import Model, Spec, Table, batch, shard
+
+_FQN = "ec.embeddings.t"
+
+
+def _tracks(tracker: ModelDeltaTracker, model: Any, spec: Spec) -> bool:
+    """Return whether a tracker finds the rows that a batch changes."""
+    tracker.clear()
+    before = {fqn: tracker.read_rows(fqn) for fqn in tracker.tables}
+    model(batch(spec, torch.Generator().manual_seed(1))).backward()
+    changed = {fqn: (tracker.read_rows(fqn) != rows).any(1).nonzero().flatten() for fqn, rows in before.items()}
+    found = tracker.get_delta_ids()
+    return all(set(changed[fqn].tolist()) <= set(found[fqn].tolist()) for fqn in changed)
+
+
+def modes(rank: int, world_size: int) -> None:
+    """Each way out of a mode that an optimizer does not support leads to a tracker that works."""
+    words = "Pass mode='ID_ONLY' or 'EMBEDDING'", "row-wise Adagrad", "fqns_to_skip"
+    for mode, optimizer in (("MOMENTUM_DIFF", "Adagrad"), ("MOMENTUM_DIFF", "SGD"), ("MOMENTUM_LAST", "SGD")):
+        spec = Spec([Table("t", 20, "row"), Table("u", 20, "row", kernel="dense")], bag=True, optimizer=optimizer)
+        model = shard(spec)
+        skipped = []
+        for _ in range(2):
+            error = refused(
+                UnsupportedTableError, lambda: ModelDeltaTracker(model, mode=mode, fqns_to_skip=skipped), *words
+            )
+            skipped.append(error.table)
+            if len(skipped) == 1:
+                with ModelDeltaTracker(model, mode="EMBEDDING", fqns_to_skip=skipped) as tracker:
+                    assert _tracks(tracker, model, spec)
+        for other in ("ID_ONLY", "EMBEDDING"):
+            with ModelDeltaTracker(model, mode=other) as tracker:
+                assert _tracks(tracker, model, spec)
+                error = refused(
+                    UnsupportedTableError,
+                    lambda: tracker.get_delta(with_optimizer=True),
+                    "with_optimizer=False",
+                    "fqns_to_skip",
+                )
+                tracker.get_delta(with_optimizer=False)
+            with ModelDeltaTracker(model, mode=other, fqns_to_skip=[error.table]) as tracker:
+                assert tracker.get_delta(with_optimizer=True).num_rows == 0
+        trained = Spec([Table("t", 20, "row")])
+        model = shard(trained)
+        with ModelDeltaTracker(model, mode=mode) as tracker:
+            assert _tracks(tracker, model, trained)
+
+
+def before_sharding(rank: int, world_size: int) -> None:
+    """A tracker of a model that is sharded later attaches to the sharded modules."""
+    for device in ("cpu", "meta"):
+        spec = Spec([Table("t", 20, "row")])
+        model = Model(spec, device)
+        model.dense = torch.nn.Linear(8, 1)
+        words = "after DistributedModelParallel or to_empty(device=...)"
+        tracker = None
+        if device == "meta":
+            refused(UnsupportedTableError, lambda: ModelDeltaTracker(model), words)
+        else:
+            tracker = ModelDeltaTracker(model)
+        apply_optimizer_in_backward(torchrec.optim.RowWiseAdagrad, model.ec.parameters(), {"lr": 0.1})
+        sharder = EmbeddingCollectionSharder()
+        plan = construct_module_sharding_plan(
+            model.ec,
+            {"t": row_wise()},
+            sharder=sharder,
+            local_size=world_size,
+            world_size=world_size,
+            device_type="cpu",
+        )
+        sharded = DistributedModelParallel(
+            model,
+            env=ShardingEnv.from_process_group(dist.group.WORLD),
+            device=torch.device("cpu"),
+            plan=ShardingPlan({"ec": plan}),
+            sharders=[sharder],
+        )
+        if tracker is None:
+            tracker = ModelDeltaTracker(sharded)
+        else:
+            refused(UnsupportedTableError, tracker.get_delta, "Call tracker.reattach()")
+            tracker.reattach()
+            assert len(tracker.get_delta_ids()[_FQN]) == 20
+        assert _tracks(tracker, sharded, spec)
+        tracker.detach()
+
+
+class _Application:
+    """State of a program, as in the examples of torch.distributed.checkpoint."""
+
+    def __init__(self, tracker: Any) -> None:
+        self.tracker = tracker
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tracker": self.tracker.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.tracker.load_state_dict(state["tracker"])
+
+
+def loads_with_dcp(rank: int, world_size: int, path: str, form: str) -> None:
+    """``dcp.load`` refuses a tracker and counters, and loads into the objects that the error names."""
+    spec = Spec([Table("t", 20, "row")])
+    with ModelDeltaTracker(shard(spec)) as tracker:
+        counter = torchmetrics.SumMetric()
+        counters = RankCounters({"seen": counter})
+        tracker.mark_changed(_FQN, torch.tensor([rank + 1]))
+        counter.update(rank + 1)
+        saved: Any = counters if form == "counters" else tracker if form == "tracker" else _Application(tracker)
+        dcp.save({"it": saved}, checkpoint_id=path)
+        for rows in ([], [3, 4]):  # with the size of the saved state, and with another one
+            if rows:
+                tracker.mark_changed(_FQN, torch.tensor(rows))
+            counter.update(5)
+            error = refused(
+                InvalidArgumentError, lambda: dcp.load({"it": saved}, checkpoint_id=path), "integrations.dcp"
+            )
+            assert ("SavedCounters" if form == "counters" else "SavedTracker") in error.remedy
+        adapter: Any = SavedCounters(counters, path) if form == "counters" else SavedTracker(tracker, path)
+        if form == "inside another object":
+            adapter = _Application(adapter)
+        dcp.load({"it": adapter}, checkpoint_id=path)
+        if form == "counters":
+            assert counter.sum_value == rank + 1
+        else:
+            assert tracker.get_delta_ids()[_FQN].tolist() == [rank + 1]
+
+
+def one_detached(rank: int, world_size: int) -> None:
+    """If one rank is detached, all raise in a collective, and all work after ``reattach()``."""
+    spec = Spec([Table("t", 20, "row")])
+    with ModelDeltaTracker(shard(spec)) as tracker:
+        if rank:
+            tracker.detach()
+        kind, words = (
+            (DetachedError, "Call reattach()") if rank else (RankMismatchError, "Call tracker.reattach() on every rank")
+        )
+        refused(kind, lambda: tracker.state_dict(strategy="gather"), words)
+        tracker.reattach()
+        assert bool(tracker.state_dict(strategy="gather")) == (rank == 0)
+
+
+def incomplete(rank: int, world_size: int) -> None:
+    """A part of one rank is not enough for another plan; the parts of all ranks are, and so is none."""
+    with ModelDeltaTracker(shard(Spec([Table("t", 20, "table:0")]))) as tracker:
+        if rank == 0:
+            tracker.mark_changed(_FQN, torch.tensor([3, 15]))
+        parts: list[Any] = [None] * world_size
+        dist.all_gather_object(parts, tracker.state_dict())
+    with ModelDeltaTracker(shard(Spec([Table("t", 20, "row")]))) as tracker:
+        words = "Load the parts of all ranks", "load {}"
+        refused(PartialStateError, lambda: tracker.load_state_dict(parts[1]), *words)
+        tracker.load_state_dict({key: each for part in parts for key, each in part.items()})
+        assert tracker.get_delta_ids()[_FQN].tolist() == [[3], [5]][rank]
+        tracker.load_state_dict({})
+        assert len(tracker.get_delta_ids()[_FQN]) == 10
