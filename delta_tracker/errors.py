@@ -36,6 +36,12 @@ class DeltaTrackerError(Exception):
         self.problem = problem
         self.remedy = remedy
 
+    def advising(self, remedy: str) -> Self:
+        """Replace the remedy, if the cause needs another one than that of the class. Return the error."""
+        self.remedy = remedy
+        self.args = (f"{self.problem}. {remedy}.",)
+        return self
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Return the function that rebuilds the error and its arguments, for pickle and copy."""
         return _rebuilt, (type(self), self.args, vars(self))
@@ -235,11 +241,13 @@ class UnsupportedOptimizerError(DeltaTrackerError, ValueError):
         tables: Iterable[str],
         *,
         problem: str = "is not known to write only rows that a backward pass looked up",
-        remedy: str = "Train them with another fused optimizer, or name them in fqns_to_skip to train them untracked",
     ) -> None:
         self.optimizer = optimizer
         self.tables = tuple(tables)
-        super().__init__(f"optimizer {optimizer} {problem}; its tables: {_listed(self.tables)}", remedy)
+        super().__init__(
+            f"optimizer {optimizer} {problem}; its tables: {_listed(self.tables)}",
+            "Train them with another fused optimizer, or name them in fqns_to_skip to train them untracked",
+        )
 
 
 class UnknownConsumerError(DeltaTrackerError, LookupError):
@@ -315,8 +323,10 @@ class StaleDeltaError(DeltaTrackerError, RuntimeError):
 class DetachedError(DeltaTrackerError, RuntimeError):
     """The tracker was detached from its model and no longer records changes."""
 
-    def __init__(self, remedy: str = "Call reattach(), after which every row counts as changed") -> None:
-        super().__init__("the tracker is detached from its model", remedy)
+    def __init__(self) -> None:
+        super().__init__(
+            "the tracker is detached from its model", "Call reattach(), after which every row counts as changed"
+        )
 
 
 class RankMismatchError(DeltaTrackerError, ValueError):
@@ -325,16 +335,14 @@ class RankMismatchError(DeltaTrackerError, ValueError):
     ``what`` names the property that differs. ``values`` maps the numbers of some ranks to the value there.
     """
 
-    def __init__(
-        self,
-        what: str,
-        values: Mapping[int, object],
-        remedy: str = "Build the same tracker and load the same checkpoint on every rank",
-    ) -> None:
+    def __init__(self, what: str, values: Mapping[int, object]) -> None:
         self.what = what
         self.values = dict(values)
         listed = ", ".join(f"rank {rank}: {value}" for rank, value in self.values.items())
-        super().__init__(f"the {what} differs between ranks: {listed}", remedy)
+        super().__init__(
+            f"the {what} differs between ranks: {listed}",
+            "Build the same tracker and load the same checkpoint on every rank",
+        )
 
 
 class UnsyncedReplicasError(DeltaTrackerError, RuntimeError):
@@ -395,16 +403,14 @@ class StateMismatchError(CheckpointError):
 class PartialStateError(CheckpointError):
     """A saved state is incomplete; see ``reason``. ``ranks`` are the ranks whose parts are missing."""
 
-    def __init__(
-        self,
-        reason: str,
-        ranks: Iterable[int] = (),
-        remedy: str = f"Load the parts of all ranks that saved it. {_OR_NOTHING}",
-    ) -> None:
+    def __init__(self, reason: str, ranks: Iterable[int] = ()) -> None:
         self.reason = reason
         self.ranks = tuple(ranks)
         missing = f"; missing parts of ranks: {_listed(self.ranks)}" if self.ranks else ""
-        super().__init__(f"the saved state is incomplete: {reason}{missing}", remedy)
+        super().__init__(
+            f"the saved state is incomplete: {reason}{missing}",
+            f"Load the parts of all ranks that saved it. {_OR_NOTHING}",
+        )
 
 
 class MalformedStateError(CheckpointError):
@@ -901,8 +907,7 @@ class SourceGapError(MirrorDivergedError):
     def __init__(self, source: str, destination: str, version: int) -> None:
         super().__init__(source, destination, version, "the source lacks this version")
         self.problem = f"{source} lacks version {version}, and has no snapshot above it"
-        self.remedy = "Publish a snapshot there, then mirror to an empty destination"
-        self.args = (f"{self.problem}. {self.remedy}.",)
+        self.advising("Publish a snapshot there, then mirror to an empty destination")
 
 
 class CorruptPartError(StreamError, ValueError):
@@ -927,13 +932,11 @@ class MissingVersionError(StreamError, LookupError):
     ``head`` is the newest version.
     """
 
-    def __init__(
-        self,
-        version: int,
-        head: int,
-        remedy: str = f"{_CONTINUE}. If you asked for this version, ask for another one",
-    ) -> None:
-        super().__init__(f"version {version} is missing, and the newest version is {head}", remedy)
+    def __init__(self, version: int, head: int) -> None:
+        super().__init__(
+            f"version {version} is missing, and the newest version is {head}",
+            f"{_CONTINUE}. If you asked for this version, ask for another one",
+        )
         self.version = version
         self.head = head
 
@@ -944,8 +947,8 @@ class StreamReplacedError(StreamError, RuntimeError):
     The version was applied completely or in part.
     """
 
-    def __init__(self, url: str, version: int, remedy: str = _CONTINUE) -> None:
-        super().__init__(f"the stream {url} is not the one of which version {version} was applied", remedy)
+    def __init__(self, url: str, version: int) -> None:
+        super().__init__(f"the stream {url} is not the one of which version {version} was applied", _CONTINUE)
         self.url = url
         self.version = version
 
@@ -1125,24 +1128,15 @@ class TableMismatchError(StreamError, ValueError):
     table, ``known`` lists the tables of the model.
     """
 
-    def __init__(
-        self,
-        table: str,
-        expected: str,
-        found: str,
-        known: Iterable[str] = (),
-        *,
-        remedy: str = (
-            "Build the predictor's model with the trainer's tables, or map differing names: names={stream: model}"
-        ),
-    ) -> None:
+    def __init__(self, table: str, expected: str, found: str, known: Iterable[str] = ()) -> None:
         self.table = table
         self.expected = expected
         self.found = found
         self.known = tuple(known)
         names = f"; the model has: {_listed(self.known)}" if self.known else ""
         super().__init__(
-            f"table {table!r} is {expected} in the stream but {found} in the predictor's model{names}", remedy
+            f"table {table!r} is {expected} in the stream but {found} in the predictor's model{names}",
+            "Build the predictor's model with the trainer's tables, or map differing names: names={stream: model}",
         )
 
 
@@ -1172,24 +1166,15 @@ class DenseMismatchError(StreamError, ValueError):
     tensor, ``known`` lists the tensors of the model.
     """
 
-    def __init__(
-        self,
-        name: str,
-        expected: object,
-        found: str,
-        known: Iterable[str] = (),
-        *,
-        remedy: str = (
-            "Build the model with the trainer's names and shapes, map names={stream: model}, or pass dense=False"
-        ),
-    ) -> None:
+    def __init__(self, name: str, expected: object, found: str, known: Iterable[str] = ()) -> None:
         self.name = name
         self.expected = str(expected)
         self.found = found
         self.known = tuple(known)
         names = f"; the model has: {_listed(self.known)}" if self.known else ""
         super().__init__(
-            f"dense tensor {name!r} is {expected} in the stream but {found} in the predictor's model{names}", remedy
+            f"dense tensor {name!r} is {expected} in the stream but {found} in the predictor's model{names}",
+            "Build the model with the trainer's names and shapes, map names={stream: model}, or pass dense=False",
         )
 
 

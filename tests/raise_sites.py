@@ -92,9 +92,9 @@ def _assigned(site: Site, name: str) -> list[ast.expr]:
         if len(scopes) > 1:
             for scope in scopes:
                 body = ast.walk(scope) if scope is not tree else tree.body
-                for each in body:
-                    if isinstance(each, ast.Assign) and _name(each.targets[0]) == name:
-                        found.append(each.value)
+                found += [
+                    each.value for each in body if isinstance(each, ast.Assign) and _name(each.targets[0]) == name
+                ]
     return found
 
 

@@ -19,9 +19,7 @@ from tests.raise_sites import ERRORS, Site, advice_of, followed, sites
 _ROOT = Path(__file__).parent.parent
 
 # First words of advice that corrects an argument of the same call.
-_CORRECTIONS = {
-    "Choose", "Give", "Keep", "Leave", "Map", "Move", "Name", "Omit", "Pass", "Remove", "Return", "Spell", "Use", "Write"
-}  # fmt: skip
+_CORRECTIONS = set("Choose Give Keep Leave Map Move Name Omit Pass Remove Return Spell Use Write".split())  # noqa: SIM905
 
 # No test can follow: it needs a package or a release that is not installed.
 _OTHER_RELEASES = {"DraftFormatError", "NewerFormatError", "UnknownFormatError"}

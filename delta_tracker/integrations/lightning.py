@@ -132,7 +132,7 @@ class TrackerCallback(Callback):
             DetachedError: before ``fit`` starts, after it ends, and after :meth:`on_fit_start` raised an error.
         """
         if self._tracker is None:
-            raise DetachedError("Use it while Trainer.fit() runs, from on_fit_start to on_fit_end")
+            raise DetachedError().advising("Use it while Trainer.fit() runs, from on_fit_start to on_fit_end")
         return self._tracker
 
     @property

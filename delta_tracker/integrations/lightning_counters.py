@@ -92,7 +92,7 @@ class CountersCallback(Callback):
             self._counters.check(saved)
         elif self._is_required:
             remedy = "Load a checkpoint that has them, or pass CountersCallback(..., is_required=False)"
-            raise PartialStateError("it has no counters", remedy=remedy)
+            raise PartialStateError("it has no counters").advising(remedy)
         else:
             _logger.warning("the checkpoint has no counters: they keep their present states")
         return {**self._counters.description(), "counters of a checkpoint": bool(saved)}

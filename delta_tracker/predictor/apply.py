@@ -203,7 +203,7 @@ class Applier:
                 raise DenseMismatchError(name, spec, str(DenseSpec(tensor.dtype, tuple(tensor.shape))))
             obstacle = obstacle_of(tensor)
             if obstacle:
-                raise DenseMismatchError(name, spec, obstacle, remedy=WRITABLE)
+                raise DenseMismatchError(name, spec, obstacle).advising(WRITABLE)
             shared = names.setdefault((tensor.device, tensor.data_ptr()), name) if tensor.numel() else name
             if shared != name:
                 raise DenseMismatchError(name, spec, f"in memory shared with {shared!r} (tied weights)")

@@ -802,7 +802,7 @@ class Predictor(Forkable):
         entry = self._cursor.log.read(order.version)
         if entry is None or (entry.stream, entry.xxh3) != (order.stream, order.xxh3):
             remedy = "Pin another version (delta-tracker rollback --replace), or call delta-tracker release"
-            raise MissingVersionError(order.version, order.bad, remedy)
+            raise MissingVersionError(order.version, order.bad).advising(remedy)
         return entry
 
     def _released(self, order: Pin) -> Iterator[Manifest]:

@@ -88,12 +88,12 @@ def check_maps(manifest: Manifest, maps: Mapping[str, tuple[RawIdMap, ...]]) -> 
         if identity is None:
             if found:
                 remedy = "Leave the table out of raw_ids, or build the predictor's model without its collision module"
-                raise TableMismatchError(fqn, f"{table} without raw ids", "with a mapping of raw ids", remedy=remedy)
+                raise TableMismatchError(fqn, f"{table} without raw ids", "with a mapping of raw ids").advising(remedy)
             continue
         expected = f"{table} with raw ids"
         if not found:
             remedy = f"Pass raw_ids={{{fqn!r}: RawIdIndex({table.num_rows})}}, or build the model as the trainer's"
-            raise TableMismatchError(fqn, expected, "without a mapping of raw ids", remedy=remedy)
+            raise TableMismatchError(fqn, expected, "without a mapping of raw ids").advising(remedy)
         for each in found:
             refusal = each.refusal(identity)
             if refusal:

@@ -481,11 +481,11 @@ def _check_table(fqn: str, manifest: Manifest, held: SinkState) -> None:
     given, stored = manifest.tables.get(fqn), held.tables.get(fqn)
     if given is None or stored is None or given != stored:
         found, known = (str(given or "missing"), str(stored or "missing")), sorted(held.tables)
-        raise TableMismatchError(fqn, *found, known, remedy=_ANEW)
+        raise TableMismatchError(fqn, *found, known).advising(_ANEW)
     if (fqn in manifest.identities) != (fqn in held.identities):
         texts = {True: f"{given} with raw ids", False: f"{given} without raw ids"}
         found = texts[fqn in manifest.identities], texts[fqn in held.identities]
-        raise TableMismatchError(fqn, *found, remedy=_ANEW)
+        raise TableMismatchError(fqn, *found).advising(_ANEW)
 
 
 def _defaults_of(identity: Identity) -> tuple[int, ...]:

@@ -120,7 +120,7 @@ def check_targets(manifest: Manifest, targets: Mapping[str, RowTarget]) -> None:
             raise TableMismatchError(fqn, str(table), found)
         ShardSpec(table, target.rows[0], target.rows[1] - target.rows[0], target.columns)
         if isinstance(target, TensorTarget) and target.obstacle:
-            raise TableMismatchError(fqn, str(table), target.obstacle, remedy=target.remedy)
+            raise TableMismatchError(fqn, str(table), target.obstacle).advising(target.remedy)
     _refuse_shared_memory(manifest, targets)
 
 
@@ -137,7 +137,7 @@ def _refuse_shared_memory(manifest: Manifest, targets: Mapping[str, RowTarget]) 
         if begin < end and device == other_device:
             remedy = f"Name {other!r} or {fqn!r} in fqns_to_skip of the trainer's tracker, or give each its own memory"
             shared = f"in memory shared with {fqn!r} (tied weights)"
-            raise TableMismatchError(other, str(manifest.tables[other]), shared, remedy=remedy)
+            raise TableMismatchError(other, str(manifest.tables[other]), shared).advising(remedy)
 
 
 def _span(tensor: Tensor) -> tuple[str, int, int]:

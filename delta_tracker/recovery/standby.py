@@ -422,7 +422,7 @@ class Standby:
             if signs is None:
                 if known is None:
                     return {"nothing": "the stream is empty"}
-                self._log_once(f"standby waits: {StreamReplacedError(self._storage.url, known, _GONE)}")
+                self._log_once(f"standby waits: {StreamReplacedError(self._storage.url, known).advising(_GONE)}")
                 return {}
             request = read_request(self._storage, signs.head, signs.last)
         except (MalformedError, StorageError) as error:
@@ -491,7 +491,7 @@ class Standby:
 
     def _raise_if_nothing(self, verdict: Mapping[str, Any]) -> None:
         if "gone" in verdict:
-            raise StreamReplacedError(self._storage.url, verdict["gone"], _GONE)
+            raise StreamReplacedError(self._storage.url, verdict["gone"]).advising(_GONE)
         if "nothing" in verdict:
             raise NotRecoverableError(self._storage.url, None, verdict["nothing"])
 
@@ -587,7 +587,7 @@ class Standby:
         for _ in range(ATTEMPTS):
             head = self._log.head()
             if head is None:
-                raise StreamReplacedError(self._storage.url, after.version, _GONE)
+                raise StreamReplacedError(self._storage.url, after.version).advising(_GONE)
             if head.generation != verdict["generation"] and not self._is_own(head):
                 raise LivePublisherError(self._storage.url, head.generation, head.version)
             try:

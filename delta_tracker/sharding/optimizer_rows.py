@@ -203,7 +203,7 @@ def refuse_unrecoverable(found: Discovery, collisions: Mapping[str, nn.Module]) 
     for name, fqns in tables.items():
         problem = "has counters that cannot be published"
         remedy = "Train them with another fused optimizer, or publish without states"
-        raise UnsupportedOptimizerError(name, dict.fromkeys(fqns), problem=problem, remedy=remedy)
+        raise UnsupportedOptimizerError(name, dict.fromkeys(fqns), problem=problem).advising(remedy)
 
 
 def unfused_storages(shard: LocalShard) -> set[int]:

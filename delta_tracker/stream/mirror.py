@@ -56,6 +56,10 @@ _PINS = Decoder(Pin)
 _CHECK_SECONDS = 60.0  # interval of the checks of the source, and of the copies of merged entries
 _RETENTION_ENTRIES = 16
 _MAX_BACK_OFF_SECONDS = 30.0
+_REPAIR = (
+    "Copy the object back to the source, for example from another mirror; or publish a snapshot there, and mirror to "
+    "an empty destination"
+)
 
 
 class Mirror:
@@ -508,7 +512,7 @@ class Mirror:
         """Return the error for an object that cannot be copied."""
         if entry.merges is None and (self._from.read(entry.version) is None or self._from.precedes_claim(entry)):
             return self._diverged(entry.version, "the source has deleted this version")
-        return error
+        return error.advising(_REPAIR)
 
     def _is_there(self, stored: Part | Stored) -> bool:
         """Return True if the destination has an object with these bytes, from an interrupted copy or another entry."""

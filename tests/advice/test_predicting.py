@@ -192,9 +192,9 @@ def test_a_snapshot_of_the_trainer_replaces_a_damaged_version(tmp_path: Path, ki
     assert predictor.version == 1, error
     job.publisher.snapshot()
     assert job.is_served_by(model, predictor.sync())
-    other = job.serve(model := small_model())
-    other.sync()  # may end before the gap, and continues behind it with the next call
-    assert job.is_served_by(model, other.sync())
+    with job.serve(model := small_model()) as other:
+        other.follow(poll_seconds=0.01)
+        assert job.is_served_by(model, other.wait(job.publisher.version, timeout=60))
 
 
 @pytest.mark.advice(

@@ -176,7 +176,7 @@ def test_the_next_sync_completes_a_version_once_the_row_store_can_be_used(tmp_pa
 
 @pytest.mark.advice(
     "MalformedSinkError: SinkWriter.restore SinkState.from_json LmdbSink.states LmdbRows._state Lookup.__init__ "
-    "Lookup.decode Lookup._fill RedisSink.states RedisSink._check_writer _text RedisRows.state RedisRows._batch _stream "
+    "Lookup.decode Lookup._fill RedisSink.states RedisSink._check_writer RedisRows.state RedisRows._batch _text _stream "
     "decode_rows decode_owners decode_log"
 )
 @pytest.mark.parametrize("key", ["writer", "current", "state", "row"])

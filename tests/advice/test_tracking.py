@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from torch import nn
 
 from delta_tracker import ModelDeltaTracker, Publisher, RankCounters, TopK, TrackingMode
@@ -144,7 +145,7 @@ def test_a_state_is_loaded_between_two_publishers(tmp_path: Path, is_empty: bool
 @pytest.mark.parametrize(
     ("build", "words", "repair"),
     [
-        (lambda: nn.Embedding(5, 2), "a model that contains it", lambda table: nn.Sequential(table)),
+        (lambda: nn.Embedding(5, 2), "a model that contains it", nn.Sequential),
         (lambda: small_model(device="meta"), "to_empty(device=...)", lambda model: model.to_empty(device="cpu")),
         (lambda: nn.Sequential(nn.Embedding(5, 2, dtype=torch.float64), nn.Embedding(5, 2)), "fqns_to_skip", None),
         (lambda: nn.Sequential(nn.Embedding(5, 2, device="meta"), nn.Embedding(5, 2)), "name it in fqns_to_skip", None),
@@ -202,9 +203,9 @@ def test_an_older_state_or_none_is_loaded(kind: str) -> None:
         "foreign": lambda: {"a": torch.zeros(3)},
         "garbled header": lambda: state | {header: state[header][:-1]},
         "missing tensor": lambda: {header: state[header]},
-        "mode": lambda: _Trained(mode=TrackingMode.EMBEDDING).tracker.state_dict(),
-        "consumers": lambda: _Trained(consumers=["other"]).tracker.state_dict(),
-        "tables": lambda: _Trained(small_model(2)).tracker.state_dict(),
+        "mode": _Trained(mode=TrackingMode.EMBEDDING).tracker.state_dict,
+        "consumers": _Trained(consumers=["other"]).tracker.state_dict,
+        "tables": _Trained(small_model(2)).tracker.state_dict,
     }[kind]()
     error = StateMismatchError if kind in ("mode", "consumers", "tables") else MalformedStateError
     refused(error, lambda: trained.tracker.load_state_dict(bad), "A tracker can also load {}")
@@ -224,8 +225,6 @@ def test_an_older_state_or_none_is_loaded(kind: str) -> None:
 
 @pytest.mark.advice("PartialStateError: RankCounters.plan_load SavedCounters.state_dict")
 def test_counters_load_a_checkpoint_that_has_them_or_none() -> None:
-    import torchmetrics
-
     counter = torchmetrics.SumMetric()
     counters = RankCounters({"seen": counter})
     counter.update(3)
@@ -277,8 +276,6 @@ def test_a_released_consumer_is_reserved_again() -> None:
 
 @pytest.mark.advice("InvalidArgumentError: as_mergeable")
 def test_a_counter_is_registered_with_what_it_needs() -> None:
-    import torchmetrics
-
     trained = _Trained()
     refused(
         InvalidArgumentError, lambda: trained.tracker.register_counter("seen", 3), "torchmetrics.Metric, or an object"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,11 +47,10 @@ def modes(rank: int, world_size: int) -> None:
     for mode, optimizer in (("MOMENTUM_DIFF", "Adagrad"), ("MOMENTUM_DIFF", "SGD"), ("MOMENTUM_LAST", "SGD")):
         spec = Spec([Table("t", 20, "row"), Table("u", 20, "row", kernel="dense")], bag=True, optimizer=optimizer)
         model = shard(spec)
-        skipped = []
+        skipped: list[str] = []
+        build = partial(ModelDeltaTracker, model, mode=mode, fqns_to_skip=skipped)
         for _ in range(2):
-            error = refused(
-                UnsupportedTableError, lambda: ModelDeltaTracker(model, mode=mode, fqns_to_skip=skipped), *words
-            )
+            error = refused(UnsupportedTableError, build, *words)
             skipped.append(error.table)
             if len(skipped) == 1:
                 with ModelDeltaTracker(model, mode="EMBEDDING", fqns_to_skip=skipped) as tracker:
@@ -82,7 +82,7 @@ def before_sharding(rank: int, world_size: int) -> None:
         words = "after DistributedModelParallel or to_empty(device=...)"
         tracker = None
         if device == "meta":
-            refused(UnsupportedTableError, lambda: ModelDeltaTracker(model), words)
+            refused(UnsupportedTableError, partial(ModelDeltaTracker, model), words)
         else:
             tracker = ModelDeltaTracker(model)
         apply_optimizer_in_backward(torchrec.optim.RowWiseAdagrad, model.ec.parameters(), {"lr": 0.1})

@@ -218,7 +218,7 @@ def test_wrong_objects_are_refused_and_the_position_is_attached(two_ranks: RankP
         "optimizer": "keys that differ in param_groups[0] of training_state['optimizer'] is ['amsgrad', 'betas',",
         "swapped": "the state of training_state['optimizer'], a StepLR, is ['param_groups', 'state'] in the version",
         "empty": "NotRecoverableError: file://",
-        "publisher": "is reserved by Publisher. Close the publisher, load or restore, and build a new Publisher afterwards.",
+        "publisher": "is reserved by Publisher. Close the publisher, load or restore, and build a new",
         "data": "Pass the DataPosition of tracker.attach_data().",
     }
     for messages in two_ranks.run(f"{_CASES}:misuse", path=str(stream), spec=spec(2, _COPIED)):

@@ -30,7 +30,9 @@ def agree(action: Callable[[], Mapping[str, object]], group: RankGroup) -> None:
         raise
     every = _exchange(message, group)
     if failed := {rank: f"failed with {each['error']}" for rank, each in enumerate(every) if "error" in each}:
-        raise RankMismatchError("outcome", failed, "Fix the problem on that rank, then repeat the call on every rank")
+        raise RankMismatchError("outcome", failed).advising(
+            "Fix the problem on that rank, then repeat the call on every rank"
+        )
     results = [each["result"] for each in every]
     for rank, result in enumerate(results):
         for what, value in result.items():

@@ -117,7 +117,7 @@ class RankCounters:
         """
         if not parts:
             remedy = "Load a checkpoint that has them, or load none: the counters then keep their values"
-            raise PartialStateError("it has no counters", remedy=remedy)
+            raise PartialStateError("it has no counters").advising(remedy)
         check_alike(parts)
         if parts[0].mode != MODE:
             raise StateMismatchError("mode", parts[0].mode, MODE)

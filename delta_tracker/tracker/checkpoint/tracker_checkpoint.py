@@ -184,7 +184,7 @@ class TrackerCheckpoint:
             raise error
         if any(map(bool, failed)):
             values = {rank: not bool(each) for rank, each in enumerate(failed)}
-            raise RankMismatchError("attached model", values, "Call tracker.reattach() on every rank")
+            raise RankMismatchError("attached model", values).advising("Call tracker.reattach() on every rank")
 
     def _check_synced(self, group: RankGroup | None) -> None:
         """Check that no row changed since the last sync of the replicas in 2D parallelism.
