@@ -79,6 +79,8 @@ def _is_class(node: ast.AST | None) -> bool:
 def advice_of(site: Site, node: ast.AST) -> set[str]:
     """Return the first words of the advice of an ``InvalidArgumentError``; ``...`` for one that is not a literal."""
     text = node.args[2] if isinstance(node, ast.Call) and len(node.args) > 2 else None
+    if isinstance(text, ast.JoinedStr) and isinstance(text.values[0], ast.FormattedValue):
+        text = text.values[0].value
     if isinstance(text, ast.Name):
         return {word for value in _assigned(site, text.id) for word in _first_words(value)} or {"..."}
     return _first_words(text)

@@ -217,7 +217,8 @@ def running_deletions(storage: Storage, *, now: float) -> list[Deletions]:
         try:
             found.append(convert(load_json(data.tobytes()), Deletions))
         except (ValueError, RecursionError) as error:
-            raise MalformedError(stored.name, str(error)[:MAX_REASON]) from error
+            remedy = "Delete it when no retention pass runs: no pass has written it"
+            raise MalformedError(stored.name, str(error)[:MAX_REASON]).advising(remedy) from error
     return found
 
 

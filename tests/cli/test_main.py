@@ -188,7 +188,7 @@ def test_a_closed_stdout_exits_with_2_and_says_so(
         ("export URL", "Pass --out or --dcp."),
         ("diff URL 1 3 --ids", "Table ec.embeddings.t has no raw ids. Omit --ids."),
         ("inspect s3://", "Write s3://bucket/prefix, with a bucket."),
-        ("inspect az:///prefix", "az:// has no container. Write az://container/prefix."),
+        ("inspect az:///prefix", "Write az://container/prefix, with a container."),
     ],
 )
 def test_what_a_call_lacks_is_named(cli: Cli, writer: Writer, tmp_path: Path, arguments: str, message: str) -> None:

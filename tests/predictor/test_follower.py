@@ -51,6 +51,7 @@ def writer() -> Writer:
     return writer
 
 
+@pytest.mark.advice("FollowEndedError: Follower._run")
 def test_a_thread_that_cannot_begin_is_reported(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
     predictor = Predictor(writer.model(), writer.storage)
     with monkeypatch.context() as patched:
@@ -137,6 +138,7 @@ class _CudaOutOfMemoryError(torch.OutOfMemoryError):
     """Stands in for the error of a CUDA device that is out of memory."""
 
 
+@pytest.mark.advice("PanicError: Follower._survives")
 @pytest.mark.parametrize("kind", [MemoryError, _CudaOutOfMemoryError, RuntimeError, ValueError, PanicException])
 def test_a_target_that_raises_is_tried_again(writer: Writer, kind: type[BaseException]) -> None:
     target = Breakable.of(writer.model()[FQN])
@@ -223,6 +225,7 @@ def test_a_panic_of_the_store_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) 
     predictor.stop()
 
 
+@pytest.mark.advice("FollowEndedError: Follower._follow")
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_error_that_ends_the_thread_is_recorded(

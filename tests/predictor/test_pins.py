@@ -363,6 +363,7 @@ def test_a_pin_whose_path_is_deleted_meanwhile_is_corrected(fleet: Fleet, monkey
     fleet.assert_holds(predictor, newest)
 
 
+@pytest.mark.advice("PinConflictError: _create", "PinnedError: _former")
 def test_one_of_two_operators_is_refused(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     create = Storage.create
 
@@ -382,6 +383,7 @@ def test_one_of_two_operators_is_refused(fleet: Fleet, monkeypatch: pytest.Monke
     fleet.assert_holds(predictor, 3)
 
 
+@pytest.mark.advice("MissingVersionError: Predictor._named")
 def test_a_pin_of_another_entry_is_refused(fleet: Fleet) -> None:
     predictor = fleet.join()
     predictor.sync()

@@ -149,6 +149,7 @@ def test_stop_does_not_wait_for_a_lookup(writer: Writer) -> None:
         assert (served.version, served.applying) == (2, None)
 
 
+@pytest.mark.advice("InvalidArgumentError: Follower.stop")
 def test_the_thread_of_follow_cannot_stop_itself(writer: Writer) -> None:
     said: list[str] = []
 

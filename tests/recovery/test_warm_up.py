@@ -46,6 +46,7 @@ def test_a_model_without_dense_replicas_needs_no_batch() -> None:
     check_warm(nn.Linear(2, 2))
 
 
+@pytest.mark.advice("InvalidArgumentError: check_warm")
 @pytest.mark.usefixtures("group")
 @pytest.mark.filterwarnings("ignore:You passed find_unused_parameters")
 def test_a_wrapper_that_training_does_not_call_has_a_way_out() -> None:

@@ -63,6 +63,7 @@ def stream(num_deltas: int = 4) -> Writer:
     return writer
 
 
+@pytest.mark.advice("NoReleaseError: release_pin", "InvalidArgumentError: release_pin")
 def test_a_pin_and_its_release() -> None:
     writer = stream()
     pin = pin_version(writer.storage, 3, reason="bad feature")
@@ -215,6 +216,7 @@ def test_a_pin_during_a_retention_pass_keeps_its_versions_or_is_undone(operation
     assert "refused" in outcomes if operation == "delete" else "pinned" in outcomes
 
 
+@pytest.mark.advice("RetentionRunningError: pin_version")
 def test_an_interrupted_pass_is_announced_for_an_hour(tmp_path: Path) -> None:
     writer = Writer(Storage(tmp_path.as_uri()))
     for _ in range(7):

@@ -81,6 +81,7 @@ def test_a_restored_loader_skips_and_repeats_nothing(ahead: int) -> None:
     assert restored.num_batches == 3
 
 
+@pytest.mark.advice("InvalidArgumentError: DataPosition._check_current")
 def test_iterators_of_the_old_position_are_refused_and_take_nothing() -> None:
     data = DataPosition(_Loader())
     batches, _ = _trained(data, 2, ahead=2)
@@ -96,6 +97,7 @@ def test_iterators_of_the_old_position_are_refused_and_take_nothing() -> None:
         next(fresh)
 
 
+@pytest.mark.advice("InvalidArgumentError: DataPosition.__iter__")
 def test_a_new_iterator_drops_no_batch_silently() -> None:
     data = DataPosition(_Loader())
     batches, _ = _trained(data, 2, ahead=2)
@@ -149,6 +151,7 @@ def test_epochs() -> None:
         data._loader.state["next"] = 0  # type: ignore[attr-defined]  # the loader begins the next epoch
 
 
+@pytest.mark.advice("InvalidArgumentError: DataPosition.check")
 def test_steps_without_a_batch_are_reported_at_the_cut() -> None:
     data = DataPosition(_Loader())
     batches, _ = _trained(data, 1)
@@ -318,6 +321,7 @@ def test_torchrecs_pipelines(one_rank: RankPool, name: str, ahead: int) -> None:
     assert aheads == [ahead] * 4 + rest
 
 
+@pytest.mark.advice("InvalidArgumentError: ModelDeltaTracker.attach_data")
 def test_a_tracker_moves_its_position() -> None:
     counts: list[int] = []
     tracker: Any = SimpleNamespace(

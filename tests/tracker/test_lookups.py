@@ -168,8 +168,8 @@ def _one(batch: int, ids: Any, states: Any = None, *, table: str = "t") -> tuple
 @pytest.mark.parametrize(
     ("mode", "arguments", "argument", "remedy"),
     [
-        (EmbdUpdateMode.NONE, _one(5, [1], [1.0]), "states", "pass no states"),
-        (EmbdUpdateMode.FIRST, _one(5, [1]), "states", "pass one state for each id"),
+        (EmbdUpdateMode.NONE, _one(5, [1], [1.0]), "states", "Pass no states"),
+        (EmbdUpdateMode.FIRST, _one(5, [1]), "states", "Pass one state for each id"),
         (EmbdUpdateMode.FIRST, _one(5, [1, 2], [1.0]), "states", "one row for each of 2 ids"),
         (EmbdUpdateMode.FIRST, _one(5, [1], 1.0), "states", "one row for each of 1 ids"),
         (EmbdUpdateMode.FIRST, _one(5, [1], [[1.0]]), "states", "as in the other lookups of 't'"),

@@ -154,7 +154,7 @@ def test_a_failing_rank_is_reported_to_all() -> None:
     table = Candidates(torch.tensor([1.0]), torch.tensor([False]), 8)
     answers, _ = agree(TopK(rows=1), [{"t": table, "u": table}, ZeroDivisionError("my score")])
     assert isinstance(answers[0], InvalidArgumentError)
-    assert "Another rank" in str(answers[0])
+    assert "Fix the error of the rank that failed" in str(answers[0])
     assert isinstance(answers[1], ZeroDivisionError)
 
 
@@ -163,7 +163,7 @@ def test_a_rank_that_fails_in_the_choice_itself_is_heard_by_all() -> None:
     broken = Candidates(torch.tensor([1.0]), torch.tensor([True, False]), 8)
     answers, _ = agree(TopK(rows=1), [{"t": table, "u": table}, {"t": broken, "u": table}])
     assert isinstance(answers[0], InvalidArgumentError)
-    assert "Another rank" in str(answers[0])
+    assert "Fix the error of the rank that failed" in str(answers[0])
     assert isinstance(answers[1], IndexError)
 
 
