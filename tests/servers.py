@@ -293,6 +293,7 @@ class Proxy:
     port: int = 0
     strip_headers: frozenset[str] = frozenset()
     lose_answers: int = 0  # number of PUTs whose answers are lost after the server executed them
+    errors: int = 0  # number of requests that are answered with "500 InternalError" and not executed
     conflicts: int = 0  # number of conditional PUTs that get "409 try again" and are not executed
     busy: dict[str, int] = field(default_factory=dict)  # method to number of requests with such an answer, conditional or not
     busy_after: int = 0  # number of requests with these methods that are executed before
@@ -308,6 +309,13 @@ class Proxy:
             lost = method == "PUT" and self.lose_answers > 0
             self.lose_answers -= lost
             return lost
+
+    def fails(self) -> bool:
+        """Return whether a request is answered with an error."""
+        with self.lock:
+            fails = self.errors > 0
+            self.errors -= fails
+            return fails
 
     def conflicts_with(self, method: str, headers: Mapping[str, str]) -> bool:
         """Return whether this request is answered with a conflict."""
@@ -342,6 +350,9 @@ def proxy(upstream: int) -> Iterator[Proxy]:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             headers = {name: value for name, value in self.headers.items() if name.lower() not in state.strip_headers}
             state.seen.append(f"{self.command} {self.path}")
+            if state.fails():
+                self.answer(500, b"<Error><Code>InternalError</Code></Error>")
+                return
             if state.conflicts_with(self.command, self.headers):
                 self.answer(409, b"<Error><Code>ConditionalRequestConflict</Code></Error>")
                 return

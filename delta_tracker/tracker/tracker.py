@@ -334,9 +334,9 @@ class ModelDeltaTracker:
 
         Also moves the position of :meth:`attach_data` to the batch.
         """
-        num_updates = self._num_updates()
+        # Before the batch is counted: if this is interrupted in between, the call can be repeated.
+        self._num_stepped = self._num_updates()
         self._log.step()
-        self._num_stepped = num_updates
         if self._data_position is not None:
             self._data_position.advance()
 

@@ -210,20 +210,7 @@ class Trainer:
 
     def blocks(self) -> list[tuple[str, tuple[int, int], Tensor, list[Tensor]]]:
         """Return table, first row and column, rows, and states ``[R, C]`` or ``[R, 1]`` of each block of this rank."""
-        found = []
-        for kernel in kernels_of(self.model.module.ec):
-            tbe = tbe_of(kernel)
-            tbe.flush() if hasattr(tbe, "flush") else None
-            states = tbe.split_optimizer_states() if hasattr(tbe, "split_optimizer_states") else []
-            for index, (config, rows) in enumerate(
-                zip(kernel.config.embedding_tables, kernel.split_embedding_weights(), strict=True)
-            ):
-                place = config.local_metadata
-                first = (0, 0) if place is None else tuple(place.shard_offsets)
-                own = states[index] if states else ()
-                own = own.values() if isinstance(own, dict) else own
-                found.append((config.name, first, rows.detach(), [each.view(len(rows), -1) for each in own]))
-        return found
+        return blocks_of(self.model.module.ec)
 
     def scalars(self) -> dict[str, dict[str, float]]:
         """Return counters and learning rates of each table with a fused optimizer on this rank."""
@@ -256,16 +243,36 @@ class Trainer:
         }
 
 
+def blocks_of(collection: Any) -> list[tuple[str, tuple[int, int], Tensor, list[Tensor]]]:
+    """Return table, first row and column, rows, and states ``[R, C]`` or ``[R, 1]`` of each block of a rank."""
+    found = []
+    for kernel in kernels_of(collection):
+        tbe = tbe_of(kernel)
+        tbe.flush() if hasattr(tbe, "flush") else None
+        states = tbe.split_optimizer_states() if hasattr(tbe, "split_optimizer_states") else []
+        for index, (config, rows) in enumerate(
+            zip(kernel.config.embedding_tables, kernel.split_embedding_weights(), strict=True)
+        ):
+            place = config.local_metadata
+            first = (0, 0) if place is None else tuple(place.shard_offsets)
+            own = states[index] if states else ()
+            own = own.values() if isinstance(own, dict) else own
+            found.append((config.name, first, rows.detach(), [each.view(len(rows), -1) for each in own]))
+    return found
+
+
 def whole_tables(records: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Tensor, dict[int, list[Tensor]]]]:
     """Return rows ``[R, D]`` of each table, and by first column the states ``[R, C]`` or ``[R, 1]``, from all ranks."""
     blocks = [block for record in records for block in record["blocks"]]
     sizes: dict[str, int] = {}
     dims: dict[str, int] = {}
+    dtypes = {table: rows.dtype for table, _, rows, _ in blocks}
     for table, (row, column), rows, _ in blocks:
         sizes[table] = max(sizes.get(table, 0), row + len(rows))
         dims[table] = max(dims.get(table, 0), column + rows.shape[1])
     found = {
-        table: (torch.full((size, dims[table]), torch.nan), dict[int, list[Tensor]]()) for table, size in sizes.items()
+        table: (torch.full((size, dims[table]), torch.nan, dtype=dtypes[table]), dict[int, list[Tensor]]())
+        for table, size in sizes.items()
     }
     for table, (row, column), rows, states in blocks:
         values, by_column = found[table]
