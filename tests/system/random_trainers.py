@@ -35,6 +35,7 @@ import shutil
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -149,7 +150,7 @@ class Job:
             ("new", *later),
             publishing,
             encodings,
-            draw.choice([None, None, None, None, 4000]),
+            draw.choice([None, None, None, None, 30_000]),
         )
 
     @property
@@ -438,9 +439,13 @@ class Life:
         self._mirror.cuts[self._tracker.num_batches] = Cut(tables, dense, dict(self._has))
 
     def _log(self, text: str) -> None:
+        """Write a line to the log of the seed, on rank 0."""
         if self._rank == 0:
-            with (self._root / "events.log").open("a") as file:
-                file.write(f"life {self._number}, batch {self._tracker.num_batches}: {text}\n")
+            self._note(text)
+
+    def _note(self, text: str) -> None:
+        with (self._root / "events.log").open("a") as file:
+            file.write(f"life {self._number}, rank {self._rank}, batch {self._tracker.num_batches}: {text}\n")
 
     # Calls with a fault
 
@@ -456,6 +461,8 @@ class Life:
             is_injected = str(error) == "injected" and trouble.trace.is_raised and not was_raised
             if not (is_injected or (isinstance(error, DeltaTrackerError) and self._may_fail)):
                 raise
+            place = traceback.extract_tb(error.__traceback__)[-2:]
+            self._note(f"{name} raised {error!r:.100} at {[f'{each.filename}:{each.lineno}' for each in place]}")
             return False, error
         return True, result
 
@@ -711,7 +718,8 @@ class Life:
         # A read with top-k is a collective: without a fault.
         top_k = TopK(rows=self._draw.randrange(1, 12), score=_sum_of_columns) if how == "top-k" else None
         with_values = self._draw.random() < 0.5
-        is_two_phase = how != "commit" or self._draw.random() < 0.5
+        # A read that commits in one call may have committed when an exception reaches the caller.
+        is_two_phase = how != "commit" or self._draw.random() < 0.5 or (self._may_fail and self._trouble.is_traced)
 
         def read() -> Any:
             return self._tracker.get_delta(name, commit=not is_two_phase, with_values=with_values, top_k=top_k)
