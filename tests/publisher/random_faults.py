@@ -64,6 +64,7 @@ class Fault:
     def __init__(self, exception: type[BaseException], num_lines: int) -> None:
         self.exception = exception
         self.is_raised = False
+        self.place = ""  # file and line
         self._num_left = num_lines
 
     def __call__(self, frame: FrameType, event: str, arg: object) -> Any:
@@ -76,7 +77,7 @@ class Fault:
         if event == "line" and not self.is_raised:
             self._num_left -= 1
             if self._num_left < 0:
-                self.is_raised = True
+                self.is_raised, self.place = True, f"{path}:{frame.f_lineno}"
                 sys.settrace(None)
                 raise self.exception("injected")
         return self

@@ -35,7 +35,9 @@ def differing(before: Tensor, now: Tensor) -> Tensor:
 def gathered(blocks: Blocks) -> Whole:
     """Return the rows and states of whole tables from the blocks of all ranks. A collective."""
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, [(fqn, first, rows.clone(), [each.clone() for each in states]) for fqn, first, rows, states in blocks])
+    dist.all_gather_object(
+        every, [(fqn, first, rows.clone(), [each.clone() for each in states]) for fqn, first, rows, states in blocks]
+    )
     return whole_tables([{"blocks": each} for each in every])
 
 
@@ -107,7 +109,9 @@ class Copy:
         self._tracker = tracker
         self._blocks = blocks
         self._has = [
-            (fqn, first, *_part(whole, fqn, first, rows, states)) if whole else (fqn, first, rows.clone(), [each.clone() for each in states])
+            (fqn, first, *_part(whole, fqn, first, rows, states))
+            if whole
+            else (fqn, first, rows.clone(), [each.clone() for each in states])
             for fqn, first, rows, states in blocks()
         ]
         self._touched: dict[str, set[int]] = {}
@@ -130,7 +134,9 @@ class Copy:
 
     def reset(self) -> None:
         """Take all rows as they are now."""
-        self._has = [(fqn, first, rows.clone(), [each.clone() for each in states]) for fqn, first, rows, states in self._blocks()]
+        self._has = [
+            (fqn, first, rows.clone(), [each.clone() for each in states]) for fqn, first, rows, states in self._blocks()
+        ]
         self._touched, self._allows_all = {}, False
 
     def check(self, delta: Delta) -> None:
@@ -197,7 +203,9 @@ class Copy:
             self._touched, self._allows_all = {}, False
 
 
-def _part(whole: Whole, fqn: str, first: tuple[int, int], rows: Tensor, states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+def _part(
+    whole: Whole, fqn: str, first: tuple[int, int], rows: Tensor, states: list[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
     """Return a copy of the rows and states of a block from whole tables; those of the block without such states."""
     values, by_column = whole[fqn]
     place = slice(first[0], first[0] + len(rows))
@@ -262,7 +270,10 @@ class Follower:
     def held(self) -> dict[str, Tensor]:
         """Return the tables by FQN and the dense tensors by name."""
         if isinstance(self._model, nn.Module):
-            return {name.removesuffix(".weight") if "embedding" in name else name: each for name, each in self._model.state_dict().items()}
+            return {
+                name.removesuffix(".weight") if "embedding" in name else name: each
+                for name, each in self._model.state_dict().items()
+            }
         return self._model
 
     def _compare(self, cut: Cut, entry: Manifest) -> None:
@@ -289,6 +300,12 @@ def _bound(rows: Tensor, encoding: Encoding) -> Tensor:
     """Return the largest error of the values of ``[R, D]`` rows."""
     largest = rows.float().abs().amax(1, keepdim=True)
     span = rows.float().amax(1, keepdim=True) - rows.float().amin(1, keepdim=True)
-    scale = 1.02 * span if encoding is Encoding.INT8 else 1.25 * span + largest / 4 if encoding is Encoding.INT4 else largest
+    scale = (
+        1.02 * span
+        if encoding is Encoding.INT8
+        else 1.25 * span + largest / 4
+        if encoding is Encoding.INT4
+        else largest
+    )
     rounded = largest * 2**-11 if rows.dtype == torch.float16 else 0.0  # the predictor's table
     return scale * _STEPS[encoding] + rounded + 1e-6

@@ -10,6 +10,7 @@ Adagrad.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.types import DataType
 
 from delta_tracker import TrackingMode
-from tests.models import Spec, Table, batch, is_dense, kernels_of, sharding_of
+from tests.models import Spec, Table, batch, is_dense, sharding_of
 from tests.system.resumed_trainer import blocks_of
 
 _GRID_DIM = 256  # cut at 128
@@ -107,7 +108,7 @@ def draw_collections(
                 kinds += ["data"] + ["dense"] * has_dense
             kind = "grid" if has_grid and number == index == 0 else draw.choice(kinds)
             layouts.append(_draw_layout(draw, mode, world_sizes, f"t{index}", kind, is_bag=is_bag, dim=dim))
-        for index, (layout, other) in enumerate(zip(layouts, layouts[1:], strict=False)):
+        for index, (layout, other) in enumerate(itertools.pairwise(layouts)):
             # A feature has ids of the smaller of its tables.
             if layout.table.rows == other.table.rows and draw.random() < 0.7:
                 shared = replace(layout.table, features=(*layout.table.features, other.table.features[0]))
@@ -118,7 +119,7 @@ def draw_collections(
     return collections
 
 
-def _draw_layout(  # noqa: PLR0913
+def _draw_layout(
     draw: random.Random,
     mode: TrackingMode,
     world_sizes: Sequence[int],
@@ -160,14 +161,15 @@ def draw_specs(draw: random.Random, collections: Sequence[Collection], world_siz
     for collection in collections:
         tables = []
         for layout in collection.layouts:
-            sharding = _draw_sharding(draw, layout.kind, world_size, is_bag=collection.is_bag)
+            sharding = _draw_sharding(draw, layout, world_size, is_bag=collection.is_bag)
             kernel = "dense" if layout.kind in ("dense", "data") else draw.choice(_FUSED_KERNELS)
             tables.append(replace(layout.table, sharding=sharding, kernel=kernel))
         specs.append(Spec(tables, bag=collection.is_bag, local_size=local_size(world_size)))
     return specs
 
 
-def _draw_sharding(draw: random.Random, kind: str, world_size: int, *, is_bag: bool) -> str:
+def _draw_sharding(draw: random.Random, layout: Layout, world_size: int, *, is_bag: bool) -> str:
+    kind = layout.kind
     rank, other = draw.randrange(world_size), draw.randrange(world_size)
     host = draw.randrange(world_size // local_size(world_size))
     local = [host * local_size(world_size) + draw.randrange(local_size(world_size)) for _ in range(2)]
@@ -177,7 +179,8 @@ def _draw_sharding(draw: random.Random, kind: str, world_size: int, *, is_bag: b
         return "grid:0,1" if world_size == 4 else f"column:{rank},{other}"
     whole = ["row", "row", f"table:{rank}", *([f"table_row:{host}"] if is_bag else [])]
     cut = [f"column:{rank},{other}", *([f"table_column:{local[0]},{local[1]}"] if is_bag else [])]
-    return draw.choice({"whole": whole, "cut": cut, "dense": [*whole[:3], cut[0]] if is_bag else whole}[kind])
+    dense = [*whole[:3], cut[0]] if layout.table.dim % 2 == 0 else whole[:3]
+    return draw.choice({"whole": whole, "cut": cut, "dense": dense}[kind])
 
 
 class Model(nn.Module):
@@ -211,9 +214,7 @@ def _collection(collection: Collection, device: str) -> nn.Module:
         kwargs |= {"name": table.name, "num_embeddings": table.rows, "embedding_dim": table.dim}
         tables.append(config(feature_names=list(table.features), data_type=DataType[table.dtype], **kwargs))
     if collection.is_bag:
-        return EmbeddingBagCollection(
-            tables=tables, is_weighted=collection.is_weighted, device=torch.device(device)
-        )
+        return EmbeddingBagCollection(tables=tables, is_weighted=collection.is_weighted, device=torch.device(device))
     return EmbeddingCollection(tables=tables, device=torch.device(device))
 
 

@@ -42,17 +42,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch import distributed as dist
 
 import delta_tracker
-from delta_tracker import Encoding, ModelDeltaTracker, Predictor, Publisher, TopK, TrackingMode, restore
+from delta_tracker import Encoding, ModelDeltaTracker, Publisher, TopK, TrackingMode, restore
 from delta_tracker.errors import DeltaTrackerError, NeedsSnapshotError, RankLostError, StaleDeltaError
 from delta_tracker.integrations.dcp import SavedTracker
 from delta_tracker.publisher.cadence import Cadence
@@ -84,8 +83,9 @@ _FAULTS = ("exception", "interrupt", "disk", "s3", "hook", "store")
 _MODES = (TrackingMode.ID_ONLY, TrackingMode.EMBEDDING, TrackingMode.MOMENTUM_LAST, TrackingMode.MOMENTUM_DIFF)
 _HOOK_FILES = ("tracker/store", "tracker/row_sets", "tracker/change_log.py")
 _EVENTS = {
-    "train": 8, "accumulate": 1.5, "hold": 1.5, "evaluate": 1, "write": 0.5, "load": 0.4, "publish": 2.5, "snapshot": 0.6,
-    "flush": 0.4, "read": 3, "abort": 1, "top-k": 0.7, "clear": 0.2, "compact": 0.3, "follow": 1.5, "replace": 0.5, "save": 0.8,
+    "train": 8, "accumulate": 1.5, "hold": 1.5, "evaluate": 1, "write": 0.5, "load": 0.4, "publish": 2.5,
+    "snapshot": 0.6, "flush": 0.4, "read": 3, "abort": 1, "top-k": 0.7, "clear": 0.2, "compact": 0.3, "follow": 1.5,
+    "replace": 0.5, "save": 0.8,
 }  # fmt: skip
 
 
@@ -124,7 +124,10 @@ class Job:
         world_sizes = (4 if has_grid else 2, *draw.choices([1, 2, 4], k=draw.choice([1, 2])))
         has_states = draw.random() < 0.5
         collections = draw_collections(draw, mode, world_sizes, has_dense=not has_states, has_grid=has_grid)
-        later = [draw.choice(["stream", "stream", "checkpoint"] if has_states else ["checkpoint"] * 5 + ["new"]) for _ in world_sizes[1:]]
+        later = [
+            draw.choice(["stream", "stream", "checkpoint"] if has_states else ["checkpoint"] * 5 + ["new"])
+            for _ in world_sizes[1:]
+        ]
         has_top_k = not has_states and draw.random() < 0.3
         encodings: dict[str, Encoding] = {}
         if not has_states and draw.random() < 0.35:
@@ -134,9 +137,15 @@ class Job:
                     encodings[collection.fqn(layout.table.name)] = draw.choice(kinds)
         publishing = {
             "states": "optimizer" if has_states else None,
-            "top_k": TopK(rows=draw.choice([5, 20]), score=None if mode is not TrackingMode.ID_ONLY else _sum_of_columns) if has_top_k else None,
+            "top_k": TopK(
+                rows=draw.choice([5, 20]), score=None if mode is not TrackingMode.ID_ONLY else _sum_of_columns
+            )
+            if has_top_k
+            else None,
             "encoding": encodings or None,
-            "cadence": Cadence(batches=draw.choice([1, 2, 4]), snapshot_every=draw.choice([None, 4]), vote_every=draw.choice([1, 1, 2])),
+            "cadence": Cadence(
+                batches=draw.choice([1, 2, 4]), snapshot_every=draw.choice([None, 4]), vote_every=draw.choice([1, 1, 2])
+            ),
             "retention": Retention(versions=3, grace_seconds=0) if draw.random() < 0.3 else None,
             "compact_every": draw.choice([None, None, 2, 3]),
             "skip_unchanged": draw.choice([None, None, "bytes", "digest"]),
@@ -165,10 +174,14 @@ class Job:
 
     def describe(self) -> str:
         """Return the job in a few lines."""
-        lines = [f"{self.mode.name}, ranks {self.world_sizes}, begins {self.begins}, fault {self.fault}, {self.max_bytes=}"]
+        lines = [
+            f"{self.mode.name}, ranks {self.world_sizes}, begins {self.begins}, fault {self.fault}, {self.max_bytes=}"
+        ]
         lines.append(", ".join(f"{name}={value}" for name, value in self.publishing.items() if value is not None))
         for life, world_size in enumerate(self.world_sizes):
-            for collection, spec in zip(self.collections, draw_specs(self.draw(life), self.collections, world_size), strict=True):
+            for collection, spec in zip(
+                self.collections, draw_specs(self.draw(life), self.collections, world_size), strict=True
+            ):
                 kind = f"bag {collection.pooling}" if collection.is_bag else "sequence"
                 lines.append(f"life {life}, {collection.name}: {kind}{' weighted' * collection.is_weighted}")
                 lines += [
@@ -208,7 +221,9 @@ class Trouble:
         is_victim: whether it is this rank's.
     """
 
-    def __init__(self, kind: str, draw: random.Random, storage: Storage, faults: Proxy | None, *, is_victim: bool) -> None:
+    def __init__(
+        self, kind: str, draw: random.Random, storage: Storage, faults: Proxy | None, *, is_victim: bool
+    ) -> None:
         self.kind = kind
         self._storage = storage
         self._faults = faults
@@ -289,7 +304,9 @@ def _every(value: Any) -> list[Any]:
 class Life:
     """One rank of one life."""
 
-    def __init__(self, root: Path, job: Job, number: int, storage: Storage, clean: Storage, faults: Proxy | None) -> None:
+    def __init__(
+        self, root: Path, job: Job, number: int, storage: Storage, clean: Storage, faults: Proxy | None
+    ) -> None:
         self._root, self._job, self._number = root, job, number
         self._storage, self._clean = storage, clean
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
@@ -297,10 +314,14 @@ class Life:
         self._specs = draw_specs(self._draw, job.collections, self._world_size)
         self._model = build(job.collections, self._specs, job.seed)
         self._replicated, self._split = ordinary_optimizers(self._model, job.collections, self._specs)
-        self._tracker = ModelDeltaTracker(self._model, list(_CONSUMERS), mode=job.mode, max_bytes=job.max_bytes, auto_compact=job.seed % 3 == 0)
+        self._tracker = ModelDeltaTracker(
+            self._model, list(_CONSUMERS), mode=job.mode, max_bytes=job.max_bytes, auto_compact=job.seed % 3 == 0
+        )
         self._generator = torch.Generator().manual_seed(1000 * job.seed + 10 * number + self._rank)
         self._mirror = Mirror(root, number)
-        self._trouble = Trouble(job.fault, self._draw, storage, faults, is_victim=self._draw.randrange(self._world_size) == self._rank)
+        self._trouble = Trouble(
+            job.fault, self._draw, storage, faults, is_victim=self._draw.randrange(self._world_size) == self._rank
+        )
         self._ends_with_fault = number < len(job.world_sizes) - 1 and self._draw.random() < 0.4
         self.counts: Counter[str] = Counter()
         bases = self._begin(job.begins[number])
@@ -375,7 +396,9 @@ class Life:
         return state
 
     def _training_state(self) -> dict[str, Any]:
-        return {f"replicated{index}": each for index, each in enumerate(self._replicated)} if self._job.has_states else {}
+        return (
+            {f"replicated{index}": each for index, each in enumerate(self._replicated)} if self._job.has_states else {}
+        )
 
     def _rank_state(self) -> dict[str, Any]:
         return {f"split{index}": each for index, each in enumerate(self._split)} if self._job.has_states else {}
@@ -420,9 +443,14 @@ class Life:
 
     def _empty(self) -> dict[str, Tensor]:
         tables = {
-            fqn: torch.full((spec.num_rows, spec.dim), -1.0, dtype=spec.dtype) for fqn, spec in self._tracker.tables.items()
+            fqn: torch.full((spec.num_rows, spec.dim), -1.0, dtype=spec.dtype)
+            for fqn, spec in self._tracker.tables.items()
         }
-        return tables | {name: torch.full_like(each, -1.0) for name, each in self._dense().items()} if self._job.has_dense else tables
+        return (
+            tables | {name: torch.full_like(each, -1.0) for name, each in self._dense().items()}
+            if self._job.has_dense
+            else tables
+        )
 
     # Copies
 
@@ -449,7 +477,9 @@ class Life:
 
     # Calls with a fault
 
-    def _call(self, name: str, call: Callable[[], Any], kinds: Sequence[str] = ("exception", "interrupt")) -> tuple[bool, Any]:
+    def _call(
+        self, name: str, call: Callable[[], Any], kinds: Sequence[str] = ("exception", "interrupt")
+    ) -> tuple[bool, Any]:
         """Call a method of the library with this rank's fault; return whether it returned, and the result or error."""
         trouble = self._trouble
         was_raised = trouble.trace.is_raised
@@ -508,6 +538,8 @@ class Life:
         raised = any(_every(trouble.trace.is_raised))
         self.counts[f"fault {trouble.kind}"] += raised or not trouble.is_traced
         self._log(f"the fault {trouble.kind} ends")
+        if trouble.trace.place:
+            self._note(f"it was raised at {trouble.trace.place}")
         for copy in self._copies.values():
             copy.allow_all()
         if self._ends_with_fault:
@@ -559,7 +591,9 @@ class Life:
                 for table in spec.tables:
                     fqn = collection.fqn(table.name)
                     every = [ids[name] for name in table.features]
-                    self._looked_up[fqn] = torch.cat([*([self._looked_up[fqn]] if fqn in self._looked_up else []), *every])
+                    self._looked_up[fqn] = torch.cat(
+                        [*([self._looked_up[fqn]] if fqn in self._looked_up else []), *every]
+                    )
         is_done, loss = self._call("forward", lambda: self._model(features), ("hook",))
         assert is_done, f"a hook raised {loss!r} into the forward pass"
         return loss
@@ -604,7 +638,8 @@ class Life:
             self._publish("publish")
         self._save()
         ended = "end"
-        for self._event in range(self._draw.randrange(14, 22)):
+        for number in range(self._draw.randrange(14, 22)):
+            self._event = number
             (event,) = self._draw.choices(list(_EVENTS), list(_EVENTS.values()))
             consumer = self._draw.choice(_CONSUMERS[1:])
             if self._held is not None and event in ("train", "accumulate", "hold", "write", "load", "save", "snapshot"):
@@ -799,7 +834,7 @@ class Trainers:
         self._pools: dict[int, RankPool] = {}
         self._s3: S3 | None = None
 
-    def __enter__(self) -> Trainers:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -831,12 +866,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=40)
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--seed", type=int, help="run this one only")
+    parser.add_argument("--seed", type=int, nargs="+", help="run these only")
     parser.add_argument("--keep", action="store_true", help="keep the directories of seeds that fail")
     parser.add_argument("--times", action="store_true", help="print the seconds of each seed")
     options = parser.parse_args(argv)
     os.environ.setdefault("PYTHONHASHSEED", "0")
-    seeds = range(options.first, options.first + options.seeds) if options.seed is None else [options.seed]
+    seeds = range(options.first, options.first + options.seeds) if options.seed is None else options.seed
     total: Counter[str] = Counter()
     broken = []
     begin = time.monotonic()

@@ -94,6 +94,20 @@ def test_a_load_that_runs_out_of_memory_loses_no_row(
     assert _ids(tracker, "first") == [2]
 
 
+def test_an_interrupted_step_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch is counted once, and its updates are those of a batch that was counted."""
+    model = _model()
+    tracker = ModelDeltaTracker(model)
+    _train(model, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelDeltaTracker, "_num_updates", _raising(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            tracker.step()
+    assert (tracker.num_batches, tracker.num_unstepped) == (0, 1)
+    tracker.step()
+    assert (tracker.num_batches, tracker.num_unstepped) == (1, 0)
+
+
 class _Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -69,6 +69,12 @@ def test_an_error_in_a_hook_does_not_reach_training(two_ranks: RankPool) -> None
     assert two_ranks.run(f"{_CASES}:failing_hook")[0] == 2
 
 
+@pytest.mark.promise("contained", "minimal")
+@pytest.mark.parametrize("fails", ["close_batch", "leave"])
+def test_an_error_while_a_batch_is_closed_does_not_leave_it_open(one_rank: RankPool, fails: str) -> None:
+    assert one_rank.run(f"{_CASES}:failing_close", fails=fails) == [[[1], [2], [0]]]
+
+
 @pytest.mark.promise("refused")
 def test_bad_input_is_refused_by_name(two_ranks: RankPool) -> None:
     expected = {

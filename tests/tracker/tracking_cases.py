@@ -18,8 +18,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from delta_tracker import Delta, DeltaRows, ModelDeltaTracker, TopK, TrackingMode
 from delta_tracker.buffers import MEMORY
+from delta_tracker.cuda_fence import StreamFence
 from delta_tracker.errors import DeltaTrackerError, InvalidArgumentError
 from delta_tracker.tracker.change_log import ChangeLog
+from delta_tracker.tracker.store.segments import SegmentStore
 from tests.models import Spec, Table, batch, kernels_of, shard, with_kernel
 
 
@@ -314,6 +316,34 @@ def failing_hook(rank: int, world_size: int) -> int:
         assert ids.tolist() == (list(range(5)) if rank == 0 else [])
         assert tracker.get_delta().num_rows == 0, "the writes were proven, so nothing stays open"
         return tracker.num_hook_errors
+
+
+def failing_close(rank: int, world_size: int, fails: str) -> list[list[int]]:
+    """Fail once while a written batch is closed: later reads return only rows of later batches."""
+    owner = {"close_batch": SegmentStore, "leave": StreamFence}[fails]
+    method = getattr(owner, fails)
+    num_left = 1
+
+    def fail_once(*args: Any) -> None:
+        nonlocal num_left
+        num_left -= 1
+        if num_left == 0:
+            raise MemoryError
+        method(*args)
+
+    spec = Spec([Table("t", 5, "row")])
+    model = shard(spec)
+    found = []
+    with ModelDeltaTracker(model) as tracker:
+        for ids in ([1], [2], [0]):
+            values = torch.tensor(ids)
+            loss = model(KeyedJaggedTensor(keys=["t"], values=values, lengths=torch.tensor([1])))
+            with mock.patch.object(owner, fails, fail_once):
+                loss.backward()
+            found.append(tracker.get_delta_ids()["ec.embeddings.t"].tolist())
+        assert tracker.get_delta().num_rows == 0
+        assert tracker.num_hook_errors == 1
+    return found
 
 
 def what_is_tracked(rank: int, world_size: int) -> dict[str, Any]:
