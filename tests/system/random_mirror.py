@@ -5,22 +5,22 @@ Copies are read from the kernels of TorchRec, and not through the tracker. Rows 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 
 from delta_tracker import Delta, Encoding, ModelDeltaTracker, Predictor, TrackingMode
 from delta_tracker.errors import NoSnapshotError
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.storage.storage import Storage
+from tests.system.random_job import Job
+from tests.system.random_models import Blocks, Model, every
 from tests.system.resumed_trainer import whole_tables
 
-Blocks = Sequence[tuple[str, tuple[int, int], Tensor, list[Tensor]]]
 Whole = dict[str, tuple[Tensor, dict[int, list[Tensor]]]]
 _BITS = {torch.float32: torch.int32, torch.float16: torch.int16}
 _STEPS = {Encoding.F16: 2**-11, Encoding.BF16: 2**-8, Encoding.INT8: 0.51 / 255, Encoding.INT4: 0.51 / 15}
@@ -34,11 +34,11 @@ def differing(before: Tensor, now: Tensor) -> Tensor:
 
 def gathered(blocks: Blocks) -> Whole:
     """Return the rows and states of whole tables from the blocks of all ranks. A collective."""
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(
-        every, [(fqn, first, rows.clone(), [each.clone() for each in states]) for fqn, first, rows, states in blocks]
-    )
-    return whole_tables([{"blocks": each} for each in every])
+    return whole_tables([{"blocks": each} for each in every(_copies(blocks))])
+
+
+def _copies(blocks: Blocks) -> list[tuple[str, tuple[int, int], Tensor, list[Tensor]]]:
+    return [(fqn, first, rows.clone(), [each.clone() for each in states]) for fqn, first, rows, states in blocks]
 
 
 @dataclass
@@ -95,7 +95,6 @@ class Copy:
         name: name of the consumer.
         blocks: returns the live blocks of this rank.
         whole: tables as the consumer has them; None for those of the blocks.
-        knows: whether the tracker knows the old states of rows that change.
     """
 
     def __init__(
@@ -108,20 +107,15 @@ class Copy:
         self.name = name
         self._tracker = tracker
         self._blocks = blocks
-        self._has = [
-            (fqn, first, *_part(whole, fqn, first, rows, states))
-            if whole
-            else (fqn, first, rows.clone(), [each.clone() for each in states])
-            for fqn, first, rows, states in blocks()
-        ]
+        self._has = _copies(blocks()) if whole is None else [_part(whole, block) for block in blocks()]
         self._touched: dict[str, set[int]] = {}
         self._allows_all = whole is not None
         self.num_rows = 0
 
-    def touch(self, ids: Mapping[str, Tensor]) -> None:
+    def touch(self, ids: Mapping[str, set[int]]) -> None:
         """Allow rows in the next read, by global ids: an update of them was written."""
         for fqn, each in ids.items():
-            self._touched.setdefault(fqn, set()).update(each.tolist())
+            self._touched.setdefault(fqn, set()).update(each)
 
     def allow_all(self) -> None:
         """Allow any row in the next read: a write or a fault marked all rows."""
@@ -134,9 +128,7 @@ class Copy:
 
     def reset(self) -> None:
         """Take all rows as they are now."""
-        self._has = [
-            (fqn, first, rows.clone(), [each.clone() for each in states]) for fqn, first, rows, states in self._blocks()
-        ]
+        self._has = _copies(self._blocks())
         self._touched, self._allows_all = {}, False
 
     def check(self, delta: Delta) -> None:
@@ -198,22 +190,19 @@ class Copy:
             has[ids] = now[fqn, first][0][ids]
             for mine, each in zip(states, now[fqn, first][1], strict=True):
                 mine[ids] = each[ids]
-        left = {fqn: rows for fqn, rows in delta.left_out.items() if len(rows.ids)}
-        if not left:
+        if not delta.left_out:
             self._touched, self._allows_all = {}, False
 
 
-def _part(
-    whole: Whole, fqn: str, first: tuple[int, int], rows: Tensor, states: list[Tensor]
-) -> tuple[Tensor, list[Tensor]]:
-    """Return a copy of the rows and states of a block from whole tables; those of the block without such states."""
+def _part(whole: Whole, block: tuple[str, tuple[int, int], Tensor, list[Tensor]]) -> Any:
+    """Return a copy of a block with the rows and states of whole tables; with its own states if they have none."""
+    fqn, first, rows, states = block
     values, by_column = whole[fqn]
     place = slice(first[0], first[0] + len(rows))
-    found = by_column.get(first[1], states)
-    return (
-        values[place, first[1] : first[1] + rows.shape[1]].clone(),
-        [each[place].clone() for each in found] if len(found) == len(states) else [each.clone() for each in states],
-    )
+    saved = [each[place] for each in by_column.get(first[1], [])]
+    found = saved if len(saved) == len(states) else states
+    columns = slice(first[1], first[1] + rows.shape[1])
+    return fqn, first, values[place, columns].clone(), [each.clone() for each in found]
 
 
 def check_blocks(cut: Cut, blocks: Blocks, *, has_states: bool) -> None:
@@ -309,3 +298,55 @@ def _bound(rows: Tensor, encoding: Encoding) -> Tensor:
     )
     rounded = largest * 2**-11 if rows.dtype == torch.float16 else 0.0  # the predictor's table
     return scale * _STEPS[encoding] + rounded + 1e-6
+
+
+class Followers:
+    """Predictors of a stream on one rank: one with a saved state, which lives through all lives, and a new one.
+
+    Args:
+        job: the trainer.
+        root: directory for the state.
+        storage: store of the stream.
+        empty: tables and dense tensors of a predictor without a version.
+    """
+
+    def __init__(self, job: Job, root: Path, storage: Storage, empty: Callable[[], dict[str, Tensor]]) -> None:
+        self._job, self._storage, self._empty = job, storage, empty
+        self._saved = root / "predictor.pt"
+        self._first = self._follower(empty())
+        if self._saved.exists():
+            held, state = torch.load(self._saved, weights_only=False)
+            self._first = self._follower(held)
+            self._first.predictor.load_state_dict(state)
+        self._second = self._new()
+        self._num_checked = 0
+
+    @property
+    def num_checked(self) -> int:
+        """Number of versions that were compared."""
+        return self._num_checked + self._first.num_checked + self._second.num_checked
+
+    def sync(self, mirror: Mirror) -> None:
+        """Apply all versions, and compare each."""
+        for follower in (self._first, self._second):
+            follower.sync(mirror)
+
+    def replace(self) -> None:
+        """Replace the second predictor by a new one."""
+        self._num_checked += self._second.num_checked
+        self._second = self._new()
+
+    def save(self) -> None:
+        """Save the state and the tables of the first predictor."""
+        torch.save((self._first.held(), self._first.predictor.state_dict()), self._saved)
+
+    def _new(self) -> Follower:
+        if self._job.seed % 3 != 1:
+            return self._follower(self._empty())
+        served = Model(self._job.collections, "cpu").eval()
+        for tensor in served.state_dict().values():
+            tensor.fill_(-1.0)
+        return self._follower(served)
+
+    def _follower(self, model: dict[str, Tensor] | nn.Module) -> Follower:
+        return Follower(model, self._storage, self._job.encodings, has_dense=self._job.has_dense)

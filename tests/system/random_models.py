@@ -34,6 +34,7 @@ from delta_tracker import TrackingMode
 from tests.models import Spec, Table, batch, is_dense, sharding_of
 from tests.system.resumed_trainer import blocks_of
 
+Blocks = Sequence[tuple[str, tuple[int, int], Tensor, list[Tensor]]]
 _GRID_DIM = 256  # cut at 128
 _ROWS = (5, 6, 8, 17, 40, 97, 300)
 _DIMS = (4, 8, 12, 16, 20, 64)  # fused kernels need a multiple of 4
@@ -218,7 +219,7 @@ def _collection(collection: Collection, device: str) -> nn.Module:
     return EmbeddingCollection(tables=tables, device=torch.device(device))
 
 
-def build(collections: Sequence[Collection], specs: Sequence[Spec], seed: int) -> DistributedModelParallel:
+def _build(collections: Sequence[Collection], specs: Sequence[Spec], seed: int) -> DistributedModelParallel:
     """Build the sharded model of one life."""
     torch.manual_seed(seed)
     model = Model(collections, "meta")
@@ -247,23 +248,7 @@ def build(collections: Sequence[Collection], specs: Sequence[Spec], seed: int) -
     )
 
 
-def draw_batch(
-    collections: Sequence[Collection], specs: Sequence[Spec], generator: torch.Generator
-) -> list[KeyedJaggedTensor]:
-    """Return random ids for every feature of each collection, with weights if it has them."""
-    drawn = []
-    for collection, spec in zip(collections, specs, strict=True):
-        features = batch(spec, generator)
-        if collection.is_weighted:
-            weights = torch.rand(len(features.values()), generator=generator)
-            features = KeyedJaggedTensor(
-                keys=features.keys(), values=features.values(), lengths=features.lengths(), weights=weights
-            )
-        drawn.append(features)
-    return drawn
-
-
-def ordinary_optimizers(
+def _ordinary_optimizers(
     model: DistributedModelParallel, collections: Sequence[Collection], specs: Sequence[Spec]
 ) -> tuple[list[torch.optim.Optimizer], list[torch.optim.Optimizer]]:
     """Return the optimizers of replicated parameters, and of tables with a DENSE kernel.
@@ -284,15 +269,70 @@ def ordinary_optimizers(
     return replicated, split
 
 
-def local_blocks(
-    model: DistributedModelParallel, collections: Sequence[Collection]
-) -> list[tuple[str, tuple[int, int], Tensor, list[Tensor]]]:
-    """Return FQN, first row and column, rows and states of each block of this rank, as live views.
-
-    They are read from the kernels, and not through the tracker.
-    """
-    found = []
-    for collection in collections:
-        for name, first, rows, states in blocks_of(getattr(model.module, collection.name)):
-            found.append((collection.fqn(name), first, rows, states))
+def every(value: Any) -> list[Any]:
+    """Return the values of all ranks. A collective."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
     return found
+
+
+class Trained:
+    """A model in training on one rank, with its optimizers and random batches.
+
+    Args:
+        collections: its collections.
+        specs: their shardings.
+        seed: seed of the model.
+        seed_of_rank: seed of the batches.
+    """
+
+    def __init__(self, collections: Sequence[Collection], specs: Sequence[Spec], seed: int, seed_of_rank: int) -> None:
+        self._collections, self._specs = collections, specs
+        self.model = _build(collections, specs, seed)
+        self.replicated, self.split = _ordinary_optimizers(self.model, collections, specs)
+        self.generator = torch.Generator().manual_seed(seed_of_rank)
+
+    def blocks(self) -> Blocks:
+        """Return FQN, first row and column, rows and states of each block of this rank, as live views.
+
+        They are read from the kernels, and not through the tracker.
+        """
+        return [
+            (each.fqn(table), first, rows, states)
+            for each in self._collections
+            for table, first, rows, states in blocks_of(getattr(self.model.module, each.name))
+        ]
+
+    def dense(self) -> dict[str, Tensor]:
+        """Return the dense tensors by name, as live views."""
+        return {f"dense.{name}": each.detach() for name, each in self.model.module.dense.state_dict().items()}
+
+    def batch(self) -> list[KeyedJaggedTensor]:
+        """Return random ids for every feature of each collection, with weights if it has them."""
+        drawn = []
+        for collection, spec in zip(self._collections, self._specs, strict=True):
+            features = batch(spec, self.generator)
+            if collection.is_weighted:
+                weights = torch.rand(len(features.values()), generator=self.generator)
+                features = KeyedJaggedTensor(
+                    keys=features.keys(), values=features.values(), lengths=features.lengths(), weights=weights
+                )
+            drawn.append(features)
+        return drawn
+
+    def looked_up(self, features: Sequence[KeyedJaggedTensor]) -> dict[str, set[int]]:
+        """Return the global ids that any rank looks up in a batch, by FQN. A collective."""
+        found: dict[str, set[int]] = {}
+        for own in every([(each.keys(), each.lengths(), each.values()) for each in features]):
+            for collection, spec, (keys, lengths, values) in zip(self._collections, self._specs, own, strict=True):
+                ids = dict(zip(keys, values.split(lengths.view(len(keys), -1).sum(1).tolist()), strict=True))
+                for table in spec.tables:
+                    for name in table.features:
+                        found.setdefault(collection.fqn(table.name), set()).update(ids[name].tolist())
+        return found
+
+    def step(self) -> None:
+        """Step all ordinary optimizers, and drop the gradients."""
+        for optimizer in (*self.replicated, *self.split):
+            optimizer.step()
+            optimizer.zero_grad()
