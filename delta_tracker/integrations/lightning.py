@@ -7,8 +7,8 @@ Import the callback with ``from delta_tracker.integrations.lightning import Trac
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from torch import Tensor, nn
@@ -28,36 +28,42 @@ else:
 _KEY = "delta_tracker"
 
 
+# True in a checkpoint whose weights were written after its tracker state was saved.
+_WRITTEN = "delta_tracker_weights_written"
+
+# Key in a checkpoint of Lightning's WeightAveraging, which has the average in "state_dict" and the weights here.
+_AVERAGED = "current_model_state"
+
+
 @dataclass(frozen=True)
 class _Saved:
-    """Tracker state that belongs to a module's weights while no tracker is attached to them.
+    """Tracker state while no tracker is attached.
 
     Args:
-        state: the state; empty for a checkpoint without one; None if rows may have changed unseen.
-        weights: each parameter of the module and its version counter, which in-place writes increment.
+        state: the state; empty for a checkpoint without one.
+        weights: each parameter to which the state belongs, and its version counter, which in-place writes increment;
+            None if rows were written that the state does not have.
+        is_restored: True if the current ``fit`` has loaded the state with its model.
     """
 
-    state: Mapping[str, Tensor] | None
-    weights: list[tuple[ref[Tensor], int]]
-
-    @classmethod
-    def of(cls, module: nn.Module, state: Mapping[str, Tensor]) -> Self:
-        """Return a state that belongs to the weights that ``module`` has now."""
-        return cls(state, [(ref(each), each._version) for each in module.parameters()])  # noqa: SLF001
+    state: Mapping[str, Tensor]
+    weights: list[tuple[ref[Tensor], int]] | None
+    is_restored: bool = False
 
     def belongs_to(self, module: nn.Module) -> bool:
         """Return True if ``module`` is the same module, and no parameter was written since."""
         now = list(module.parameters())
-        return len(now) == len(self.weights) and all(
-            held() is each and each._version == version  # noqa: SLF001
-            for each, (held, version) in zip(now, self.weights, strict=True)
+        return (
+            self.weights is not None
+            and len(now) == len(self.weights)
+            and all(
+                held() is each and each._version == version  # noqa: SLF001
+                for each, (held, version) in zip(now, self.weights, strict=True)
+            )
         )
 
 
-_UNSEEN = _Saved(None, [])
-
-# Key of a checkpoint of Lightning's WeightAveraging, which has the average in "state_dict" and the weights here.
-_AVERAGED = "current_model_state"
+_UNKNOWN = _Saved({}, None)
 
 
 class TrackerCallback(Callback):
@@ -112,17 +118,23 @@ class TrackerCallback(Callback):
         self._saved: _Saved | None = None  # None before the first fit or checkpoint
 
     @staticmethod
-    def state_of(checkpoint: Mapping[str, Any]) -> Mapping[str, Tensor]:
-        """Return the tracker state in a checkpoint of Lightning, for ``tracker.load_state_dict``.
+    def load_into(tracker: ModelDeltaTracker, checkpoint: Mapping[str, Any]) -> None:
+        """Load the tracker state of a checkpoint of Lightning, without a ``Trainer``.
 
-        ``load_from_checkpoint`` calls no callback. Call this method with the same checkpoint, and load the state after
-        the model. The state is empty, so that every row counts as changed, if the checkpoint has none, or if its
-        ``state_dict`` is an average of the weights (of ``WeightAveraging``) and not the weights that were tracked.
+        ``load_from_checkpoint`` calls no callback. Build the tracker for the module that it returns, register the
+        counters, and call this method on each rank. Every row also counts as changed if the checkpoint has no state, or
+        if the weights in its ``state_dict`` are others, such as the average of ``WeightAveraging``.
 
         Args:
+            tracker: the tracker.
             checkpoint: the loaded file.
+
+        Raises:
+            DeltaTrackerError: the errors of :meth:`~delta_tracker.ModelDeltaTracker.load_state_dict`.
         """
-        return {} if _AVERAGED in checkpoint else checkpoint.get(_KEY, {})
+        tracker.load_state_dict(checkpoint.get(_KEY, {}))
+        if _has_other_weights(checkpoint):
+            _mark_everything(tracker)
 
     @property
     def tracker(self) -> ModelDeltaTracker:
@@ -144,9 +156,9 @@ class TrackerCallback(Callback):
         """Release what a ``fit`` that raised has left, and become the first callback of ``trainer``."""
         del pl_module
         trainer.callbacks = [self, *(each for each in trainer.callbacks if each is not self)]
-        self._release()
+        self._release()  # what a fit that raised has left
         if stage == "fit" and self._saved is not None:
-            self._saved = _UNSEEN  # replaced if this fit loads a checkpoint
+            self._saved = replace(self._saved, is_restored=False)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Load the tracker state of ``checkpoint``, in :meth:`on_fit_start` if no tracker exists yet.
@@ -158,8 +170,8 @@ class TrackerCallback(Callback):
             RankLostError: if a rank died or did not call this method in time.
             Exception: the error that was raised while the state was loaded.
         """
-        state = checkpoint.get(_KEY, {}) if _restores_weights(trainer) else self.state_of(checkpoint)
-        saved = _Saved.of(pl_module, state)
+        others = _has_other_weights(checkpoint) and not _restores_weights(trainer, checkpoint)
+        saved = _Saved(checkpoint.get(_KEY, {}), None if others else _weights(pl_module), is_restored=True)
         if self._tracker is None:
             self._saved = saved
             return
@@ -169,8 +181,7 @@ class TrackerCallback(Callback):
             agree(lambda: self._loaded(saved), group)
         finally:
             group.close()
-        # A consumer may have read rows that the restore has replaced.
-        self._mark_everything()
+        _mark_everything(self.tracker)  # a consumer may have read rows that the restore has replaced
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Build the tracker and load the state of the checkpoint, if there is one. All ranks must call this method.
@@ -183,7 +194,6 @@ class TrackerCallback(Callback):
             Exception: the error that was raised while the tracker was built or its state loaded.
         """
         del trainer
-        self._release()
         saved = self._saved
         group = RankGroup("trackers", "Trainer.fit(...)", DEFAULT_TIMEOUT)
         try:
@@ -194,7 +204,7 @@ class TrackerCallback(Callback):
             raise
         finally:
             group.close()
-        self._saved = _UNSEEN
+        self._saved = _UNKNOWN
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Build the publisher, if publishing is enabled. All ranks must call this method.
@@ -224,12 +234,17 @@ class TrackerCallback(Callback):
         """Add the tracker state to ``checkpoint``: on rank 0 the parts of all ranks, on other ranks this rank's part.
 
         Called by Lightning on every rank. After ``fit``, the state is that of its end, or of the checkpoint that
-        was loaded since. It is empty, so that every row counts as changed when it is loaded, if the weights were
-        written since then, after a ``fit`` that raised an error and was followed by another call of ``trainer``, and
-        before the first ``fit``.
+        was loaded since, with a note if the weights were written since then. It is empty, so that every row counts as
+        changed when it is loaded, before the first ``fit``, and after a ``fit`` that raised an error and was followed
+        by another call of ``trainer``.
         """
         del trainer
-        checkpoint[_KEY] = self._unattached(pl_module) if self._tracker is None else self._state()
+        if self._tracker is not None:
+            checkpoint[_KEY] = self._state()
+            return
+        saved = self._saved or _UNKNOWN
+        checkpoint[_KEY] = saved.state
+        checkpoint[_WRITTEN] = not saved.belongs_to(pl_module)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Publish the rows that are pending, and keep the tracker's state. All ranks must call this method.
@@ -242,7 +257,7 @@ class TrackerCallback(Callback):
         publisher = self._open_publisher()
         if publisher is not None:
             publisher.publish()
-        self._saved = _Saved.of(pl_module, self._state())
+        self._saved = _Saved(self._state(), _weights(pl_module))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Close the publisher and detach the tracker.
@@ -273,11 +288,6 @@ class TrackerCallback(Callback):
         # A strategy may save on rank 0, or on every rank.
         return self.tracker.state_dict(strategy="gather_or_local")
 
-    def _unattached(self, pl_module: LightningModule) -> Mapping[str, Tensor]:
-        """Return the state that belongs to the weights of ``pl_module`` now."""
-        saved = self._saved
-        return saved.state if saved and saved.state and saved.belongs_to(pl_module) else {}
-
     def _built(self, pl_module: LightningModule) -> dict[str, object]:
         """Build the tracker. Return what must be the same on every rank."""
         self._tracker = self._build(pl_module)
@@ -286,21 +296,31 @@ class TrackerCallback(Callback):
     def _loaded(self, saved: _Saved | None) -> dict[str, object]:
         """Load a state. Return what must be the same on every rank."""
         if saved is None:
-            found = "no checkpoint"
-        elif saved.state is None:
-            found = "an earlier fit"
-            self._mark_everything()
-        else:
-            found = "present" if saved.state else "missing"
-            self.tracker.load_state_dict(saved.state)
-        return {"tracker state of a checkpoint": found}
-
-    def _mark_everything(self) -> None:
-        for fqn in self.tracker.tables:
-            self.tracker.mark_changed(fqn)
+            return {"tracker state of a checkpoint": "no checkpoint"}
+        if not saved.is_restored:
+            _mark_everything(self.tracker)
+            return {"tracker state of a checkpoint": "no checkpoint after an earlier fit"}
+        self.tracker.load_state_dict(saved.state)
+        if saved.state and saved.weights is None:
+            _mark_everything(self.tracker)
+        return {"tracker state of a checkpoint": "present" if saved.state else "missing"}
 
 
-def _restores_weights(trainer: Trainer) -> bool:
-    """Return True if a callback replaces the average in the checkpoint by the weights that were tracked."""
+def _weights(module: nn.Module) -> list[tuple[ref[Tensor], int]]:
+    return [(ref(each), each._version) for each in module.parameters()]  # noqa: SLF001
+
+
+def _mark_everything(tracker: ModelDeltaTracker) -> None:
+    for fqn in tracker.tables:
+        tracker.mark_changed(fqn)
+
+
+def _has_other_weights(checkpoint: Mapping[str, Any]) -> bool:
+    """Return True if the weights of a checkpoint are others than those of its tracker state."""
+    return bool(checkpoint.get(_WRITTEN, False)) or _AVERAGED in checkpoint
+
+
+def _restores_weights(trainer: Trainer, checkpoint: Mapping[str, Any]) -> bool:
+    """Return True if a callback of ``trainer`` loads the weights of the tracker state after the average."""
     kinds = {kind.__name__ for each in trainer.callbacks for kind in type(each).__mro__}
-    return trainer.state.fn == "fit" and "WeightAveraging" in kinds
+    return trainer.state.fn == "fit" and "WeightAveraging" in kinds and not checkpoint.get(_WRITTEN, False)

@@ -59,6 +59,21 @@ class CountersCallback(Callback):
         self._counters = counters
         self._is_required = is_required
 
+    @staticmethod
+    def load_into(counters: RankCounters, checkpoint: Mapping[str, Any]) -> None:
+        """Load the counters of a checkpoint of Lightning, without a ``Trainer``.
+
+        ``load_from_checkpoint`` calls no callback: call this method on each rank.
+
+        Args:
+            counters: the counters.
+            checkpoint: the loaded file.
+
+        Raises:
+            DeltaTrackerError: the errors of :meth:`delta_tracker.RankCounters.load_state_dict`.
+        """
+        counters.load_state_dict(checkpoint.get(_KEY, {}))
+
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add the states to ``checkpoint``: on rank 0 those of all ranks, on other ranks this rank's.
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-import random
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytorch_lightning as lightning
 import torch
@@ -24,17 +22,19 @@ from pytorch_lightning.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from pytorch_lightning.strategies import SingleDeviceStrategy
 from pytorch_lightning.tuner import Tuner
-from torch import Tensor, distributed as dist
+from torch import Tensor
+from torch import distributed as dist
 
 from delta_tracker import Cadence, ModelDeltaTracker, Predictor, Publisher, RankCounters
 from delta_tracker.integrations.lightning import TrackerCallback
 from delta_tracker.integrations.lightning_counters import CountersCallback
 from tests.integrations.lightning_counters_cases import _EveryRank
+from tests.integrations.lightning_programs import Program
 from tests.publisher.publishing_cases import attempt
 
 _TABLES = ("rows", "bags")
-_LETTERS = "TCSWA"
 
 # Callbacks of Lightning that write weights, each with validation after each epoch.
 AVERAGES: dict[str, Callable[[Any], lightning.Callback]] = {
@@ -44,49 +44,6 @@ AVERAGES: dict[str, Callable[[Any], lightning.Callback]] = {
     "stochastic": lambda _: StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1),
     "pruning": lambda module: ModelPruning("l1_unstructured", [(module.layer, "weight")], amount=0.5),
 }
-
-# Where a search runs; None: nowhere. "tuner" is before the first fit, "start" in on_fit_start, a digit is an epoch.
-SEARCHES = (None, "lr tuner", "lr start", "lr 0", "lr 1", "size tuner", "size start", "size 0", "size 1")
-FAILURES = (None, "setup", "fit start", "batch")
-SECONDS = (None, "again", "saver", "newest", "after")
-
-
-@dataclass(frozen=True)
-class Program:
-    """A first fit, and what comes after it.
-
-    Args:
-        order: callbacks by letter: the tracker's, the counters', a saver, one that watches, and one that averages.
-        averages: key of ``AVERAGES``.
-        search: one of ``SEARCHES``.
-        failure: where the first fit raises, one of ``FAILURES``. The second one continues from OnExceptionCheckpoint's.
-        second: the second fit, one of ``SECONDS``: none, with the same trainer, or with a new one from the checkpoint of
-            the saver, of ModelCheckpoint, or one that is saved after the first fit.
-        every_rank: True if each rank saves its own checkpoint.
-    """
-
-    order: str
-    averages: str
-    search: str | None
-    failure: str | None
-    second: str | None
-    every_rank: bool
-
-
-def programs(world_size: int, count: int) -> list[dict[str, Any]]:
-    """Return random programs, in which each value of each argument occurs."""
-    choices = random.Random(world_size)
-    orders = ["".join(each) for each in itertools.permutations(_LETTERS)]
-    searches = [each for each in SEARCHES if world_size == 1 or "size" not in (each or "")]  # as Lightning requires
-
-    def drawn(values: Any) -> Iterator[Any]:
-        while True:
-            yield from choices.sample(values, len(values))
-
-    columns = [drawn(each)
-        for each in (orders, list(AVERAGES), searches, (None, None, None, *FAILURES), SECONDS, (False, True))
-    ]
-    return [asdict(Program(*(next(each) for each in columns))) for _ in range(count)]
 
 
 class _Module(lightning.LightningModule):
@@ -111,6 +68,8 @@ class _Module(lightning.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         is_searching = not any(isinstance(each, TrackerCallback) for each in self.trainer.callbacks)
+        if is_searching and _Watch.current is not None:
+            _Watch.current.read_in_search(self)
         if self.failure == "batch" and self.trainer.global_step >= 4 and not is_searching:
             raise ValueError("the real error")
         (ids,) = batch
@@ -118,7 +77,7 @@ class _Module(lightning.LightningModule):
         self.views.update(1.0)
         return (self.layer(self.rows(ids)).mean() + self.bags(ids).mean() - 1).square()
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+    def validation_step(self, batch: Any, batch_idx: int) -> None: ...  # averages are swapped in
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=self.lr)
@@ -176,13 +135,17 @@ class _Saver(lightning.Callback):
 class _Watch(lightning.Callback):
     """Reads a consumer now and then, and compares each delta with the rows that changed since the last read."""
 
+    current: ClassVar[_Watch | None] = None  # not an attribute of the module, which some callbacks copy
+
     def __init__(self, callback: TrackerCallback) -> None:
         self.callback = callback
         self.held: dict[str, Tensor] = {}
         self.is_training = False
         self.num_before = 0
+        self.is_counting = True  # False if the batches of an earlier fit are counted in no checkpoint
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        _Watch.current = self
         self.held = self.held or module.tables()
         self.is_training = False
         self.num_before = trainer.global_step  # of a trainer that continues without a checkpoint
@@ -212,7 +175,11 @@ class _Watch(lightning.Callback):
             self._count(trainer)
 
     def _count(self, trainer: Any) -> None:
-        assert self.callback.tracker.num_batches == trainer.global_step - self.num_before
+        assert not self.is_counting or self.callback.tracker.num_batches == trainer.global_step - self.num_before
+
+    def read_in_search(self, module: _Module) -> None:
+        if self.callback._tracker is not None:
+            self._read(module)
 
     def _read(self, module: _Module) -> None:
         delta, now = self.callback.tracker.get_delta("audit"), module.tables()
@@ -245,7 +212,7 @@ class _Run:
     def path(self, name: str) -> str:
         return str(self.folder / f"{name}.ckpt")
 
-    def trainer(self, module: _Module, max_epochs: int, *, resumes: bool = False) -> lightning.Trainer:
+    def trainer(self, module: _Module, max_epochs: int, *, resumes: bool = False, **options: Any) -> lightning.Trainer:
         world_size = dist.get_world_size()
         by_letter: dict[str, lightning.Callback] = {
             "T": self.callback,
@@ -264,27 +231,31 @@ class _Run:
             first.append(_LearningRate(epoch) if kind == "lr" else _Size(epoch))
         newest = ModelCheckpoint(self.folder, "newest", every_n_train_steps=5)
         strategy: Any = _Strategy(process_group_backend="gloo") if self.program.every_rank else "ddp"
+        chosen: dict[str, Any] = {
+            "devices": world_size,
+            "strategy": strategy if world_size > 1 else "auto",
+            "callbacks": [*first, *(by_letter[each] for each in self.program.order), newest],
+        }
         return lightning.Trainer(
             accelerator="cpu",
-            devices=world_size,
-            strategy=strategy if world_size > 1 else "auto",
             max_epochs=max_epochs,
-            callbacks=[*first, *(by_letter[each] for each in self.program.order), newest],
             default_root_dir=self.folder,
             logger=False,
             enable_progress_bar=False,
             enable_model_summary=False,
+            **chosen | options,
         )
 
-    def check(self, module: _Module, trainer: lightning.Trainer) -> None:
-        """Compare the totals of both counters with the batches, and a predictor with the model."""
-        steps = trainer.global_step
+    def check(self, module: _Module, steps: int) -> None:
+        """Compare the totals of both counters with a number of batches, and a predictor with the model."""
         assert (float(module.clicks.sum_value), float(module.views.sum_value)) == (steps, steps)
         assert attempt(lambda: self.callback.tracker).startswith("DetachedError")
         served = {name: torch.full((40, 4), -1.0) for name in _TABLES}
         Predictor(served, self.url).sync()
         for name, weight in module.tables().items():
-            assert torch.equal(served[name], weight), f"{name}: {int((served[name] != weight).any(1).sum())} rows differ"
+            assert torch.equal(served[name], weight), (
+                f"{name}: {int((served[name] != weight).any(1).sum())} rows differ"
+            )
 
 
 class _Strategy(_EveryRank):
@@ -315,11 +286,11 @@ def _perform(program: Program, folder: Path) -> None:
         _resume(run, run.path("on_exception"))
         return
     trainer.fit(module)
-    run.check(module, trainer)
+    run.check(module, trainer.global_step)
     if program.second == "again":
         trainer.fit_loop.max_epochs = 3
         trainer.fit(module)
-        run.check(module, trainer)
+        run.check(module, trainer.global_step)
     elif program.second is not None:
         path = run.path(program.second)
         if program.second == "after":
@@ -332,7 +303,7 @@ def _resume(run: _Run, path: str) -> None:
     trainer = run.trainer(module, 3, resumes=True)
     trainer.fit(module, ckpt_path=path)
     assert trainer.current_epoch == 3
-    run.check(module, trainer)
+    run.check(module, trainer.global_step)
 
 
 def perform(rank: int, world_size: int, folder: str, programs: list[dict[str, Any]]) -> list[str]:
@@ -347,9 +318,119 @@ def perform(rank: int, world_size: int, folder: str, programs: list[dict[str, An
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # Lightning's own
                 _perform(Program(**values), own)
-        except BaseException as error:
+        except Exception as error:  # noqa: BLE001  the other programs run too
             where = traceback.extract_tb(error.__traceback__)[-1]
             failed.append(f"{values}: {type(error).__name__}: {error} ({where.filename}:{where.lineno})")
             if world_size > 1:  # the ranks may be out of step
                 break
     return failed
+
+
+def _plain(folder: str, averages: str = "none") -> _Run:
+    return _Run(Program("TCSWA", averages, None, None, None, every_rank=False), Path(folder))
+
+
+def weights_of_other_checkpoints(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """Load and write weights between fits, save, and continue; return what each tracker loaded."""
+    run, module, seen = _plain(folder), _Module(), {}
+    run.watch.is_counting = False
+    trainer = run.trainer(module, 1)
+    trainer.fit(module)
+    trainer.save_checkpoint(run.path("first"))
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module)
+    trainer.save_checkpoint(run.path("second"))
+    trainer.validate(module, ckpt_path=run.path("first"), verbose=False)
+    trainer.save_checkpoint(run.path("first again"))
+    with torch.no_grad():
+        module.rows.weight[30:] += 1
+    trainer.save_checkpoint(run.path("written"))
+    # The last two have the counters of the first checkpoint with the model, but 24 batches of the trainer.
+    for name, steps in (("second", 36), ("first again", 24), ("written", 24)):
+        seen[name] = _continued(run, name, steps)
+    # A checkpoint that validation has loaded says nothing of another model.
+    other = _Module()
+    with torch.no_grad():
+        other.rows.weight[30:] += 2
+    trainer = run.trainer(other, 3)
+    trainer.validate(_Module(), ckpt_path=run.path("second"), verbose=False)
+    other.views.reset()
+    run.watch.held = {}
+    trainer.fit(other)
+    run.check(other, trainer.global_step)
+    return seen
+
+
+def averaged_checkpoints(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """Continue from a checkpoint with averaged weights, with and without the callback that averages."""
+    run, module = _plain(folder, "exponential"), _Module()
+    run.watch.is_counting = False
+    run.trainer(module, 2).fit(module)
+    seen = {"with": _continued(run, "newest")}
+    run.program = replace(run.program, averages="none")
+    seen["without"] = _continued(run, "newest")
+    checkpoint = torch.load(run.path("newest"), weights_only=True)
+    loaded = _Module.load_from_checkpoint(run.path("newest"), weights_only=True)
+    with ModelDeltaTracker(loaded, ["stream", "audit"]) as tracker:
+        tracker.register_counter("clicks", loaded.clicks)
+        TrackerCallback.load_into(tracker, checkpoint)
+        return {**seen, "pending": {name: len(ids) for name, ids in tracker.get_delta_ids("audit").items()}}
+
+
+class _Late(SingleDeviceStrategy):
+    """Restores checkpoints after the model was set up, as strategies for sharded models do."""
+
+    restore_checkpoint_after_setup = True
+
+
+def late_checkpoint(rank: int, world_size: int, folder: str) -> str:
+    """Continue under a strategy that restores the model after ``on_fit_start``."""
+    run, module = _plain(folder), _Module()
+    run.trainer(module, 2).fit(module)
+    return _continued(run, "newest", strategy=_Late(torch.device("cpu")))
+
+
+def checkpoint_without_a_trainer(rank: int, world_size: int, folder: str) -> list[Any]:
+    """Load a checkpoint with ``load_from_checkpoint``; return what is pending for a consumer, and the counters."""
+    run, module = _plain(folder), _Module()
+    run.trainer(module, 2).fit(module)
+    path = run.path("saver")
+    checkpoint = torch.load(path, weights_only=True)
+    loaded = _Module.load_from_checkpoint(path, weights_only=True)
+    with ModelDeltaTracker(loaded, ["stream", "audit"]) as tracker:
+        tracker.register_counter("clicks", loaded.clicks)
+        TrackerCallback.load_into(tracker, checkpoint)
+        CountersCallback.load_into(RankCounters({"views": loaded.views}), checkpoint)
+        held = {name: (loaded.tables()[name] != old).any(1) for name, old in checkpoint["watch"].items()}
+        pending = {name: len(ids) for name, ids in tracker.get_delta_ids("audit").items()}
+        changed = {name: int(each.sum()) for name, each in held.items()}
+        counters = [float(loaded.clicks.sum_value), float(loaded.views.sum_value)]
+        return [str(tracker.restored), pending, changed, counters, tracker.num_batches]
+
+
+class _Restored(lightning.Callback):
+    """Keeps what the tracker has loaded when training starts."""
+
+    def __init__(self, callback: TrackerCallback) -> None:
+        self.callback = callback
+        self.seen = ""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.seen = str(self.callback.tracker.restored).removeprefix("Restored.")
+
+
+def _continued(run: _Run, name: str, steps: int = 36, **options: Any) -> str:
+    module = _Module()
+    trainer = run.trainer(module, 3, resumes=True, **options)
+    trainer.callbacks.append(restored := _Restored(run.callback))
+    trainer.fit(module, ckpt_path=run.path(name))
+    run.check(module, steps)
+    return restored.seen
+
+
+def pruned_table(rank: int, world_size: int, folder: str) -> str:
+    """Prune a table during training; return the error."""
+    run, module = _plain(folder), _Module()
+    trainer = run.trainer(module, 2)
+    trainer.callbacks.append(ModelPruning("l1_unstructured", [(module.rows, "weight")], amount=0.5))
+    return attempt(lambda: trainer.fit(module))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from argparse import Namespace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,12 @@ import pytest
 import torch
 
 from delta_tracker.errors import DetachedError
+from tests.integrations.lightning_programs import AVERAGES, Program, programs
 from tests.ranks import RankPool
 from tests.tracker.checkpoint_files import compare, load, same_weights
 
 _CASES = "tests.integrations.lightning_cases"
+_ORDERS = "tests.integrations.lightning_orders"
 
 pytest.importorskip("pytorch_lightning", exc_type=ModuleNotFoundError)
 
@@ -98,10 +102,12 @@ def test_ranks_that_disagree_are_refused_before_training(two_ranks: RankPool, tm
 
 
 @pytest.mark.parametrize("failing", ["build", "load", "publish"])
-def test_a_fit_after_a_failed_one_loads_the_state(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+def test_a_fit_after_a_failed_one_marks_every_row(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
     from delta_tracker.integrations import lightning  # noqa: PLC0415  optional
 
-    saved, loaded, closed, detached, failures = {"header": torch.zeros(1)}, [], [], [], [failing]
+    saved, loaded, failures = {"header": torch.zeros(1)}, list[object](), [failing]
+    closed, marked = list[object](), list[str]()
+    attached = set[object]()
 
     def attempt(name: str) -> None:
         if name in failures:
@@ -110,34 +116,51 @@ def test_a_fit_after_a_failed_one_loads_the_state(monkeypatch: pytest.MonkeyPatc
 
     class Tracker:
         description = dict
+        tables = ("t",)
 
         def __init__(self) -> None:
             attempt("build")
+            attached.add(self)
 
         def detach(self) -> None:
-            detached.append(self)
+            attached.discard(self)
 
         def load_state_dict(self, state: object) -> None:
             attempt("load")
             loaded.append(state)
 
-    def close(group: object) -> None:
-        closed.append(group)
+        mark_changed = staticmethod(marked.append)
 
-    monkeypatch.setattr(lightning.RankGroup, "close", close)
+    def fit(checkpoint: dict[str, object] | None) -> None:
+        callback.setup(trainer, module, "fit")
+        if checkpoint is not None:
+            callback.on_load_checkpoint(trainer, module, checkpoint)
+        callback.on_fit_start(trainer, module)
+        callback.on_train_start(trainer, module)
+
+    monkeypatch.setattr(lightning.RankGroup, "close", lambda group: closed.append(id(group)))
     callback = lightning.TrackerCallback(lambda _: Tracker(), lambda _: attempt("publish"))
-    callback.on_load_checkpoint(None, None, {"delta_tracker": saved})
+    trainer, module = Namespace(callbacks=[object(), callback]), torch.nn.Linear(1, 1)
     with pytest.raises(ValueError, match=failing):
-        callback.on_fit_start(None, None)
-    with pytest.raises(DetachedError):
-        callback.tracker  # noqa: B018
-    assert len(detached) == (failing != "build")
+        fit({"delta_tracker": saved})
+    assert trainer.callbacks[0] is callback
+    assert len(trainer.callbacks) == 2
+    if failing == "publish":
+        assert callback.tracker in attached  # other callbacks may save a checkpoint
+    else:
+        assert not attached
+        with pytest.raises(DetachedError):
+            callback.tracker  # noqa: B018
+        checkpoint: dict[str, object] = {}
+        callback.on_save_checkpoint(trainer, module, checkpoint)
+        assert checkpoint["delta_tracker"] is saved
     del loaded[:]
-    callback.on_fit_start(None, None)
-    assert loaded == [saved]
-    assert len(closed) == 2
-    callback.on_fit_start(None, None)  # a later fit does not load an old state
-    assert loaded == [saved]
+    fit(None)  # the model may be another one by now
+    assert (loaded, marked) == ([], ["t"])
+    assert len(attached) == 1
+    fit({"delta_tracker": saved})
+    assert (loaded, marked) == ([saved], ["t"])
+    assert len(closed) == 3
 
 
 def test_the_last_rows_are_published_and_saved_after_fit(one_rank: RankPool, tmp_path: Path) -> None:
@@ -156,3 +179,58 @@ def test_plain_modules_under_ddp(two_ranks: RankPool, tmp_path: Path) -> None:
     for error in two_ranks.run(f"{_CASES}:fit_plain", folder=str(tmp_path)):
         assert error.startswith("UnsupportedTableError: table 'bag' cannot be tracked")
         assert "pass the wrapper" in error
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_any_order_of_callbacks(one_rank: RankPool, two_ranks: RankPool, tmp_path: Path, world_size: int) -> None:
+    pool = {1: one_rank, 2: two_ranks}[world_size]
+    count = (60 if world_size == 1 else 30) if SWEEPS_ARE_WHOLE else 10
+    chosen = programs(world_size, count)
+    for errors in pool.run(f"{_ORDERS}:perform", folder=str(tmp_path), programs=chosen, timeout_seconds=280):
+        assert errors == []
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_callbacks_that_average_or_prune(
+    one_rank: RankPool, two_ranks: RankPool, tmp_path: Path, world_size: int
+) -> None:
+    pool = {1: one_rank, 2: two_ranks}[world_size]
+    chosen = [
+        asdict(Program(order, name, None, None, "again", every_rank=False))
+        for name, order in zip(AVERAGES[1:], ("TCSWA", "ATCSW", "SWCAT", "TACSW"), strict=True)
+    ]
+    for errors in pool.run(f"{_ORDERS}:perform", folder=str(tmp_path), programs=chosen):
+        assert errors == []
+
+
+@pytest.mark.parametrize("search", ["lr start", "lr 1"])
+def test_rows_that_are_read_during_a_search_are_read_again(one_rank: RankPool, tmp_path: Path, search: str) -> None:
+    program = asdict(Program("TCSWA", "none", search, None, None, every_rank=False))
+    assert one_rank.run(f"{_ORDERS}:perform", folder=str(tmp_path), programs=[program]) == [[]]
+
+
+def test_a_table_that_lightning_prunes_is_refused_by_name(one_rank: RankPool, tmp_path: Path) -> None:
+    (error,) = one_rank.run(f"{_ORDERS}:pruned_table", folder=str(tmp_path))
+    assert error.startswith("UnsupportedTableError: table 'rows'")
+
+
+def test_checkpoints_of_other_weights(one_rank: RankPool, tmp_path: Path) -> None:
+    (seen,) = one_rank.run(f"{_ORDERS}:weights_of_other_checkpoints", folder=str(tmp_path))
+    assert seen == {"second": "STATE", "first again": "STATE", "written": "STATE"}
+
+
+def test_checkpoints_of_averaged_weights(one_rank: RankPool, tmp_path: Path) -> None:
+    (seen,) = one_rank.run(f"{_ORDERS}:averaged_checkpoints", folder=str(tmp_path))
+    assert seen == {"with": "STATE", "without": "STATE", "pending": {"rows": 40, "bags": 40}}
+
+
+def test_a_strategy_that_restores_the_model_after_the_start_of_fit(one_rank: RankPool, tmp_path: Path) -> None:
+    assert one_rank.run(f"{_ORDERS}:late_checkpoint", folder=str(tmp_path)) == ["STATE"]
+
+
+def test_a_checkpoint_is_loaded_without_a_trainer(one_rank: RankPool, tmp_path: Path) -> None:
+    (seen,) = one_rank.run(f"{_ORDERS}:checkpoint_without_a_trainer", folder=str(tmp_path))
+    restored, pending, changed, counters, num_batches = seen
+    assert (restored, counters, num_batches) == ("Restored.STATE", [24.0, 24.0], 24)
+    assert pending == changed
+    assert 0 < pending["rows"] < 40

@@ -1,4 +1,4 @@
-"""Averaging, pruning and quantization of torch, timm and diffusers: what they write is published, or refused by name."""
+"""Averaging, pruning and quantization of torch, timm and diffusers: their writes are published, or refused by name."""
 
 from __future__ import annotations
 
@@ -124,9 +124,10 @@ def test_a_copy_in_a_hook_of_a_step_is_published(monkeypatch: pytest.MonkeyPatch
     published = _Published(model, f"file://{tmp_path}")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.register_step_post_hook(lambda *_: average.copy_to(model.parameters()))
-    _train(model, 0)
+    _train(model, 9)
+    published.check()
     model(torch.arange(6).reshape(2, 3)).square().sum().backward()
-    optimizer.step()
+    optimizer.step()  # the hook also writes the rows of the first step
     published.check()
 
 
