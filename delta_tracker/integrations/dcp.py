@@ -264,7 +264,7 @@ class _SavedParts:
                 else "Pass its state_dict() to dcp.load without a key, then pass the result to its load_state_dict()"
             )
             reason = f"dcp.load has skipped {self._prefix + first!r}, or loaded another checkpoint"
-            raise PartialStateError(reason, sorted(part.rank for part in parts), remedy)
+            raise PartialStateError(reason, sorted(part.rank for part in parts)).advising(remedy)
         proven = saved_digests(parts).keys() | self._headers.keys()
         return {**state, **self._headers, **self._read(self._prefix, [name for name in state if name not in proven])}
 

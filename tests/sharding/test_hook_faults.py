@@ -61,6 +61,7 @@ class _Plain(Training):
             optimizer.step()
 
 
+@pytest.mark.sweep("long")
 @pytest.mark.promise("lossless", "contained")
 @pytest.mark.parametrize("engine", ["torch", "numba"])
 @pytest.mark.parametrize("mode", ["ID_ONLY", "EMBEDDING"])
@@ -68,6 +69,7 @@ def test_plain_tables(mode: str, engine: str) -> None:
     _check(fail_at_every_point(_Plain(mode, engine), stride=_stride(5)))
 
 
+@pytest.mark.sweep("long")
 @pytest.mark.promise("lossless", "contained")
 @pytest.mark.parametrize("engine", ["torch", "numba"])
 @pytest.mark.parametrize(
@@ -81,6 +83,7 @@ def test_fused_tables(one_rank: RankPool, bag: bool, mode: str, record: str, eng
     _check(one_rank.run(f"{_CASES}:fused", bag=bag, stride=_stride(7), **arguments)[0])
 
 
+@pytest.mark.sweep("long")
 @pytest.mark.promise("lossless", "contained")
 @pytest.mark.parametrize("engine", ["torch", "numba"])
 @pytest.mark.parametrize(("sharding", "kernel"), [("row", "dense"), ("data", "fused")], ids=["dense", "data parallel"])
@@ -89,18 +92,21 @@ def test_lookups_of_compared_tables(one_rank: RankPool, sharding: str, kernel: s
     _check(one_rank.run(f"{_CASES}:compared", sharding=sharding, kernel=kernel, stride=_stride(5), **arguments)[0])
 
 
+@pytest.mark.sweep("long")
 @pytest.mark.promise("lossless", "contained")
 @pytest.mark.parametrize("mode", ["ID_ONLY", "EMBEDDING"])
 def test_loads(one_rank: RankPool, mode: str) -> None:
     _check(one_rank.run(f"{_CASES}:loaded", bag=False, stride=_stride(1), mode=mode, engine="numba")[0])
 
 
+@pytest.mark.sweep("long")
 @pytest.mark.promise("lossless", "contained")
 @pytest.mark.parametrize("mode", ["ID_ONLY", "EMBEDDING"])
 def test_evictions(one_rank: RankPool, mode: str) -> None:
     _check(one_rank.run(f"{_CASES}:evicting", stride=_stride(13), mode=mode)[0])
 
 
+@pytest.mark.sweep("long")
 @pytest.mark.promise("lossless", "contained")
 @pytest.mark.parametrize("mode", ["ID_ONLY", "EMBEDDING"])
 def test_replicas(two_ranks: RankPool, mode: str) -> None:

@@ -9,12 +9,13 @@ from tests.stream.lost_entries import BEFORE, explore
 from tests.sweeps import SWEEPS_ARE_WHOLE
 
 
+@pytest.mark.sweep("long")
 @pytest.mark.parametrize(
     ("kind", "is_directory"),
     [
         ("delta", False),
         *(
-            pytest.param(*case, marks=pytest.mark.skipif(not SWEEPS_ARE_WHOLE, reason="up to a minute"))
+            pytest.param(*case, marks=pytest.mark.sweep("long", only=True))  # up to a minute
             for case in (("snapshot", False), ("delta", True), ("snapshot", True))
         ),
     ],
