@@ -50,7 +50,7 @@ _COMPILED_NAME = "CompiledFunction"
 _MAX_DEPTH = 8
 
 UNSEEN = -1
-"""Key, for :meth:`UpdateListener.missed`, of writes without an end that no hook reports."""
+"""Key, for :meth:`UpdateListener.mark_all_later`, of writes without an end that no hook reports."""
 
 
 class KeyedIds(Protocol):
@@ -106,10 +106,11 @@ class UpdateListener(Protocol):
     def output_launched(self) -> None:
         """Handle the launch of a collection's output distribution. Must not block."""
 
-    def missed(self, fqns: Collection[str], key: int | None = None) -> None:
-        """Handle a write to unknown rows of the tables ``fqns``. Must take no memory and no lock, and not raise.
+    def mark_all_later(self, fqns: Collection[str], key: int | None = None) -> None:
+        """Mark all rows of the tables ``fqns`` at the next cut, with unknown old states.
 
-        Must not launch operations, because a CUDA graph that is being captured would contain them.
+        The method must be lock-free, must not allocate tensors and must not raise. It must not launch operations,
+        because a CUDA graph that is being captured would contain them.
 
         Args:
             fqns: FQNs of the tables.
@@ -168,7 +169,7 @@ class Watcher:
             return True
 
         if not self._contained(opened, otherwise=False):
-            self._listener.missed(ids, key)  # the write has not begun: no cut has returned its rows yet
+            self._listener.mark_all_later(ids, key)  # the write has not begun: no cut has returned its rows yet
 
     def _applied(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
         def applied() -> bool:
@@ -187,7 +188,7 @@ class Watcher:
         self._unseen("code that is compiled with fullgraph=True calls no hook; compile it without")
 
     def _unseen(self, reason: str) -> None:
-        self._listener.missed(self._tables, UNSEEN)
+        self._listener.mark_all_later(self._tables, UNSEEN)
         if self._tables and not self._has_unseen:
             self._has_unseen = True
             with suppress(Exception):  # out of memory
@@ -201,7 +202,9 @@ class Watcher:
         try:
             return action()
         except Exception as error:  # noqa: BLE001  an error of the tracker must not interrupt the training step
-            self._listener.missed(self._tables)  # first, because whatever failed may fail again in the next lines
+            self._listener.mark_all_later(
+                self._tables
+            )  # first, because whatever failed may fail again in the next lines
             self.num_errors += 1
             with suppress(Exception):
                 self._report_error(error)
@@ -323,10 +326,10 @@ class PostLookupHook(Watcher):
         self.num_updates += 1
         if not update.is_proven:
             self._contained(lambda: self._listener.notice_writes(self._tables), otherwise=None)
-        self._opened(key, update.ids)
-        token = _BackwardToken(key, self._listener)
+        token = _BackwardToken(key, self._listener)  # first, so that a batch that is open is always closed
         if not self._contained(lambda: _end_with_backward(token), otherwise=False):
-            update.token = token  # reports the end of the write when the graph is deleted
+            update.token = token  # it is deleted with the graph
+        self._opened(key, update.ids)
         if not self._lookups:
             self._contained(lambda: self._count(update.ids), otherwise=None)
         return True
@@ -339,7 +342,9 @@ class PostLookupHook(Watcher):
         """Report that the rows of a lookup have been written."""
         key = update.open_keys.pop(threading.get_ident(), None)
         if update.is_missed:
-            self._listener.missed(self._tables)  # cuts since the start of the write have not marked the rows again
+            self._listener.mark_all_later(
+                self._tables
+            )  # cuts since the start of the write have not marked the rows again
         elif not update.is_proven:
             # Compiled code increments the version of the weights. Another node may write the rows later in the pass.
             self._contained(lambda: self._listener.acknowledge_writes(self._tables), otherwise=None)
@@ -417,7 +422,7 @@ class _Deaf:
     def output_launched(self) -> None:
         """Do nothing."""
 
-    def missed(self, fqns: Collection[str], key: int | None = None) -> None:
+    def mark_all_later(self, fqns: Collection[str], key: int | None = None) -> None:
         """Do nothing."""
 
     def notice_writes(self, fqns: Iterable[str]) -> None:

@@ -127,7 +127,7 @@ class EvictionHook(Watcher):
 
     def _missed(self) -> None:
         """Mark all rows after an eviction whose start could not be reported."""
-        self._listener.missed(self._tables)
+        self._listener.mark_all_later(self._tables)
 
     def _ids_by_table(self, evicted: _Evicted) -> dict[str, Tensor | None]:
         by_table = {fqn: evicted.get(fqn.rpartition(".")[2]) for fqn in self._tables}

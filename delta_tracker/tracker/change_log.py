@@ -82,8 +82,8 @@ class ChangeLog:
     """Thread-safe log of changed rows, written by the hooks and read by the consumers.
 
     All methods and properties may be called from any thread. They acquire :attr:`lock`, except :meth:`ended` and
-    :meth:`missed`, which are lock-free. The lock is reentrant: hold it around several calls that must see the same
-    state.
+    :meth:`mark_all_later`, which are lock-free. The lock is reentrant: hold it around several calls that must see the
+    same state.
 
     The old state of a row is the data that the tracking mode saved before the row changed, such as the row's values.
 
@@ -416,8 +416,8 @@ class ChangeLog:
                     self._stores[fqn].notice_writes()
                     self._count_each({fqn: None})
 
-    def missed(self, fqns: Collection[str], key: int | None = None) -> None:
-        """Mark all rows of the tables ``fqns`` at the next cut, because a hook could not report a write.
+    def mark_all_later(self, fqns: Collection[str], key: int | None = None) -> None:
+        """Mark all rows of the tables ``fqns`` at the next cut, with unknown old states.
 
         Last resort of the hooks. It only sets flags: it allocates no tensor, calls no engine, launches no operation,
         and is lock-free. If the next cut cannot mark the rows, the read fails, and the cut after it marks them.

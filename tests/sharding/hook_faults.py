@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType, SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import delta_tracker
@@ -31,7 +30,13 @@ _TORCH = f"{Path(torch.__file__).parent}/"
 _ENGINE_CALLS = ("mark", "mark_all", "mark_new", "mark_new_padded", "contains", "absorb", "create_each", "__init__")
 # Attributes; what a rank sends to the others, which needs no memory; the hook of a lookup whose node is unknown.
 _NO_POINTS = ("__get__", "fill_", "all_gather", "register_hook")
-WITHOUT_A_READ, BEFORE_WRITES, AFTER_WRITES = READS = ("no read", "before writes", "after writes")
+NO_READ, BEFORE_WRITES, AFTER_WRITES, AROUND_WRITES, AT_POINTS = READS = (
+    "no read",
+    "before writes",
+    "after writes",
+    "around writes",
+    "at points",
+)
 
 
 class EngineError(Exception):
@@ -45,14 +50,26 @@ class Faults(TorchFunctionMode):
         first: number of the point that raises, from 0; None for none.
         for_ever: True if all points after it raise, too.
         error: the error.
+        at_point: called at each point before it raises.
+        has_metrics: True if a record of a metric is a point.
 
     Attributes:
         num_points: number of points so far.
         is_paused: True while calls are no points.
     """
 
-    def __init__(self, first: int | None = None, *, for_ever: bool = False, error: type[Exception] = MemoryError) -> None:
+    def __init__(
+        self,
+        first: int | None = None,
+        *,
+        for_ever: bool = False,
+        error: type[Exception] = MemoryError,
+        at_point: Callable[[], None] | None = None,
+        has_metrics: bool = True,
+    ) -> None:
         super().__init__()
+        self._at_point = at_point
+        self._has_metrics = has_metrics
         self._first = first
         self._for_ever = for_ever
         self._error = error
@@ -65,10 +82,11 @@ class Faults(TorchFunctionMode):
             self._point()
         return function(*args, **(kwargs or {}))
 
-    def __enter__(self) -> Faults:
+    def __enter__(self) -> Self:
         for name in _ENGINE_CALLS:
             self._patch(NumbaRows if name == "__init__" else RowSet, name)
-        self._patch(Cell, "add")
+        if self._has_metrics:
+            self._patch(Cell, "add")
         for name in ("_end_with_backward", "_lookup_node"):
             self._patch(kernel_hooks, name)
         self._patches.enter_context(_patched(kernel_hooks, "_logger", _Messages(self._failing(_ignore))))
@@ -80,7 +98,7 @@ class Faults(TorchFunctionMode):
         self.is_paused = False
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self.is_paused = True
         super().__exit__(*error)
         self._patches.close()
@@ -96,6 +114,8 @@ class Faults(TorchFunctionMode):
 
     def _point(self) -> None:
         number, self.num_points = self.num_points, self.num_points + 1
+        if self._at_point is not None:
+            self._at_point()
         if self._first is not None and (number == self._first or (self._for_ever and number > self._first)):
             raise self._error("a fault in a hook")
 
@@ -158,9 +178,15 @@ class Copy:
         tracker.clear(consumer)
         self.rows = {fqn: tracker.read_rows(fqn) for fqn in tracker.tables}
 
-    def read(self) -> dict[str, int]:
-        """Read, apply the rows, and check that the copy is complete. Return the number of rows by table."""
+    def read(self, faults: Faults | None = None) -> dict[str, int]:
+        """Read, apply the rows, and check that the copy is complete. Return the number of rows by table.
+
+        Args:
+            faults: faults of the read.
+        """
         delta = self._tracker.get_delta(self._consumer, with_values=True)
+        if faults is not None:
+            faults.is_paused = True
         for fqn, rows in delta.items():
             assert rows.values is not None
             if rows.known is not None and rows.states is not None:
@@ -190,7 +216,7 @@ class Training:
         self.tracker = tracker
         self.copy = Copy(tracker)
         self.faults: Faults | None = None
-        self.when = WITHOUT_A_READ
+        self.when = NO_READ
 
     def step(self, number: int) -> None:
         """Train one batch. Call :meth:`writing` before each write of a table, and :meth:`written` after it."""
@@ -198,29 +224,40 @@ class Training:
 
     def writing(self, *_: object) -> None:
         """Read, if the consumer reads before writes."""
-        self._read(BEFORE_WRITES)
+        self._read(BEFORE_WRITES, AROUND_WRITES)
 
     def written(self, *_: object) -> None:
         """Read, if the consumer reads after writes."""
-        self._read(AFTER_WRITES)
+        self._read(AFTER_WRITES, AROUND_WRITES)
 
-    def _read(self, when: str) -> None:
-        if self.faults is not None and self.when == when:
+    def at_point(self) -> None:
+        """Read where another thread could, which is not while a hook holds the lock."""
+        if not self.tracker._log.lock._is_owned():  # type: ignore[attr-defined]
+            self._read(AT_POINTS)
+
+    def _read(self, *whens: str) -> None:
+        if self.faults is not None and self.when in whens:
             with self.faults.paused():
                 self.copy.read()
 
     def failing_step(self, number: int, faults: Faults, when: str) -> None:
-        """Train a batch with faults. The next read is complete, and the reads after the next step are exact."""
+        """Train a batch with faults. The next read is complete, and the read after the next step but one is exact."""
         self.when = when
         with faults as self.faults:
             self.step(number)
         self.faults = None
+        self._fail_to_read(number)
         self.copy.read()
         for later in (1, 2):
             self.step(number + later)
             counts = self.copy.read()
         for fqn, count in counts.items():
             assert count <= self.most_rows, f"all rows of {fqn} are still read"
+
+    def _fail_to_read(self, number: int) -> None:
+        """Let a read fail at one of its points."""
+        with Faults(number % 50, has_metrics=False) as faults, suppress(MemoryError):
+            self.copy.read(faults)
 
 
 def fail_at_every_point(training: Training, whens: Sequence[str] = READS, stride: int = 1) -> dict[str, int]:
@@ -239,7 +276,8 @@ def fail_at_every_point(training: Training, whens: Sequence[str] = READS, stride
         for error, for_ever in ((MemoryError, False), (MemoryError, True), (EngineError, False)):
             first = num_failed % stride
             while True:
-                faults = Faults(first, for_ever=for_ever, error=error)
+                at_point = training.at_point if when == AT_POINTS else None
+                faults = Faults(first, for_ever=for_ever, error=error, at_point=at_point)
                 training.failing_step(number, faults, when)
                 if faults.num_points <= first:
                     break

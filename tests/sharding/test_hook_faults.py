@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from delta_tracker import ModelDeltaTracker
+from delta_tracker import ModelDeltaTracker, Predictor, Publisher
 from delta_tracker.errors import MissingExtraError
-from delta_tracker.tracker.row_sets import numba
+from delta_tracker.tracker.row_sets.numba import NumbaRows, load_loops
+from delta_tracker.tracker.row_sets.torch import TorchRows
 from tests.ranks import RankPool
-from tests.sharding.hook_faults import Training, fail_at_every_point
+from tests.sharding.hook_faults import EngineError, Faults, Training, fail_at_every_point
 from tests.sweeps import SWEEPS_ARE_WHOLE
 
 _CASES = "tests.sharding.hook_faults_cases"
@@ -111,3 +115,63 @@ def test_evictions(one_rank: RankPool, mode: str) -> None:
 @pytest.mark.parametrize("mode", ["ID_ONLY", "EMBEDDING"])
 def test_replicas(two_ranks: RankPool, mode: str) -> None:
     _check(two_ranks.run(f"{_CASES}:synced", stride=_stride(13), mode=mode)[0])
+
+
+@pytest.mark.promise("lossless", "contained")
+def test_rows_are_not_lost_if_memory_is_missing_during_a_step() -> None:
+    training = _Plain("ID_ONLY", "torch")
+    with Faults(0, for_ever=True):
+        training.step(0)
+    assert training.tracker.num_hook_errors > 0
+    assert training.tracker.get_delta_ids()["a"].tolist() == list(range(_ROWS))
+    assert training.tracker.get_delta().num_rows == 0
+
+
+@pytest.mark.promise("lossless", "contained")
+def test_a_stream_is_complete_if_memory_is_missing_during_a_step_and_a_publish(tmp_path: Path) -> None:
+    training, served = _Plain("ID_ONLY", "numba"), _Plain("ID_ONLY", "numba").model
+    with closing(Publisher(training.tracker, tmp_path.as_uri())) as publisher:
+        predictor = Predictor(served, tmp_path.as_uri())
+        for number in range(4):
+            with Faults(10 * number, for_ever=True):
+                training.step(number)
+                with pytest.raises(MemoryError):
+                    publisher.publish()
+            publisher.publish()
+            predictor.sync()
+            for name, table in training.model.items():
+                assert torch.equal(table.weight, served[name].weight)  # type: ignore[arg-type]
+
+
+@pytest.mark.promise("refused")
+def test_a_missing_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    load_loops.cache_clear()
+    monkeypatch.setitem(sys.modules, "delta_tracker.tracker.row_sets.numba_loops", None)  # its import then fails
+    model = nn.ModuleDict({"a": nn.Embedding(_ROWS, 4, sparse=True)})
+    with pytest.raises(MissingExtraError, match=r"delta_tracker\[numba\]"):
+        ModelDeltaTracker(model, engine="numba")
+    assert ModelDeltaTracker(model).store["a"].engine is TorchRows
+
+
+@pytest.mark.promise("lossless")
+@pytest.mark.parametrize("name", ["_mark", "_mark_new", "_scan", "_mark_all"])
+@pytest.mark.parametrize("mode", ["ID_ONLY", "EMBEDDING"])
+def test_an_engine_that_fails_is_replaced(mode: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def fail(*_: object) -> None:
+        calls.append(name)
+        raise EngineError("does not compile")
+
+    training = _Plain(mode, "numba")
+    training.step(0)
+    training.copy.read()
+    training.step(1)
+    monkeypatch.setattr(NumbaRows, name, fail)
+    training.tracker.mark_changed("b") if name == "_mark_all" else training.step(2)
+    training.copy.read()
+    training.step(3)
+    counts = training.copy.read()
+    assert counts["b"] <= training.most_rows
+    used = {store.engine for store in training.tracker.store.values()}
+    assert (TorchRows in used) == bool(calls)

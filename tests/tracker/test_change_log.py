@@ -105,7 +105,7 @@ def _calls(log: ChangeLog, generator: random.Random) -> dict[str, Callable[[], o
         "mark_everything": log.mark_everything,
         "mark_everything_later": log.mark_everything_later,
         "memory": log.memory,
-        "missed": lambda: log.missed(["t"]),
+        "mark_all_later": lambda: log.mark_all_later(["t"]),
         "notice_writes": lambda: log.notice_writes(["t"]),
         "num_batches": lambda: log.num_batches,
         "num_compacted": lambda: log.num_compacted,
@@ -183,7 +183,7 @@ def test_every_method_takes_the_lock(name: str) -> None:
     except DeltaTrackerError:
         assert name == "rewind", "a log that forgets cannot rewind"
     # The hook acquires it without blocking, and only if there are segments to compact.
-    assert (lock.num_taken > 0) == (name not in ("ended", "missed", "output_launched"))
+    assert (lock.num_taken > 0) == (name not in ("ended", "mark_all_later", "output_launched"))
 
 
 class _Threads:
