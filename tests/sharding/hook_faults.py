@@ -30,6 +30,22 @@ _TORCH = f"{Path(torch.__file__).parent}/"
 _ENGINE_CALLS = ("mark", "mark_all", "mark_new", "mark_new_padded", "contains", "absorb", "create_each", "__init__")
 # Attributes; what a rank sends to the others, which needs no memory; the hook of a lookup whose node is unknown.
 _NO_POINTS = ("__get__", "fill_", "all_gather", "register_hook")
+# Functions that handle errors, and those that torch calls: they contain one call of a function that may fail.
+_HANDLERS = {
+    "ChangeLog.mark_all_later",
+    "EvictionHook.before",
+    "EvictionHook._missed",
+    "PostLookupHook._post_lookup",
+    "PostLookupHook._watch_output",
+    "PostLookupHook._write_begins",
+    "PostLookupHook._write_ends",
+    "SegmentStore.mark_all_later",
+    "Watcher._contained",
+    "_BackwardToken.__del__",
+    "_Evictions.__call__",
+    "_Evictions.__call__.<locals>.<listcomp>",
+    "untraced.<locals>.call",
+}
 NO_READ, BEFORE_WRITES, AFTER_WRITES, AROUND_WRITES, AT_POINTS = READS = (
     "no read",
     "before writes",
@@ -283,3 +299,63 @@ def fail_at_every_point(training: Training, whens: Sequence[str] = READS, stride
                     break
                 num_failed, number, first = num_failed + 1, number + 3, first + stride
     return {"failed": num_failed, "errors": training.tracker.num_hook_errors}
+
+
+def fail_at_every_line(training: Training, stride: int = 1) -> dict[str, int]:
+    """Train with one MemoryError at every line of the library that a hook runs, except where the errors are handled.
+
+    Args:
+        training: the training.
+        stride: use each ``stride``-th line only.
+
+    Returns:
+        Number of lines that failed, and number of errors that the tracker counted.
+    """
+    num_failed, number, first = 0, 0, 0
+    while True:
+        lines = _Lines(first)
+        with Faults() as training.faults, lines:
+            training.step(number)
+        training.faults = None
+        if not lines.has_raised:
+            return {"failed": num_failed, "errors": training.tracker.num_hook_errors}
+        training.copy.read()
+        for later in (1, 2):
+            training.step(number + later)
+            counts = training.copy.read()
+        for fqn, count in counts.items():
+            assert count <= training.most_rows, f"all rows of {fqn} are still read"
+        num_failed, number, first = num_failed + 1, number + 3, first + stride
+
+
+class _Lines:
+    """Context manager in which one line of the library raises MemoryError.
+
+    Args:
+        first: number of the line.
+
+    Attributes:
+        has_raised: True if the line was reached.
+    """
+
+    def __init__(self, first: int) -> None:
+        self._first = first
+        self._num_lines = 0
+        self.has_raised = False
+
+    def __enter__(self) -> None:
+        sys.settrace(self._trace)
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _trace(self, frame: FrameType, event: str, _: object) -> Any:
+        code = frame.f_code
+        if not code.co_filename.startswith(_PACKAGE) or code.co_qualname in _HANDLERS:
+            return None
+        if event == "line":
+            self._num_lines += 1
+            if self._num_lines > self._first:
+                self.has_raised = True
+                raise MemoryError(f"a fault at line {frame.f_lineno} of {code.co_filename}")
+        return self._trace

@@ -9,9 +9,8 @@ from torch import distributed as dist
 from torch import nn
 
 from delta_tracker import ModelDeltaTracker
-from delta_tracker.sharding.kernel_hooks import _lookup_node
 from tests.models import Spec, Table, batch, kernels_of, ordinary_optimizer, shard
-from tests.sharding.hook_faults import Faults, Training, fail_at_every_point
+from tests.sharding.hook_faults import Faults, Training, fail_at_every_line, fail_at_every_point
 from tests.sharding.replicated import replicate
 
 _ROWS = 64
@@ -19,6 +18,14 @@ _ROWS = 64
 
 def _spec(bag: bool) -> Spec:
     return Spec([Table("a", _ROWS, "row"), Table("b", _ROWS, "table:0")], bag=bag)
+
+
+def _node_of(output: torch.Tensor) -> Any:
+    """Return the autograd node of a kernel's lookup."""
+    node: Any = output.grad_fn
+    while "LookupFunction" not in node.name():
+        node = node.next_functions[0][0]
+    return node
 
 
 class _Fused(Training):
@@ -34,10 +41,10 @@ class _Fused(Training):
             kernel.register_forward_hook(self._watch_start)
 
     def _watch_start(self, module: nn.Module, args: object, output: torch.Tensor) -> None:
-        _lookup_node(output).register_prehook(self.writing)
+        _node_of(output).register_prehook(self.writing)
 
     def _watch_end(self, module: nn.Module, args: object, output: torch.Tensor) -> None:
-        _lookup_node(output).register_hook(self.written)
+        _node_of(output).register_hook(self.written)
 
     def step(self, number: int) -> None:
         self.model(batch(self.spec, torch.Generator().manual_seed(number))).backward()
@@ -104,6 +111,11 @@ class _Evicting(Training):
 def fused(rank: int, world_size: int, bag: bool, stride: int, **kwargs: Any) -> dict[str, int]:
     """Let hooks of lookups fail."""
     return fail_at_every_point(_Fused(bag, **kwargs), stride=stride)
+
+
+def lines(rank: int, world_size: int, kind: str, stride: int, **kwargs: Any) -> dict[str, int]:
+    """Let each line of hooks of lookups and evictions fail once."""
+    return fail_at_every_line(_Fused(bag=True, **kwargs) if kind == "fused" else _Evicting(**kwargs), stride)
 
 
 def compared(rank: int, world_size: int, sharding: str, kernel: str, stride: int, **kwargs: Any) -> dict[str, int]:

@@ -89,6 +89,12 @@ def test_fused_tables(one_rank: RankPool, bag: bool, mode: str, record: str, eng
 
 @pytest.mark.sweep("long")
 @pytest.mark.promise("lossless", "contained")
+@pytest.mark.parametrize("kind", ["fused", "evicting"])
+def test_every_line(one_rank: RankPool, kind: str) -> None:
+    _check(one_rank.run(f"{_CASES}:lines", kind=kind, stride=_stride(11), mode="EMBEDDING", engine="numba")[0])
+
+
+@pytest.mark.promise("lossless", "contained")
 @pytest.mark.parametrize("engine", ["torch", "numba"])
 @pytest.mark.parametrize(("sharding", "kernel"), [("row", "dense"), ("data", "fused")], ids=["dense", "data parallel"])
 def test_lookups_of_compared_tables(one_rank: RankPool, sharding: str, kernel: str, engine: str) -> None:
