@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import pytest
@@ -19,6 +21,7 @@ from delta_tracker.tracker.store.owners import OwnerStore
 from delta_tracker.tracker.store.segments import SegmentStore
 from delta_tracker.types import Bucket, Delta, Identity
 from tests.ranks import RankPool
+from tests.sharding.hook_faults import Faults
 from tests.sweeps import SWEEPS_ARE_WHOLE, num_examples
 
 _CASES = "tests.tracker.collision_cases"
@@ -211,6 +214,26 @@ def test_unknown_owners_are_none() -> None:
         log.seal(_delta(reading, torch.zeros(_NUM_SLOTS, dtype=torch.bool)), commit=True)
         log.replace({"t": SegmentStore(_NUM_SLOTS, engine="torch")}, {"t": _store(module)})
         assert log.read("a").rows["t"].former.tolist() == [NO_OWNER] * _NUM_SLOTS
+
+
+def test_a_read_that_runs_out_of_memory_can_be_repeated() -> None:
+    before, now = [8, 3, NO_OWNER, 5, 0, NO_OWNER], [8, 4, 7, 5, 0, NO_OWNER]
+    for number in itertools.count():
+        module = _Mapping(_NUM_SLOTS)
+        module.set(before)
+        stores = {"t": SegmentStore(_NUM_SLOTS, engine="torch")}
+        log = ChangeLog(stores, ["a"], delete_on_read=True, max_bytes=None, owners={"t": _store(module)})
+        module.set(now)
+        with Faults(number) as faults, suppress(MemoryError):
+            log.read("a")
+        rows = log.read("a").rows["t"]
+        assert {1, 2} <= set(rows.ids.tolist())
+        assert rows.former is not None
+        for slot, former in zip(rows.ids.tolist(), rows.former.tolist(), strict=True):
+            assert former in (before[slot], NO_OWNER)
+        if faults.num_points <= number:
+            break
+    assert number > 0
 
 
 def test_owners_are_compared_only_after_a_write_of_the_module() -> None:

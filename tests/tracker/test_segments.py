@@ -318,6 +318,39 @@ def test_backward_passes_that_raised_cost_bounded_memory() -> None:
     assert store.changed(3, 4).ids.tolist() == list(range(50))
 
 
+def test_open_rows_are_kept_if_their_merge_runs_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = SegmentStore(300, engine="torch")
+    for batch in range(256):
+        store.open_batch(batch, torch.tensor([batch]))
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(torch, "unique", _raising_memory_error)
+        store.open_batch(256, torch.tensor([256]))
+    store.open_batch(257, torch.tensor([257]))
+    store.cut(1)
+    store.cut(2)
+    assert store.changed(1, 2).ids.tolist() == list(range(258)), "still open, all of them"
+
+
+def _raising_memory_error(*_: object) -> None:
+    raise MemoryError
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_write_of_unknown_rows_marks_all_rows_until_it_is_over(is_over: bool) -> None:
+    store = SegmentStore(3, engine="torch")
+    store.mark_all_later(7)
+    for position in (1, 2):
+        store.notice_writes()
+        store.cut(position)
+        assert store.changed(position - 1, position).ids.tolist() == [0, 1, 2]
+    if is_over:
+        store.close_batch(7)
+    for position, is_marked in ((3, True), (4, not is_over)):
+        store.notice_writes()
+        store.cut(position)
+        assert store.changed(position - 1, position).ids.tolist() == ([0, 1, 2] if is_marked else [])
+
+
 @pytest.mark.parametrize("keeps_states", [False, True])
 def test_backward_passes_that_raised_on_a_device_do_not_make_training_wait(
     monkeypatch: pytest.MonkeyPatch, keeps_states: bool
