@@ -138,7 +138,8 @@ class ModelDeltaTracker:
             larger, the consumer that lags furthest is dropped, and its next read raises
             :class:`~delta_tracker.errors.NeedsSnapshotError`. None for no limit. The log includes old states in pinned
             host memory: a CUDA device keeps 64 MiB of old states per table, and the newest ones; older ones are moved.
-        engine: implementation of the row sets, see :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`.
+        engine: implementation of the row sets, see :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`. An
+            engine that fails later is replaced by the torch engine.
         monitor: records this tracker's metrics; None for ``delta_tracker.monitor.MONITOR``.
         name: value of the label ``tracker`` of these metrics, by default ``"tracker"``. If another tracker of this
             process has the name, ``-2`` or the next free number is appended.
@@ -151,6 +152,7 @@ class ModelDeltaTracker:
         UnsupportedTableError: if a table's kernel cannot be tracked, its optimizer does not support the mode, or a
             plain module's weight is not an ordinary parameter with the same rows on every rank.
         InvalidArgumentError: if consumer names are missing or repeated, or another argument is invalid.
+        MissingExtraError: if the package of the chosen engine is not installed.
 
     Example:
         >>> import torch
@@ -273,7 +275,7 @@ class ModelDeltaTracker:
 
     @property
     def num_hook_errors(self) -> int:
-        """Number of errors caught in hooks so far. If a hook cannot record changes, all rows are marked."""
+        """Number of errors caught in hooks so far. After each, the next read returns all rows of the hook's tables."""
         return self._num_past_errors + sum(hook.num_errors for hook in self._hooks)
 
     @property

@@ -12,6 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from delta_tracker.monitor.device.syncs import SIMULATED, find_syncs, held, on_device
 from delta_tracker.tracker.change_log import ChangeLog
+from delta_tracker.tracker.row_sets.row_set import RowSet
+from delta_tracker.tracker.row_sets.torch import TorchRows
+from delta_tracker.tracker.store import segments
 from delta_tracker.tracker.store.segments import SegmentStore
 
 _NUM_ROWS = 40
@@ -114,3 +117,62 @@ def _compare(alone: ChangeLog, together: ChangeLog, consumer: str) -> None:
         if rows.states is not None:
             assert torch.equal(held(found[name].known), rows.known)
             assert torch.equal(held(found[name].states).nan_to_num(), rows.states.nan_to_num())
+
+
+class _Failing(TorchRows):
+    """Engine without operations on several sets, of which one method fails."""
+
+    failing = ""
+
+    create_each = classmethod(RowSet.create_each.__func__)  # type: ignore[attr-defined, assignment]
+    mark_each = classmethod(RowSet.mark_each.__func__)  # type: ignore[attr-defined, assignment]
+    mark_new_padded_each = classmethod(RowSet.mark_new_padded_each.__func__)  # type: ignore[attr-defined, assignment]
+    scan_each = classmethod(RowSet.scan_each.__func__)  # type: ignore[attr-defined, assignment]
+    count_each = classmethod(RowSet.count_each.__func__)  # type: ignore[attr-defined, assignment]
+
+    def _fail(self, name: str) -> None:
+        if self.failing == name:
+            raise LookupError(f"{name} does not compile")
+
+    def _mark(self, ids: Tensor) -> None:
+        self._fail("mark")
+        super()._mark(ids)
+
+    def _mark_new_padded(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        self._fail("mark_new_padded")
+        return super()._mark_new_padded(ids)
+
+    def _scan(self) -> Tensor:
+        self._fail("scan")
+        return super()._scan()
+
+    def _num_marked(self) -> int:
+        self._fail("count")
+        return super()._num_marked()
+
+
+@pytest.mark.parametrize("failing", ["mark", "mark_new_padded", "scan", "count"])
+@pytest.mark.parametrize("with_states", [False, True])
+def test_an_engine_that_fails_on_a_device_is_replaced(
+    with_states: bool, failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segments, "choose_engine", lambda *_: _Failing)
+    monkeypatch.setattr(_Failing, "failing", "")
+    weights = on_device(torch.zeros(_NUM_ROWS, 2)) if with_states else None
+    with find_syncs():
+        stores = {name: _store(weights, SIMULATED) for name in "ab"}
+        log = ChangeLog(stores, ["reader"], delete_on_read=True, max_bytes=None)
+        changed = {"a": {1, 2}, "b": {3}}
+        log.opened(0, {name: on_device(torch.tensor([*rows])) for name, rows in changed.items()})
+        log.applied(0, changed)
+        _Failing.failing = failing
+        log.opened(1, {"a": on_device(torch.tensor([5]))})
+        log.applied(1, {"a": None})
+        if failing == "count":
+            log.num_pending("reader")
+        rows = log.read("reader").rows
+        log.discard()
+        assert {1, 2, 5} <= set(held(rows["a"].ids).tolist())
+        assert 3 in held(rows["b"].ids).tolist()
+        fails = failing != ("mark" if with_states else "mark_new_padded")
+        assert (stores["a"].engine is TorchRows) == fails

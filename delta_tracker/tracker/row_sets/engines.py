@@ -32,7 +32,8 @@ def choose_engine(name: str | None, device: torch.device) -> type[RowSet]:
 
     Returns:
         A subclass of :class:`RowSet`. Call it with ``(num_rows, device)`` to create an empty set. If the engine was
-        selected by name and its package is not installed, this call raises :class:`MissingExtraError`.
+        selected by name and its package is not installed, this call and :meth:`RowSet.warm_up` raise
+        :class:`MissingExtraError`.
 
     Raises:
         InvalidArgumentError: if the name is unknown or the engine does not support the device.
