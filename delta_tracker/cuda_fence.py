@@ -69,6 +69,6 @@ class StreamFence:
         """
         return next(iter(self._used.get(device, ())), None)
 
-    def leave(self, key: int) -> None:
-        """End the use ``key``. Does nothing if there is no such use."""
-        self._open.pop(key, None)
+    def leave(self, key: int) -> bool:
+        """End the use ``key``. Return False if there is no such use, which is always the case without CUDA devices."""
+        return self._open.pop(key, None) is not None

@@ -176,8 +176,12 @@ class Watcher:
             self._listener.applied(key, ids)
             return True
 
-        if not self._contained(applied, otherwise=False):
-            self._listener.ended(key)  # else, the rows would be open for ever
+        is_applied = False
+        try:
+            is_applied = self._contained(applied, otherwise=False)
+        finally:  # also after an interrupt
+            if not is_applied:
+                self._listener.ended(key)  # otherwise, the rows would be open for ever
 
     def _captured(self) -> None:
         """Report that the current lookup or write is captured into a CUDA graph, whose replays call no hook."""
@@ -202,11 +206,9 @@ class Watcher:
         try:
             return action()
         except Exception as error:  # noqa: BLE001  an error of the tracker must not interrupt the training step
-            self._listener.mark_all_later(
-                self._tables
-            )  # first, because whatever failed may fail again in the next lines
+            self._listener.mark_all_later(self._tables)
             self.num_errors += 1
-            with suppress(Exception):
+            with suppress(Exception):  # whatever the hook ran out of may be missing here, too
                 self._report_error(error)
             return otherwise
 
@@ -307,6 +309,7 @@ class PostLookupHook(Watcher):
 
         def watch() -> bool:
             update = _Update(self._all_rows(), is_proven=False)
+            self.in_flight.add(update)
             output.register_hook(partial(self._before_write, update))  # type: ignore[no-untyped-call]
             return True
 
@@ -342,9 +345,8 @@ class PostLookupHook(Watcher):
         """Report that the rows of a lookup have been written."""
         key = update.open_keys.pop(threading.get_ident(), None)
         if update.is_missed:
-            self._listener.mark_all_later(
-                self._tables
-            )  # cuts since the start of the write have not marked the rows again
+            # Cuts since the start of the write have not marked the rows again.
+            self._listener.mark_all_later(self._tables)
         elif not update.is_proven:
             # Compiled code increments the version of the weights. Another node may write the rows later in the pass.
             self._contained(lambda: self._listener.acknowledge_writes(self._tables), otherwise=None)

@@ -127,7 +127,7 @@ class StepHook(Watcher):
             if not self._contained(action, otherwise=False):
                 self.forget(id(optimizer))
         except BaseException:  # interrupted
-            self._listener.missed(self._tables)
+            self._listener.mark_all_later(self._tables)
             self.forget(id(optimizer))
             raise
 
@@ -154,7 +154,7 @@ class StepHook(Watcher):
     def _end(self, optimizer: torch.optim.Optimizer) -> bool:
         step = self._steps.get(id(optimizer))
         if step is None:  # its begin was not reported
-            self._listener.missed(self._tables)
+            self._listener.mark_all_later(self._tables)
             return True
         if step.is_computed_inside:
             late = self._rows(optimizer, step)

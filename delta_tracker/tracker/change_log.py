@@ -969,7 +969,8 @@ class ChangeLog:
         """Close a batch in its tables. An interrupted call can be repeated."""
         for fqn in tables:
             self._stores[fqn].close_batch(key)
-        self._fence.leave(key)
+        if not self._fence.leave(key):
+            self._fence.enter()  # opened() failed: order the next use after the write
         self._open.pop(key, None)
 
     def _notice_before_capture(self, fqns: Iterable[str]) -> None:

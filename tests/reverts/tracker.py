@@ -266,8 +266,8 @@ REVERTS = [
         edits={
             "delta_tracker/tracker/store/segments.py": [
                 (
-                    "            self._has_unmarked = True\n        return",
-                    "            return True\n        return",
+                    "                if self._was_written():\n                    self._has_unmarked = True\n",
+                    "                return self._was_written()\n",
                 )
             ]
         },

@@ -28,6 +28,7 @@ from delta_tracker.tracker.row_sets.torch import TorchRows
 from delta_tracker.tracker.store.owners import OwnerStore
 from delta_tracker.tracker.store.segments import SegmentStore
 from delta_tracker.types import Bucket, Delta, DeltaRows, Identity
+from tests.fake_streams.simulation import fake_streams
 
 _NUM_ROWS = 512
 
@@ -364,3 +365,20 @@ def test_an_abandoned_consumer_is_not_found_by_name(call: str) -> None:
     log.abandoned.append(("default (snapshot)", True))
     with pytest.raises(UnknownConsumerError):
         getattr(log, call)("default (snapshot)")
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_read_after_a_write_that_no_hook_could_open_waits_for_the_write(seed: int) -> None:
+    with fake_streams(seed):
+        weights = torch.zeros(4, device="cuda")
+        log = ChangeLog({"t": SegmentStore(4, "cuda", engine="torch")}, ["a"], delete_on_read=True, max_bytes=None)
+        reader = torch.cuda.Stream()
+        with torch.cuda.stream(reader):
+            log.read("a")
+            log.discard()
+        log.mark_all_later(["t"], 7)
+        weights.fill_(3)
+        log.applied(7, ["t"])
+        with torch.cuda.stream(reader):
+            ids = log.read("a").rows["t"].ids
+            assert weights.index_select(0, ids).tolist() == [3] * 4

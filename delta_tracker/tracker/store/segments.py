@@ -143,7 +143,6 @@ class SegmentStore:
         self._old_states = old_states
         self._was_written = was_written
         self._has_unmarked = False  # the shard was written without a report, and its rows are not marked yet
-        self._is_looking = False  # has_unmarked_writes() runs, or was interrupted
         self._lost: deque[int] = deque()  # writes in progress whose rows are unknown
         self._max_device_bytes = max_device_bytes
         self.pads = self._device.type != "cpu"
@@ -309,12 +308,12 @@ class SegmentStore:
         if self.num_rows == 0:
             return False
         if self._was_written is not None:
-            if self._is_looking:  # the last call was interrupted, and may have forgotten writes
+            try:
+                if self._was_written():
+                    self._has_unmarked = True
+            except BaseException:  # it may have forgotten the writes
                 self._has_unmarked = True
-            self._is_looking = True
-            if self._was_written():
-                self._has_unmarked = True
-            self._is_looking = False
+                raise
         return self._has_unmarked or bool(self._lost)
 
     def acknowledge_writes(self) -> None:
