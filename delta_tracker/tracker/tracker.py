@@ -602,8 +602,9 @@ class ModelDeltaTracker:
     ) -> Delta:
         """Return the rows that changed since the consumer's last committed read.
 
-        A read that raises changes nothing: an earlier uncommitted read can still be committed. If the model has managed
-        collisions, read in the training thread, because TorchRec changes two tensors one after the other.
+        A read that raises changes nothing: an earlier uncommitted read can still be committed. Only an interrupt may
+        abort the earlier read; the rows stay pending. If the model has managed collisions, read in the training thread,
+        because TorchRec changes two tensors one after the other.
 
         Args:
             consumer: name of the consumer; optional if there is only one consumer.

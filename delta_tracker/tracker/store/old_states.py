@@ -192,11 +192,11 @@ class Block:
         assert self.is_open, "closed blocks are not written"
         assert self._states is not None, "only closed blocks are spilled"
         places = torch.arange(len(ids), device=ids.device).add_(self.count).clamp_(max=self.capacity)
+        self._appended += len(ids)  # the bounds first: they hold even if this call fails or is interrupted
+        self.highest = min(self.capacity, self.highest + len(ids))
         self._ids.index_copy_(0, places, ids)
         self._states.index_copy_(0, places, states)
         self.count.add_(count)
-        self._appended += len(ids)
-        self.highest = min(self.capacity, self.highest + len(ids))
 
     @property
     def is_known(self) -> bool:
@@ -250,8 +250,8 @@ class Block:
     def shrink(self) -> None:
         """Reduce the capacity of an open block to the upper bound of its number of rows."""
         if self.is_open and self.highest < self.capacity:
-            self._resize(self.highest + 1)
             self.capacity = self.highest
+            self._resize(self.highest + 1)
 
     def spill(self) -> None:
         """Start to move the states of a resident block to pinned host memory. The ids stay on the device.
@@ -282,8 +282,11 @@ class Block:
         Args:
             index: ``[N]`` int64 positions of the rows, unique.
         """
-        self._ids, self._states, self._spilled = self.ids[index], self.states[index], None
-        self.lowest = self.highest = self.capacity = len(index)
+        num_rows, ids, states = len(index), self.ids[index], self.states[index]
+        # In one statement, so that an interrupted call has no effect.
+        self._ids, self._states, self._spilled, self.lowest, self.highest, self.capacity = (
+            ids, states, None, num_rows, num_rows, num_rows
+        )  # fmt: skip
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield the tensors on the device."""
@@ -385,8 +388,8 @@ class DeviceStates(OldStates):
     def shrink(self) -> None:
         """Release the memory of the open block that is reserved for rows that may be marked later."""
         if self._blocks:
-            self._blocks[-1].shrink()
             self._holds_all = False
+            self._blocks[-1].shrink()
 
     def spill(self, max_bytes: int) -> int:
         """Start to move closed blocks to pinned host memory, oldest first.
@@ -399,13 +402,18 @@ class DeviceStates(OldStates):
             Size in bytes of the closed blocks that stay.
         """
         while self._resident and self._resident_bytes > max_bytes:
-            block = self._resident.popleft()
+            block = self._resident[0]
             num_bytes = block.num_bytes
-            self._resident_bytes -= num_bytes
-            block.spill()
-            self._pending.append(block)
-            self._num_settled -= block.lowest
-            self._settled_bytes -= num_bytes
+            if block.is_resident:  # False if an earlier call was interrupted in the next statements
+                block.spill()
+            # In one statement, so that no row is counted twice: rows beyond their number are not marked.
+            self._resident, self._pending, self._resident_bytes, self._num_settled, self._settled_bytes = (
+                deque(list(self._resident)[1:]),
+                [*self._pending, block],
+                self._resident_bytes - num_bytes,
+                self._num_settled - block.lowest,
+                self._settled_bytes - num_bytes,
+            )
         return self._resident_bytes
 
     def absorb(self, newer: DeviceStates, marked: RowSet) -> None:
@@ -427,7 +435,7 @@ class DeviceStates(OldStates):
                     block.take(mask.logical_not().byte().sort(stable=True).indices[:count])
                 if count:
                     kept.append(block)
-        self._blocks += kept
+        newer._blocks, self._blocks = [], self._blocks + kept  # in one statement, so that no block is moved twice
         self._pending += kept
         self._sort()
 
@@ -470,20 +478,22 @@ class DeviceStates(OldStates):
         capacity = max(2 * num_ids, min(most, known // 8), least)
         self._holds_all = capacity >= self._num_rows - known
         block = Block(min(capacity, self._num_rows - known), ids, states)
-        self._blocks.append(block)
-        self._pending.append(block)
+        self._blocks, self._pending = [*self._blocks, block], [*self._pending, block]
         return block
 
     def _sort(self) -> None:
         """Move the blocks that need no more polling from the pending ones to the others."""
-        for block in self._pending:
-            if not block.is_pending:
-                self._num_settled += block.lowest
-                self._settled_bytes += block.num_bytes
-                if block.is_resident:
-                    self._resident.append(block)
-                    self._resident_bytes += block.num_bytes
-        self._pending = [block for block in self._pending if block.is_pending]
+        settled = [block for block in self._pending if not block.is_pending]
+        if settled:
+            resident = [block for block in settled if block.is_resident]
+            # In one statement, so that no row is counted twice: rows beyond their number are not marked.
+            self._pending, self._num_settled, self._settled_bytes, self._resident, self._resident_bytes = (
+                [block for block in self._pending if block.is_pending],
+                self._num_settled + sum(block.lowest for block in settled),
+                self._settled_bytes + sum(block.num_bytes for block in settled),
+                deque([*self._resident, *resident]),
+                self._resident_bytes + sum(block.num_bytes for block in resident),
+            )
 
 
 def settle(segments: Iterable[DeviceStates]) -> None:
