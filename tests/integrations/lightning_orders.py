@@ -160,6 +160,7 @@ class _Watch(lightning.Callback):
     def on_train_start(self, trainer: Any, module: Any) -> None:
         self.is_training = True
         self._count(trainer)
+        self._read(module)
 
     def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
         if trainer.global_step % 4 == 0:
@@ -167,8 +168,7 @@ class _Watch(lightning.Callback):
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
         self._count(trainer)
-        if trainer.current_epoch % 2:
-            self._read(module)
+        self._read(module)
 
     def on_fit_end(self, trainer: Any, module: Any) -> None:
         if self.callback._tracker is not None:  # not released yet
@@ -231,7 +231,10 @@ class _Run:
             first.append(_LearningRate(epoch) if kind == "lr" else _Size(epoch))
         newest = ModelCheckpoint(self.folder, "newest", every_n_train_steps=5)
         strategy: Any = _Strategy(process_group_backend="gloo") if self.program.every_rank else "ddp"
+        is_validating = self.program.averages in {"mean", "exponential"}  # which swap weights for it
         chosen: dict[str, Any] = {
+            # In later epochs, Lightning's searches train on a batch only without validation.
+            "limit_val_batches": 1.0 if is_validating else 0,
             "devices": world_size,
             "strategy": strategy if world_size > 1 else "auto",
             "callbacks": [*first, *(by_letter[each] for each in self.program.order), newest],

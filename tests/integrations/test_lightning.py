@@ -204,7 +204,7 @@ def test_callbacks_that_average_or_prune(
         assert errors == []
 
 
-@pytest.mark.parametrize("search", ["lr start", "lr 1"])
+@pytest.mark.parametrize("search", ["lr start", "lr 0"])
 def test_rows_that_are_read_during_a_search_are_read_again(one_rank: RankPool, tmp_path: Path, search: str) -> None:
     program = asdict(Program("TCSWA", "none", search, None, None, every_rank=False))
     assert one_rank.run(f"{_ORDERS}:perform", folder=str(tmp_path), programs=[program]) == [[]]
