@@ -13,6 +13,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from delta_tracker import ModelDeltaTracker
 from tests.models import Spec, Table, batch, ordinary_optimizer, shard
+from tests.sharding.replicated import replicate
+from tests.tracker.collision_cases import collision_batch, shard_collision
 
 _NATIVE: Any = torch._C._distributed_c10d
 
@@ -130,3 +132,48 @@ def copied(rank: int, world_size: int, how: str, mode: str) -> dict[str, Any]:
     original.tracker.detach()
     model(batch(spec, draw)).backward()
     return {"is_shared": is_shared, "errors": errors}
+
+
+def copied_collisions(rank: int, world_size: int) -> list[int]:
+    """Copy a tracked model with managed collisions. Evictions of the copy are not reported, and it can be tracked."""
+    model = shard_collision(world_size)
+    tracker = ModelDeltaTracker(model)
+    draw = torch.Generator().manual_seed(rank)
+    for _ in range(5):
+        model(collision_batch(draw)).backward()
+    with _groups_are_shared():
+        copied = copy.deepcopy(model)
+    tracker.get_delta()
+    before = {fqn: owners.clone() for fqn, owners in tracker.owner_views().items()}
+    again = ModelDeltaTracker(copied)
+    for _ in range(5):
+        copied(collision_batch(draw)).backward()
+    moved = again.get_delta()
+    assert tracker.get_delta().num_rows == 0
+    assert all(torch.equal(owners, before[fqn]) for fqn, owners in tracker.owner_views().items())
+    assert tracker.num_hook_errors + again.num_hook_errors == 0
+    again.detach()
+    copied(collision_batch(draw)).backward()
+    for _ in range(5):
+        model(collision_batch(draw)).backward()
+    return [tracker.get_delta().num_rows, sum(len(rows.evicted) for rows in moved.values())]
+
+
+def copied_replicas(rank: int, world_size: int) -> int:
+    """Copy a tracked model in 2D parallelism. A sync of the copy is not reported."""
+    spec = Spec([Table("t", 17, "row")], bag=True)
+    model = replicate(spec, 2)
+    tracker = ModelDeltaTracker(model)
+    draw = torch.Generator().manual_seed(rank)
+    model(batch(spec, draw)).backward()
+    model.sync()
+    with _groups_are_shared():
+        copied = copy.deepcopy(model)
+    tracker.get_delta()
+    copied(batch(spec, draw)).backward()
+    copied.sync()
+    assert tracker.get_delta().num_rows == 0
+    model(batch(spec, draw)).backward()
+    model.sync()
+    assert tracker.num_hook_errors == 0
+    return tracker.get_delta().num_rows

@@ -17,3 +17,16 @@ def test_a_copy_of_a_sharded_model(request: pytest.FixtureRequest, how: str, mod
     for answer in ranks.run(f"{_CASES}:copied", how=how, mode=mode):
         assert answer["errors"] == 0
         assert answer["is_shared"] == (how == "torchrec")
+
+
+@pytest.mark.parametrize("pool", ["one_rank", "two_ranks"])
+def test_a_copy_with_managed_collisions(request: pytest.FixtureRequest, pool: str) -> None:
+    ranks: RankPool = request.getfixturevalue(pool)
+    for num_rows, num_evicted in ranks.run(f"{_CASES}:copied_collisions"):
+        assert num_rows > 0
+        assert num_evicted > 0
+
+
+def test_a_copy_in_2d_parallelism(two_ranks: RankPool) -> None:
+    for num_rows in two_ranks.run(f"{_CASES}:copied_replicas"):
+        assert num_rows > 0
