@@ -10,17 +10,19 @@ In a process group, every rank must hold the same rows. Only ``DistributedDataPa
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from delta_tracker.buffers import new_rows
 from delta_tracker.errors import UnsupportedTableError
 from delta_tracker.rows import take_rows
 from delta_tracker.sharding.local_shard import LocalShard
-from delta_tracker.sharding.torchrec_api import Torchrec, managed_by_fsdp
+from delta_tracker.sharding.torchrec_api import Torchrec, known_torchrec, managed_by_fsdp
 from delta_tracker.types import ShardSpec, TableSpec
 
 PlainModule = nn.Embedding | nn.EmbeddingBag
@@ -36,35 +38,42 @@ class PlainTable:
     Args:
         fqn: name of the table.
         module: the module.
-        path: the modules from the model to this one: each one's dictionary of children, the key in it, and the child.
+        path: the modules from the model to the one above this one, with the key of the next module in each of them.
     """
 
     is_fused = False
 
-    def __init__(
-        self, fqn: str, module: PlainModule, path: Iterable[tuple[Mapping[str, object], str, nn.Module]]
-    ) -> None:
+    def __init__(self, fqn: str, module: PlainModule, path: Iterable[tuple[nn.Module, str]]) -> None:
         self.module = module
         self._fqn = fqn
-        self._path = tuple(path)
+        self._path = tuple((parent, key, parent._modules[key]) for parent, key in path)  # noqa: SLF001
         self._kind = _kind(module.weight)
+        self._weight = ref(module.weight)
 
     def check(self) -> None:
-        """Check that the module is still in the model, and its weight of the same shape, dtype and device.
+        """Check that the module is still in the model, and its weight of the same shape, dtype, device and class.
 
         Raises:
-            UnsupportedTableError: if it is not.
+            UnsupportedTableError: if it is not, or if ``fully_shard`` manages the weight.
         """
-        weight = self.module._parameters.get("weight")  # noqa: SLF001
+        weight: Tensor | None = self.module._parameters.get("weight")  # noqa: SLF001
         now = "missing" if weight is None else _kind(weight)
-        if any(children.get(key) is not child for children, key, child in self._path):
+        remedy = "Call tracker.reattach(), or build the tracker after the model is wrapped, sharded or converted"
+        if any(parent._modules.get(key) is not child for parent, key, child in self._path):  # noqa: SLF001
             reason = "its module was replaced in the model"
+        elif isinstance(weight, DTensor) or (weight is not self._weight() and self._is_in_fsdp()):
+            reason = "its weight is now sharded by fully_shard or as another DTensor"
+            remedy = "Detach the tracker. To track the table, pass its weight to fully_shard in ignored_params"
         elif now != self._kind:
             reason = f"its weight is now {now}, and was {self._kind} when the tracker was built"
         else:
             return
-        remedy = "Call tracker.reattach(), or build the tracker after the model is wrapped, sharded or converted"
         raise UnsupportedTableError(self._fqn, reason, remedy, problem=_LOST)
+
+    def _is_in_fsdp(self) -> bool:
+        """Return True if ``fully_shard`` was applied to the module or to one above it, perhaps without its weight."""
+        above = [parent for parent, _, _ in self._path]
+        return any(isinstance(each, known_torchrec().fsdp2) for each in (*above, self.module))
 
     @property
     def memory(self) -> PlainTable:
@@ -125,17 +134,17 @@ def plain_shards(model: nn.Module, modules: Mapping[str, PlainModule], torchrec:
     return found
 
 
-def _path(model: nn.Module, name: str) -> Iterator[tuple[Mapping[str, object], str, nn.Module]]:
-    """Yield each module's dictionary of children, the key in it, and the child, from the model to a submodule."""
+def _path(model: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]:
+    """Yield the modules from the model to the one above a submodule, with the key of the next module in each."""
     for key in name.split("."):
-        child = model.get_submodule(key)
-        yield model._modules, key, child  # noqa: SLF001
-        model = child
+        yield model, key
+        model = model.get_submodule(key)
 
 
 def _kind(weight: Tensor) -> str:
-    """Return the shape, dtype and device of a weight as text."""
-    return f"{tuple(weight.shape)} {str(weight.dtype).removeprefix('torch.')} on {weight.device}"
+    """Return the shape, dtype, device and class of a weight as text."""
+    kind = "" if type(weight) is nn.Parameter else f", a {type(weight).__name__}"
+    return f"{tuple(weight.shape)} {str(weight.dtype).removeprefix('torch.')} on {weight.device}{kind}"
 
 
 def _obstacle(module: PlainModule, weight: Tensor | None, fsdp: set[int], replicated: set[int] | None) -> str | None:

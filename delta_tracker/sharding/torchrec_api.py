@@ -32,6 +32,7 @@ class Torchrec:
         wrappers: class of each wrapper without a component in FQNs, to the name of the attribute that holds the wrapped
             module.
         fsdp: ``FullyShardedDataParallel``.
+        fsdp2: ``FSDPModule``, the base class of the modules that were passed to ``fully_shard``.
         sharded: the base class of all sharded modules.
         towers: classes of sharded modules that exist only on the ranks of one host.
         without_rows: classes of sharded modules that hold no embedding rows themselves.
@@ -48,6 +49,7 @@ class Torchrec:
     collections: dict[type[nn.Module], str]
     wrappers: dict[type[nn.Module], str]
     fsdp: tuple[type[nn.Module], ...]
+    fsdp2: tuple[type, ...]
     sharded: tuple[type[nn.Module], ...]
     towers: tuple[type[nn.Module], ...]
     without_rows: tuple[type[nn.Module], ...]
@@ -101,6 +103,7 @@ def load_torchrec() -> Torchrec:
             **_torch_wrappers(),
         },
         fsdp=_fsdp(),
+        fsdp2=_imported("torch.distributed.fsdp", "FSDPModule"),
         sharded=(types.ShardedModule,),
         towers=_imported(
             "torchrec.distributed.embedding_tower_sharding", "ShardedEmbeddingTower", "ShardedEmbeddingTowerCollection"
@@ -120,6 +123,7 @@ def _without_torchrec() -> Torchrec:
         collections={},
         wrappers=_torch_wrappers(),
         fsdp=_fsdp(),
+        fsdp2=_imported("torch.distributed.fsdp", "FSDPModule"),
         sharded=(),
         towers=(),
         without_rows=(),

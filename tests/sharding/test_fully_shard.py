@@ -1,0 +1,30 @@
+"""A table that ``fully_shard`` takes after it is tracked is refused at the next read; other tables are not."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.ranks import RankPool
+
+_CASES = "tests.sharding.fully_shard_cases"
+
+
+@pytest.mark.parametrize("pool", ["one_rank", "two_ranks"])
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_a_sharded_table_is_refused(request: pytest.FixtureRequest, is_sparse: bool, pool: str) -> None:
+    ranks: RankPool = request.getfixturevalue(pool)
+    for messages in ranks.run(f"{_CASES}:refused", is_sparse=is_sparse):
+        assert len(messages) == (16 if is_sparse else 24)
+        for message in messages:
+            assert message.startswith("UnsupportedTableError: table 'table' can no longer be tracked: "), message
+            assert "pass its weight to fully_shard in ignored_params" in message
+
+
+def test_a_table_that_is_ignored_is_tracked(one_rank: RankPool) -> None:
+    assert one_rank.run(f"{_CASES}:ignored") == [[[1, 2], [3]]]
+
+
+@pytest.mark.parametrize("pool", ["one_rank", "two_ranks"])
+def test_sharded_tables_do_not_care(request: pytest.FixtureRequest, pool: str) -> None:
+    ranks: RankPool = request.getfixturevalue(pool)
+    assert all(ranks.run(f"{_CASES}:beside_sharded_tables"))
