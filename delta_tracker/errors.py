@@ -166,6 +166,14 @@ class InvalidArgumentError(DeltaTrackerError, ValueError):
         self.value = value
 
 
+class UncopyableError(DeltaTrackerError, TypeError):
+    """An object with hooks, locks or threads cannot be pickled or copied; ``kind`` is the name of its class."""
+
+    def __init__(self, kind: str, remedy: str) -> None:
+        super().__init__(f"a {kind} cannot be pickled or copied, because it has hooks, locks or threads", remedy)
+        self.kind = kind
+
+
 class MissingExtraError(DeltaTrackerError, ImportError):
     """A required package is not installed.
 

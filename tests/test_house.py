@@ -27,7 +27,18 @@ _PACKAGE = _ROOT / "delta_tracker"
 
 # A package may import itself and packages of earlier lines: ``tracker`` does not import ``predictor``.
 _LAYERS = [
-    ["errors", "arguments", "types", "rows", "row_target", "row_sink", "raw_ids", "raw_id_index", "state_tree"],
+    [
+        "errors",
+        "arguments",
+        "types",
+        "rows",
+        "row_target",
+        "row_sink",
+        "raw_ids",
+        "raw_id_index",
+        "state_tree",
+        "uncopied",
+    ],
     ["buffers", "cuda_fence", "distributed", "forking", "host_copy"],
     ["monitor"],
     ["sharding", "stream"],

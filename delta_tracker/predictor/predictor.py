@@ -59,6 +59,7 @@ from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.notify.notifier import Notifier
 from delta_tracker.stream.pin import Pin, PinFollower
 from delta_tracker.stream.storage.storage import Location, Storage, open_storage
+from delta_tracker.uncopied import Uncopied
 
 _logger = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ _SPREAD_SECONDS = 1.0
 _PIN_SECONDS = 5.0  # maximum time between two looks for a pin
 
 
-class Predictor(Forkable):
+class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
     """Reader of a stream that applies each version once, in order, to the tables of a model.
 
     A predictor starts from the newest snapshot and applies every later version. A version is read into a reused buffer

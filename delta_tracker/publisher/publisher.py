@@ -50,13 +50,14 @@ from delta_tracker.stream.storage.storage import Location
 from delta_tracker.tracker.top_k import TopK
 from delta_tracker.tracker.tracker import ModelDeltaTracker
 from delta_tracker.types import Delta
+from delta_tracker.uncopied import Uncopied
 
 _logger = logging.getLogger(__name__)
 
 _STANDSTILL_CALLS = 20  # more than the micro-batches of an accumulated batch usually are
 
 
-class Publisher:
+class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a new Publisher after it is loaded"):
     """Writer that publishes a tracker's changed rows to a stream, as versions with the rows of all ranks.
 
     Every rank builds a publisher in its training thread. In this thread, all ranks call :meth:`publish` or

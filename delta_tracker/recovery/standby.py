@@ -53,6 +53,7 @@ from delta_tracker.stream.storage.storage import Location, open_storage
 from delta_tracker.stream.takeover_request import read_request
 from delta_tracker.tracker.data_position import DataPosition
 from delta_tracker.tracker.tracker import ModelDeltaTracker
+from delta_tracker.uncopied import Uncopied
 
 _logger = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class Takeover:
     seconds: float
 
 
-class Standby:
+class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
     """Second job that follows the recovery stream of a trainer, and takes its place when the trainer fails.
 
     All ranks build it after the model, the optimizers and the tracker, and before a publisher. They then call

@@ -41,6 +41,7 @@ from delta_tracker.stream.maintenance.retention import Retained, Retention, Rete
 from delta_tracker.stream.pin import Pin, newest_pin
 from delta_tracker.stream.pointer_writer import PointerWriter
 from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.uncopied import Uncopied
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -62,7 +63,7 @@ _REPAIR = (
 )
 
 
-class Mirror:
+class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
     """Copier of the entries of one stream. Not thread-safe; run one mirror per destination.
 
     An empty destination starts at the source's newest snapshot, or if a pin applies, at the one that leads to it. The

@@ -19,11 +19,12 @@ from delta_tracker.tracker.delta_reader import DeltaReader
 from delta_tracker.tracker.top_k import AllRanks, TopK
 from delta_tracker.tracker.tracked_model import TrackedModel
 from delta_tracker.types import Delta
+from delta_tracker.uncopied import Uncopied
 
 _POLL_SECONDS = 0.001
 
 
-class ConsumerHandle:
+class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), which has the consumer"):
     """Handle with exclusive access to one consumer of a tracker.
 
     Until :meth:`release`, the tracker's methods that read, clear, rewind or remove the consumer raise

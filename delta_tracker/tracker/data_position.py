@@ -10,6 +10,7 @@ from typing import Generic, Protocol, TypeVar
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.state_tree import pack, unpack
+from delta_tracker.uncopied import Uncopied
 
 T = TypeVar("T")
 _Batch_co = TypeVar("_Batch_co", covariant=True)
@@ -30,7 +31,7 @@ class StatefulLoader(Protocol[_Batch_co]):
         """Restore a position. It applies to the next iterator."""
 
 
-class DataPosition(Generic[T]):
+class DataPosition(Uncopied, Generic[T], remedy="Save or copy its state_dict()"):
     """Iterable over the batches of a loader that knows the loader's state after the last trained batch.
 
     Loaders are ahead of training, because pipelines fetch batches before they train them. This class saves the state of

@@ -54,6 +54,7 @@ from delta_tracker.tracker.store.segments import SegmentStore
 from delta_tracker.tracker.top_k import TopK
 from delta_tracker.tracker.tracked_model import TrackedModel
 from delta_tracker.types import Delta, Identity, Memory, ShardSpec, TableSpec, TableStates, TrackingMode
+from delta_tracker.uncopied import Uncopied
 
 __all__ = ["UPDATE_MODE_MAP", "ModelDeltaTracker", "Record"]
 
@@ -76,7 +77,7 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-class ModelDeltaTracker:
+class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
     """Tracker of the changed rows of a model's embedding tables, for any number of consumers.
 
     A row counts as changed when an update to the row is written, not when the row is looked up. Forward passes under

@@ -71,6 +71,10 @@ class RankCounters:
             self._counters.register(name, counter)
         self._group: RankGroup | None = None  # created at the first gather, in which all ranks participate
 
+    def __getstate__(self) -> dict[str, object]:
+        """Return the attributes for pickle and copy, without the process group. A copy creates its own."""
+        return {**vars(self), "_group": None}
+
     def description(self) -> dict[str, object]:
         """Return the names and kinds of the counters, which must be the same on every rank. JSON serializable."""
         return {"counters": self._counters.kinds()}
