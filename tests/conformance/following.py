@@ -30,6 +30,7 @@ _CHAIN = "Otherwise the log has another history: start again from a snapshot"
 _NEXT = "Then apply each next entry"
 _CHECK = "Readers MUST NOT write anything before"
 _LATE = "Also do so if the entry is a claim, a version above it exists, and the entry after it is missing"
+_LOST = "although this entry may be missing"
 _OTHER = "6" * 32
 
 
@@ -220,6 +221,25 @@ def _gap() -> list[Step]:
     return steps
 
 
+def _lost(*, is_behind: bool) -> list[Step]:
+    """The newest entry is deleted, and its publisher continues with a claim after it, and a snapshot."""
+    maker = plain_maker()
+    maker.delta(maker.block("t", [1]))
+    lost = maker.stream.versions[-1]
+    first = lost - 1 if is_behind else lost
+    steps = [_step(maker.stream.truncate(first), first)]
+
+    def show(shows: int | None) -> None:
+        steps.append(_step(maker.stream.copy(), shows))
+        steps[-1].stream.remove(entry_name(lost))
+
+    maker.claim()
+    show(None)
+    show(maker.snapshot())
+    show(maker.delta(maker.block("t", [2])))
+    return steps
+
+
 def _forked() -> list[Step]:
     maker = plain_maker()
     steps = [_step(maker.stream.copy(), 3)]
@@ -336,6 +356,9 @@ def cases() -> Iterator[Case]:
         yield Follow(f"follow a late claim before {text}", _LATE, partial(_late_claim, is_named=is_named))
     yield Follow("follow a late claim without a newer snapshot", _LATE, _late_claim_without_snapshot)
     yield Follow("follow a gap before a snapshot", _CHAIN, _gap)
+    for is_behind in (False, True):
+        text = "before" if is_behind else "at"
+        yield Follow(f"follow a claim after a lost entry, from {text} it", _LOST, partial(_lost, is_behind=is_behind))
     yield Follow("follow a fork", "Readers of the former stream treat it as another stream", _forked)
     yield Follow("follow a part that comes late", "the parts of an entry exist", _late_part)
     for text, (make, change) in _REFUSED.items():

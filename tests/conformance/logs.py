@@ -20,6 +20,7 @@ _CHAIN = "The reader MUST check that `stream` is the same, that `generation` has
 _CLAIM = "`claim` (without tables, dense, parts and merges)"
 _LATE = "A claim may be created late at any name that once followed a head"
 _IGNORED = "Readers MUST ignore every other object"
+_LOST = "although this entry may be missing"
 _FORK = "A claim MAY have the field `forked_from`"
 _CONTROL = "The state of a stream does not depend on the objects of this section"
 _MIRROR = "A merged snapshot may take the place of this first snapshot"
@@ -279,6 +280,24 @@ def _claims() -> Iterator[Case]:
 
     gap = _both(_without_entries(1, 2, 5, 7), _without_parts(*range(8)))
     yield Run("log a late claim below the newest snapshot", _LATE, partial(_trial, late, gap, state=10))
+    def lost(*, has_snapshot: bool = True) -> Maker:
+        """A claim after version 10, then a snapshot."""
+        maker = _long()
+        maker.claim()
+        if has_snapshot:
+            maker.snapshot()
+            maker.delta(maker.block("t", [6]))
+        return maker
+
+    yield Run("log a claim after a lost entry", _LOST, partial(_trial, lost, _without_entries(10)))
+    yield Run("log a claim after two lost entries", _LOST, partial(_trial, lost, _without_entries(9, 10)))
+    yield Run("log a claim after the lost newest snapshot", _LOST, partial(_trial, lost, _without_entries(8, 9, 10)))
+    yield Run("log a claim in an emptied log", _LOST, partial(_trial, lost, _without_entries(*range(11))))
+    below = _both(_without_entries(10), _without_parts(10))
+    yield Run("log the version before a lost entry", _LOST, partial(_trial, lost, below, version=9, state=9))
+    alone = partial(lost, has_snapshot=False)
+    refused = partial(_trial, alone, _without_entries(10), Outcome.REFUSED)
+    yield Run("log a claim after a lost entry without a snapshot", _NEXT, refused)
     for text, changes in (
         ("with parts", {"parts": [_PART]}),
         ("with tables", {"tables": {"t": table(10, 4)}}),
