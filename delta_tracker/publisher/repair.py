@@ -42,8 +42,9 @@ def rows_to_repair(
     Returns:
         FQN to ``[N]`` int64 local ids, ascending and unique; tables without such rows are omitted. None if the rows
         cannot be determined, so that every row must be published. This is the case if ``note`` is not a position in
-        this stream, if its version has another schema, or if a later version is missing, is damaged, is a snapshot, has
-        another schema, or does not follow its predecessor.
+        this stream, if its version has another schema, if a later version is missing, is damaged, is a snapshot, has
+        another schema, or does not follow its predecessor, or if a version since the newest snapshot is missing, so
+        that new readers could not reach a delta.
 
     Raises:
         StorageError: if the store cannot be read.
@@ -57,7 +58,7 @@ def rows_to_repair(
     found: dict[str, list[Tensor]] = {}
     link = place.link
     try:
-        if not _continues(log, link.version, schema):
+        if not _continues(log, link.version, schema) or not _is_complete(log, claim):
             return None
         for version in range(place.link.version + 1, claim.version + 1):
             entry = log.read(version)
@@ -72,6 +73,15 @@ def rows_to_repair(
         _logger.warning("a version after the checkpoint is unreadable; all rows are sent: %s", error)
         return None
     return None if link != claim.link else {fqn: torch.unique(torch.cat(ids)) for fqn, ids in found.items()}
+
+
+def _is_complete(log: StreamLog, claim: Manifest) -> bool:
+    """Return True if the log has all entries from the newest snapshot to ``claim``, or no snapshot."""
+    snapshot = log.newest_snapshot()
+    if snapshot is None:
+        return claim.snapshot is None
+    versions = [version for version in log.versions(after=snapshot.version) if version <= claim.version]
+    return len(versions) == claim.version - snapshot.version
 
 
 def _continues(log: StreamLog, version: int, schema: Schema) -> bool:

@@ -58,6 +58,8 @@ class PointerWriter:
 
     def after(self, head: Manifest) -> None:
         """Write the pointer to a committed entry soon. Never blocks or raises."""
+        if self._head is not None and head.generation != self._head.generation:
+            self._is_stale = True  # an entry before this claim may be missing
         self._head = head
         self._wake.set()
         if self._thread is None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from delta_tracker.cli import verify as verify_command
 from delta_tracker.cli.entries import read_all
+from delta_tracker.errors import LostEntryError
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.state_tree import pack
 from delta_tracker.stream.format import digests
@@ -355,6 +356,18 @@ def test_a_newest_snapshot_that_is_missing_is_found(cli: Cli, writer: Writer) ->
     snapshot = writer.claim.head.snapshot
     path_of(writer, entry_name(snapshot)).unlink()
     assert "the newest snapshot is missing: no reader can start" in cli("verify", url_of(writer), code=1)
+
+
+def test_the_advice_about_a_newest_entry_that_was_deleted_works(cli: Cli, writer: Writer) -> None:
+    lost = writer.delta([1])
+    path_of(writer, entry_name(lost.version)).unlink()
+    with pytest.raises(LostEntryError):
+        writer.delta([2])
+    found = cli("verify", url_of(writer), code=1)
+    assert f"{entry_name(lost.version)}: it is missing, and the newest snapshot is below it" in found
+    assert "call Publisher.snapshot(): predictors continue from it" in found
+    writer.snapshot()
+    assert cli("verify", url_of(writer)).startswith("no damage found")
 
 
 @pytest.mark.parametrize("is_replaced", [False, True])

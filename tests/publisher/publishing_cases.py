@@ -27,7 +27,7 @@ from delta_tracker.errors import DeltaTrackerError, FencedError, PublishError, R
 from delta_tracker.publisher import coordinator
 from delta_tracker.publisher.cadence import Cadence
 from delta_tracker.publisher.coordinator import Draft
-from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.storage.storage import Storage
 from tests.models import Spec, Table, batch, ordinary_optimizer, shard
 from tests.raised import frames_of_each, has_frames
@@ -891,6 +891,86 @@ def altered_entry(rank: int, world_size: int, url: str) -> list[str]:
         publisher.close()
     assert kinds == ["snapshot", "snapshot", "delta", "delta"]
     return errors
+
+
+def lost_entry(rank: int, world_size: int, url: str, call: str) -> list[str]:
+    """The newest entry is deleted. All ranks continue with a snapshot, from which all readers continue."""
+    spec = Spec.every_sharding(world_size)
+    model = shard(spec)
+    messages = []
+    with ModelDeltaTracker(model) as tracker:
+        publisher = Publisher(tracker, Storage(url, create=True), cadence=Cadence(batches=1))
+        publisher.publish()
+        held, behind = empty_model(tracker), empty_model(tracker)
+        ahead, late = Predictor(held, url), Predictor(behind, url)
+        late.sync()
+        for step in range(3):
+            model(batch(spec, torch.Generator().manual_seed(10 * step + rank))).backward()
+            tracker.step()
+            if step == 1:
+                ahead.sync()
+                dist.barrier()
+                if rank == 0:
+                    Storage(url).delete(entry_name(publisher.version))
+                dist.barrier()
+            if step == 1 and call == "step":
+                for _ in range(8):
+                    publisher.step()
+                    tracker.step()
+                messages.append(attempt(publisher.flush))
+                assert sum(tracker.num_pending().values()) > 0
+            entry = publisher.snapshot() if (step, call) == (1, "snapshot") else publisher.publish()
+            assert (entry.kind, entry.generation) == (("delta", 1), ("snapshot", 2), ("delta", 2))[step]
+            assert (publisher.version, publisher.generation) == (entry.version, entry.generation)
+        for reader, rows in ((ahead, held), (late, behind)):
+            reader.sync()
+            assert reader.version == publisher.version
+            assert_equal(tracker, rows)
+        dist.barrier()
+        publisher.close()
+    return messages
+
+
+class _LosesAnswers(Storage):
+    """A store that loses its answers from the creation of the next entry on, until it is told otherwise."""
+
+    loses = False
+    has_lost = False
+
+    def create(self, name: str, data: bytes) -> bool:
+        created = super().create(name, data)
+        if self.loses and name.startswith("log/"):
+            self.has_lost = True
+            raise StorageError(self.url, "connection reset")
+        return created
+
+    def read(self, name: str, **options: Any) -> Any:
+        if self.loses and self.has_lost:
+            raise StorageError(self.url, "connection reset")
+        return super().read(name, **options)
+
+
+def unknown_outcome(rank: int, world_size: int, url: str) -> list[str]:
+    """The answer to a commit is lost. No rank reports that the version was not published, and the next follows it."""
+    spec = Spec([Table("t", 6, "row")])
+    model = shard(spec)
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("delta_tracker.publisher")
+    with ModelDeltaTracker(model) as tracker:
+        storage = _LosesAnswers(url, create=True)
+        publisher = Publisher(tracker, storage)
+        first = publisher.publish().version
+        logger.addHandler(handler)
+        storage.loses = True
+        messages.append(attempt(publisher.publish))
+        storage.loses = False
+        logger.removeHandler(handler)
+        assert publisher.publish().version == first + 2
+        dist.barrier()
+        publisher.close()
+    return messages
 
 
 def dropped(rank: int, world_size: int, url: str, during: str) -> None:

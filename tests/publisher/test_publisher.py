@@ -56,6 +56,25 @@ def test_after_an_entry_that_the_store_altered_a_snapshot_follows(two_ranks: Ran
     assert other.startswith("PublishError: the version was not published: rank 0 failed with AlteredEntryError")
 
 
+@pytest.mark.parametrize("call", ["publish", "snapshot", "step"])
+def test_after_the_newest_entry_was_deleted_all_ranks_continue_with_a_snapshot(
+    two_ranks: RankPool, url: str, call: str
+) -> None:
+    for messages in two_ranks.run(f"{_CASES}:lost_entry", url=url, call=call):
+        assert len(messages) == (call == "step")
+        for message in messages:
+            assert message.startswith("LostEntryError: the store file://")
+            assert "the newest entry, was deleted" in message
+
+
+def test_a_version_of_unknown_outcome_is_not_reported_as_unpublished(two_ranks: RankPool, url: str) -> None:
+    (own_log, own), (other_log, other) = two_ranks.run(f"{_CASES}:unknown_outcome", url=url)
+    assert own.startswith("UnknownOutcomeError: ")
+    assert other.startswith("PublishError: whether the version was published is unknown: rank 0 failed with Unknown")
+    assert own_log.startswith("whether version 2 was published is unknown: ")
+    assert other_log.startswith("whether version 2 was published is unknown: ")
+
+
 @pytest.mark.promise("fenced")
 def test_a_second_publisher_fences_the_first(two_ranks: RankPool, url: str) -> None:
     for messages in two_ranks.run(f"{_CASES}:fenced", url=url):

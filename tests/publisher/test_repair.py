@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from delta_tracker.errors import LostEntryError
 from delta_tracker.publisher.repair import rows_to_repair
 from delta_tracker.stream.cursor import Place
 from delta_tracker.stream.format.encoding import Encoding
@@ -75,6 +76,16 @@ def test_every_row_is_sent_if_the_changed_rows_are_unknown(writer: Writer) -> No
     again = _again(writer)
     again.snapshot()
     assert _repair(again, note) is None
+
+
+def test_every_row_is_sent_if_readers_cannot_reach_the_position_from_a_snapshot(writer: Writer) -> None:
+    """Another program deleted the newest entry, and the trainer ended before it had published a snapshot."""
+    lost = writer.delta([5])
+    note = _place(writer)
+    writer.storage.delete(entry_name(lost.version))
+    with pytest.raises(LostEntryError):
+        writer.delta([6])
+    assert _repair(writer, note) is None
 
 
 def test_a_quantized_stream_is_repaired_by_its_ids() -> None:
