@@ -31,6 +31,7 @@ from delta_tracker.stream.store_clock import skew_problem
 _logger = logging.getLogger(__name__)
 
 _MAX_UNREADABLE = 3
+_LIST_SECONDS = 60.0  # after which a log that seems to have no newer version is listed
 _MIN_MERGED = 8  # fewer versions are read one by one to catch up
 _MERGED_LIST_VERSIONS = 64  # the merged entries are listed once while a reader applies this many versions
 _MAX_SIZED = 64  # versions whose sizes are read, to compare them with a snapshot's
@@ -94,6 +95,7 @@ class StreamCursor:
         self.rested: tuple[int, float] | None = None
         self.has_listed = False
         self._skewed = ""  # last publisher whose skew was logged
+        self._listed_at = time.monotonic()  # time of the last listing by check_for_gap(), or of the construction
         self._newest = -1, 0.0  # newest version seen, and the monotonic time at which it was seen first
         # Entries that were skipped since the last applied entry, with the kinds of their errors. Each is logged once.
         self._skipped: set[tuple[object, ...]] = set()
@@ -180,8 +182,9 @@ class StreamCursor:
         Call this method if :meth:`next` returns None. If the pointer object shows no newer version, and the log has the
         last applied entry, nothing is listed: retention deletes in ascending order, so the next entry was not deleted.
         Retention keeps claims, so that a claim proves this only with an entry before it, see
-        :meth:`StreamLog.is_surely_newest`. Over http, a pointer to the last applied entry is enough. Otherwise the
-        entries from the last applied one on are listed, and :attr:`has_listed` is True.
+        :meth:`StreamLog.is_surely_newest`. Over http, a pointer to the last applied entry is enough. Otherwise, and
+        once per minute because other programs may delete entries in any order, the entries from the last applied one on
+        are listed, and :attr:`has_listed` is True.
 
         Raises:
             MissingVersionError: if the log has versions after the missing entry.
@@ -198,9 +201,11 @@ class StreamCursor:
                 return
             own = self.log.read(held.version)
             is_own = own is not None and own.xxh3 == held.xxh3
-            if own is not None and is_own and (own.kind != "claim" or self.log.is_surely_newest(own)):
+            is_due = self.log.is_listed and time.monotonic() - self._listed_at >= _LIST_SECONDS
+            if own is not None and is_own and not is_due and (own.kind != "claim" or self.log.is_surely_newest(own)):
                 return
         self.has_listed = self.log.is_listed
+        self._listed_at = time.monotonic()
         versions = self.log.versions(after=held.version - 1)  # a long log has many older entries
         head = versions[-1] if versions else -1
         present = self.log.read(held.version) if held.version in versions[-1:] else None

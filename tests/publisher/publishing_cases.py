@@ -899,7 +899,8 @@ def lost_entry(rank: int, world_size: int, url: str, call: str) -> list[str]:
     model = shard(spec)
     messages = []
     with ModelDeltaTracker(model) as tracker:
-        publisher = Publisher(tracker, Storage(url, create=True), cadence=Cadence(batches=1))
+        storage = Storage(url, create=True)
+        publisher = Publisher(tracker, storage, cadence=Cadence(batches=1), pointer_seconds=None)
         publisher.publish()
         held, behind = empty_model(tracker), empty_model(tracker)
         ahead, late = Predictor(held, url), Predictor(behind, url)
@@ -911,7 +912,7 @@ def lost_entry(rank: int, world_size: int, url: str, call: str) -> list[str]:
                 ahead.sync()
                 dist.barrier()
                 if rank == 0:
-                    Storage(url).delete(entry_name(publisher.version))
+                    storage.delete(entry_name(publisher.version))
                 dist.barrier()
             if step == 1 and call == "step":
                 for _ in range(8):

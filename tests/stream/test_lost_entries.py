@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
 from delta_tracker import Predictor
 from delta_tracker.errors import LostEntryError, MirrorDivergedError, SourceGapError
+from delta_tracker.stream import cursor
 from delta_tracker.stream.format.manifest import Kind
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
@@ -15,6 +18,7 @@ from delta_tracker.stream.mirror import Mirror
 from delta_tracker.stream.pointer import read_pointer
 from delta_tracker.stream.pointer_writer import PointerWriter
 from delta_tracker.stream.storage.storage import Storage
+from tests.predictor.pointed import point_at_the_head
 from tests.stream.lost_entries import BEFORE, explore
 from tests.stream.streams import FQN, Writer
 from tests.sweeps import SWEEPS_ARE_WHOLE
@@ -133,6 +137,24 @@ def test_the_pointer_does_not_lead_below_a_gap(writer: Writer) -> None:
     found = read_pointer(writer.storage)
     assert found is not None
     assert (found.version, found.oldest, found.generation) == (5, 4, 2)
+
+
+def test_a_reader_below_a_gap_finds_it_although_the_pointer_is_old(
+    writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later publisher may write no pointer. No error would be seen, and the reader would never resync."""
+    point_at_the_head(writer.storage, version=2, xxh3=StreamLog(writer.storage).read(2).xxh3)
+    model = writer.model()
+    predictor = Predictor(model, writer.storage)
+    predictor.sync(limit=2)
+    assert predictor.version == 2
+    lose_the_newest(writer)
+    now = time.monotonic()
+    writer.snapshot()
+    assert predictor.sync() == 2
+    monkeypatch.setattr(cursor.time, "monotonic", lambda: now + 61)
+    assert predictor.sync() == 5
+    assert torch.equal(model[FQN], writer.table)
 
 
 def test_a_publisher_with_a_lower_generation_does_not_fence_the_owner(writer: Writer) -> None:
