@@ -295,7 +295,9 @@ class Proxy:
     lose_answers: int = 0  # number of PUTs whose answers are lost after the server executed them
     errors: int = 0  # number of requests that are answered with "500 InternalError" and not executed
     conflicts: int = 0  # number of conditional PUTs that get "409 try again" and are not executed
-    busy: dict[str, int] = field(default_factory=dict)  # method to number of requests with such an answer, conditional or not
+    busy: dict[str, int] = field(
+        default_factory=dict
+    )  # method to number of requests with such an answer, conditional or not
     busy_after: int = 0  # number of requests with these methods that are executed before
     alter: tuple[bytes, bytes] | None = (
         None  # text that the next conditional PUT with it has, and what is stored instead

@@ -490,27 +490,23 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
     # All ranks change ``_flight`` at the same batch, because they count the same votes.
 
     def _publish(self, kind: Kind) -> Manifest:
-        self._checked_source()
+        source = self._checked_source()
         self._land()
-        self._attempt(kind)
-        if isinstance(self._error, LostEntryError):  # on all ranks
-            self._attempt("snapshot")
+        for each in (kind, "snapshot"):
+            self._error = None
+            vote = self._writer.vote(Phase.PUBLISHING, *source.place())
+            needs_snapshot = source.needs_snapshot or self._writer.needs_snapshot
+            wants_snapshot = needs_snapshot or each == "snapshot"
+            vote = vote._replace(is_due=True, wants_snapshot=wants_snapshot, is_repairing=source.is_repairing)
+            self._votes = self._start_votes(vote)
+            self._complete()
+            if not isinstance(self._error, LostEntryError):  # otherwise all ranks repeat it
+                break
         if self._error is not None:
             raise unraised(self._error)
         if self._beats is not None:
             self._beat()
         return self._writer.head
-
-    def _attempt(self, kind: Kind) -> None:
-        """Publish a version. If it fails, set :attr:`error`."""
-        source = self._checked_source()
-        self._error = None
-        vote = self._writer.vote(Phase.PUBLISHING, *source.place())
-        needs_snapshot = source.needs_snapshot or self._writer.needs_snapshot
-        wants_snapshot = needs_snapshot or kind == "snapshot"
-        vote = vote._replace(is_due=True, wants_snapshot=wants_snapshot, is_repairing=source.is_repairing)
-        self._votes = self._start_votes(vote)
-        self._complete()
 
     def _beat(self) -> None:
         """Write a heartbeat if one is due, unless this publisher is fenced or has lost a rank."""
@@ -740,7 +736,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         self._error = unraised(error)
         if self._failure != former:
             level = logging.ERROR if isinstance(error, FencedError) else logging.WARNING  # it ends training
-            _logger.log(level, f"{_outcome_of(error)}: %s", self.version + 1, error)
+            _logger.log(level, "%s: %s", _outcome(error, self.version + 1), error)
         self._gauges.failed(error)
         if flight is not None:
             try:
@@ -771,11 +767,15 @@ class _Standstill:
             _logger.warning(text, self._num_calls)
 
 
-def _outcome_of(error: Exception) -> str:
-    """Return the text that describes what became of a version, with a placeholder for its number."""
+def _outcome(error: Exception, version: int) -> str:
+    """Return a text that says what became of a version."""
     if isinstance(error, LostEntryError):
-        return "the next version, %d, must be a snapshot"
-    return "whether version %d was published is unknown" if is_unknown(error) else "version %d was not published"
+        return f"the next version, {version}, must be a snapshot"
+    return (
+        f"whether version {version} was published is unknown"
+        if is_unknown(error)
+        else f"version {version} was not published"
+    )
 
 
 def _check_tracker(tracker: object) -> None:

@@ -30,7 +30,6 @@ import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import replace
-from typing import NoReturn
 
 import xxhash
 
@@ -40,10 +39,10 @@ from delta_tracker.errors import (
     FencedError,
     InvalidArgumentError,
     LivePublisherError,
+    LostEntryError,
     MalformedError,
     NameConflictError,
     NewerFormatError,
-    LostEntryError,
     NotDurableError,
     StaleCacheError,
     StorageError,
@@ -52,7 +51,7 @@ from delta_tracker.errors import (
     unraised,
 )
 from delta_tracker.stream.entry_names import Merged, entry_name
-from delta_tracker.stream.format.manifest import Fork, Link, Manifest
+from delta_tracker.stream.format.manifest import Fork, Kind, Link, Manifest
 from delta_tracker.stream.format.parse import parse_manifest
 from delta_tracker.stream.interruption import sleep
 from delta_tracker.stream.log_index import ListedIndex, LogIndex, PointedIndex
@@ -373,9 +372,10 @@ class StreamLog:
     def is_surely_newest(self, entry: Manifest) -> bool:
         """Return True if an entry is the newest one, as far as single requests to a local directory can show it.
 
-        The next names must be free, and the next one never have been used. Retention deletes in ascending order, except that it keeps
-        each claim and the entry before it. So if any other entry at or below ``entry`` is still there, nothing above it
-        was deleted. A power loss can undo some deletions of a pass that was interrupted. Its announcement remains, so
+        The next names must be free, and the next one never have been used. Retention deletes in ascending order, except
+        that it keeps each claim and the entry before it. So if any other entry at or below ``entry`` is still there,
+        nothing above it was deleted, except by other programs, which may have deleted up to seven entries above it. A
+        power loss can undo some deletions of a pass that was interrupted. Its announcement remains, so
         the result is False while there is one.
 
         Returns:
@@ -632,15 +632,7 @@ class StreamLog:
             failure = error
         if created and not self.storage.is_remote:
             return True
-        try:
-            there = self._bytes(name)
-        except StorageError as error:
-            first = error if failure is None else failure
-            raise UnknownOutcomeError(self.storage.url, name, first.reason) from first
-        if there is None and failure is not None:
-            if self.storage.is_remote:
-                raise UnknownOutcomeError(self.storage.url, name, failure.reason) from failure
-            raise failure
+        there = _read_back(self.storage, name, failure)
         if there is None and created:
             raise StorageError(self.storage.url, f"{name} is missing after it was created")
         # A client repeats a request whose response was lost, so an unreadable entry may be from this call in any case.
@@ -749,117 +741,124 @@ class Claim:
         """
         if self._fenced is not None:
             raise unraised(self._fenced)
-        is_superseded = False  # an entry of a publisher that this one has fenced has the name
         while True:
-            if is_superseded or _is_lost(self._log.storage, self._head.link, self._head.writer):
-                lost, is_superseded = entry_name(self._head.version), False
-                self._claim_again()
-                if entry.kind != "snapshot":
-                    raise LostEntryError(self._log.storage.url, lost, self._data.decode())
-            head = self._head
-            version = head.version + 1
-            draft = replace(
-                entry,
-                stream=head.stream,
-                generation=head.generation,
-                writer=head.writer,
-                version=version,
-                parent=head.link,
-                snapshot=version if entry.kind == "snapshot" else head.snapshot,
-                created=time.time(),
-            )
-            altered: AlteredEntryError | None = None
-            try:
-                committed = self._log._append(draft, self._sent)  # noqa: SLF001  both classes implement one protocol
-            except _ParentLostError:
-                continue
-            except AlteredEntryError as error:
-                altered, taken = error, None
-            else:
+            if _is_lost(self._log.storage, self._head.link, self._head.writer):
+                self._claim_again(entry.kind)
+            with suppress(_ParentLostError):
+                committed = self._attempt(entry)
                 if committed is not None:
-                    self._head, self._data = committed
-                    self._sent.clear()
-                    self._needs_snapshot = self._needs_snapshot and entry.kind != "snapshot"
-                    return self._head
-                taken = self._log.read(version)
-                is_superseded = taken is not None and _is_superseded(taken, head)
-                if is_superseded:
-                    continue
-                is_own = taken is not None and taken.writer == head.writer
-                if taken is not None and is_own and self._log.storage.is_remote and taken.xxh3 not in self._sent:
-                    altered = AlteredEntryError(self._log.storage.url, entry_name(version), taken.xxh3)
-            if altered is not None:  # continue after the stored bytes, but trust nothing that they say
-                taken = replace(draft, snapshot=head.snapshot, xxh3=altered.xxh3)
-            try:
-                self._head = self._checked(taken, head)
-            except _ParentLostError:
-                continue
-            self._sent.clear()
-            if altered is not None:
-                self._needs_snapshot = True
-                raise altered
+                    return committed
 
-    def _claim_again(self) -> None:
+    def _attempt(self, entry: Manifest) -> Manifest | None:
+        """Append a version after the newest entry that is known. Return None to repeat it after a newer one."""
+        head = self._head
+        version = head.version + 1
+        draft = replace(
+            entry,
+            stream=head.stream,
+            generation=head.generation,
+            writer=head.writer,
+            version=version,
+            parent=head.link,
+            snapshot=version if entry.kind == "snapshot" else head.snapshot,
+            created=time.time(),
+        )
+        altered: AlteredEntryError | None = None
+        try:
+            committed = self._log._append(draft, self._sent)  # noqa: SLF001  both classes implement one protocol
+        except AlteredEntryError as error:
+            altered, taken = error, None
+        else:
+            if committed is not None:
+                self._head, self._data = committed
+                self._sent.clear()
+                self._needs_snapshot = self._needs_snapshot and entry.kind != "snapshot"
+                return self._head
+            taken = self._log.read(version)
+            if taken is not None and _is_superseded(taken, head):
+                self._claim_again(entry.kind)
+                return None
+            is_own = taken is not None and taken.writer == head.writer
+            if taken is not None and is_own and self._log.storage.is_remote and taken.xxh3 not in self._sent:
+                altered = AlteredEntryError(self._log.storage.url, entry_name(version), taken.xxh3)
+        if altered is not None:  # continue after the stored bytes, but trust nothing that they say
+            taken = replace(draft, snapshot=head.snapshot, xxh3=altered.xxh3)
+        self._head = self._checked(taken, head)
+        self._sent.clear()
+        if altered is not None:
+            self._needs_snapshot = True
+            raise altered
+        return None
+
+    def _claim_again(self, kind: Kind) -> None:
         """Claim the stream after this publisher's newest entry was lost, and continue after the claim.
 
         The name of the claim was never used before: it is above all entries, and above a version whose outcome is
         unknown. The names of lost entries are not used again, because caches may have them.
 
+        Args:
+            kind: kind of the version to commit. Only a snapshot may follow the claim.
+
         Raises:
             FencedError: if a newer publisher has claimed the stream.
+            LostEntryError: if ``kind`` is not a snapshot.
             StorageError: if the store fails. The claim may have been created, and the next call finds it.
         """
-        log, head = self._log, self._head
-        writer = _next_writer(head.writer)
+        lost = entry_name(self._head.version)
         for attempt in range(_CLAIM_ATTEMPTS):
             if attempt:
                 back_off(min(attempt, _REFUSALS))
-            top, data = self._check_owner(writer)
-            found = None if top is None or data is None else _parsed(top, data)
-            if top is None or data is None:
-                sent = max(self._sent, default=None)
-                link, snapshot = head.link if sent is None else Link(head.version + 1, sent), head.snapshot
-            else:
-                link = Link(top, xxhash.xxh3_128_hexdigest(data))
-                snapshot = head.snapshot if found is None or found.writer != head.writer else found.snapshot
-            is_known = found is not None and (found.writer, found.generation) == (writer, head.generation + 1)
-            if found is not None and data is not None and is_known:  # an earlier call created the claim
-                self._continue_after(found, data)
-                return
-            claim = Manifest(
-                stream=head.stream,
-                generation=head.generation + 1,
-                writer=writer,
-                version=link.version + 1,
-                kind="claim",
-                parent=link,
-                snapshot=snapshot,
-                created=time.time(),
-            )
-            created = log._append(claim, set())  # noqa: SLF001  both classes implement one protocol
-            if created is None:
-                continue
+            claimed = self._claimed_again()
+            if claimed is not None:
+                self._head, self._data = claimed
+                self._sent.clear()
+                self._needs_snapshot = True
+                break
+        else:
+            raise NameConflictError(self._log.storage.url, lost, _CLAIM_ATTEMPTS)
+        if kind != "snapshot":
+            raise LostEntryError(self._log.storage.url, lost, self._data.decode())
+
+    def _claimed_again(self) -> tuple[Manifest, bytes] | None:
+        """Create a claim after the newest entry; return None if another entry has its name."""
+        head, writer = self._head, _next_writer(self._head.writer)
+        top, data = self._check_owner(writer)
+        if data is None:
+            link, snapshot = head.link, head.snapshot
+            if self._sent:
+                link = Link(head.version + 1, max(self._sent))
+        else:
+            link, found = Link(top, xxhash.xxh3_128_hexdigest(data)), _parsed(top, data)
+            if found is not None and (found.writer, found.generation) == (writer, head.generation + 1):
+                return found, data  # an earlier call created the claim
+            snapshot = head.snapshot if found is None or found.writer != head.writer else found.snapshot
+        claim = Manifest(
+            stream=head.stream,
+            generation=head.generation + 1,
+            writer=writer,
+            version=link.version + 1,
+            kind="claim",
+            parent=link,
+            snapshot=snapshot,
+            created=time.time(),
+        )
+        created = self._log._append(claim, set())  # noqa: SLF001  both classes implement one protocol
+        if created is not None:
             self._check_owner(writer)  # again: a claim may have been created meanwhile at the name of the lost entry
-            self._continue_after(*created)
-            return
-        raise NameConflictError(log.storage.url, entry_name(head.version + 1), _CLAIM_ATTEMPTS)
+        return created
 
-    def _continue_after(self, claim: Manifest, data: bytes) -> None:
-        self._head, self._data = claim, data
-        self._sent.clear()
-        self._needs_snapshot = True
-
-    def _check_owner(self, writer: str) -> tuple[int | None, bytes | None]:
+    def _check_owner(self, writer: str) -> tuple[int, bytes | None]:
         """Check that the log has no sign of a newer publisher, after this publisher's newest entry was lost.
 
         Args:
             writer: writer of this publisher's next claim.
 
         Returns:
-            The newest version and the bytes of its entry, if it is above the publisher's newest entry; else None, None.
+            The newest version and the bytes of its entry, if it is above the publisher's newest entry; else -1, None.
 
         Raises:
-            FencedError: if there is such a sign. Nothing was changed, and no later call commits.
+            FencedError: if there is such a sign. The entries of this publisher above the lost one are deleted, because
+                they are not part of the log.
             StorageError: if the store cannot be read.
         """
         log, head = self._log, self._head
@@ -867,20 +866,21 @@ class Claim:
         asked = [version for version in versions if version >= head.version]
         asked = [*versions[: len(versions) - len(asked)][-1:], *asked]  # the newest one below shows another stream
         read = {version: log._bytes(entry_name(version)) for version in asked}  # noqa: SLF001  one protocol
-        entries = {version: None if data is None else _parsed(version, data) for version, data in read.items()}
-        owner = _newer_publisher(log.storage, head, [each for each in entries.values() if each is not None], writer)
+        parsed = [_parsed(version, data) for version, data in read.items() if data is not None]
+        entries = [entry for entry in parsed if entry is not None]
+        owner = _newer_publisher(log.storage, head, entries, writer)
         if owner is not None:
-            for version, each in entries.items():  # they are not part of the log
-                if each is not None and each.writer in (head.writer, writer) and version > head.version:
-                    log.storage.delete(entry_name(version))
-            self._fence(*owner)
+            for entry in entries:
+                if entry.writer in (head.writer, writer) and entry.version > head.version:
+                    log.storage.delete(entry_name(entry.version))
+            raise self._fence(*owner)
         top = max(read, default=-1)
-        return (None, None) if top <= head.version else (top, read[top])
+        return (top, read[top]) if top > head.version else (-1, None)
 
-    def _fence(self, owner: int, version: int) -> NoReturn:
-        """Raise FencedError, now and in each later call."""
+    def _fence(self, owner: int, version: int) -> FencedError:
+        """Return the error for this and each later call."""
         self._fenced = FencedError(self._head.generation, owner, version)
-        raise unraised(self._fenced)
+        return unraised(self._fenced)
 
     def _checked(self, taken: Manifest | None, head: Manifest) -> Manifest:
         """Return the entry after ``head``, if this publisher created it and it is part of the log.
@@ -896,7 +896,24 @@ class Claim:
         newest = (taken if is_other else log.head()) or head
         if taken is None and newest.link == head.link:  # refused, but there is no entry
             raise NameConflictError(log.storage.url, entry_name(head.version + 1), 1)
-        self._fence(newest.generation, newest.version)
+        raise self._fence(newest.generation, newest.version)
+
+
+def _read_back(storage: Storage, name: str, failure: StorageError | None) -> bytes | None:
+    """Return the bytes of an entry after an attempt to create it, which failed with ``failure``; None if it is missing.
+
+    Raises:
+        UnknownOutcomeError: if it cannot be read, or may still appear in a remote store.
+        StorageError: ``failure``, if the entry was not created in a local store.
+    """
+    try:
+        data = storage.read(name, max_bytes=MAX_ENTRY_BYTES)
+    except StorageError as error:
+        first = error if failure is None else failure
+        raise UnknownOutcomeError(storage.url, name, first.reason) from first
+    if data is None and failure is not None:
+        raise UnknownOutcomeError(storage.url, name, failure.reason) if storage.is_remote else failure
+    return None if data is None else data.tobytes()
 
 
 def _is_lost(storage: Storage, link: Link, writer: str) -> bool:
@@ -937,7 +954,7 @@ def _is_superseded(taken: Manifest, head: Manifest) -> bool:
 
 
 def _next_writer(writer: str) -> str:
-    """Return the writer of the next claim of a publisher, which finds the claim again if the store's answer was lost."""
+    """Return the writer of a publisher's next claim. If the store's answer was lost, it shows whose claim it is."""
     return xxhash.xxh3_128_hexdigest(writer.encode())
 
 
@@ -955,10 +972,10 @@ def _parsed(version: int, data: bytes) -> Manifest | None:
         return None
 
 
-def _newer_publisher(
-    storage: Storage, head: Manifest, entries: list[Manifest], writer: str
-) -> tuple[int, int] | None:
-    """Return the generation and a version of a publisher that has superseded the one of ``head``; None for no sign of it.
+def _newer_publisher(storage: Storage, head: Manifest, entries: list[Manifest], writer: str) -> tuple[int, int] | None:
+    """Return the generation and a version of a publisher that has superseded the one of ``head``.
+
+    Returns None if there is no sign of one.
 
     The signs are entries of the log, the pointer, the names of parts of later versions, and heartbeats.
 

@@ -280,6 +280,7 @@ def _claims() -> Iterator[Case]:
 
     gap = _both(_without_entries(1, 2, 5, 7), _without_parts(*range(8)))
     yield Run("log a late claim below the newest snapshot", _LATE, partial(_trial, late, gap, state=10))
+
     def lost(*, has_snapshot: bool = True) -> Maker:
         """A claim after version 10, then a snapshot."""
         maker = _long()

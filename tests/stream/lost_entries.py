@@ -18,7 +18,6 @@ import contextlib
 import functools
 import logging
 import sys
-from collections.abc import Callable
 from itertools import product
 from unittest import mock
 
@@ -27,7 +26,7 @@ from delta_tracker.stream import log as log_module
 from delta_tracker.stream.cursor import Place, StreamCursor
 from delta_tracker.stream.format.manifest import Kind, Manifest
 from delta_tracker.stream.format.parse import parse_manifest
-from delta_tracker.stream.log import Claim, StreamLog, entry_name
+from delta_tracker.stream.log import Claim, StreamLog
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from tests.stream.interleavings import Choices, Killed, TrueStorage, _draft
 
@@ -100,7 +99,9 @@ class World:
         found = self._entries()
         above = [each for version, each in found.items() if version > entry.version]
         assert found.get(entry.version) == entry, "what was acknowledged is not there"
-        assert not above or found[min(each.version for each in above)].parent == entry.link, "the log continues elsewhere"
+        assert not above or found[min(each.version for each in above)].parent == entry.link, (
+            "the log continues elsewhere"
+        )
         newer = [each.version for each in found.values() if each.generation > entry.generation]
         assert not [version for version in newer if version < entry.version], "it was superseded"
 
