@@ -26,8 +26,10 @@ from delta_tracker.errors import (
     StorageError,
     UnsafeStoreError,
 )
+from delta_tracker.stream import log as log_module
 from delta_tracker.stream.entry_names import entry_name
 from delta_tracker.stream.host_cache import HostCache
+from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.mirror import Mirror
 from delta_tracker.stream.rollback import pin_version, release_pin
 from delta_tracker.stream.storage import storage as storage_module
@@ -137,7 +139,7 @@ def test_a_snapshot_follows_an_altered_entry(tmp_path: Path) -> None:
 
 @pytest.mark.advice(
     "StorageError: Storage._find_store Storage._read_file Storage._open_store Storage._translated "
-    "CachedStorage._translated_file"
+    "CachedStorage._translated_file Storage._download Storage._fill Storage._too_short"
 )
 def test_a_store_is_repaired_and_the_call_made_again(tmp_path: Path) -> None:
     (tmp_path / "stream").write_text("")
@@ -152,6 +154,25 @@ def test_a_store_is_repaired_and_the_call_made_again(tmp_path: Path) -> None:
     pipe.unlink()
     job.publish(3)
     assert job.is_served_by(model, predictor.sync())
+
+
+@pytest.mark.advice("StorageError: StreamLog.claim")
+def test_the_other_publishers_of_a_stream_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Raced(Storage):
+        has_rivals = True
+
+        def create(self, name: str, data: bytes) -> bool:
+            if self.has_rivals:
+                self.has_rivals = False
+                StreamLog(self).claim()
+                self.has_rivals = True
+            return super().create(name, data)
+
+    monkeypatch.setattr(log_module, "back_off", lambda _: None)
+    storage = Raced("memory://")
+    refused(StorageError, lambda: StreamLog(storage).claim(), "Stop the other publishers of this stream")
+    storage.has_rivals = False
+    assert StreamLog(storage).claim().head.kind == "claim"
 
 
 @pytest.mark.advice("UnsafeStoreError: Storage.probe")

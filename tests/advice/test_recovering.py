@@ -252,6 +252,7 @@ def _snapshot(job: _Job, **options: Any) -> None:
     "FollowingError: mark_following",
     "LivePublisherError: Standby.take_over Standby._claim Standby._check_still_silent Standby._claim_after "
     "StreamLog.claim _silent_head",
+    "InvalidArgumentError: Claim.use",
 )
 @pytest.mark.parametrize("way", ["stop", "force"])
 def test_a_trainer_is_stopped_or_fenced_before_a_takeover(tmp_path: Path, way: str) -> None:
@@ -277,6 +278,9 @@ def test_a_trainer_is_stopped_or_fenced_before_a_takeover(tmp_path: Path, way: s
     assert job.equals(trainer)
     with job.publisher(taken.recovery) as successor:
         job.train(1)
+        successor.publish()
+    refused(InvalidArgumentError, lambda: job.publisher(taken.recovery), "Build the publisher with the url")
+    with job.publisher() as successor:
         successor.publish()
     publisher.close()
 

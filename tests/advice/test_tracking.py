@@ -223,7 +223,9 @@ def test_an_older_state_or_none_is_loaded(kind: str) -> None:
         fitting.tracker.load_state_dict(bad)
 
 
-@pytest.mark.advice("PartialStateError: RankCounters.plan_load SavedCounters.state_dict")
+@pytest.mark.advice(
+    "PartialStateError: RankCounters.plan_load SavedCounters.state_dict", "StateMismatchError: RankCounters.plan_load"
+)
 def test_counters_load_a_checkpoint_that_has_them_or_none() -> None:
     counter = torchmetrics.SumMetric()
     counters = RankCounters({"seen": counter})
@@ -231,6 +233,10 @@ def test_counters_load_a_checkpoint_that_has_them_or_none() -> None:
     saved = counters.state_dict()
     counter.update(4)
     refused(PartialStateError, lambda: counters.load_state_dict({}), "Load a checkpoint that has them, or load none")
+    tracker = ModelDeltaTracker(small_model())
+    refused(
+        StateMismatchError, lambda: counters.load_state_dict(tracker.state_dict()), "an object with the same arguments"
+    )
     assert counter.compute() == 7
     counters.load_state_dict(saved)
     assert counter.compute() == 3
@@ -311,3 +317,35 @@ def test_dcp_loads_into_the_object_that_the_error_names(two_ranks: RankPool, tmp
 )
 def test_all_ranks_attach_again(two_ranks: RankPool) -> None:
     two_ranks.run(f"{_CASES}:one_detached")
+
+
+@pytest.mark.advice("RankMismatchError: agree")
+def test_all_ranks_build_the_same(two_ranks: RankPool) -> None:
+    two_ranks.run(f"{_CASES}:disagreeing")
+
+
+@pytest.mark.advice("InvalidArgumentError: LookupRecorder.record_embeddings dense_tensors")
+def test_lookups_are_recorded_in_their_mode_and_whole_tensors_published(two_ranks: RankPool, tmp_path: Path) -> None:
+    two_ranks.run(f"{_CASES}:recorded", url=f"file://{tmp_path}")
+
+
+@pytest.mark.advice(
+    "UnsupportedOptimizerError: _refuse_optimizers",
+    "UnsupportedModuleError: _refuse_pruning",
+    "UnsupportedTableError: _add_collection _kernels _merge _place",
+)
+@pytest.mark.parametrize("kind", ["ema", "ensemble", "global decay", "prunes", "data type"])
+def test_what_cannot_be_tracked_is_skipped_or_replaced(two_ranks: RankPool, kind: str) -> None:
+    two_ranks.run(f"{_CASES}:unsupported", kind=kind)
+
+
+@pytest.mark.advice(
+    "UnsupportedOptimizerError: refuse_unrecoverable",
+    "UnsupportedTableError: _specs table_states",
+    "UpdateInProgressError: ConsumerHandle.wait_for_updates",
+)
+@pytest.mark.parametrize("kind", ["counters", "state", "in progress"])
+def test_what_cannot_be_published_with_states_is_published_without(
+    one_rank: RankPool, tmp_path: Path, kind: str
+) -> None:
+    one_rank.run(f"{_CASES}:unrecoverable", url=f"file://{tmp_path}", kind=kind)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torchmetrics
 import torchrec
@@ -16,17 +18,28 @@ from torchrec.distributed.sharding_plan import construct_module_sharding_plan, r
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from delta_tracker import ModelDeltaTracker, RankCounters
+from delta_tracker import ModelDeltaTracker, Publisher, RankCounters
+from delta_tracker.distributed import TORCH_TIMEOUT, RankGroup
 from delta_tracker.errors import (
     DetachedError,
     InvalidArgumentError,
     PartialStateError,
     RankMismatchError,
+    UnsupportedModuleError,
+    UnsupportedOptimizerError,
     UnsupportedTableError,
+    UpdateInProgressError,
 )
 from delta_tracker.integrations.dcp import SavedCounters, SavedTracker
+from delta_tracker.publisher import version_source
+from delta_tracker.sharding import discover as discover_module
+from delta_tracker.sharding import optimizer_rows
+from delta_tracker.sharding.discover import discover
+from delta_tracker.sharding.torchrec_api import tbe_of
+from delta_tracker.tracker.checkpoint.agreement import agree
 from tests.advice.jobs import refused
-from tests.models import Model, Spec, Table, batch, shard
+from tests.models import Model, Spec, Table, batch, ordinary_optimizer, shard
+from tests.tracker.kinds_cases import Kind, build
 
 _FQN = "ec.embeddings.t"
 
@@ -181,3 +194,93 @@ def incomplete(rank: int, world_size: int) -> None:
         assert tracker.get_delta_ids()[_FQN].tolist() == [[3], [5]][rank]
         tracker.load_state_dict({})
         assert len(tracker.get_delta_ids()[_FQN]) == 10
+
+
+def disagreeing(rank: int, world_size: int) -> None:
+    """Ranks that differ, or of which one fails, agree once they do the same."""
+    group = RankGroup("agreement", "agree()", TORCH_TIMEOUT)
+
+    def fail() -> dict[str, object]:
+        raise OSError("no space")
+
+    refused(RankMismatchError, lambda: agree(lambda: {"mode": rank}, group), "Build the same tracker")
+    if rank:
+        with pytest.raises(OSError, match="no space"):
+            agree(fail, group)
+    else:
+        refused(RankMismatchError, lambda: agree(lambda: {"mode": "a"}, group), "Fix the problem on that rank")
+    agree(lambda: {"mode": "a"}, group)
+
+
+def recorded(rank: int, world_size: int, url: str) -> None:
+    """Values are recorded in EMBEDDING mode; tensors that are whole on each rank are published as dense ones."""
+    spec = Spec([Table("t", 20, "row"), Table("u", 20, "row")])
+    model = shard(spec)
+    ids = batch(spec, torch.Generator().manual_seed(rank))
+    rows = torch.zeros(ids.values().numel(), 8)
+    with ModelDeltaTracker(model, fqns_to_skip=["u"]) as tracker:
+        refused(InvalidArgumentError, lambda: tracker.record_embeddings(ids, rows), "Track in EMBEDDING mode")
+        skipped = partial(Publisher, tracker, url, dense=["ec.embeddings.u.weight"])
+        refused(InvalidArgumentError, skipped, "Pass some of", "dense.weight")
+        with Publisher(tracker, url, dense=["dense.weight"]) as publisher:
+            assert list(publisher.snapshot().dense) == ["dense.weight"]
+
+
+def unsupported(rank: int, world_size: int, kind: str) -> None:
+    """A table that cannot be tracked is skipped, or trained in another way."""
+    if kind == "data type":
+        spec = Spec([Table("t", 20, "row", dtype="FP16"), Table("u", 20, "row")], bag=True)
+        model = shard(spec)
+        with mock.patch.object(discover_module, "_DTYPES", {"FP32": torch.float32}):
+            error = refused(UnsupportedTableError, lambda: ModelDeltaTracker(model), "data type", "fqns_to_skip")
+            with ModelDeltaTracker(model, fqns_to_skip=[error.table]) as tracker:
+                assert list(tracker.tables) == ["ec.embedding_bags.u"]
+        return
+    made = Kind(prunes=True) if kind == "prunes" else Kind("ebc", optimizer=kind)
+    model = build(made)
+    if kind == "prunes":
+        refused(UnsupportedModuleError, lambda: ModelDeltaTracker(model), "without pruning", "fqns_to_skip")
+        skips = ["tables.embeddings.t", "tables.embeddings.u"]
+        usual = build(Kind())
+    else:
+        error = refused(
+            UnsupportedOptimizerError, lambda: ModelDeltaTracker(model), "another fused optimizer", "fqns_to_skip"
+        )
+        skips, usual = list(error.tables), build(Kind("ebc"))
+    beside = torch.nn.Module()
+    beside.model, beside.usual = model, usual
+    with ModelDeltaTracker(beside, fqns_to_skip=[f"model.{fqn}" for fqn in skips]) as tracker:
+        assert tracker.tables
+        assert all(fqn.startswith("usual.") for fqn in tracker.tables)
+    ModelDeltaTracker(usual).detach()
+
+
+def unrecoverable(rank: int, world_size: int, url: str, kind: str) -> None:
+    """A table whose training state cannot be published is published without it; a cut waits for the optimizer."""
+    spec = Spec([Table("t", 20, "row")], bag=True)
+    model = shard(spec)
+    tracker = ModelDeltaTracker(model)
+    optimizer = ordinary_optimizer(model, "SGD", lr=0.1)
+    publish = partial(Publisher, tracker, url, states="optimizer", training_state={"dense": optimizer})
+    optimizer.save_param_groups(True)
+    tbe = tbe_of(next(each for each in discover(model).kernels if each.is_fused).module)
+    if kind == "in progress":
+        with publish() as publisher:
+            output = model(batch(spec, torch.Generator().manual_seed(1)))
+            with mock.patch.object(version_source, "_UPDATE_SECONDS", 0.01):
+                refused(UpdateInProgressError, publisher.publish, "after the optimizer step")
+            output.backward()
+            optimizer.step()
+            tracker.step()
+            assert publisher.publish().version == 1
+        return
+    if kind == "counters":
+        tbe.use_rowwise_bias_correction = True
+        refused(UnsupportedOptimizerError, publish, "another fused optimizer", "publish without states")
+    else:
+        with mock.patch.object(optimizer_rows, "_DTYPES", {torch.float16}):
+            refused(
+                UnsupportedTableError, lambda: publish().snapshot(), "float32, float16 or bfloat16", "without states"
+            )
+    with Publisher(tracker, f"{url}/other") as publisher:
+        assert publisher.snapshot().version == 1

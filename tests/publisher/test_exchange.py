@@ -27,6 +27,9 @@ def test_a_rank_that_cannot_read_is_reported_to_the_others(two_ranks: RankPool, 
     assert all(message.startswith("DetachedError") for message in second)
 
 
+@pytest.mark.advice("RankLostError: RankGroup._typed_errors RankGroup.leave")
 def test_a_rank_that_never_joins_is_reported(two_ranks: RankPool, url: str) -> None:
     messages, _ = two_ranks.run(f"{_CASES}:lost_rank", url=url)
     assert all(message.startswith("RankLostError") and "restart the job" in message for message in messages)
+    two_ranks.stop()
+    two_ranks.run("tests.publisher.publishing_cases:equal", url=url, spec={})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.ranks import RankPool
 
 _CASES = "tests.tracker.collision_cases"
@@ -22,6 +24,9 @@ def test_the_buckets_are_those_of_the_plan(two_ranks: RankPool) -> None:
         assert answer == [60, [[0, 8], [8, 16]], [7, 15]]
 
 
+@pytest.mark.advice(
+    "UnsupportedModuleError: local_owners _check_apart", "UnsupportedTableError: _local_owners ChangeLog._check_owners"
+)
 def test_other_collision_modules_are_refused_unless_skipped(one_rank: RankPool) -> None:
     (answer,) = one_rank.run(f"{_CASES}:other_modules")
     assert answer["refused"].startswith("UnsupportedModuleError: the model has sharded parts whose managed collisions")

@@ -14,6 +14,7 @@ def test_the_views_are_those_of_the_kernels(two_ranks: RankPool, optimizer: str)
     two_ranks.run(f"{_CASES}:views", optimizer=optimizer)
 
 
+@pytest.mark.advice("InvalidArgumentError: kernel_scalars")
 @pytest.mark.parametrize("case", ["scalars", "refused", "written"])
 def test_case(two_ranks: RankPool, case: str) -> None:
     two_ranks.run(f"{_CASES}:{case}")

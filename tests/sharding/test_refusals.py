@@ -9,6 +9,7 @@ from tests.ranks import RankPool
 _CASES = "tests.tracker.kinds_cases"
 
 
+@pytest.mark.advice("UnsupportedModuleError: discover")
 @pytest.mark.promise("supported")
 def test_all_modules_that_cannot_be_tracked_are_named_together(two_ranks: RankPool) -> None:
     for said in two_ranks.run(f"{_CASES}:refused_modules"):

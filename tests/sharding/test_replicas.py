@@ -65,6 +65,7 @@ def test_top_k_counts_each_row_once(two_ranks: RankPool) -> None:
     assert (second["replica"], second["sent"], second["left"]) == (1, second["changed"], 0)
 
 
+@pytest.mark.advice("UnsyncedReplicasError: TrackerCheckpoint._check_synced")
 def test_a_state_is_saved_only_after_a_sync(two_ranks: RankPool) -> None:
     for answer in two_ranks.run(f"{_CASES}:saved"):
         before, changed, gathered, after = answer["said"]
@@ -111,6 +112,7 @@ def test_writes_in_place_just_before_a_sync_are_reported(two_ranks: RankPool, nu
         assert 3 in ids
 
 
+@pytest.mark.advice("UnsupportedModuleError: _refuse_replicas")
 @pytest.mark.promise("supported")
 def test_replicas_whose_writes_cannot_be_reported_are_refused(two_ranks: RankPool) -> None:
     for said in two_ranks.run(f"{_CASES}:refused"):

@@ -623,6 +623,7 @@ def test_a_damaged_head_refuses_a_claim_by_name() -> None:
     assert writer.delta([1]).parent == head.link
 
 
+@pytest.mark.advice("StorageError: StreamLog._confirm")
 @pytest.mark.parametrize("kind", ["snapshot", "delta"])
 @pytest.mark.parametrize("num_lost", [1, 2, 3])
 def test_a_log_that_lost_its_newest_entries_continues_with_a_claim_and_a_snapshot(kind: str, num_lost: int) -> None:

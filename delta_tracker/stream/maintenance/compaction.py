@@ -235,10 +235,11 @@ class _Compaction:
         draft = replace(draft, created=self._now(), dense=specs, parts=tuple(parts))
         seconds = self._now() - self._started
         if seconds > ORPHAN_SECONDS / 2:
-            raise StorageError(
-                self._log.storage.url,
-                f"a compaction took {seconds:.0f} s; parts without an entry are deleted after {ORPHAN_SECONDS:.0f} s",
+            reason = (
+                f"a compaction took {seconds:.0f} s; parts without an entry are deleted after {ORPHAN_SECONDS:.0f} s"
             )
+            remedy = "Compact more often, or on a host with a faster connection, so that it takes less time"
+            raise StorageError(self._log.storage.url, reason, remedy)
         # After a power loss, no merged entry may replace versions that are not in the log.
         self._log.storage.sync("log")
         if not self._log.create_merged(draft):
