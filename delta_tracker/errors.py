@@ -435,7 +435,7 @@ class MalformedStateError(CheckpointError):
 
 # Stream
 
-_CONTINUE = "Publish a snapshot to the present stream: predictors continue from it by themselves"
+CONTINUE = "Publish a snapshot to the present stream: predictors continue from it by themselves"
 
 
 class StreamError(DeltaTrackerError):
@@ -928,7 +928,7 @@ class CorruptPartError(StreamError, ValueError):
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(
             f"part {path} is corrupt: {reason}",
-            f"{_CONTINUE}. To restore, pin or roll back, pass an older version",
+            f"{CONTINUE}. To restore, pin or roll back, pass an older version",
         )
         self.path = path
         self.reason = reason
@@ -943,7 +943,7 @@ class MissingVersionError(StreamError, LookupError):
     def __init__(self, version: int, head: int) -> None:
         super().__init__(
             f"version {version} is missing, and the newest version is {head}",
-            f"{_CONTINUE}. If you asked for this version, ask for another one",
+            f"{CONTINUE}. If you asked for this version, ask for another one",
         )
         self.version = version
         self.head = head
@@ -956,7 +956,7 @@ class StreamReplacedError(StreamError, RuntimeError):
     """
 
     def __init__(self, url: str, version: int) -> None:
-        super().__init__(f"the stream {url} is not the one of which version {version} was applied", _CONTINUE)
+        super().__init__(f"the stream {url} is not the one of which version {version} was applied", CONTINUE)
         self.url = url
         self.version = version
 

@@ -47,8 +47,9 @@ def check_hidden(manifest: Manifest, hidden: Collection[str], names: Mapping[str
     left = sorted(set(hidden) - {names.get(name, name) for name in manifest.dense})
     if left and manifest.identities:
         fqn = next(iter(manifest.identities))
-        found = f"with the mapping {left[0]!r} in a module that was scripted or traced: pass the model before that"
-        raise TableMismatchError(fqn, f"{manifest.tables[fqn]} with raw ids", found)
+        found = f"with the mapping {left[0]!r} in a module that was scripted or traced"
+        remedy = "Pass the model as it was before it was scripted or traced"
+        raise TableMismatchError(fqn, f"{manifest.tables[fqn]} with raw ids", found).advising(remedy)
 
 
 def check_indexes(indexes: object, tables: Mapping[str, RowTarget]) -> dict[str, RawIdIndex]:

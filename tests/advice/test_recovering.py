@@ -163,6 +163,16 @@ def test_a_job_like_that_of_the_version_is_built(tmp_path: Path, build: Callable
     assert fitting.equals(trainer)
 
 
+@pytest.mark.advice("RestoreMismatchError: check_fit _check_presence")
+def test_what_only_one_job_has_is_ignored(tmp_path: Path) -> None:
+    trainer = _published(tmp_path)
+    job, reader = _Job(tmp_path), _Rejecting()
+    state = job.state | {"reader": reader}
+    refused(RestoreMismatchError, lambda: job.restore(training_state=state), "Name it in ignore={'reader'}")
+    job.restore(training_state=state, ignore=["reader"])
+    assert job.equals(trainer)
+
+
 class _Rejecting:
     """An object that rejects its state until it is repaired."""
 

@@ -212,6 +212,22 @@ def test_the_keys_of_a_garbled_prefix_are_deleted_and_written_again(tmp_path: Pa
         reader.close()
 
 
+@pytest.mark.advice("SinkError: RedisRows.rows")
+def test_a_lookup_is_repeated_when_streams_have_stopped_changing(
+    tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, sink = Job(tmp_path), RedisSink(server, prefix="changing")
+    with Predictor(sink, job.url) as predictor:
+        predictor.sync()
+        sink.close()
+    reader = RedisRows(server, prefix="changing")
+    with monkeypatch.context() as changing:
+        changing.setattr(reader, "_rows", lambda *_: None)
+        refused(SinkError, lambda: reader.rows("0", torch.arange(20)), "Call rows() again")
+    assert torch.equal(reader.rows("0", torch.arange(20)).values, job.tracker.read_rows("0"))
+    reader.close()
+
+
 def _in_a_fork(sink: RowSink) -> None:
     sink._pid += 1
 

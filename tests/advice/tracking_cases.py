@@ -24,6 +24,7 @@ from delta_tracker.errors import (
     DetachedError,
     InvalidArgumentError,
     PartialStateError,
+    PublishError,
     RankMismatchError,
     UnsupportedModuleError,
     UnsupportedOptimizerError,
@@ -221,7 +222,10 @@ def recorded(rank: int, world_size: int, url: str) -> None:
     with ModelDeltaTracker(model, fqns_to_skip=["u"]) as tracker:
         refused(InvalidArgumentError, lambda: tracker.record_embeddings(ids, rows), "Track in EMBEDDING mode")
         skipped = partial(Publisher, tracker, url, dense=["ec.embeddings.u.weight"])
-        refused(InvalidArgumentError, skipped, "Pass some of", "dense.weight")
+        if rank:
+            refused(PublishError, skipped, "Fix the problem on that rank")
+        else:
+            refused(InvalidArgumentError, skipped, "Pass some of", "dense.weight")
         with Publisher(tracker, url, dense=["dense.weight"]) as publisher:
             assert list(publisher.snapshot().dense) == ["dense.weight"]
 
@@ -243,9 +247,7 @@ def unsupported(rank: int, world_size: int, kind: str) -> None:
         skips = ["tables.embeddings.t", "tables.embeddings.u"]
         usual = build(Kind())
     else:
-        error = refused(
-            UnsupportedOptimizerError, lambda: ModelDeltaTracker(model), "another fused optimizer", "fqns_to_skip"
-        )
+        error = refused(UnsupportedOptimizerError, partial(ModelDeltaTracker, model), "another fused", "fqns_to_skip")
         skips, usual = list(error.tables), build(Kind("ebc"))
     beside = torch.nn.Module()
     beside.model, beside.usual = model, usual

@@ -22,6 +22,7 @@ _ORDERS = "tests.integrations.lightning_orders"
 pytest.importorskip("pytorch_lightning", exc_type=ModuleNotFoundError)
 
 
+@pytest.mark.advice("DetachedError: TrackerCallback.tracker")
 def test_a_trainer_goes_on_where_another_one_stopped(two_ranks: RankPool, tmp_path: Path) -> None:
     arguments = {"folder": str(tmp_path), "url": f"file://{tmp_path}/stream"}
     for seen in two_ranks.run(f"{_CASES}:fit", num_batches=3, checkpoint=None, **arguments):

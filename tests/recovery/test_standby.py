@@ -71,7 +71,8 @@ def test_a_store_that_is_missing_after_a_failed_takeover_is_not_an_empty_stream(
 
 
 @pytest.mark.advice(
-    "RestoreFailedError: Standby.__init__ Standby._claim Standby._meeting Standby.follow Standby.sync Standby.take_over",
+    "RestoreFailedError: Standby.__init__ Standby._claim Standby._meeting Standby.follow Standby.sync "
+    "Standby.take_over",
     "StorageError: ServingStreams.claim Standby._claim_after Liveness._store_time",
 )
 def test_a_failure_after_the_claim_keeps_it_and_a_retry_completes(two_ranks: RankPool, tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def scalars(rank: int, world_size: int) -> None:
         column = target._model.shards["ec.embedding_bags.stacked"].places
         if len({id(each) for each, _ in column}) > 1:
             tbe_of(column[0][0].module).iter_cpu += 1
-            with pytest.raises(InvalidArgumentError, match="Train all column ranges of .* with the same settings"):
+            with pytest.raises(InvalidArgumentError, match="with the same settings"):
                 target.kernel_scalars()
             tbe_of(column[0][0].module).iter_cpu -= 1
             target.kernel_scalars()

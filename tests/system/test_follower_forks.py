@@ -182,9 +182,9 @@ assert code == 0, code
 """
 
 
-def _run(program: str, tmp_path: Path) -> None:
+def _run(program: str, tmp_path: Path, prelude: str = _PRELUDE) -> None:
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _PRELUDE + program, f"file://{tmp_path}/stream"],
+        [sys.executable, "-W", "ignore", "-c", prelude + program, f"file://{tmp_path}/stream"],
         cwd=_ROOT, timeout=240, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
@@ -255,7 +255,7 @@ def child():
                 call()
             except StorageError as error:
                 assert "forked" in str(error), error
-                assert "with spawn, or use no remote store before the fork" in str(error), error
+                assert "with spawn, or use no store before the fork" in str(error), error
             else:
                 raise AssertionError("it cannot have been asked")
     status = predictor.status()
@@ -266,7 +266,22 @@ def child():
 code = in_child(child)
 assert code == 0, code
 """
+_REMOTE_AFTER_A_FORK = (
+    """
+import os, threading
+from delta_tracker import Storage
+"""
+    + _REMOTE[: _REMOTE.index("storage = Storage")].replace("import torch\n", "")
+    + """
+pid = os.fork()
+if pid == 0:
+    os._exit(Storage("s3://bucket/prefix", options=options).read("log/1", max_bytes=1) is not None)
+assert os.waitpid(pid, 0)[1] == 0
+"""
+)
 
 
+@pytest.mark.advice("StorageError: Storage._refuse_after_fork")
 def test_a_remote_store_is_refused_in_a_child_instead_of_waiting_for_ever(tmp_path: Path) -> None:
     _run(_REMOTE, tmp_path)
+    _run(_REMOTE_AFTER_A_FORK, tmp_path, prelude="")

@@ -150,12 +150,15 @@ def test_rows_of_different_cost_share_a_budget_in_bytes() -> None:
     assert answer["t"].tolist() == [True, True, False, False]
 
 
+@pytest.mark.advice("InvalidArgumentError: choose")
 def test_a_failing_rank_is_reported_to_all() -> None:
     table = Candidates(torch.tensor([1.0]), torch.tensor([False]), 8)
     answers, _ = agree(TopK(rows=1), [{"t": table, "u": table}, ZeroDivisionError("my score")])
     assert isinstance(answers[0], InvalidArgumentError)
     assert "Fix the error of the rank that failed" in str(answers[0])
     assert isinstance(answers[1], ZeroDivisionError)
+    answers, _ = agree(TopK(rows=1), [{"t": table, "u": table}, {"t": table, "u": table}])
+    assert all(isinstance(answer, dict) for answer in answers)
 
 
 def test_a_rank_that_fails_in_the_choice_itself_is_heard_by_all() -> None:

@@ -606,9 +606,7 @@ class Storage:
             _processes.append(os.getpid())
         if self._is_remote and os.getpid() not in _processes:
             reason = "this process was forked after obstore was used, and lacks its threads"
-            raise StorageError(
-                self.url, reason, "Start this process with spawn, or use no remote store before the fork"
-            )
+            raise StorageError(self.url, reason, "Start this process with spawn, or use no store before the fork")
 
     def _upload(self, name: str, buffers: Iterable[memoryview]) -> None:
         """Write an object to a remote store: a single chunk with one request, several with a multipart upload."""
