@@ -66,12 +66,12 @@ _CONSUMERS = ("stream", *_READERS)
 _IN_CALLS = ("exception", "interrupt")
 _IN_PUBLISHING = (*_IN_CALLS, "store", "disk", "s3")
 _EVENTS = {
-    "train": 8, "accumulate": 1.5, "hold": 1.5, "evaluate": 1, "write": 0.5, "load": 0.4, "publish": 2.5,
-    "snapshot": 0.6, "flush": 0.4, "read": 3, "abort": 1, "top_k": 0.7, "clear": 0.2, "rejoin": 0.2, "compact": 0.3,
+    "train": 8, "accumulate": 1.5, "hold": 1.5, "evaluate": 1, "write": 0.5, "revert": 0.7, "load": 0.4, "publish": 2.5,
+    "snapshot": 0.6, "flush": 0.4, "read": 3, "abort": 1, "top_k": 1.5, "clear": 0.2, "rejoin": 0.2, "compact": 0.3,
     "follow": 1.5, "replace": 0.5, "save": 0.8,
 }  # fmt: skip
 # Events before which the backward pass of a lookup that is held runs.
-_UPDATES = ("train", "accumulate", "hold", "write", "load", "save", "snapshot")
+_UPDATES = ("train", "accumulate", "hold", "write", "revert", "load", "save", "snapshot")
 
 
 class Life:
@@ -404,6 +404,17 @@ class Life:
                 generator = shared if self._tracker.shards[fqn].is_replicated else self._trained.generator
                 if len(rows) and torch.rand((), generator=generator) < 0.7:
                     rows[int(torch.randint(len(rows), (), generator=generator))] += 0.5
+        for copy in self._copies.values():
+            copy.allow_all()
+        self._advance()
+
+    def _revert(self, consumer: str) -> None:
+        """Write the rows of an earlier batch in place, which some version may have already."""
+        del consumer
+        cut = self._mirror.cuts[self._draw.choice(sorted(self._mirror.cuts)[-3:])]
+        with torch.no_grad():
+            for fqn, (row, column), rows, _ in self._trained.blocks():
+                rows.copy_(cut.tables[fqn][0][row : row + len(rows), column : column + rows.shape[1]])
         for copy in self._copies.values():
             copy.allow_all()
         self._advance()
