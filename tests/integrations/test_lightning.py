@@ -14,6 +14,7 @@ import torch
 from delta_tracker.errors import DetachedError
 from tests.integrations.lightning_programs import AVERAGES, Program, programs
 from tests.ranks import RankPool
+from tests.sweeps import SWEEPS_ARE_WHOLE
 from tests.tracker.checkpoint_files import compare, load, same_weights
 
 _CASES = "tests.integrations.lightning_cases"

@@ -94,6 +94,7 @@ def test_every_line(one_rank: RankPool, kind: str) -> None:
     _check(one_rank.run(f"{_CASES}:lines", kind=kind, stride=_stride(11), mode="EMBEDDING", engine="numba")[0])
 
 
+@pytest.mark.sweep("long")
 @pytest.mark.promise("lossless", "contained")
 @pytest.mark.parametrize("engine", ["torch", "numba"])
 @pytest.mark.parametrize(("sharding", "kernel"), [("row", "dense"), ("data", "fused")], ids=["dense", "data parallel"])
