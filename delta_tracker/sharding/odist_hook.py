@@ -118,8 +118,11 @@ class PostOdistHook(Watcher):
         return slot
 
     def _report(self) -> None:
+        self._contained(self._output_launched, otherwise=None)
+
+    def _output_launched(self) -> None:
         if not is_capturing():
-            self._contained(self._listener.output_launched, otherwise=None)
+            self._listener.output_launched()
 
 
 def watch_output_dists(
