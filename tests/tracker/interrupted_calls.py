@@ -1,8 +1,7 @@
 """Public calls of a tracker with one exception at one line of the library, and what must hold afterwards.
 
-``python -m tests.tracker.interrupted_calls 1 [CALL ...]`` raises KeyboardInterrupt, MemoryError and RuntimeError once at
-each line of the library that each call runs, and prints the points at which a promise breaks; with another number N,
-at each Nth point. Each case builds a small
+``python -m tests.tracker.interrupted_calls [CALL ...]`` raises KeyboardInterrupt, MemoryError and RuntimeError once at
+each line of the library that each call runs, and prints the points at which a promise breaks. Each case builds a small
 world, makes the call, and continues: it trains, reads and makes every other call. Promises that are checked:
 
 - After each committed read, the copy of a consumer equals the weights bit for bit.
@@ -18,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import gc
+import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -193,6 +193,7 @@ class World:
         self.delete_on_read = delete_on_read
         self.tracker = ModelDeltaTrackerTrec(trainer.model, ["a", "b"], delete_on_read, mode=mode)
         self.tracker._model.found.features[next(iter(self.tracker.tables))] = ["feature"]  # for record_ids
+        self.start = self.copy()
         self.copies = {name: self.copy() for name in self.tracker.consumers}
         self.handles: list[Any] = []
         # Several segments, carried rows, and a consumer that lags.
@@ -255,7 +256,7 @@ class World:
         self.compare(name)
         return ids
 
-    def settle(self) -> None:
+    def settle(self, *, calls_everything: bool) -> None:
         """Continue after the call, and check the promises."""
         tracker = self.tracker
         assert not tracker._log.lock._is_owned(), "the lock is held"  # type: ignore[attr-defined]
@@ -283,7 +284,8 @@ class World:
                 assert all(each == [row] for each in ids.values()), f"{name!r} gets {ids} after a batch of row {row}"
         for name in self.copies:
             assert not any(self.sent(name).values()), "rows are sent again"
-        self._call_everything()
+        if calls_everything:
+            self._call_everything()
 
     def _call_everything(self) -> None:
         tracker = self.tracker
@@ -436,11 +438,8 @@ def _remove_consumer(world: World) -> Call:
 
 
 def _rewind(world: World) -> Call:
-    def action() -> None:
-        world.tracker.rewind("b")
-        world.copies["b"].former = []
-
-    return Call(lambda: None) if world.delete_on_read else Call(action)
+    world.copies["b"].former += world.start.former  # known old states are those at the start
+    return Call(lambda: None if world.delete_on_read else world.tracker.rewind("b"))
 
 
 def _compact(world: World) -> Call:
@@ -612,13 +611,21 @@ class Point:
     retries: bool
 
 
-def lines(call: str, make: Callable[[], World]) -> list[int]:
-    """Return the numbers of the lines of the library that a call runs: of each line, the first and the last time."""
+def points(call: str, make: Callable[[], World]) -> list[Point]:
+    """Return the points of a call: each exception at each line of the library, at the first or last time that it runs.
+
+    KeyboardInterrupt is raised at both.
+    """
     world, count = make(), Injection()
     count.run(CALLS[call](world).action)
-    first = {line: number for number, line in reversed(list(enumerate(count.lines)))}
-    last = {line: number for number, line in enumerate(count.lines)}
-    return sorted({*first.values(), *last.values()})
+    first = {line: number for number, line in reversed(list(enumerate(count.lines)))}.values()
+    last = {line: number for number, line in enumerate(count.lines)}.values()
+    numbers = {KeyboardInterrupt: {*first, *last}, MemoryError: {*first}, RuntimeError: {*last}}
+    return [
+        Point(exception, number, retries=(number + place) % 2 == 1)
+        for place, exception in enumerate(EXCEPTIONS)
+        for number in sorted(numbers[exception])
+    ]
 
 
 def broken(call: str, make: Callable[[], World], point: Point) -> str:
@@ -639,49 +646,42 @@ def broken(call: str, make: Callable[[], World], point: Point) -> str:
             if point.retries:
                 with contextlib.suppress(DeltaTrackerError):
                     made.action()
-        world.settle()
+        world.settle(calls_everything=point.number % 4 == 0)
     except Exception as found:  # noqa: BLE001  all are reported
         return f"{place}: {type(found).__name__}: {found}"
     return ""
 
 
-def points(call: str, make: Callable[[], World]) -> list[Point]:
-    """Return the points of a call."""
-    return [
-        Point(exception, number, retries=(number + place) % 2 == 1)
-        for place, exception in enumerate(EXCEPTIONS)
-        for number in lines(call, make)
-    ]
-
-
-def problems(call: str, make: Callable[[], World], step: int) -> list[str]:
-    """Run every ``step``-th point of a call, and return the promises that break."""
+def problems(call: str, make: Callable[[], World], sample: int | None = None) -> list[str]:
+    """Run all points of a call, or a sample of them, and return the promises that break."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # small operations are slower on several
     try:
-        return [problem for point in points(call, make)[::step] if (problem := broken(call, make, point))]
+        every = points(call, make)
+        if sample is not None:
+            every = random.Random(call).sample(every, min(sample, len(every)))
+        return [problem for point in every if (problem := broken(call, make, point))]
     finally:
         torch.set_num_threads(num_threads)
 
 
-def plain(mode: TrackingMode, *, delete_on_read: bool = True) -> World:
+def plain(mode: TrackingMode, *, delete_on_read: bool) -> World:
     """Return a world without TorchRec's sharding."""
     return World(Trainer(), mode, delete_on_read=delete_on_read)
 
 
 WORLDS: dict[str, Callable[[], World]] = {
-    "ids": partial(plain, TrackingMode.ID_ONLY),
-    "values": partial(plain, TrackingMode.EMBEDDING),
-    "values kept": partial(plain, TrackingMode.EMBEDDING, delete_on_read=False),
+    "ids": partial(plain, TrackingMode.ID_ONLY, delete_on_read=False),
+    "values": partial(plain, TrackingMode.EMBEDDING, delete_on_read=True),
 }
 
 
 def main() -> int:
-    """Run points of some calls, print those that break a promise, and return the exit code."""
+    """Run the points of some calls, print those that break a promise, and return the exit code."""
     is_broken = False
     for kind, make in WORLDS.items():
-        for call in sys.argv[2:] or CALLS:
-            found = problems(call, make, int(sys.argv[1]))
+        for call in sys.argv[1:] or CALLS:
+            found = problems(call, make)
             is_broken |= bool(found)
             print(f"{kind}, {call}: {len(found)} break a promise", *found, sep="\n    ", flush=True)
     return int(is_broken)

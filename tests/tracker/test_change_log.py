@@ -164,13 +164,8 @@ def test_every_method_takes_the_lock(name: str) -> None:
     log = _log(["reader", "other"])
     calls = _calls(log, random.Random(0))
     assert name in calls, "a new method: add a call of it"
-    if name in (
-        "commit",
-        "abort",
-        "seal",
-        "discard",
-        "undo_commit",
-    ):  # the calls acquire the lock too, so count the method's own
+    # The calls acquire the lock too, so count the method's own.
+    if name in ("commit", "abort", "seal", "discard", "undo_commit"):
         delta = _delta(log.read("other"))
         log.seal(delta, commit=False)
         argument = {"seal": {"commit": False}}.get(name, {})

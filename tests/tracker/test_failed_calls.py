@@ -18,6 +18,9 @@ from delta_tracker.tracker import tracker as tracker_module
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.store.segments import SegmentStore
 from delta_tracker.tracker.store.shadow import ShadowStore
+from tests.ranks import RankPool
+from tests.sweeps import SWEEPS_ARE_WHOLE
+from tests.tracker import interrupted_calls, interrupted_cases
 
 _ROWS = 8
 _EVERY = list(range(_ROWS))
@@ -228,3 +231,21 @@ class _Locked:
     def __exit__(self, *_: object) -> None:
         self._may_end.set()
         self._thread.join()
+
+
+@pytest.mark.sweep("long")
+@pytest.mark.promise("lossless")
+@pytest.mark.parametrize("kind", interrupted_calls.WORLDS)
+@pytest.mark.parametrize("call", interrupted_calls.CALLS)
+def test_an_exception_at_each_line_of_a_call_loses_no_row(call: str, kind: str) -> None:
+    sample = None if SWEEPS_ARE_WHOLE else 3
+    assert interrupted_calls.problems(call, interrupted_calls.WORLDS[kind], sample) == []
+
+
+@pytest.mark.promise("lossless")
+@pytest.mark.parametrize("mode", ["ID_ONLY", "EMBEDDING"])
+def test_an_exception_at_each_line_of_a_call_loses_no_row_of_a_sharded_table(one_rank: RankPool, mode: str) -> None:
+    for call in interrupted_cases.CALLS:
+        sample = None if SWEEPS_ARE_WHOLE else 2
+        (problems,) = one_rank.run(f"{interrupted_cases.__name__}:case", call=call, mode=mode, sample=sample)
+        assert problems == []
