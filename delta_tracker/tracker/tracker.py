@@ -99,7 +99,8 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
     ``dcp.load({"model": model.state_dict()}, ...)`` or an edit under ``no_grad``, mark all rows of every table of the
     same kernel, with unknown old states. Some writes cannot be detected: collectives that write to the weights
     (``broadcast``, ``all_reduce``) and writes through ``.data``, ``untyped_storage()``, DLPack, numpy and raw pointers.
-    Call :meth:`mark_changed` after such writes.
+    Call :meth:`mark_changed` after such writes. The functions in :mod:`delta_tracker.sharding.named_writers` need no
+    call.
 
     Replays of a CUDA graph call no hook. Once a lookup or its backward pass was captured into a graph, every read
     returns all rows of the looked-up tables, with unknown old states. This was tested with a simulated capture only.
