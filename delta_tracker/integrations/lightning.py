@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from delta_tracker.distributed import DEFAULT_TIMEOUT, RankGroup
 from delta_tracker.errors import DetachedError
-from delta_tracker.integrations.lightning_package import lightning_package
+from delta_tracker.integrations.lightning_package import check_only_one, lightning_package
 from delta_tracker.publisher.publisher import Publisher
 from delta_tracker.tracker.checkpoint.agreement import agree
 from delta_tracker.tracker.tracker import ModelDeltaTracker
@@ -153,8 +153,13 @@ class TrackerCallback(Callback):
         return self._publisher
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Release what a ``fit`` that raised has left, and become the first callback of ``trainer``."""
+        """Release what a ``fit`` that raised has left, and become the first callback of ``trainer``.
+
+        Raises:
+            InvalidArgumentError: if ``trainer`` has another callback of this class.
+        """
         del pl_module
+        check_only_one(self, trainer, "Pass one TrackerCallback: its tracker can have any number of consumers")
         trainer.callbacks = [self, *(each for each in trainer.callbacks if each is not self)]
         self._release()  # what a fit that raised has left
         if stage == "fit" and self._saved is not None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from delta_tracker.distributed import DEFAULT_TIMEOUT, RankGroup
 from delta_tracker.errors import InvalidArgumentError, PartialStateError
-from delta_tracker.integrations.lightning_package import lightning_package
+from delta_tracker.integrations.lightning_package import check_only_one, lightning_package
 from delta_tracker.tracker.checkpoint.agreement import agree
 from delta_tracker.tracker.checkpoint.rank_counters import RankCounters
 
@@ -58,6 +58,15 @@ class CountersCallback(Callback):
             raise InvalidArgumentError("counters", counters, "Pass a RankCounters")
         self._counters = counters
         self._is_required = is_required
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Check that this is the only callback of its class.
+
+        Raises:
+            InvalidArgumentError: if ``trainer`` has another one.
+        """
+        del pl_module, stage
+        check_only_one(self, trainer, "Pass one CountersCallback with all counters")
 
     @staticmethod
     def load_into(counters: RankCounters, checkpoint: Mapping[str, Any]) -> None:

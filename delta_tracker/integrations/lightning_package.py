@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
-from delta_tracker.errors import MissingExtraError
+from delta_tracker.errors import InvalidArgumentError, MissingExtraError
 
 _NAMES = ("pytorch_lightning", "lightning.pytorch")
 
@@ -26,3 +27,14 @@ def lightning_package() -> ModuleType:
             if error.name not in {name, name.partition(".")[0]}:
                 raise MissingExtraError(error.name or name, "lightning") from error
     raise MissingExtraError(_NAMES[0], "lightning")
+
+
+def check_only_one(callback: object, trainer: Any, remedy: str) -> None:  # noqa: ANN401  Trainer of either package
+    """Check that ``trainer`` has one callback of a class, because their states have the same key in a checkpoint.
+
+    Raises:
+        InvalidArgumentError: if there are several; the message ends with ``remedy``.
+    """
+    alike = [each for each in trainer.callbacks if isinstance(each, type(callback))]
+    if len(alike) > 1:
+        raise InvalidArgumentError("callbacks", alike, remedy)

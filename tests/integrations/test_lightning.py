@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from delta_tracker.errors import DetachedError
+from delta_tracker import ModelDeltaTracker, RankCounters
+from delta_tracker.errors import DetachedError, InvalidArgumentError
 from tests.integrations.lightning_programs import AVERAGES, Program, programs
 from tests.ranks import RankPool
 from tests.sweeps import SWEEPS_ARE_WHOLE
 from tests.tracker.checkpoint_files import compare, load, same_weights
+from tests.tracker.rank_states_cases import KINDS
 
 _CASES = "tests.integrations.lightning_cases"
 _ORDERS = "tests.integrations.lightning_orders"
@@ -187,7 +189,7 @@ def test_plain_modules_under_ddp(two_ranks: RankPool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_any_order_of_callbacks(one_rank: RankPool, two_ranks: RankPool, tmp_path: Path, world_size: int) -> None:
     pool = {1: one_rank, 2: two_ranks}[world_size]
-    count = (60 if world_size == 1 else 30) if SWEEPS_ARE_WHOLE else 10
+    count = {1: 10, 2: 6}[world_size] * (4 if SWEEPS_ARE_WHOLE else 1)
     chosen = programs(world_size, count)
     for errors in pool.run(f"{_ORDERS}:perform", folder=str(tmp_path), programs=chosen, timeout_seconds=280):
         assert errors == []
@@ -237,3 +239,14 @@ def test_a_checkpoint_is_loaded_without_a_trainer(one_rank: RankPool, tmp_path: 
     assert (restored, counters, num_batches) == ("Restored.STATE", [24.0, 24.0], 24)
     assert pending == changed
     assert 0 < pending["rows"] < 40
+
+
+def test_a_second_callback_of_a_trainer_is_refused() -> None:
+    from delta_tracker.integrations.lightning import TrackerCallback  # noqa: PLC0415  optional
+    from delta_tracker.integrations.lightning_counters import CountersCallback  # noqa: PLC0415
+
+    counters = RankCounters({"clicks": KINDS["sum"]()})
+    for make in (lambda: TrackerCallback(ModelDeltaTracker), lambda: CountersCallback(counters)):
+        callbacks = [make(), make()]
+        with pytest.raises(InvalidArgumentError, match=r"cannot be used\. Pass one"):
+            callbacks[0].setup(Namespace(callbacks=callbacks), torch.nn.Linear(1, 1), "fit")  # type: ignore[attr-defined]
