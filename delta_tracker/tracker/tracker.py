@@ -118,6 +118,10 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
     TorchRec changes two tensors of such a module one after the other: read the tables in the training thread, between
     two operations. Raw ids of ``HashZchManagedCollisionModule`` were not tested in training, which needs a GPU.
 
+    A copy of the model (``copy.deepcopy``, ``AveragedModel``) is not tracked, and can have a tracker of its own.
+    TorchRec's ``DistributedModelParallel.copy`` to the same device does not copy the rows: updates by the copy are
+    reported.
+
     On each rank, create a tracker after the model is sharded, call :meth:`step` after each batch, and call
     :meth:`get_delta` at any time.
 

@@ -134,6 +134,28 @@ def copied(rank: int, world_size: int, how: str, mode: str) -> dict[str, Any]:
     return {"is_shared": is_shared, "errors": errors}
 
 
+def shared_collisions(rank: int, world_size: int) -> int:
+    """Let TorchRec copy a tracked model without copying its rows. Evictions by the copy are reported."""
+    model = shard_collision(world_size)
+    tracker = ModelDeltaTracker(model)
+    draw = torch.Generator().manual_seed(rank)
+    model(collision_batch(draw)).backward()
+    with _groups_are_shared():
+        copied = _torchrec_copy(model)
+    tracker.get_delta()
+    num_rows = 0
+    for _ in range(6):
+        before, owners = tracker.read_tables(), {fqn: each.clone() for fqn, each in tracker.owner_views().items()}
+        copied(collision_batch(draw)).backward()
+        delta = tracker.get_delta()
+        for fqn, rows in tracker.read_tables().items():
+            is_changed = (before[fqn] != rows).any(dim=1) | (owners[fqn] != tracker.owner_views()[fqn])
+            assert torch.isin(is_changed.nonzero().flatten(), delta[fqn].ids).all()
+            num_rows += int((owners[fqn] != tracker.owner_views()[fqn]).sum())
+    assert tracker.num_hook_errors == 0
+    return num_rows
+
+
 def copied_collisions(rank: int, world_size: int) -> list[int]:
     """Copy a tracked model with managed collisions. Evictions of the copy are not reported, and it can be tracked."""
     model = shard_collision(world_size)
