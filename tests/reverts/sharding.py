@@ -10,6 +10,15 @@ _REPLICAS = "delta_tracker/sharding/replicas.py"
 
 REVERTS = [
     Revert(
+        defect="updates by a copy that has the rows of the original in the same memory are not reported",
+        generator="tests/sharding/test_copies.py::test_a_copy_of_a_sharded_model[id_only-torchrec-1]",
+        edits={
+            "delta_tracker/sharding/kernel_hooks.py": [
+                ("and not share_rows(module, self._kernel.module):", "or not module:"),
+            ],
+        },
+    ),
+    Revert(
         defect="a subclass of a sharded collection is skipped",
         generator=_KINDS,
         edits={
