@@ -66,6 +66,9 @@ class Training:
     per_rank: Mapping[str, Stateful]
 
 
+_Schema = tuple[Mapping[str, TableStates], Mapping[str, Identity], Mapping[str, TableSpec]]
+
+
 class VersionSource:
     """Component that reserves a consumer of a tracker and reads the rows of each version.
 
@@ -116,7 +119,7 @@ class VersionSource:
         self._gatherer = Gatherer(tracker, encodings, writes_replicas=self._is_first, with_states=has_states)
         self._dense()
         self._num_attached = 0
-        self._schema: tuple[Mapping[str, TableStates], Mapping[str, Identity]] = {}, {}
+        self._schema: _Schema = {}, {}, {}
         self._collisions: Mapping[str, nn.Module] = {}
         self.handle = tracker.reserve(consumer, holder="Publisher")
         try:
@@ -133,17 +136,17 @@ class VersionSource:
         self._waited_in_vain = False
         # Updates before the first step, such as a warm-up, belong to the state from which training begins.
         self._start = tracker.num_batches, tracker.num_unstepped
-        # The states and identities in the last snapshot, and in the one that is being copied.
+        # The schema of the last snapshot, and of the one that is being copied.
         self._published = self._copying = self.schema
         if untested := sorted({each.optimizer for each in self.states.values()} - _TESTED):
             _logger.warning("the published states of these optimizers have not been tested: %s", ", ".join(untested))
         self._cuts: list[tuple[int, int]] = []  # log position and version of earlier cuts, ascending
 
     @property
-    def schema(self) -> tuple[Mapping[str, TableStates], Mapping[str, Identity]]:
-        """States of this rank's column ranges, empty if the versions have none, and identities, by FQN.
+    def schema(self) -> _Schema:
+        """States of this rank's column ranges, empty if the versions have none, identities, and tables, by FQN.
 
-        A version with other ones than the version before must be a snapshot.
+        A version with another schema than the version before must be a snapshot.
         """
         if self._num_attached != self._tracker.num_attached:
             self._attach()
@@ -431,7 +434,7 @@ class VersionSource:
         if self._has_states:
             states = dict(tracker.table_states)
             self._collisions = tracker.collision_modules
-        self._schema = states, dict(tracker.identities)
+        self._schema = states, dict(tracker.identities), dict(tracker.tables)
         self._num_attached = tracker.num_attached
 
     def _training_source(self, training: Training) -> TrainingSource:

@@ -32,6 +32,7 @@ from delta_tracker.errors import (
     UpdateInProgressError,
 )
 from delta_tracker.integrations.dcp import SavedCounters, SavedTracker
+from delta_tracker.predictor.targets import find_targets
 from delta_tracker.publisher import version_source
 from delta_tracker.sharding import discover as discover_module
 from delta_tracker.sharding import optimizer_rows
@@ -237,8 +238,11 @@ def unsupported(rank: int, world_size: int, kind: str) -> None:
         model = shard(spec)
         with mock.patch.object(discover_module, "_DTYPES", {"FP32": torch.float32}):
             error = refused(UnsupportedTableError, lambda: ModelDeltaTracker(model), "data type", "fqns_to_skip")
+            refused(InvalidArgumentError, lambda: find_targets(model), "Change its data type or its sharding plan")
             with ModelDeltaTracker(model, fqns_to_skip=[error.table]) as tracker:
                 assert list(tracker.tables) == ["ec.embedding_bags.u"]
+            usual = shard(Spec([Table("t", 20, "row"), Table("u", 20, "row")], bag=True))
+            assert len(find_targets(usual)) == 2
         return
     made = Kind(prunes=True) if kind == "prunes" else Kind("ebc", optimizer=kind)
     model = build(made)
