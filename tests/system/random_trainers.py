@@ -253,7 +253,7 @@ class Life:
             return False
         trace = self._fault.trace
         self.counts[f"fault {self._fault.kind}"] += any(every(trace.is_raised)) or not self._fault.is_traced
-        self._note(f"the fault {self._fault.kind} ends {trace.place}")
+        self._note(f"the fault {self._fault.kind} ends {trace.place} {trace.exception.__name__}")
         for copy in self._copies.values():
             copy.allow_all()
         if self._ends_with_fault:
@@ -279,6 +279,7 @@ class Life:
             is_lost = isinstance(self._publisher.error, RankLostError)
             found = every((is_done, head.pending_rows, is_lost, self._publisher.version, f"{error!r:.200}"))
             if any(each[2] for each in found):
+                self._log(f"a rank was lost: {found}")
                 return False
             num_failed += not all(each[0] for each in found)
             self._log(f"recover: {[each[0] or each[4] for each in found]}")
@@ -587,7 +588,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=40)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int, nargs="+", help="run these only")
-    parser.add_argument("--keep", action="store_true", help="keep the directories of seeds that fail")
+    parser.add_argument("--keep", action="store_true", help="keep the directories, with a log of the events")
     parser.add_argument("--times", action="store_true", help="print the seconds of each seed")
     options = parser.parse_args(argv)
     os.environ.setdefault("PYTHONHASHSEED", "0")
@@ -607,7 +608,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"seed {seed} failed: python -m tests.system.random_trainers --seed {seed}")
                 print(Job.of(seed).describe(), *lines[-12:], str(error)[-2500:], sep="\n", flush=True)
             finally:
-                if not (options.keep and seed in broken):
+                if not options.keep:
                     shutil.rmtree(root, ignore_errors=True)
             total["seeds"] += 1
             if options.times:

@@ -11,7 +11,7 @@ from tests.servers import installed
 from tests.sweeps import SWEEPS_ARE_WHOLE
 
 # Seeds on one and two ranks with few tables: an exception, an interrupt, a full disk, a hook, and a store that fails.
-_SHORT = (25, 32, 11, 46, 54)
+_SHORT = (49, 26, 58, 12, 11)
 _FAULTS = ("exception", "interrupt", "disk", "s3", "hook", "store")
 
 
