@@ -267,7 +267,8 @@ class PostLookupHook(Watcher):
         super().remove()
 
     def _post_lookup(self, module: object, args: tuple[Any, ...], output: Tensor) -> None:
-        if module is not self._kernel.module and not share_rows(module, self._kernel.module):
+        original = self._kernel.module
+        if module is not original and not self._contained(lambda: share_rows(module, original), otherwise=True):
             return  # a copy of the model
         updates = output.requires_grad and self._kernel.is_fused
         if not updates and not self._lookups:

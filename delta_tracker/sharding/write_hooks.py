@@ -63,11 +63,16 @@ class LoadHook(Watcher):
 
     def _after_load(self, module: nn.Module, keys: object) -> None:
         del keys
-        if module is not self._module and not _share_rows(module, self._module):
+        if module is not self._module and not self._contained(lambda: self._shares_rows(module), otherwise=True):
             return  # a copy of the model
         for fqn in self._tables:
             self._contained(partial(self._listener.mark, fqn, None, is_written=True), otherwise=None)
         self._contained(partial(self._listener.acknowledge_writes, self._tables), otherwise=None)
+
+    def _shares_rows(self, copied: nn.Module) -> bool:
+        """Return True if a copy of the collection has rows in the collection's memory."""
+        pairs = zip(kernels_of(copied), kernels_of(self._module), strict=False)
+        return any(share_rows(mine, its) for mine, its in pairs)
 
 
 class EvictionHook(Watcher):
@@ -152,12 +157,6 @@ class _Evictions:
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[[_Evicted], None]:
         """Return the ``_evict`` of the copied module, without hooks."""
         return copy.deepcopy(self._evict, memo)
-
-
-def _share_rows(collection: nn.Module, other: nn.Module) -> bool:
-    """Return True if two sharded collections, of which one is a copy of the other, have rows in the same memory."""
-    pairs = zip(kernels_of(collection), kernels_of(other), strict=False)
-    return any(share_rows(mine, its) for mine, its in pairs)
 
 
 def watch_writes(
