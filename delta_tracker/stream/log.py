@@ -805,9 +805,9 @@ class Claim:
             StorageError: if the store fails. The claim may have been created, and the next call finds it.
         """
         lost = entry_name(self._head.version)
-        for attempt in range(_CLAIM_ATTEMPTS):
-            if attempt:
-                back_off(min(attempt, _REFUSALS))
+        for number in range(_CLAIM_ATTEMPTS):
+            if number:
+                back_off(min(number, _REFUSALS))
             claimed = self._claimed_again()
             if claimed is not None:
                 self._head, self._data = claimed
