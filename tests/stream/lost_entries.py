@@ -102,7 +102,9 @@ class World:
         assert not above or found[min(each.version for each in above)].parent == entry.link, (
             "the log continues elsewhere"
         )
-        newer = [each.version for each in found.values() if each.generation > entry.generation]
+        order = [self._publisher_of(writer) for writer in list(self.writers)]  # publishers in the order of their claims
+        rank = order.index(self._publisher_of(entry.writer))
+        newer = [each.version for each in found.values() if order.index(self._publisher_of(each.writer)) > rank]
         assert not [version for version in newer if version < entry.version], "it was superseded"
 
     def _entries(self) -> dict[int, Manifest]:
