@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import Phase, settings
 
+from tests.raise_sites import made
+from tests.raise_sites import named as named_sites
 from tests.ranks import RankPool
 from tests.servers import S3, s3_server
 from tests.sweeps import is_selected, skip_if_only_a_sweep
@@ -60,6 +62,9 @@ _SLOWEST = [
 ]
 
 
+_RANKS = {"one_rank", "two_ranks", "four_ranks"}
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Select the sweeps, and put the slowest files first."""
     config.hook.pytest_deselected(items=[item for item in items if not is_selected(item)])
@@ -77,6 +82,18 @@ def _logging_is_left_as_it_was() -> Iterator[None]:
     logger = logging.getLogger("delta_tracker")
     assert (logger.level, logger.disabled, logger.propagate) == (logging.NOTSET, False, True)
     assert logging.root.manager.disable == logging.NOTSET
+
+
+@pytest.fixture(autouse=True)
+def _the_error_of_an_advice_is_made(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Check that a test with the marker ``advice`` meets an error that it names, unless other processes meet it."""
+    named = {site for mark in request.node.iter_markers("advice") for text in mark.args for site in named_sites(text)}
+    if not named or request.node.path.parent.name == "system" or _RANKS & set(request.fixturenames):
+        yield
+        return
+    with made() as found:
+        yield
+    assert found & named, f"it meets only {sorted(found)}"
 
 
 @pytest.fixture(scope="session")

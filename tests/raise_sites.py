@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -135,3 +137,24 @@ def named(text: str) -> set[Site]:
     """Return the sites in one argument of the marker, such as ``"SinkError: LmdbSink._opened RedisSink._client"``."""
     error, _, functions = text.partition(": ")
     return {Site(error, function) for function in functions.split()}
+
+
+@contextmanager
+def made() -> Iterator[set[Site]]:
+    """Yield a set to which each error of the library that this process makes inside the block is added."""
+    found: set[Site] = set()
+    make = errors.DeltaTrackerError.__init__
+
+    def recording(error: errors.DeltaTrackerError, *arguments: str) -> None:
+        make(error, *arguments)
+        frame = sys._getframe(1)
+        while frame.f_code.co_filename == errors.__file__ and frame.f_back is not None:
+            frame = frame.f_back
+        names = frame.f_code.co_qualname.split(".")
+        found.add(Site(type(error).__name__, ".".join(name for name in names if not name.startswith("<"))))
+
+    errors.DeltaTrackerError.__init__ = recording  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        errors.DeltaTrackerError.__init__ = make  # type: ignore[method-assign]

@@ -2,9 +2,10 @@
 
 The marker ``@pytest.mark.advice("CorruptPartError: Mirror._checked _check_objects")`` belongs to a test that provokes
 an error which one of these functions makes, does what the message says, and checks that it helps. Functions that are
-listed together give the same advice for the same kind of cause. The functions are those of the package, so that a new
-error needs a test here. An ``InvalidArgumentError`` needs none if its advice is to correct an argument, which begins
-with one of ``_CORRECTIONS``; ``tests/mistakes.py`` makes such mistakes and corrects them.
+listed together give the same advice for the same kind of cause; the test has to meet one of them, which
+``tests/conftest.py`` checks. All functions of the package are found in its source, so that a new error needs a test.
+An ``InvalidArgumentError`` needs none if its advice is to correct an argument and begins with one of ``_CORRECTIONS``;
+``tests/mistakes.py`` makes such mistakes.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ The tests of ``delta_tracker/PACKAGE/NAME.py`` are in ``tests/PACKAGE/test_NAME.
 ``delta_tracker/`` in ``tests/test_NAME.py``. Two kinds of files test a whole subpackage
 ``delta_tracker/PACKAGE/FOLDER/``: ``tests/PACKAGE/test_FOLDER.py``, and ``tests/contract/test_FOLDER.py`` for what
 every implementation has to pass. ``_TESTED_THROUGH`` names the file for each other module. Tests that start processes
-are in ``tests/system/`` or ``tests/integrations/``, tests for a GPU in ``tests/gpu/``. A test file that has no module's
-name tests a behavior of several.
+are in ``tests/system/`` or ``tests/integrations/``, tests for a GPU in ``tests/gpu/``. Tests that follow the advice of
+errors are in ``tests/advice/``. A test file that has no module's name tests a behavior of several.
 """
 
 from __future__ import annotations
@@ -62,8 +62,9 @@ _TESTS_OF_TORCHREC = {
     "stream.test_encoding",
 }
 
-# Contract tests against real servers. Other tests that start processes are in system/.
+# Tests against real servers. Other tests that start processes are in system/.
 _TESTS_OF_PROCESSES = {
+    "advice.test_row_stores",
     "conformance.test_cpp_reader",
     "conformance.test_kit",
     "contract.test_host_cache",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -165,6 +166,13 @@ _DAMAGES: dict[str, tuple[str, Callable[[Path], None], type[Exception]]] = {
 }
 
 
+def _sync_until_it_raises(predictor: Predictor) -> None:
+    """A gap is found when the pointer object shows a version above it, which is written about once a second."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        predictor.sync()
+
+
 def _damage(job: Job, version: int, kind: str) -> type[Exception]:
     """Damage a version of a stream, and return the error of its readers."""
     folder, act, error = _DAMAGES[kind]
@@ -188,8 +196,8 @@ def test_a_snapshot_of_the_trainer_replaces_a_damaged_version(tmp_path: Path, ki
     predictor.sync()
     for row in range(3):
         job.publish(row)
-    error = refused(_damage(job, 2, kind), predictor.sync, "snapshot")
-    assert predictor.version == 1, error
+    refused(_damage(job, 2, kind), lambda: _sync_until_it_raises(predictor), "snapshot")
+    assert predictor.version == 1
     job.publisher.snapshot()
     assert job.is_served_by(model, predictor.sync())
     with job.serve(model := small_model()) as other:

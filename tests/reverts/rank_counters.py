@@ -59,7 +59,7 @@ REVERTS = [
         "a checkpoint without counters is loaded as if it had some",
         _REFUSED,
         _RANK_COUNTERS,
-        'raise PartialStateError("it has no counters", [])',
+        'raise PartialStateError("it has no counters").advising(remedy)',
         "return CounterPlan([])",
     ),
     _revert(

@@ -145,8 +145,8 @@ REVERTS = [
             _SERVING: [
                 ("open_storage(each) for each in urls]  # a", "open_storage(each, create=True) for each in urls]  # a"),
                 (
-                    '    if head is None:\n        remedy = "There is',
-                    '    if head is None:\n        return ""\n        remedy = "There is',
+                    '    if head is None:\n        remedy = "Check the url, and',
+                    '    if head is None:\n        return ""\n        remedy = "Check the url, and',
                 ),
             ]
         },
