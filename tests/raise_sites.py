@@ -125,7 +125,7 @@ def followed() -> dict[str, set[Site]]:
     for path in sorted((_ROOT / "tests").rglob("test_*.py")):
         for test in ast.walk(ast.parse(path.read_text())):
             if isinstance(test, ast.FunctionDef):
-                for mark in test.decorator_list:
+                for mark in (each for decorator in test.decorator_list for each in ast.walk(decorator)):
                     if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.advice":
                         texts = [ast.literal_eval(argument) for argument in mark.args]
                         name = f"{path.relative_to(_ROOT)}::{test.name}"

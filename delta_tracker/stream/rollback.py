@@ -136,12 +136,12 @@ def release_pin(storage: Storage, *, reason: str = "") -> Pin:
         >>> release_pin(Storage("memory://"))
         Traceback (most recent call last):
         ...
-        delta_tracker.errors.InvalidArgumentError: url='memory://' cannot be used. Pin the stream first.
+        delta_tracker.errors.InvalidArgumentError: url='memory://' cannot be used. Pin it first: it is not pinned.
     """
     log = _log(storage, "a release", reason)
     counter, pin, head = newest_counter(storage), newest_pin(storage), log.head()
     if pin is None or head is None or pin.kind != "pin" or pin.stream != head.stream:
-        raise InvalidArgumentError("url", storage.url, "Pin the stream first")
+        raise InvalidArgumentError("url", storage.url, "Pin it first: it is not pinned")
     snapshot = _snapshot(log, head)
     if snapshot is None or snapshot.version <= pin.bad:
         raise NoReleaseError(storage.url, pin.bad)
