@@ -32,6 +32,7 @@ class DeltaTrackerError(Exception):
     """
 
     def __init__(self, problem: str, remedy: str) -> None:
+        problem = problem.removesuffix(".")  # the text of another error may be its end
         super().__init__(f"{problem}. {remedy}.")
         self.problem = problem
         self.remedy = remedy
@@ -709,7 +710,7 @@ class RestoreFailedError(StreamError, RuntimeError):
 
     def __init__(self, rank: int, reason: str) -> None:
         super().__init__(
-            f"the restore failed: rank {rank} failed with {reason.removesuffix('.')}",
+            f"the restore failed: rank {rank} failed with {reason}",
             "Fix the problem on that rank and restore again on all ranks",
         )
         self.rank = rank
@@ -724,7 +725,7 @@ class StateRejectedError(StreamError, RuntimeError):
 
     def __init__(self, what: str, reason: str) -> None:
         super().__init__(
-            f"{what} rejected its state: {reason.removesuffix('.')}",
+            f"{what} rejected its state: {reason}",
             "Fix the problem and restore again on all ranks",
         )
         self.what = what
@@ -783,7 +784,7 @@ class StandbyBehindError(StreamError, RuntimeError):
     def __init__(self, url: str, version: int | None, head: int, reason: str) -> None:
         at = "before its first version" if version is None else f"at version {version}"
         super().__init__(
-            f"the standby of {url} is {at} and cannot apply version {head}: {reason.removesuffix('.')}",
+            f"the standby of {url} is {at} and cannot apply version {head}: {reason}",
             "If the trainer is alive, publish a snapshot; otherwise, restore(...) an older version or repair the "
             "store; force=True claims the stream nevertheless",
         )
@@ -803,7 +804,7 @@ class TakeoverFailedError(StreamError, RuntimeError):
 
     def __init__(self, url: str, version: int, reason: str) -> None:
         super().__init__(
-            f"the takeover of {url} failed after the claim of version {version}: {reason.removesuffix('.')}",
+            f"the takeover of {url} failed after the claim of version {version}: {reason}",
             "The former trainer is fenced and no job trains: fix the problem and call take_over() again; the claim is "
             "kept. If a version is damaged, call restore(...) with an older version instead",
         )

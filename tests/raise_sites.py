@@ -91,15 +91,19 @@ def advice_of(site: Site, node: ast.AST) -> set[str]:
 def _assigned(site: Site, name: str) -> list[ast.expr]:
     """Return the values of a variable or constant in the files and functions of a site."""
     found = []
-    for tree in _trees():
-        scopes = [tree, *(each for qualified, each in _functions(tree, "") if qualified == site.function)]
-        if len(scopes) > 1:
-            for scope in scopes:
+    for tree, functions in _indexed():
+        if site.function in functions:
+            for scope in (tree, functions[site.function]):
                 body = ast.walk(scope) if scope is not tree else tree.body
                 found += [
                     each.value for each in body if isinstance(each, ast.Assign) and _name(each.targets[0]) == name
                 ]
     return found
+
+
+@cache
+def _indexed() -> list[tuple[ast.Module, dict[str, ast.AST]]]:
+    return [(tree, dict(_functions(tree, ""))) for tree in _trees()]
 
 
 def _functions(node: ast.AST, function: str) -> Iterator[tuple[str, ast.AST]]:
