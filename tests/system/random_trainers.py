@@ -410,15 +410,20 @@ class Life:
         self._advance()
 
     def _revert(self, consumer: str) -> None:
-        """Write the rows of an earlier batch in place, which some version may have already."""
-        del consumer
-        cut = self._mirror.cuts[self._draw.choice(sorted(self._mirror.cuts)[-3:])]
+        """Write the rows of an earlier version in place, after a consumer has read others."""
+        self._publish("publish")
+        cut = self._mirror.cuts[self._tracker.num_batches]
+        self._backward(self._forward())
+        self._trained.step()
+        self._advance()
+        self._read(consumer)
         with torch.no_grad():
             for fqn, (row, column), rows, _ in self._trained.blocks():
                 rows.copy_(cut.tables[fqn][0][row : row + len(rows), column : column + rows.shape[1]])
         for copy in self._copies.values():
             copy.allow_all()
         self._advance()
+        self._publish("publish")
 
     def _load(self, consumer: str) -> None:
         """Load the model's state of the newest checkpoint of this life."""
