@@ -46,7 +46,13 @@ from torch import Tensor
 from torch import distributed as dist
 
 from delta_tracker import Delta, ModelDeltaTracker, Publisher, TopK, TrackingMode, restore
-from delta_tracker.errors import DeltaTrackerError, NeedsSnapshotError, RankLostError, StaleDeltaError
+from delta_tracker.errors import (
+    DeltaTrackerError,
+    InvalidArgumentError,
+    NeedsSnapshotError,
+    RankLostError,
+    StaleDeltaError,
+)
 from delta_tracker.integrations.dcp import SavedTracker
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage
@@ -466,8 +472,10 @@ class Life:
 
         try:
             is_done, delta = self._call(read, _IN_CALLS if top_k is None else ())
-        except NeedsSnapshotError as error:
+        except (NeedsSnapshotError, InvalidArgumentError) as error:  # the latter if another rank raised the former
             is_done, delta = False, error
+        is_dropped = any(every(isinstance(delta, NeedsSnapshotError)))
+        assert is_dropped or not isinstance(delta, InvalidArgumentError), delta
         if isinstance(delta, NeedsSnapshotError):
             assert self._job.max_bytes is not None
             self._tracker.clear(name)
