@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 
 from delta_tracker import ModelDeltaTracker, TrackingMode
 from delta_tracker.errors import DetachedError, InvalidArgumentError, ReservedConsumerError
+from delta_tracker.sharding import step_hook
 from delta_tracker.sharding.step_hook import _STEPS
 from delta_tracker.tracker import tracker as tracker_module
 from delta_tracker.tracker.change_log import ChangeLog
@@ -199,6 +202,120 @@ def test_embeddings_of_a_wrong_width_are_refused_before_a_row_is_marked(monkeypa
     assert not any(tracker.num_pending().values())
     tracker.record_embeddings(_Keyed(0), torch.empty(0, 4))  # a rank without ids
     assert not any(tracker.num_pending().values())
+
+
+_ERRORS = [KeyboardInterrupt, MemoryError, RuntimeError]
+
+
+@pytest.mark.promise("lossless")
+@pytest.mark.parametrize("error", _ERRORS)
+def test_a_call_after_an_interrupted_drop_of_rows_still_works(
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """The store was once empty between two statements, and every later call raised IndexError."""
+    model = _model()
+    tracker = ModelDeltaTracker(model)
+    _train(model, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(SegmentStore, "_recycle", _raising(error))
+        with suppress(KeyboardInterrupt):
+            tracker.clear()
+    _train(model, 3)
+    assert set(_ids(tracker)) >= {3}
+    _train(model, 4)
+    assert _ids(tracker) == [4]
+
+
+@pytest.mark.promise("lossless")
+@pytest.mark.parametrize("error", _ERRORS)
+@pytest.mark.parametrize("call", ["clear", "get_delta", "get_delta_ids", "remove_consumer"])
+def test_rows_are_only_gone_if_the_call_that_drops_them_returns(
+    monkeypatch: pytest.MonkeyPatch, call: str, error: type[BaseException]
+) -> None:
+    model = _model()
+    tracker = ModelDeltaTracker(model, ["first", "second"])
+    _train(model, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(ChangeLog, "compact", _raising(error))
+        try:
+            getattr(tracker, call)("first")
+        except KeyboardInterrupt:
+            assert error is KeyboardInterrupt, "maintenance that fails does not fail the call"
+            is_gone = call == "remove_consumer"
+        else:
+            is_gone = True
+    if call == "remove_consumer":
+        assert tracker.consumers == ("second",)
+    else:
+        assert (2 in _ids(tracker, "first")) == (not is_gone)
+    assert 2 in _ids(tracker, "second")
+
+
+@pytest.mark.promise("lossless")
+def test_no_consumer_is_cleared_if_not_all_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _model()
+    tracker = ModelDeltaTracker(model, ["first", "second"])
+    _train(model, 2)
+    cut, num_calls = SegmentStore.cut, itertools.count()
+
+    def fail(store: SegmentStore, position: int) -> None:
+        if next(num_calls):
+            raise MemoryError
+        cut(store, position)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SegmentStore, "cut", fail)
+        with suppress(MemoryError):
+            tracker.clear()
+            assert not any(tracker.num_pending("first").values())
+            assert not any(tracker.num_pending("second").values())
+            return
+    assert (_ids(tracker, "first"), _ids(tracker, "second")) == ([2], [2])
+
+
+@pytest.mark.promise("lossless")
+@pytest.mark.parametrize("method", ["opened", "applied", "acknowledge_writes", "notice_writes"])
+def test_an_interrupted_step_of_an_optimizer_is_sent_once(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    model = _model()
+    tracker = ModelDeltaTracker(model)
+    own = getattr(ChangeLog, method)
+
+    def interrupted(log: ChangeLog, *args: Any) -> None:
+        own(log, *args)
+        raise KeyboardInterrupt
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.tensor([[5]])).sum().backward()
+    before = tracker.read_rows("0")
+    with monkeypatch.context() as patch:
+        patch.setattr(ChangeLog, method, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    changed = (tracker.read_rows("0") != before).any(dim=1).nonzero().flatten().tolist()
+    assert set(_ids(tracker)) >= set(changed)
+    assert _ids(tracker) == []
+    model(torch.tensor([[6]])).sum().backward()
+    optimizer.zero_grad()
+    _train(model, 6)
+    assert _ids(tracker) == [6]
+
+
+@pytest.mark.promise("lossless")
+@pytest.mark.parametrize("error", [MemoryError, RuntimeError])
+@pytest.mark.parametrize("name", ["_Step", "_has_closure", "_has_others", "_is_skipped"])
+def test_an_error_in_a_hook_of_an_optimizer_does_not_reach_the_step(
+    monkeypatch: pytest.MonkeyPatch, name: str, error: type[Exception]
+) -> None:
+    model = _model()
+    tracker = ModelDeltaTracker(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(step_hook, name, _raising(error))
+        _train(model, 5)
+    assert tracker.num_hook_errors > 0
+    assert _ids(tracker) == _EVERY
+    assert _ids(tracker) == []
+    _train(model, 6)
+    assert _ids(tracker) == [6]
 
 
 def _raising(error: type[BaseException]) -> Callable[..., Any]:
