@@ -65,7 +65,7 @@ REVERTS = [
         "a write of another thread at the end of a step is acknowledged",
         f"{_WRITES}::test_a_write_of_another_thread_at_the_end_of_a_step_is_sent",
         _HOOK,
-        "if after.get(fqn, -1) != now.get(fqn, -2):",
+        "if after[fqn] != now[fqn]:",
         "if False:",
     ),
     _revert(
@@ -114,7 +114,7 @@ REVERTS = [
         "writes before a step are taken for writes of the step",
         f"{_RANDOM}[SparseAdam-True-True]",
         _HOOK,
-        "self._contained(lambda: self._listener.notice_writes(self._tables), otherwise=None)",
+        "self._listener.notice_writes(self._tables)",
         "pass",
     ),
     _revert(
@@ -135,21 +135,21 @@ REVERTS = [
         "the own writes of a step count as writes to all rows",
         f"{_RANDOM}[SGD-True-False]",
         _HOOK,
-        "self._contained(lambda: self._listener.acknowledge_writes({**step.rows, **late}), otherwise=None)",
+        "self._listener.acknowledge_writes(written)",
         "pass",
     ),
     _revert(
         "writes of hooks and closures are taken for writes of the step",
         f"{_TESTS}::test_writes_inside_a_step_that_are_not_the_optimizers_are_sent[SGD-after]",
         _HOOK,
-        "if now.get(fqn, 2) > step.versions.get(fqn, 0) + (fqn not in skipped)",
+        "if now[fqn] > step.versions[fqn] + (fqn not in skipped)",
         "if False",
     ),
     _revert(
         "a step that raised keeps its rows open for ever",
         f"{_TESTS}::test_rows_of_a_step_that_raised_are_sent_once",
         _HOOK,
-        "self._applied(failed.key, failed.rows)",
+        "self.forget(number)",
         "pass",
     ),
     _revert(

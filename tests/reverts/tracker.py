@@ -43,21 +43,6 @@ REVERTS = [
         },
     ),
     Revert(
-        defect="a clear of all consumers that is refused has cleared some",
-        generator="tests/tracker/test_failed_calls.py::test_a_clear_of_all_consumers_that_is_refused_clears_none",
-        edits={
-            "delta_tracker/tracker/tracker.py": [
-                (
-                    (
-                        "[self._log.resolve(each) for each in names]:  # all are resolved before one is cleared\n"
-                        "                self._log.clear(name)\n"
-                    ),
-                    "names:\n                self._log.clear(self._log.resolve(name))\n",
-                )
-            ]
-        },
-    ),
-    Revert(
         defect="updates after an interrupted reattach are lost",
         generator="tests/tracker/test_failed_calls.py::test_a_reattach_that_fails_detaches_the_tracker",
         edits={
@@ -278,8 +263,8 @@ REVERTS = [
         edits={
             "delta_tracker/tracker/change_log.py": [
                 (
-                    "        self._tidy(*([self.compact] if compacts else []), self._shed)",
-                    "        self._tidy(*([self.compact] if compacts else []))\n        self._shed()",
+                    "self._consumers.advance(delta)\n            self._tidy(*tasks)\n",
+                    "self._consumers.advance(delta)\n            [task() for task in tasks]\n",
                 )
             ]
         },
