@@ -494,10 +494,16 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         self._land()
         for each in (kind, "snapshot"):
             self._error = None
-            vote = self._writer.vote(Phase.PUBLISHING, *source.place())
-            needs_snapshot = source.needs_snapshot or self._writer.needs_snapshot
-            wants_snapshot = needs_snapshot or each == "snapshot"
-            vote = vote._replace(is_due=True, wants_snapshot=wants_snapshot, is_repairing=source.is_repairing)
+            try:
+                vote = self._writer.vote(Phase.PUBLISHING, *source.place())
+                needs_snapshot = source.needs_snapshot or self._writer.needs_snapshot
+                wants_snapshot = needs_snapshot or each == "snapshot"
+                vote = vote._replace(is_due=True, wants_snapshot=wants_snapshot, is_repairing=source.is_repairing)
+            except Exception as error:  # noqa: BLE001  raised below, after the vote for which the other ranks wait
+                self._fail(error)
+                self._votes = self._start_votes(Vote(Phase.FAILED))
+                self._drop_votes()
+                break
             self._votes = self._start_votes(vote)
             self._complete()
             if not isinstance(self._error, LostEntryError):  # otherwise all ranks repeat it

@@ -1014,3 +1014,17 @@ def dropped(rank: int, world_size: int, url: str, during: str) -> None:
             assert_equal(tracker, held)
             model(batch(spec, generator)).backward()
         publisher.close()
+
+
+def unable_to_vote(rank: int, world_size: int, url: str, broken_rank: int) -> list[str]:
+    """A rank that fails before its vote reports it, so that the other ranks do not wait, and all can continue."""
+    spec = Spec([Table("t", 6, "row")])
+    tracker = ModelDeltaTracker(shard(spec))
+    with Publisher(tracker, url, timeout=timedelta(seconds=20)) as publisher:
+        messages = []
+        for call in (publisher.publish, publisher.snapshot):
+            tables = mock.patch.object(ModelDeltaTracker, "tables", mock.PropertyMock(side_effect=StorageError(url, "x")))
+            with tables if rank == broken_rank else contextlib.nullcontext():
+                messages.append(attempt(call))
+            assert call().version == publisher.version
+        return messages

@@ -50,6 +50,15 @@ def test_a_failing_rank_loses_nothing(two_ranks: RankPool, url: str, broken_rank
             assert "No space left on device" in message
 
 
+@pytest.mark.parametrize("broken_rank", [0, 1])
+def test_a_rank_that_fails_before_its_vote_does_not_keep_the_others_waiting(
+    two_ranks: RankPool, url: str, broken_rank: int
+) -> None:
+    answers = two_ranks.run(f"{_CASES}:unable_to_vote", url=url, broken_rank=broken_rank)
+    assert all(message.startswith("StorageError") for message in answers[broken_rank])
+    assert all(message.startswith("PublishError") for message in answers[1 - broken_rank])
+
+
 @pytest.mark.promise("lossless")
 def test_after_an_entry_that_the_store_altered_a_snapshot_follows(two_ranks: RankPool, url: str) -> None:
     (own,), (other,) = two_ranks.run(f"{_CASES}:altered_entry", url=url)
