@@ -20,6 +20,7 @@ from delta_tracker.errors import (
     FencedError,
     InvalidArgumentError,
     LostEntryError,
+    NeedsSnapshotError,
     PublishError,
     RankLostError,
     is_unknown,
@@ -702,6 +703,8 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         try:
             part = None if copied is None else copied.result()
             draft, read = self._checked_source().cut(kind, part, is_repairing=is_repairing)
+        except NeedsSnapshotError as error:  # dropped since the vote
+            draft = error.advising("Publish again: the next version is a snapshot")
         except Exception as error:  # noqa: BLE001  sent to the other ranks with the share, then raised
             draft = error
         self._flight = Writing(kind=kind, read=read, job=self._worker.submit(self._writer.write, draft))

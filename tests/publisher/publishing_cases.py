@@ -27,6 +27,7 @@ from delta_tracker.errors import DeltaTrackerError, FencedError, PublishError, R
 from delta_tracker.publisher import coordinator
 from delta_tracker.publisher.cadence import Cadence
 from delta_tracker.publisher.coordinator import Draft
+from delta_tracker.publisher.version_source import VersionSource
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.storage.storage import Storage
 from tests.models import Spec, Table, batch, ordinary_optimizer, shard
@@ -1023,8 +1024,27 @@ def unable_to_vote(rank: int, world_size: int, url: str, broken_rank: int) -> li
     with Publisher(tracker, url, timeout=timedelta(seconds=20)) as publisher:
         messages = []
         for call in (publisher.publish, publisher.snapshot):
-            tables = mock.patch.object(ModelDeltaTracker, "tables", mock.PropertyMock(side_effect=StorageError(url, "x")))
+            tables = mock.patch.object(
+                ModelDeltaTracker, "tables", mock.PropertyMock(side_effect=StorageError(url, "x"))
+            )
             with tables if rank == broken_rank else contextlib.nullcontext():
                 messages.append(attempt(call))
             assert call().version == publisher.version
         return messages
+
+
+def dropped_since_the_vote(rank: int, world_size: int, url: str) -> str:
+    """The consumer is dropped between the vote and the read: the error says what works."""
+    spec = Spec([Table("t", 40, "row", dim=64)])
+    model = shard(spec)
+    with (
+        ModelDeltaTracker(model, mode=TrackingMode.EMBEDDING, max_bytes=1) as tracker,
+        Publisher(tracker, url) as publisher,
+    ):
+        publisher.snapshot()
+        model(batch(spec, torch.Generator().manual_seed(rank), size=8)).backward()
+        tracker.step()
+        with mock.patch.object(VersionSource, "needs_snapshot", False):
+            message = attempt(publisher.publish)
+        assert publisher.publish().kind == "snapshot"
+        return message

@@ -50,6 +50,11 @@ def test_a_failing_rank_loses_nothing(two_ranks: RankPool, url: str, broken_rank
             assert "No space left on device" in message
 
 
+def test_a_consumer_that_is_dropped_after_the_vote_needs_another_call(two_ranks: RankPool, url: str) -> None:
+    for message in two_ranks.run(f"{_CASES}:dropped_since_the_vote", url=url):
+        assert message.endswith("Publish again: the next version is a snapshot.")
+
+
 @pytest.mark.parametrize("broken_rank", [0, 1])
 def test_a_rank_that_fails_before_its_vote_does_not_keep_the_others_waiting(
     two_ranks: RankPool, url: str, broken_rank: int
