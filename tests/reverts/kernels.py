@@ -79,7 +79,10 @@ REVERTS = [
         generator=_COMPILED,
         edits={
             _HOOKS: [
-                ("        if update.is_compiled:\n            # Compiled", "        if False:\n            # Compiled")
+                (
+                    "        elif not update.is_proven:\n            # Compiled",
+                    "        elif False:\n            # Compiled",
+                )
             ]
         },
     ),

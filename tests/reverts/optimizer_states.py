@@ -12,7 +12,11 @@ REVERTS = [
     Revert(
         defect="rows are read between a lookup and its backward pass",
         generator=_CUT,
-        edits={"delta_tracker/sharding/kernel_hooks.py": [("        self.in_flight.add(update)\n", "")]},
+        edits={
+            "delta_tracker/sharding/kernel_hooks.py": [
+                ("        self.in_flight.add(update)\n        node", "        node")
+            ]
+        },
     ),
     Revert(
         defect="rows are read while a backward pass writes them",

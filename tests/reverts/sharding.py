@@ -108,8 +108,8 @@ REVERTS = [
             _REPLICAS: [
                 ("        self._opened(key, ids)\n", ""),
                 (
-                    "            self._log.applied(key, ids)\n",
-                    "            self._opened(key, ids)\n            self._log.applied(key, ids)\n",
+                    "            self._applied(key, ids)\n",
+                    "            self._opened(key, ids)\n            self._applied(key, ids)\n",
                 ),
             ]
         },
