@@ -384,6 +384,8 @@ class ChangeLog:
             tables: FQNs of the tables, those that were passed to :meth:`opened`.
         """
         with self.lock:
+            if not self._fence.leave(key):
+                self._fence.enter()  # opened() failed: order the next use after the write
             self._close(key, tables)
 
     def ended(self, key: int) -> None:
@@ -962,6 +964,7 @@ class ChangeLog:
         """Close the batches queued by :meth:`ended`. Usually only batches of failed backward passes are still open."""
         while self._ended:
             key = self._ended[0]
+            self._fence.leave(key)
             self._close(key, self._open.get(key, ()))
             self._ended.popleft()  # last: an interrupted call is repeated
 
@@ -969,8 +972,6 @@ class ChangeLog:
         """Close a batch in its tables. An interrupted call can be repeated."""
         for fqn in tables:
             self._stores[fqn].close_batch(key)
-        if not self._fence.leave(key):
-            self._fence.enter()  # opened() failed: order the next use after the write
         self._open.pop(key, None)
 
     def _notice_before_capture(self, fqns: Iterable[str]) -> None:

@@ -70,7 +70,6 @@ class Faults(TorchFunctionMode):
         for_ever: True if all points after it raise, too.
         error: the error.
         at_point: called at each point before it raises.
-        has_metrics: True if a record of a metric is a point.
 
     Attributes:
         num_points: number of points so far.
@@ -84,11 +83,9 @@ class Faults(TorchFunctionMode):
         for_ever: bool = False,
         error: type[Exception] = MemoryError,
         at_point: Callable[[], None] | None = None,
-        has_metrics: bool = True,
     ) -> None:
         super().__init__()
         self._at_point = at_point
-        self._has_metrics = has_metrics
         self._first = first
         self._for_ever = for_ever
         self._error = error
@@ -104,8 +101,7 @@ class Faults(TorchFunctionMode):
     def __enter__(self) -> Self:
         for name in _ENGINE_CALLS:
             self._patch(NumbaRows if name == "__init__" else RowSet, name)
-        if self._has_metrics:
-            self._patch(Cell, "add")
+        self._patch(Cell, "add")
         for name in ("_end_with_backward", "_lookup_node"):
             self._patch(kernel_hooks, name)
         self._patches.enter_context(_patched(kernel_hooks, "_logger", _Messages(self._failing(_ignore))))
@@ -275,7 +271,7 @@ class Training:
 
     def _fail_to_read(self, number: int) -> None:
         """Let a read fail at one of its points."""
-        with Faults(number % 50, has_metrics=False) as faults, suppress(MemoryError):
+        with Faults(number % 50) as faults, suppress(MemoryError):
             self.copy.read(faults)
 
 
