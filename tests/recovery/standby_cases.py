@@ -647,13 +647,20 @@ def believed_failed(rank: int, world_size: int, path: str, spec: dict[str, Any])
 @contextmanager
 def _cut_off_after_the_commit() -> Iterator[None]:
     """Context manager in which no publisher learns that its entry was created."""
-    create, fault = Storage.create, StorageError("file:///gone", "the network is gone")
+    create, read, fault = Storage.create, Storage.read, StorageError("file:///gone", "the network is gone")
+    sent: list[str] = []
 
     def created(storage: Storage, name: str, data: Any) -> bool:
         create(storage, name, data)
+        sent.append(name)
         raise fault
 
-    with mock.patch.object(Storage, "create", created), mock.patch.object(Storage, "read", side_effect=fault):
+    def seen(storage: Storage, name: str, **options: Any) -> Any:
+        if sent:
+            raise fault
+        return read(storage, name, **options)
+
+    with mock.patch.object(Storage, "create", created), mock.patch.object(Storage, "read", seen):
         yield
 
 

@@ -142,7 +142,7 @@ def test_other_serving_streams_than_those_of_the_trainer_are_refused(two_ranks: 
 def test_a_version_that_was_believed_to_have_failed_is_part_of_the_history(two_ranks: RankPool, tmp_path: Path) -> None:
     found = two_ranks.run(f"{_CASES}:believed_failed", path=str(tmp_path), spec=spec(2))
     assert [{message.partition(":")[0] for message in messages} for messages in found] == [
-        {"StorageError"},
+        {"UnknownOutcomeError"},
         {"PublishError"},
     ]
 

@@ -93,7 +93,7 @@ def test_no_operation_lists_a_log_with_a_pointer_whatever_its_length(
     cursor.place = Place(head.stream, head.link)
     assert cursor.next() == claim.head
     assert storage.num_lists == 0
-    assert storage.num_reads < 60
+    assert storage.num_reads < 200
 
 
 def test_a_log_without_a_pointer_is_listed(tmp_path: Path) -> None:
