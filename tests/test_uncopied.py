@@ -43,6 +43,7 @@ def test_the_error_names_the_class_and_what_to_do(kind: type, copies: Callable[[
         assert isinstance(caught.value, TypeError), "frameworks expect the error that pickle raises for a lock"
 
 
+@pytest.mark.advice("UncopyableError: Uncopied.__reduce_ex__")
 def test_states_can_be_saved_instead(tmp_path: Path) -> None:
     with ModelDeltaTracker(_model()) as tracker, Publisher(tracker, tmp_path / "stream") as publisher:
         publisher.snapshot()

@@ -44,7 +44,7 @@ def _is_served(job: Job) -> bool:
         return job.is_served_by(model, predictor.version)
 
 
-@pytest.mark.advice("FencedError: Claim._checked Exchange.gather ServingStreams.claim")
+@pytest.mark.advice("FencedError: Claim._fence Exchange.gather ServingStreams.claim")
 def test_a_fenced_publisher_is_built_again(tmp_path: Path) -> None:
     job = Job(tmp_path)
     with Publisher(ModelDeltaTracker(small_model()), job.url):
@@ -74,7 +74,7 @@ def test_a_directory_is_mounted_again_or_its_url_claimed(tmp_path: Path, way: st
     assert _is_served(job)
 
 
-@pytest.mark.advice("NameConflictError: Storage.create StreamLog.claim Claim._checked")
+@pytest.mark.advice("NameConflictError: Storage.create StreamLog.claim Claim._checked Claim._claim_again")
 @pytest.mark.parametrize("call", ["publish", "claim"])
 def test_an_object_that_takes_a_name_is_removed(tmp_path: Path, call: str) -> None:
     job = Job(tmp_path)
@@ -124,7 +124,7 @@ class _Altering(Storage):
 
 
 @pytest.mark.advice(
-    "AlteredEntryError: StreamLog._altered Claim.commit", "StorageError: StreamLog._altered StreamLog._create"
+    "AlteredEntryError: StreamLog._altered Claim._attempt", "StorageError: StreamLog._altered StreamLog._create"
 )
 def test_a_snapshot_follows_an_altered_entry(tmp_path: Path) -> None:
     storage = _Altering("memory://")

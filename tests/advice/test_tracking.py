@@ -68,7 +68,7 @@ def test_a_dropped_consumer_gets_all_rows_and_then_deltas(way: str) -> None:
         assert larger.tracker.get_delta_ids()["0"].tolist() == list(range(20))
 
 
-@pytest.mark.advice("StaleDeltaError: ConsumerPositions._sealed_by")
+@pytest.mark.advice("StaleDeltaError: ConsumerPositions.check_uncommitted")
 def test_a_stale_delta_is_read_again() -> None:
     trained = _Trained()
     trained.train(1, 2)
@@ -189,7 +189,7 @@ def test_a_tracker_attaches_to_a_converted_model(tmp_path: Path, change: str, wa
 
 
 @pytest.mark.advice(
-    "MalformedStateError: parse parse_all take RankHeader.rows _check_states _SavedParts._read _SavedParts.wanted "
+    "MalformedStateError: parse parse_all take RankHeader.rows _check_states _SavedParts._read_headers _SavedParts.wanted "
     "_Metric.check_fields _Metric.merge",
     "StateMismatchError: TrackerCheckpoint.plan_load check_tables check_alike CounterSet.check check_saved "
     "Resharding._places _check_states",

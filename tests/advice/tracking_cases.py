@@ -242,7 +242,7 @@ def unsupported(rank: int, world_size: int, kind: str) -> None:
             with ModelDeltaTracker(model, fqns_to_skip=[error.table]) as tracker:
                 assert list(tracker.tables) == ["ec.embedding_bags.u"]
             usual = shard(Spec([Table("t", 20, "row"), Table("u", 20, "row")], bag=True))
-            assert len(find_targets(usual)) == 2
+            assert {"ec.embedding_bags.t", "ec.embedding_bags.u"} <= find_targets(usual).keys()
         return
     made = Kind(prunes=True) if kind == "prunes" else Kind("ebc", optimizer=kind)
     model = build(made)

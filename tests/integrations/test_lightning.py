@@ -241,6 +241,7 @@ def test_a_checkpoint_is_loaded_without_a_trainer(one_rank: RankPool, tmp_path: 
     assert 0 < pending["rows"] < 40
 
 
+@pytest.mark.advice("InvalidArgumentError: check_only_one")
 def test_a_second_callback_of_a_trainer_is_refused() -> None:
     from delta_tracker.integrations.lightning import TrackerCallback  # noqa: PLC0415  optional
     from delta_tracker.integrations.lightning_counters import CountersCallback  # noqa: PLC0415
@@ -250,3 +251,4 @@ def test_a_second_callback_of_a_trainer_is_refused() -> None:
         callbacks = [make(), make()]
         with pytest.raises(InvalidArgumentError, match=r"cannot be used\. Pass one"):
             callbacks[0].setup(Namespace(callbacks=callbacks), torch.nn.Linear(1, 1), "fit")  # type: ignore[attr-defined]
+        callbacks[0].setup(Namespace(callbacks=callbacks[:1]), torch.nn.Linear(1, 1), "fit")  # type: ignore[attr-defined]

@@ -36,7 +36,7 @@ def test_one_rank_publishes_too(one_rank: RankPool, url: str) -> None:
     one_rank.run(f"{_CASES}:equal", url=url, spec={})
 
 
-@pytest.mark.advice("PublishError: declared_states")
+@pytest.mark.advice("PublishError: declared_states Exchange.gather")
 @pytest.mark.promise("lossless")
 @pytest.mark.parametrize(("broken_rank", "operation"), [(0, "put"), (1, "put"), (0, "create")])
 def test_a_failing_rank_loses_nothing(two_ranks: RankPool, url: str, broken_rank: int, operation: str) -> None:
@@ -71,6 +71,7 @@ def test_after_an_entry_that_the_store_altered_a_snapshot_follows(two_ranks: Ran
     assert other.startswith("PublishError: the version was not published: rank 0 failed with AlteredEntryError")
 
 
+@pytest.mark.advice("LostEntryError: Exchange.gather")
 @pytest.mark.parametrize("call", ["publish", "snapshot", "step"])
 def test_after_the_newest_entry_was_deleted_all_ranks_continue_with_a_snapshot(
     two_ranks: RankPool, url: str, call: str

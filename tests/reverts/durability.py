@@ -59,7 +59,7 @@ REVERTS = [
         generator="tests/publisher/test_publisher.py::test_after_an_entry_that_the_store_altered_a_snapshot_follows",
         edits={
             "delta_tracker/publisher/publisher.py": [
-                (" or self._writer.needs_snapshot\n            wants", "\n            wants"),
+                (" or self._writer.needs_snapshot\n                wants", "\n                wants"),
             ],
         },
     ),

@@ -350,6 +350,7 @@ class _LosesAnswersAndReads(_LosesAnswers):
         return super().read(name, **kwargs)
 
 
+@pytest.mark.advice("UnknownOutcomeError: StreamLog._append _read_back")
 def test_a_commit_of_unknown_outcome_is_followed_by_the_next_one() -> None:
     storage = _LosesAnswersAndReads("memory://")
     writer = Writer(storage)
@@ -623,8 +624,9 @@ def test_a_damaged_head_refuses_a_claim_by_name() -> None:
     assert writer.delta([1]).parent == head.link
 
 
-@pytest.mark.advice("StorageError: StreamLog._confirm")
-@pytest.mark.parametrize("kind", ["snapshot", "delta"])
+@pytest.mark.parametrize(
+    "kind", ["snapshot", pytest.param("delta", marks=pytest.mark.advice("LostEntryError: Claim._claim_again"))]
+)
 @pytest.mark.parametrize("num_lost", [1, 2, 3])
 def test_a_log_that_lost_its_newest_entries_continues_with_a_claim_and_a_snapshot(kind: str, num_lost: int) -> None:
     storage = Storage("memory://")
@@ -634,13 +636,11 @@ def test_a_log_that_lost_its_newest_entries_continues_with_a_claim_and_a_snapsho
     for version in range(3 - num_lost, 3):
         storage.delete(entry_name(version))
     if kind == "delta":
-        for _ in range(2):
-            with pytest.raises(LostEntryError, match=r"log/00000000000000000002\.json") as caught:
-                writer.delta([1])
-            storage.delete(entry_name(3))  # this claim, too
-            lost = writer.claim.head
-            assert parse_manifest(entry_name(lost.version), caught.value.claim.encode()) == lost
-            break
+        with pytest.raises(LostEntryError, match=r"log/00000000000000000002\.json") as caught:
+            writer.delta([1])
+        storage.delete(entry_name(3))  # this claim, too
+        lost = writer.claim.head
+        assert parse_manifest(entry_name(lost.version), caught.value.claim.encode()) == lost
     snapshot = writer.snapshot()
     claim = StreamLog(storage).read(snapshot.version - 1)
     assert (claim.kind, claim.parent, snapshot.parent) == ("claim", lost.link, claim.link)

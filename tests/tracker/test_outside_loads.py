@@ -13,6 +13,7 @@ _CASES = "tests.tracker.outside_loads_cases"
 _FINE = "nothing was raised"
 
 
+@pytest.mark.advice("PartialStateError: _SavedParts.loaded")
 @pytest.mark.parametrize("kind", ["tracker", "counters"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_planner_that_skips_tensors_is_found_out(
