@@ -68,7 +68,7 @@ _ALTERATIONS = 3  # consecutive altered claims that are created; each stays in t
 _REFUSALS = 5  # attempts at one name that the store refuses, although its listing does not show the name
 _MAX_REFUSED = 16  # malformed entries that are remembered
 MAX_ENTRY_BYTES = 64 << 20  # a manifest has about 300 bytes per rank and table
-_LOOK_AHEAD = 8  # names above a new entry that are looked for in a directory, which can only be listed as a whole
+_LOOK_AHEAD = 4  # names above a new entry that are looked for in a directory, which can only be listed as a whole
 _MAX_GUARDS = 32  # consecutive claims, and entries before them, that are read to find another entry
 _PROBE_SECONDS = 10.0  # after which a reader over http asks for an entry that the pointer does not show
 _DOUBT_SECONDS = 10.0  # between two reads of an entry past the caches
@@ -374,7 +374,7 @@ class StreamLog:
 
         The next names must be free, and the next one never have been used. Retention deletes in ascending order, except
         that it keeps each claim and the entry before it. So if any other entry at or below ``entry`` is still there,
-        nothing above it was deleted, except by other programs, which may have deleted up to seven entries above it. A
+        nothing above it was deleted, except by other programs, which may have deleted up to three entries above it. A
         power loss can undo some deletions of a pass that was interrupted. Its announcement remains, so
         the result is False while there is one.
 
