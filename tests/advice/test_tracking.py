@@ -189,7 +189,8 @@ def test_a_tracker_attaches_to_a_converted_model(tmp_path: Path, change: str, wa
 
 
 @pytest.mark.advice(
-    "MalformedStateError: parse parse_all take RankHeader.rows _check_states _SavedParts._read_headers _SavedParts.wanted "
+    "MalformedStateError: parse parse_all take RankHeader.rows _check_states "
+    "_SavedParts._read_headers _SavedParts.wanted "
     "_Metric.check_fields _Metric.merge",
     "StateMismatchError: TrackerCheckpoint.plan_load check_tables check_alike CounterSet.check check_saved "
     "Resharding._places _check_states",
