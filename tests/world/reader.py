@@ -1,0 +1,93 @@
+"""Predictors of a world, and the versions that each may serve."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from delta_tracker import Canary, Gate, Predictor
+from tests.world.stores import Store
+from tests.world.trainer import Model, empty_model
+
+_ORDERS = ((0,), (0, 1), (1, 0), (0, 1), (1, 0), (1,), (0, 1, 2), (2, 0), (1, 2))
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How a predictor is built.
+
+    Args:
+        stores: the stores, in the order of their urls.
+        canary: versions of the distance, None for no canary.
+        has_gate: True for a gate.
+        follows_pins: True to follow pins.
+        cache: directory of the host cache, None for none.
+    """
+
+    stores: tuple[Store, ...]
+    canary: int | None
+    has_gate: bool
+    follows_pins: bool
+    cache: Path | None
+
+    @classmethod
+    def of(cls, who: int, choice: int, stores: list[Store], cache: Path) -> Settings:
+        order = _ORDERS[(choice + who) % len(_ORDERS)]
+        kind = choice // len(_ORDERS) % 8  # 0 and 1 follow pins, 2 is a canary, 3 has a gate, the others have neither
+        return cls(
+            stores=tuple(stores[index] for index in order),
+            canary=1 + choice % 2 if kind == 2 else None,
+            has_gate=kind == 3,
+            follows_pins=kind in (0, 1),
+            cache=cache if choice % 7 == 0 else None,
+        )
+
+
+@dataclass
+class Reader:
+    """A predictor, its model, and what it may do next.
+
+    Attributes:
+        floor: order of the stream and version below which it may not go; None before the first version.
+        own: version of its own rollback, None without one.
+        num_orders: number of pins and releases that were written before its own rollback.
+        is_free: True if its own release may have ended a pin.
+        may_serve_held: True if an accepted version or a rollback has led past the gate.
+    """
+
+    name: str
+    settings: Settings
+    model: Model = field(default_factory=empty_model)
+    floor: tuple[int, int] | None = None
+    own: int | None = None
+    num_orders: int = 0
+    is_free: bool = False
+    may_serve_held: bool = False
+
+    def __post_init__(self) -> None:
+        settings = self.settings
+        self.predictor = Predictor(
+            self.model,
+            [store.url for store in settings.stores],
+            gate=Gate() if settings.has_gate else None,
+            canary=None if settings.canary is None else Canary(versions=settings.canary),
+            follows_pins=settings.follows_pins,
+            cache=settings.cache,
+        )
+
+    def restarted(self, *, keeps: bool) -> Reader:
+        """Return the reader after a restart of its process, with its saved tables and position or with nothing."""
+        state, tables = self.predictor.state_dict(), self.model.copy()
+        after = Reader(self.name, self.settings)
+        if keeps and state:
+            after.predictor.load_state_dict(state)
+            after.model.assign(tables)
+            after.floor, after.may_serve_held = self.floor, self.may_serve_held
+        return after
+
+    def describe(self) -> str:
+        settings = self.settings
+        words = [self.name, "[" + ", ".join(store.path.name for store in settings.stores) + "]"]
+        words += [f"canary={settings.canary}"] if settings.canary else []
+        words += [name for name in ("has_gate", "follows_pins") if getattr(settings, name)]
+        return " ".join(words)

@@ -1,0 +1,177 @@
+"""Stores of a world: directories that fail, vanish, and lose or damage objects, by changes of the file system only."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.world.clock import CLOCK
+
+_FOLDERS = ("log", "parts", "merged", "control", "drafts", "probe")
+_AWAY = ".away"
+_DAMAGES = ("missing", "page", "empty", "cut", "folder")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Entry of a log, or a merged entry, whose objects are there.
+
+    Args:
+        stream: id of the stream.
+        first: first version that it covers.
+        version: last version that it covers.
+        kind: ``claim``, ``snapshot`` or ``delta``.
+        is_merged: True for a merged entry.
+        forked_from: id of the former stream, for the claim of a promotion.
+    """
+
+    stream: str
+    first: int
+    version: int
+    kind: str
+    is_merged: bool
+    forked_from: str | None
+
+
+@dataclass
+class Store:
+    """Directory with a stream.
+
+    Attributes:
+        is_failing: True while every request fails.
+        is_unmounted: True while the directory is missing.
+        is_lost: True if it fails for ever.
+    """
+
+    path: Path
+    is_failing: bool = False
+    is_unmounted: bool = False
+    is_lost: bool = False
+    _damaged: list[tuple[Path, Path]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.path.mkdir()
+
+    @property
+    def url(self) -> str:
+        return self.path.as_uri()
+
+    @property
+    def is_healthy(self) -> bool:
+        return not (self.is_failing or self.is_unmounted or self._damaged)
+
+    @property
+    def is_damaged(self) -> bool:
+        return bool(self._damaged)
+
+    def fail(self) -> None:
+        """Let every request fail: each folder becomes a link to itself."""
+        if self.is_failing or self.is_unmounted:
+            return
+        self.is_failing = True
+        for name in _FOLDERS:
+            folder = self.path / name
+            if folder.exists():
+                folder.rename(folder.with_name(name + _AWAY))
+            folder.symlink_to(name)
+
+    def unmount(self) -> None:
+        """Remove the directory, as if its volume were not mounted."""
+        if not self.is_failing and not self.is_unmounted:
+            self.path.rename(self.path.with_name(self.path.name + _AWAY))
+            self.is_unmounted = True
+
+    def damage(self, choice: int) -> None:
+        """Damage an object, except the two newest entries."""
+        if self.is_failing or self.is_unmounted:
+            return
+        entries = sorted((self.path / "log").glob("*.json"))[:-2]
+        others = [path for name in ("merged", "parts") for path in sorted((self.path / name).glob("*"))]
+        files = [path for path in (*entries, *others) if path.is_file()]
+        if not files:
+            return
+        how, path = _DAMAGES[choice % len(_DAMAGES)], files[-1 - (choice // len(_DAMAGES)) % len(files)]
+        kept = self.path / f"kept-{len(self._damaged)}"
+        path.rename(kept)
+        self._damaged.append((path, kept))
+        if how == "page":
+            path.write_bytes(b"<html><body>Please log in</body></html>")
+        elif how == "empty":
+            path.write_bytes(b"")
+        elif how == "cut":
+            path.write_bytes(kept.read_bytes()[:-7])
+        elif how == "folder":
+            path.mkdir()
+
+    def repair(self) -> None:
+        """End all faults, except a loss."""
+        if self.is_lost:
+            return
+        if self.is_unmounted:
+            self.path.with_name(self.path.name + _AWAY).rename(self.path)
+            self.is_unmounted = False
+        if self.is_failing:
+            for name in _FOLDERS:
+                folder = self.path / name
+                folder.unlink()
+                away = folder.with_name(name + _AWAY)
+                if away.exists():
+                    away.rename(folder)
+            self.is_failing = False
+        for path, kept in reversed(self._damaged):
+            if path.is_dir():
+                path.rmdir()
+            kept.replace(path)
+        self._damaged.clear()
+
+    def lose(self) -> None:
+        self.repair()
+        self.fail()
+        self.is_lost = True
+
+    def clear(self) -> None:
+        """Delete everything."""
+        for path in list(self.path.iterdir()):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def date(self) -> None:
+        """Date the files that the system has dated at the world's time."""
+        if self.is_unmounted:
+            return
+        for folder, _, names in os.walk(self.path):
+            for name in names:
+                path = os.path.join(folder, name)  # noqa: PTH118  called often
+                status = os.lstat(path)
+                if CLOCK.is_real(status.st_mtime):
+                    os.utime(path, (CLOCK.now, CLOCK.now), follow_symlinks=False)
+
+    def entries(self) -> list[Entry]:
+        """Return the entries whose objects are there, by their versions."""
+        return [each for each in self._entries() if each is not None]
+
+    def has_log(self) -> bool:
+        return any((self.path / "log").glob("*.json"))
+
+    def _entries(self) -> Iterator[Entry | None]:
+        for folder in ("log", "merged"):
+            for path in sorted((self.path / folder).glob("*.json")):
+                yield self._entry(json.loads(path.read_bytes()), is_merged=folder == "merged")
+
+    def _entry(self, fields: dict[str, Any], *, is_merged: bool) -> Entry | None:
+        for part in fields["parts"]:
+            path = self.path / part["name"]
+            if not path.is_file() or path.stat().st_size != part["num_bytes"]:
+                return None
+        parent, fork = fields["parent"], fields.get("forked_from")
+        first = fields["version"] if not is_merged else 0 if parent is None else parent["version"] + 1
+        former = None if fork is None else fork["stream"]
+        return Entry(fields["stream"], first, fields["version"], fields["kind"], is_merged, former)
+
+    def orders(self) -> list[dict[str, Any]]:
+        """Return the pins and releases, the oldest first."""
+        return [json.loads(path.read_bytes()) for path in sorted((self.path / "control" / "pins").glob("*.json"))]

@@ -1,0 +1,113 @@
+"""Schedules: what happens in a world, generated from a seed before the run.
+
+An operation is a kind and two numbers. The world maps the numbers to what exists when the operation runs, and an
+operation that cannot apply does nothing. So a schedule stays valid if operations are removed from it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+# Weight of each kind of operation.
+WEIGHTS = {
+    "train": 4,
+    "publish": 14,
+    "snapshot": 4,
+    "restart_trainer": 2,
+    "spoil": 1,
+    "mirror": 7,
+    "compact": 2,
+    "retain": 3,
+    "pin": 1,
+    "release_pin": 1,
+    "join": 4,
+    "sync": 18,
+    "restart": 5,
+    "roll_back": 1,
+    "release": 1,
+    "accept": 1,
+    "damage": 2,
+    "fail": 2,
+    "unmount": 1,
+    "repair": 3,
+    "advance": 7,
+    "lose": 1,
+    "promote": 3,
+}
+# Sequences that are rare among independent operations.
+_EPISODES = (
+    ("mirror", "publish", "sync", "sync", "lose", "promote", "snapshot", "publish"),
+    ("publish", "mirror", "lose", "promote", "publish", "sync"),
+    ("mirror", "publish", "publish", "sync", "restart", "sync"),
+    ("snapshot", "advance", "publish", "retain", "mirror", "fail", "sync", "sync", "repair"),
+    ("publish", "pin", "advance", "sync", "snapshot", "release_pin", "advance", "sync"),
+    ("fail", "sync", "sync", "publish", "repair", "sync"),
+    ("publish", "publish", "compact", "join", "sync"),
+    ("spoil", "publish", "sync", "restart_trainer", "snapshot"),
+)
+_LEAST, _MOST = 12, 60
+
+
+class Operation(NamedTuple):
+    """One operation. ``who`` selects a store or a predictor, and ``choice`` the rest."""
+
+    kind: str
+    who: int
+    choice: int
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Description of a run, which is a pure function of it.
+
+    Args:
+        seed: seed of the weights, the ids that are trained, and the jitter of the library.
+        states: True to publish the states of the optimizer, so that trainers can be restored.
+        encoding: name of the encoding of all tables, None for their own dtype.
+        skips_unchanged: True to leave unchanged rows out of versions.
+        operations: what happens.
+    """
+
+    seed: int
+    states: bool
+    encoding: str | None
+    skips_unchanged: bool
+    operations: tuple[Operation, ...]
+
+    def with_operations(self, operations: Sequence[Operation]) -> Schedule:
+        return replace(self, operations=tuple(operations))
+
+    def to_json(self) -> str:
+        fields = {name: getattr(self, name) for name in ("seed", "states", "encoding", "skips_unchanged")}
+        return json.dumps({**fields, "operations": [" ".join(map(str, each)) for each in self.operations]})
+
+    @classmethod
+    def from_json(cls, text: str) -> Schedule:
+        fields = json.loads(text)
+        words = [each.split() for each in fields.pop("operations")]
+        return cls(operations=tuple(Operation(kind, int(who), int(choice)) for kind, who, choice in words), **fields)
+
+
+def generate(seed: int) -> Schedule:
+    """Return the schedule of a seed."""
+    chance = random.Random(seed)
+    states = chance.random() < 0.5
+    weights = {kind: weight * chance.choice([0.3, 1.0, 1.0, 2.0]) for kind, weight in WEIGHTS.items()}
+    kinds = ["join", "publish", "join"]
+    count = chance.randrange(_LEAST, _MOST)
+    while len(kinds) < count:
+        if chance.random() < 0.07:
+            kinds.extend(chance.choice(_EPISODES))
+        else:
+            kinds.extend(chance.choices(list(weights), list(weights.values())))
+    return Schedule(
+        seed=seed,
+        states=states,
+        encoding=None if states else chance.choice([None, None, "F16", "INT8"]),
+        skips_unchanged=chance.random() < 0.2,
+        operations=tuple(Operation(kind, chance.randrange(4), chance.randrange(1000)) for kind in kinds),
+    )
