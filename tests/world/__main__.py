@@ -18,7 +18,7 @@ clock.install()
 
 from tests.world.shrink import shrink  # noqa: E402
 from tests.world.values import Schedule, generate  # noqa: E402
-from tests.world.world import Finding, run  # noqa: E402
+from tests.world.world import run  # noqa: E402
 
 
 def main() -> int:
@@ -32,9 +32,7 @@ def main() -> int:
     arguments = parser.parse_args()
     logging.disable(logging.CRITICAL)
     if arguments.replay is not None:
-        found = run(Schedule.from_json(arguments.replay.read_text()), print)
-        print(found)
-        return int(found is not None)
+        return int(bool(run(Schedule.from_json(arguments.replay.read_text()), print)))
     return _sweep(arguments)
 
 
@@ -44,21 +42,16 @@ def _sweep(arguments: argparse.Namespace) -> int:
         if _now() - began > 60 * arguments.minutes:
             break
         schedule = generate(seed)
-        found = run(schedule)
         count += 1
-        if found is None:
-            continue
-        rules[found.rule] += 1
-        print(f"seed {seed}, schedule {count}, {_now() - began:.0f} s: {found}", flush=True)
-        if rules[found.rule] <= arguments.shrinks:
-            small = shrink(schedule, lambda each, rule=found.rule: _rule(run(each)) == rule)
-            print(f"minimised: {run(small)}\n{small.to_json()}", flush=True)
+        first = {each.rule: each for each in reversed(run(schedule))}
+        for rule, found in first.items():
+            rules[rule] += 1
+            print(f"seed {seed}, schedule {count}, {_now() - began:.0f} s: {found}", flush=True)
+            if rules[rule] <= arguments.shrinks:
+                small = shrink(schedule, lambda each, rule=rule: any(found.rule == rule for found in run(each)))
+                print(f"minimised: {run(small)}\n{small.to_json()}", flush=True)
     print(json.dumps({"schedules": count, "minutes": round((_now() - began) / 60, 2), "findings": rules}))
     return int(bool(rules))
-
-
-def _rule(found: Finding | None) -> str | None:
-    return None if found is None else found.rule
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from delta_tracker import Canary, Gate, Predictor
@@ -75,10 +75,16 @@ class Reader:
             cache=settings.cache,
         )
 
-    def restarted(self, *, keeps: bool) -> Reader:
-        """Return the reader after a restart of its process, with its saved tables and position or with nothing."""
+    def restarted(self, *, keeps: bool, turns: bool) -> Reader:
+        """Return the reader after a restart of its process.
+
+        Args:
+            keeps: True to load the saved tables and position, False to start from nothing.
+            turns: True to reverse the order of the urls.
+        """
         state, tables = self.predictor.state_dict(), self.model.copy()
-        after = Reader(self.name, self.settings)
+        stores = self.settings.stores[::-1] if turns else self.settings.stores
+        after = Reader(self.name, replace(self.settings, stores=stores))
         if keeps and state:
             after.predictor.load_state_dict(state)
             after.model.assign(tables)

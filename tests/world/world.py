@@ -12,6 +12,7 @@ import contextlib
 import io
 import json
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ from tests.world.values import Operation, Schedule
 _MOST_READERS = 5
 _ROUNDS, _ROUND_SECONDS = 90, 15.0  # longer than all pauses of a reader together
 _SECONDS = (1.0, 6.0, 12.0, 35.0, 120.0, 700.0)
-_FOLDER = "/dev/shm" if Path("/dev/shm").is_dir() else None  # noqa: S108  faster than a disk
+_FOLDER = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +57,8 @@ class RuleError(Exception):
         self.rule, self.text = rule, text
 
 
-def run(schedule: Schedule, say: Callable[[str], None] = lambda _: None) -> Finding | None:
-    """Run a schedule; return the first rule that does not hold, None if all do.
+def run(schedule: Schedule, say: Callable[[str], None] = lambda _: None) -> list[Finding]:
+    """Run a schedule; return the rules that do not hold. A predictor is removed after its first one.
 
     Args:
         schedule: what happens.
@@ -65,21 +66,18 @@ def run(schedule: Schedule, say: Callable[[str], None] = lambda _: None) -> Find
     """
     with tempfile.TemporaryDirectory(dir=_FOLDER, prefix="world-") as folder:
         world = World(Path(folder), schedule, say)
-        number = 0
         try:
-            for number, operation in enumerate(schedule.operations):  # noqa: B007  used after the loop
+            for operation in schedule.operations:
                 world.apply(operation)
-            number = len(schedule.operations)
             world.finish()
         except RuleError as error:
-            return Finding(error.rule, error.text, number)
-        except DeltaTrackerError:
-            raise
-        except Exception as error:  # noqa: BLE001  a public call must raise the library's errors
-            return Finding("untyped", f"{type(error).__name__}: {error}", number)
+            world.found(error.rule, error.text)
+        except Exception as error:  # noqa: BLE001  an operation expects the errors of the library
+            frames = traceback.extract_tb(error.__traceback__)
+            world.found("unexpected error", f"{type(error).__name__}: {error} at {frames[-1].name} {frames[-1].lineno}")
         finally:
             world.trainer.discard()
-    return None
+    return world.findings
 
 
 class World:
@@ -103,15 +101,22 @@ class World:
         self._head: tuple[str, int] | None = None  # newest entry of the trainer's stream
         self._orders: list[dict[str, Any]] = []
         self._readers: list[Reader] = []
-        self._num_joined = 0
+        self._num_joined = self._num_done = 0
+        self.findings: list[Finding] = []
         self.trainer = Trainer(schedule, schedule.seed)
+
+    def found(self, rule: str, text: str) -> None:
+        """Keep that a rule does not hold."""
+        self.findings.append(Finding(rule, text, self._num_done))
+        self._say(f"FOUND {rule}: {text}")
 
     def apply(self, operation: Operation) -> None:
         """Run one operation. An operation that cannot apply does nothing."""
         said = getattr(self, f"_{operation.kind}")(operation.who, operation.choice)
         for store in self._stores:
             store.date()
-        self._say(f"{' '.join(map(str, operation))}: {said or 'nothing'}")
+        self._say(f"{self._num_done} {' '.join(map(str, operation))}: {said or 'nothing'}")
+        self._num_done += 1
 
     # The trainer
 
@@ -133,6 +138,8 @@ class World:
     def _commit(self, call: str) -> Exception | str:
         """Publish a version and keep its copy. Return the error, or what was published."""
         trainer = self.trainer
+        if self._primary.is_unmounted and trainer.publisher is None:
+            return "unmounted"  # a publisher that starts would create the directory
         try:
             if trainer.publisher is None:
                 self._claimed(trainer.open(self._primary.url).version)
@@ -286,10 +293,11 @@ class World:
         reader = self._reader(who)
         if reader is None:
             return None
-        keeps = choice % 3 != 0
+        keeps, turns = choice % 3 != 0, choice % 5 == 0
+        index = self._readers.index(reader)
         with self._answers() as errors:
-            self._readers[self._readers.index(reader)] = reader.restarted(keeps=keeps)
-        return f"{reader.name} {'with' if keeps else 'without'} its state {errors or ''}"
+            self._readers[index] = reader.restarted(keeps=keeps, turns=turns)
+        return f"{self._readers[index].describe()} {'with' if keeps else 'without'} its state {errors or ''}"
 
     def _sync(self, who: int, choice: int) -> str | None:
         reader = self._reader(who)
@@ -347,7 +355,14 @@ class World:
     # Rules
 
     def _check(self, reader: Reader) -> None:
-        """Check a predictor after a call."""
+        """Check a predictor after a call, and remove it if a rule does not hold."""
+        try:
+            self._check_rules(reader)
+        except RuleError as error:
+            self._readers.remove(reader)
+            self.found(error.rule, error.text)
+
+    def _check_rules(self, reader: Reader) -> None:
         version, stream = reader.predictor.version, reader.predictor.status().stream
         if version is None or stream is None:
             if reader.floor is not None:
@@ -395,7 +410,7 @@ class World:
                 self._mirror_last(store)
         for store in self._stores:
             store.date()
-        for reader in self._readers:
+        for reader in list(self._readers):
             if is_clean or not reader.settings.has_gate:
                 self._wait(reader)
 
@@ -433,15 +448,15 @@ class World:
         targets = self._targets(reader)
         said = ""
         for _ in range(_ROUNDS):
-            if targets is None or self._whole(reader) in targets:
+            if targets is None or self._whole(reader) in targets or reader not in self._readers:
                 break
             said = self._synced(reader)
             CLOCK.advance(_ROUND_SECONDS)
         self._say(f"{reader.describe()} ends at {reader.floor} of {targets}: {said}")
-        if targets is not None and self._whole(reader) not in targets:
+        if targets is not None and self._whole(reader) not in targets and reader in self._readers:
             is_former = reader.floor is not None and reader.floor < (max(targets)[0], -1)
             rule = "behind a promotion" if is_former else "behind"
-            raise RuleError(rule, f"{reader.describe()} at {reader.floor} instead of {sorted(targets)}: {said}")
+            self.found(rule, f"{reader.describe()} at {reader.floor} instead of {sorted(targets)}: {said}")
 
     def _whole(self, reader: Reader) -> tuple[int, int] | None:
         """Return the stream and version of a predictor, without the claims that change no row."""
