@@ -33,7 +33,7 @@ class Settings:
     @classmethod
     def of(cls, who: int, choice: int, stores: list[Store], cache: Path) -> Settings:
         order = _ORDERS[(choice + who) % len(_ORDERS)]
-        kind = choice // len(_ORDERS) % 8  # 0 and 1 follow pins, 2 is a canary, 3 has a gate, the others have neither
+        kind = choice // len(_ORDERS) % 6  # 0 and 1 follow pins, 2 is a canary, 3 has a gate, the others have neither
         return cls(
             stores=tuple(stores[index] for index in order),
             canary=1 + choice % 2 if kind == 2 else None,
@@ -53,6 +53,7 @@ class Reader:
         num_orders: number of pins and releases that were written before its own rollback.
         is_free: True if its own release may have ended a pin.
         may_serve_held: True if an accepted version or a rollback has led past the gate.
+        is_restored: True from a restart with a saved position until the version changes.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Reader:
     num_orders: int = 0
     is_free: bool = False
     may_serve_held: bool = False
+    is_restored: bool = False
 
     def __post_init__(self) -> None:
         settings = self.settings
@@ -88,6 +90,7 @@ class Reader:
         if keeps and state:
             after.predictor.load_state_dict(state)
             after.model.assign(tables)
+            after.is_restored = True
             after.floor, after.may_serve_held = self.floor, self.may_serve_held
         return after
 

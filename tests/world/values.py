@@ -22,18 +22,18 @@ WEIGHTS = {
     "mirror": 7,
     "compact": 2,
     "retain": 3,
-    "pin": 1,
+    "pin": 2,
     "release_pin": 1,
     "join": 4,
     "sync": 18,
     "restart": 5,
-    "roll_back": 1,
-    "release": 1,
+    "roll_back": 2,
+    "release": 2,
     "accept": 1,
     "damage": 2,
     "fail": 2,
     "unmount": 1,
-    "repair": 3,
+    "repair": 5,
     "advance": 7,
     "lose": 1,
     "promote": 3,
@@ -42,7 +42,7 @@ WEIGHTS = {
 _EPISODES = (
     ("mirror", "publish", "sync", "sync", "lose", "promote", "snapshot", "publish"),
     ("publish", "mirror", "lose", "promote", "publish", "sync"),
-    ("mirror", "publish", "publish", "sync", "restart", "sync"),
+    ("publish", "mirror", "publish", "publish", "sync", "sync", "restart", "restart", "sync", "sync"),
     ("snapshot", "advance", "publish", "retain", "mirror", "fail", "sync", "sync", "repair"),
     ("publish", "pin", "advance", "sync", "snapshot", "release_pin", "advance", "sync"),
     ("fail", "sync", "sync", "publish", "repair", "sync"),
@@ -97,13 +97,15 @@ def generate(seed: int) -> Schedule:
     chance = random.Random(seed)
     states = chance.random() < 0.5
     weights = {kind: weight * chance.choice([0.3, 1.0, 1.0, 2.0]) for kind, weight in WEIGHTS.items()}
-    kinds = ["join", "publish", "join"]
+    kinds = chance.choice([["publish", "mirror", "join", "join"], ["join", "publish", "join"]])
     count = chance.randrange(_LEAST, _MOST)
     while len(kinds) < count:
         if chance.random() < 0.07:
             kinds.extend(chance.choice(_EPISODES))
         else:
             kinds.extend(chance.choices(list(weights), list(weights.values())))
+        if kinds[-1] == "lose" and chance.random() < 0.7:  # the trainer can do nothing else
+            kinds.append("promote")
     return Schedule(
         seed=seed,
         states=states,

@@ -266,7 +266,8 @@ class World:
         self._stores[who % 3].unmount()
 
     def _repair(self, who: int, choice: int) -> None:
-        self._stores[who % 3].repair()
+        for store in self._stores if choice % 2 else [self._stores[who % 3]]:
+            store.repair()
 
     def _lose(self, who: int, choice: int) -> str | None:
         if all(store is self._primary or store.is_lost for store in self._stores):
@@ -293,7 +294,7 @@ class World:
         reader = self._reader(who)
         if reader is None:
             return None
-        keeps, turns = choice % 3 != 0, choice % 5 == 0
+        keeps, turns = choice % 3 != 0, choice % 2 == 0
         index = self._readers.index(reader)
         with self._answers() as errors:
             self._readers[index] = reader.restarted(keeps=keeps, turns=turns)
@@ -379,8 +380,11 @@ class World:
             raise RuleError("gate", f"{reader.describe()} serves the NaN of version {version}")
         key = self._streams.index(stream), version
         if reader.floor is not None and key < reader.floor and not self._is_pinned_to(reader, stream, version):
-            raise RuleError("backwards", f"{reader.describe()} from {reader.floor} to {key} without an order")
+            is_first = reader.is_restored and len(reader.settings.stores) > 1
+            rule = "backwards after a restart" if is_first else "backwards"
+            raise RuleError(rule, f"{reader.describe()} from {reader.floor} to {key} without an order")
         self._check_bounds(reader, stream, version)
+        reader.is_restored = reader.is_restored and key == reader.floor
         reader.floor = key
 
     def _is_pinned_to(self, reader: Reader, stream: str, version: int) -> bool:
@@ -455,7 +459,8 @@ class World:
         self._say(f"{reader.describe()} ends at {reader.floor} of {targets}: {said}")
         if targets is not None and self._whole(reader) not in targets and reader in self._readers:
             is_former = reader.floor is not None and reader.floor < (max(targets)[0], -1)
-            rule = "behind a promotion" if is_former else "behind"
+            is_elsewhere = "StreamReplacedError" in said and len(reader.settings.stores) > 1
+            rule = "behind a promotion" if is_former else "behind at a mirror" if is_elsewhere else "behind"
             self.found(rule, f"{reader.describe()} at {reader.floor} instead of {sorted(targets)}: {said}")
 
     def _whole(self, reader: Reader) -> tuple[int, int] | None:
