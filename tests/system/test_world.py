@@ -1,0 +1,69 @@
+"""A black-box world: random histories of a trainer, stores, mirrors and predictors, with slow references."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.sweeps import SWEEPS_ARE_WHOLE
+from tests.world.shrink import shrink
+from tests.world.values import WEIGHTS, Operation, Schedule, generate
+
+_ROOT = Path(__file__).parents[2]
+
+
+def run_worlds(*arguments: str) -> dict[str, Any]:
+    """Run worlds in a new process, because their clock must be installed before the library is imported."""
+    done = subprocess.run(  # noqa: PLW1510  checked below
+        [sys.executable, "-W", "ignore", "-m", "tests.world", *arguments],
+        cwd=_ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=1700,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.promise("equal")
+@pytest.mark.timeout(1800)
+def test_random_worlds_break_no_rule_but_the_known_ones() -> None:
+    count = 400 if SWEEPS_ARE_WHOLE else 12
+    seen = run_worlds("--known", "--shrinks", "0", "--seeds", str(count))
+    assert seen["schedules"] == count
+    assert seen["known_but_not_found"] == []
+
+
+def test_a_schedule_is_its_text() -> None:
+    for seed in range(20):
+        schedule = generate(seed)
+        assert schedule == generate(seed)
+        assert Schedule.from_json(schedule.to_json()) == schedule
+
+
+def test_every_kind_of_operation_is_generated() -> None:
+    kinds = {operation.kind for seed in range(50) for operation in generate(seed).operations}
+    assert kinds == WEIGHTS.keys()
+
+
+def test_a_minimised_schedule_has_only_the_operations_that_are_needed() -> None:
+    schedule = generate(7)
+    needed = [Operation("lose", 1, 5), Operation("promote", 2, 3), Operation("lose", 3, 4)]
+    operations = list(schedule.operations)
+    for number, operation in enumerate(needed):
+        operations.insert(3 + 5 * number, operation)
+
+    def has_all(tried: Schedule) -> bool:
+        rest = iter(tried.operations)
+        return all(any(each.kind == one.kind and each.choice >= one.choice for each in rest) for one in needed)
+
+    small = shrink(schedule.with_operations(operations), has_all)
+    assert [operation.kind for operation in small.operations] == ["lose", "promote", "lose"]
