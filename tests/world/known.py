@@ -44,6 +44,16 @@ KNOWN: dict[str, tuple[str, Schedule]] = {
         "behind at a mirror",
         _schedule("publish 0 0", _JOIN, "sync 0 0", _TURN),
     ),
+    # The source is lost, and its mirror begins above the version of the predictor.
+    "below a mirror of a lost source": (
+        "behind at a lost source",
+        _schedule("publish 0 0", _JOIN, "sync 0 0", "snapshot 0 0", "mirror 0 0", "lose 0 0"),
+    ),
+    # The mirror begins above the pinned version and so never gets the pin. The other url of the predictor has it.
+    "a pin that a mirror cannot copy": (
+        "beyond a pin",
+        _schedule("publish 0 0", "snapshot 0 0", "mirror 0 0", "join 0 2", "pin 0 1"),
+    ),
 }
 """Words for what happens, to the rule that it breaks and a schedule."""
 

@@ -423,19 +423,23 @@ class World:
         CLOCK.advance(1.0)
         if self._primary.is_lost:
             return False
-        has_gate = any(reader.settings.has_gate for reader in self._readers)
         if not self.trainer.is_finite:
             self.trainer.discard()
             self.trainer = Trainer(self._schedule, self._schedule.seed + 1)
-        errors = []
+        needs_snapshot = any(each.settings.has_gate or each.settings.canary for each in self._readers)
+        for call in ["snapshot", "publish", "publish"] if needs_snapshot else ["publish"]:
+            self._commit_last(call)
+        return True
+
+    def _commit_last(self, call: str) -> None:
+        """Publish a version; a call that fails is repeated."""
         for _ in range(3):
-            answer = self._commit("snapshot" if has_gate else "publish")
+            self.trainer.train(1)
+            answer = self._commit(call)
             self._say(f"last version: {answer}")
             if isinstance(answer, str):
-                return True
-            errors.append(answer)
-            self.trainer.train(1)
-        raise RuleError("publisher", f"the last version was not published: {errors[-1]}")
+                return
+        raise RuleError("publisher", f"the last version was not published: {answer}")
 
     def _mirror_last(self, store: Store) -> None:
         """Mirror the primary until nothing is left; a mirror that has diverged is started again, as its error says."""
@@ -458,10 +462,19 @@ class World:
             CLOCK.advance(_ROUND_SECONDS)
         self._say(f"{reader.describe()} ends at {reader.floor} of {targets}: {said}")
         if targets is not None and self._whole(reader) not in targets and reader in self._readers:
-            is_former = reader.floor is not None and reader.floor < (max(targets)[0], -1)
-            is_elsewhere = "StreamReplacedError" in said and len(reader.settings.stores) > 1
-            rule = "behind a promotion" if is_former else "behind at a mirror" if is_elsewhere else "behind"
+            rule = self._cause(reader, max(targets), said)
             self.found(rule, f"{reader.describe()} at {reader.floor} instead of {sorted(targets)}: {said}")
+
+    def _cause(self, reader: Reader, target: tuple[int, int], said: str) -> str:
+        """Return the rule that a predictor breaks which does not reach its target."""
+        stores, floor = reader.settings.stores, reader.floor
+        if floor is not None and floor[0] < target[0]:
+            return "behind a promotion"
+        if any(store.is_lost for store in stores):
+            return "behind at a lost source"
+        if floor is not None and floor > target and len(stores) > 1:
+            return "beyond a pin"
+        return "behind at a mirror" if "StreamReplacedError" in said and len(stores) > 1 else "behind"
 
     def _whole(self, reader: Reader) -> tuple[int, int] | None:
         """Return the stream and version of a predictor, without the claims that change no row."""
@@ -500,16 +513,12 @@ class World:
         self, reader: Reader, stores: list[Store], order: int, found: set[tuple[int, int]]
     ) -> set[tuple[int, int]]:
         """Return the targets of the newest order of all, and of the newest one that the stores have."""
-        visible = max(
-            (each for store in stores for each in store.orders()), key=lambda each: each["counter"], default=None
-        )
+        shown = [each for store in stores for each in store.orders()]
+        visible = max(shown, key=lambda each: each["counter"], default=None)
         newest = [each for each in (visible, *self._orders[-1:]) if each is not None]
-        pinned = {
-            (order, each["version"])
-            for each in newest
-            if (each["kind"], each["stream"]) == ("pin", self._streams[order])
-        }
-        is_certain = len(pinned) == 1 and newest[0]["counter"] == newest[-1]["counter"] and not reader.is_free
+        stream = self._streams[order]
+        pinned = {(order, each["version"]) for each in newest if (each["kind"], each["stream"]) == ("pin", stream)}
+        is_certain = len(pinned) == 1 and visible == newest[-1] and not reader.is_free
         if is_certain and reader.own is None:
             found.clear()
         return pinned
