@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from delta_tracker import Canary, Gate, Predictor
+from tests.predictor.memory_sink import MemorySink, Stored
 from tests.world.stores import Store
-from tests.world.trainer import Model, empty_model
+from tests.world.trainer import NUM_BAGS, NUM_PLAIN, Model, empty_model
 
 _ORDERS = ((0,), (0, 1), (1, 0), (0, 1), (1, 0), (1,), (0, 1, 2), (2, 0), (1, 2))
 
@@ -21,6 +25,7 @@ class Settings:
         canary: versions of the distance, None for no canary.
         has_gate: True for a gate.
         follows_pins: True to follow pins.
+        has_row_store: True to write to a row store instead of a model.
         cache: directory of the host cache, None for none.
     """
 
@@ -28,17 +33,19 @@ class Settings:
     canary: int | None
     has_gate: bool
     follows_pins: bool
+    has_row_store: bool
     cache: Path | None
 
     @classmethod
     def of(cls, who: int, choice: int, stores: list[Store], cache: Path) -> Settings:
         order = _ORDERS[(choice + who) % len(_ORDERS)]
-        kind = choice // len(_ORDERS) % 6  # 0 and 1 follow pins, 2 is a canary, 3 has a gate, the others have neither
+        kind = choice // len(_ORDERS) % 7  # 4 and 5 have nothing
         return cls(
             stores=tuple(stores[index] for index in order),
             canary=1 + choice % 2 if kind == 2 else None,
             has_gate=kind == 3,
             follows_pins=kind in (0, 1),
+            has_row_store=kind == 6,
             cache=cache if choice % 7 == 0 else None,
         )
 
@@ -59,6 +66,7 @@ class Reader:
     name: str
     settings: Settings
     model: Model = field(default_factory=empty_model)
+    rows: Stored = field(default_factory=Stored)
     floor: tuple[int, int] | None = None
     own: int | None = None
     num_orders: int = 0
@@ -69,7 +77,7 @@ class Reader:
     def __post_init__(self) -> None:
         settings = self.settings
         self.predictor = Predictor(
-            self.model,
+            MemorySink(self.rows) if settings.has_row_store else self.model,
             [store.url for store in settings.stores],
             gate=Gate() if settings.has_gate else None,
             canary=None if settings.canary is None else Canary(versions=settings.canary),
@@ -84,19 +92,35 @@ class Reader:
             keeps: True to load the saved tables and position, False to start from nothing.
             turns: True to reverse the order of the urls.
         """
-        state, tables = self.predictor.state_dict(), self.model.copy()
         stores = self.settings.stores[::-1] if turns else self.settings.stores
-        after = Reader(self.name, replace(self.settings, stores=stores))
-        if keeps and state:
-            after.predictor.load_state_dict(state)
-            after.model.assign(tables)
+        settings = replace(self.settings, stores=stores)
+        if self.settings.has_row_store:
+            after = Reader(self.name, settings, rows=self.rows if keeps else Stored())
+        else:
+            after = Reader(self.name, settings)
+            state, tables = self.predictor.state_dict(), self.model.copy()
+            keeps = keeps and bool(state)
+            if keeps:
+                after.predictor.load_state_dict(state)
+                after.model.assign(tables)
+        if keeps:
             after.is_restored = True
             after.floor, after.may_serve_held = self.floor, self.may_serve_held
         return after
+
+    def held(self) -> dict[str, Tensor]:
+        """Return what lookups read."""
+        if not self.settings.has_row_store:
+            return self.model.copy()
+        found = {}
+        for table, name, count in (("bag", "bag.weight", NUM_BAGS), ("plain", "plain.weight", NUM_PLAIN)):
+            keys = [(str(self.rows.current), table, row) for row in range(count)]
+            found[name] = torch.stack([self.rows.rows[key][1] for key in keys])
+        return found
 
     def describe(self) -> str:
         settings = self.settings
         words = [self.name, "[" + ", ".join(store.path.name for store in settings.stores) + "]"]
         words += [f"canary={settings.canary}"] if settings.canary else []
-        words += [name for name in ("has_gate", "follows_pins") if getattr(settings, name)]
+        words += [name for name in ("has_gate", "follows_pins", "has_row_store") if getattr(settings, name)]
         return " ".join(words)

@@ -56,9 +56,10 @@ class Copy:
         return all(bool(tensor.isfinite().all()) for tensor in self.tensors.values())
 
     def difference(self, held: Mapping[str, Tensor], encoding: str | None) -> str | None:
-        """Return which rows of a reader differ from these, None if none do."""
-        for name, tensor in self.tensors.items():
-            is_equal = _is_equal(tensor, held[name], encoding if name in _TABLES else None)
+        """Return which rows of a reader differ from these, None if none do. A row store has no dense tensors."""
+        for name, other in held.items():
+            tensor = self.tensors[name]
+            is_equal = _is_equal(tensor, other, encoding if name in _TABLES else None)
             if not bool(is_equal.all()):
                 rows = (~is_equal).reshape(len(is_equal), -1).any(1).nonzero().flatten().tolist()
                 return f"{name} rows {rows}"

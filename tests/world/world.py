@@ -76,7 +76,7 @@ def run(schedule: Schedule, say: Callable[[str], None] = lambda _: None) -> list
             frames = traceback.extract_tb(error.__traceback__)
             world.found("unexpected error", f"{type(error).__name__}: {error} at {frames[-1].name} {frames[-1].lineno}")
         finally:
-            world.trainer.discard()
+            world.close()
     return world.findings
 
 
@@ -101,9 +101,15 @@ class World:
         self._head: tuple[str, int] | None = None  # newest entry of the trainer's stream
         self._orders: list[dict[str, Any]] = []
         self._readers: list[Reader] = []
+        self._former: list[Trainer] = []  # replaced, with a publisher
         self._num_joined = self._num_done = 0
         self.findings: list[Finding] = []
         self.trainer = Trainer(schedule, schedule.seed)
+
+    def close(self) -> None:
+        """Close all publishers."""
+        for trainer in (*self._former, self.trainer):
+            trainer.discard()
 
     def found(self, rule: str, text: str) -> None:
         """Keep that a rule does not hold."""
@@ -168,14 +174,48 @@ class World:
         self._head = stream, version
 
     def _restart_trainer(self, who: int, choice: int) -> str:
+        mode = choice % 4
+        if mode == 3:
+            return self._succeed_alive(choice)
         self.trainer.discard()
-        mode = choice % 3
         if mode == 1 and self._schedule.states and not self._primary.is_lost:
             return self._restore(self._primary, choice)
         if mode == 2:
             self.trainer = Trainer(self._schedule, self._schedule.seed + choice)
             return "new weights"
         return "closed"
+
+    def _succeed_alive(self, choice: int) -> str | None:
+        """Start another trainer while the publisher of this one lives, as if it had been taken for dead."""
+        former = self.trainer
+        if former.publisher is None:
+            return None
+        self.trainer = Trainer(self._schedule, self._schedule.seed + choice)
+        answer = self._commit("publish")
+        if isinstance(answer, str):
+            self._former.append(former)
+            return f"new weights, {answer}"
+        self.trainer.discard()
+        if self._is_claimed_since(former):
+            former.discard()
+        else:
+            self.trainer = former
+        return f"failed: {answer}"
+
+    def _is_claimed_since(self, former: Trainer) -> bool:
+        return self._head is None or former.publisher is None or former.publisher.version != self._head[1]
+
+    def _publish_former(self, who: int, choice: int) -> str | None:
+        """Let a trainer publish that another one has replaced."""
+        if not self._former:
+            return None
+        former = self._former[who % len(self._former)]
+        former.train(choice)
+        try:
+            manifest = former.publisher.publish() if former.publisher is not None else None
+        except DeltaTrackerError as error:
+            return f"refused: {type(error).__name__}"
+        raise RuleError("fence", f"a replaced publisher has published {manifest}")
 
     def _restore(self, store: Store, choice: int) -> str:
         trainer = Trainer(self._schedule, self._schedule.seed + choice)
@@ -372,7 +412,7 @@ class World:
         copy = self._copies.get((stream, version))
         if copy is None:
             raise RuleError("rows", f"{reader.describe()} states version {version}, which was not committed")
-        held = reader.model.copy()
+        held = reader.held()
         difference = copy.difference(held, self._schedule.encoding)
         if difference is not None:
             raise RuleError("rows", f"{reader.describe()} at version {version}: {difference}")
@@ -395,7 +435,8 @@ class World:
 
     def _check_bounds(self, reader: Reader, stream: str, version: int) -> None:
         canary, own = reader.settings.canary, reader.own
-        newest = max(each for name, each in self._copies if name == stream)
+        later = self._streams[self._streams.index(stream) :]  # a canary counts the versions of the log
+        newest = max(each for name, each in self._copies if name in later)
         if canary is not None and own is None and version + canary > newest:
             raise RuleError("canary", f"{reader.describe()} at version {version} of {newest}")
         stays = own is not None and not reader.settings.follows_pins and stream == self._streams[0]
