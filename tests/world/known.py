@@ -49,6 +49,11 @@ KNOWN: dict[str, tuple[str, Schedule]] = {
         "behind at a lost source",
         _schedule("publish 0 0", _JOIN, "sync 0 0", "snapshot 0 0", "mirror 0 0", "lose 0 0"),
     ),
+    # Two mirrors of a lost source: the first one is readable, and shorter than the second one.
+    "the shorter of two mirrors": (
+        "behind at a shorter mirror",
+        _schedule("publish 0 0", "mirror 1 0", "publish 0 0", "mirror 0 0", "join 0 7", "lose 0 0"),
+    ),
     # The mirror begins above the pinned version and so never gets the pin. The other url of the predictor has it.
     "a pin that a mirror cannot copy": (
         "beyond a pin",

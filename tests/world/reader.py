@@ -13,7 +13,7 @@ from tests.predictor.memory_sink import MemorySink, Stored
 from tests.world.stores import Store
 from tests.world.trainer import NUM_BAGS, NUM_PLAIN, Model, empty_model
 
-_ORDERS = ((0,), (0, 1), (1, 0), (0, 1), (1, 0), (1,), (0, 1, 2), (2, 0), (1, 2))
+_ORDERS = ((0,), (0, 1), (1, 0), (0, 1), (1, 0), (1,), (0, 1, 2), (2, 1), (1, 2))
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,8 @@ _EPISODES = (
     ("publish", "mirror", "publish", "publish", "sync", "sync", "restart", "restart", "sync", "sync"),
     ("snapshot", "advance", "publish", "retain", "mirror", "fail", "sync", "sync", "repair"),
     ("publish", "pin", "advance", "sync", "snapshot", "release_pin", "advance", "sync"),
+    ("publish", "publish", "sync", "pin", "sync", "advance", "sync", "publish", "restart", "sync"),
+    ("publish", "pin", "restart", "snapshot", "release_pin", "sync", "restart", "sync", "advance", "sync"),
     ("fail", "sync", "sync", "publish", "repair", "sync"),
     ("publish", "publish", "compact", "join", "sync"),
     ("spoil", "publish", "sync", "restart_trainer", "snapshot"),

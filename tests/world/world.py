@@ -515,6 +515,8 @@ class World:
             return "behind at a lost source"
         if floor is not None and floor > target and len(stores) > 1:
             return "beyond a pin"
+        if len(stores) > 1 and "Error" not in said:
+            return "behind at a shorter mirror"
         return "behind at a mirror" if "StreamReplacedError" in said and len(stores) > 1 else "behind"
 
     def _whole(self, reader: Reader) -> tuple[int, int] | None:
