@@ -14,6 +14,11 @@ _EPOCH = 4e9  # later than any real time, so that a file with a real modificatio
 _real_sleep = time.sleep
 
 
+def wait_for_threads() -> None:
+    """Let other threads run for a millisecond of real time."""
+    _real_sleep(0.001)
+
+
 class Clock:
     """Time in seconds, which only ``advance`` and calls of ``time.sleep`` change."""
 

@@ -12,6 +12,7 @@ from delta_tracker import Canary, Gate, Predictor
 from tests.predictor.memory_sink import MemorySink, Stored
 from tests.world.stores import Store
 from tests.world.trainer import NUM_BAGS, NUM_PLAIN, Model, empty_model
+from tests.world.web import Web
 
 _ORDERS = ((0,), (0, 1), (1, 0), (0, 1), (1, 0), (1,), (0, 1, 2), (2, 1), (1, 2))
 
@@ -27,6 +28,7 @@ class Settings:
         follows_pins: True to follow pins.
         has_row_store: True to write to a row store instead of a model.
         cache: directory of the host cache, None for none.
+        web: server to read through, None for none.
     """
 
     stores: tuple[Store, ...]
@@ -35,9 +37,10 @@ class Settings:
     follows_pins: bool
     has_row_store: bool
     cache: Path | None
+    web: Web | None
 
     @classmethod
-    def of(cls, who: int, choice: int, stores: list[Store], cache: Path) -> Settings:
+    def of(cls, who: int, choice: int, stores: list[Store], cache: Path, web: Web | None) -> Settings:
         order = _ORDERS[(choice + who) % len(_ORDERS)]
         kind = choice // len(_ORDERS) % 7  # 4 and 5 have nothing
         return cls(
@@ -47,6 +50,7 @@ class Settings:
             follows_pins=kind in (0, 1),
             has_row_store=kind == 6,
             cache=cache if choice % 7 == 0 else None,
+            web=None if choice % 5 == 0 else web,
         )
 
 
@@ -78,7 +82,7 @@ class Reader:
         settings = self.settings
         self.predictor = Predictor(
             MemorySink(self.rows) if settings.has_row_store else self.model,
-            [store.url for store in settings.stores],
+            [store.url if settings.web is None else settings.web.url_of(store) for store in settings.stores],
             gate=Gate() if settings.has_gate else None,
             canary=None if settings.canary is None else Canary(versions=settings.canary),
             follows_pins=settings.follows_pins,
@@ -121,6 +125,7 @@ class Reader:
     def describe(self) -> str:
         settings = self.settings
         words = [self.name, "[" + ", ".join(store.path.name for store in settings.stores) + "]"]
+        words += ["over http"] if settings.web is not None else []
         words += [f"canary={settings.canary}"] if settings.canary else []
         words += [name for name in ("has_gate", "follows_pins", "has_row_store") if getattr(settings, name)]
         return " ".join(words)

@@ -108,6 +108,32 @@ class Store:
         elif how == "folder":
             path.mkdir()
 
+    def forge(self, choice: int) -> bool:
+        """Replace the pointer by one of which fields are too high, or by a page. Return False if there is none.
+
+        The next write of a publisher replaces it.
+        """
+        path = self.path / "control" / "head.json"
+        if self.is_unmounted or not path.is_file():
+            return False
+        if choice % 4 == 3:
+            path.write_bytes(b"<html><body>Please log in</body></html>")
+            return True
+        fields = json.loads(path.read_bytes())
+        if "version" in fields:
+            version = 2**62 if choice % 4 == 2 else fields["version"] + 5
+            fields |= {"version": version, "oldest": fields["oldest"] if choice % 4 == 0 else version}
+            path.write_bytes(json.dumps(fields).encode())
+        return True
+
+    def pointed(self) -> int | None:
+        """Return the version that the pointer names, None without a valid pointer."""
+        try:
+            found: int = json.loads((self.path / "control" / "head.json").read_bytes())["version"]
+        except (OSError, ValueError):
+            return None
+        return found
+
     def repair(self) -> None:
         """End all faults, except a loss."""
         if self.is_lost:

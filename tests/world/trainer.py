@@ -121,7 +121,7 @@ class Trainer:
                 training_state={"optimizer": self._optimizer} if schedule.states else None,
                 skip_unchanged="bytes" if schedule.skips_unchanged else None,
                 heartbeat_seconds=None,
-                pointer_seconds=None,
+                pointer_seconds=0.001 if schedule.has_web else None,
             )
         return self.publisher
 

@@ -32,6 +32,7 @@ WEIGHTS = {
     "release": 2,
     "accept": 1,
     "damage": 2,
+    "forge": 1,
     "fail": 2,
     "unmount": 1,
     "repair": 5,
@@ -49,6 +50,7 @@ _EPISODES = (
     ("publish", "publish", "sync", "pin", "sync", "advance", "sync", "publish", "restart", "sync"),
     ("publish", "pin", "restart", "snapshot", "release_pin", "sync", "restart", "sync", "advance", "sync"),
     ("fail", "sync", "sync", "publish", "repair", "sync"),
+    ("publish", "sync", "publish", "forge", "sync", "advance", "sync", "publish", "sync"),
     ("publish", "publish", "compact", "join", "sync"),
     ("spoil", "publish", "sync", "restart_trainer", "snapshot"),
 )
@@ -73,6 +75,7 @@ class Schedule:
         encoding: name of the encoding of all tables, None for their own dtype.
         skips_unchanged: True to leave unchanged rows out of versions.
         operations: what happens.
+        has_web: True for predictors that read through a caching web server.
     """
 
     seed: int
@@ -80,12 +83,13 @@ class Schedule:
     encoding: str | None
     skips_unchanged: bool
     operations: tuple[Operation, ...]
+    has_web: bool = False
 
     def with_operations(self, operations: Sequence[Operation]) -> Schedule:
         return replace(self, operations=tuple(operations))
 
     def to_json(self) -> str:
-        fields = {name: getattr(self, name) for name in ("seed", "states", "encoding", "skips_unchanged")}
+        fields = {name: getattr(self, name) for name in ("seed", "states", "encoding", "skips_unchanged", "has_web")}
         return json.dumps({**fields, "operations": [" ".join(map(str, each)) for each in self.operations]})
 
     @classmethod
@@ -115,4 +119,5 @@ def generate(seed: int) -> Schedule:
         encoding=None if states else chance.choice([None, None, "F16", "INT8"]),
         skips_unchanged=chance.random() < 0.2,
         operations=tuple(Operation(kind, chance.randrange(4), chance.randrange(1000)) for kind in kinds),
+        has_web=chance.random() < 0.25,
     )

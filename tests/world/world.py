@@ -22,11 +22,12 @@ from delta_tracker import Retention, Storage
 from delta_tracker.cli.main import main
 from delta_tracker.errors import DeltaTrackerError, FencedError, StorageError
 from delta_tracker.stream.maintenance.retention import retain
-from tests.world.clock import CLOCK
+from tests.world.clock import CLOCK, wait_for_threads
 from tests.world.reader import Reader, Settings
 from tests.world.stores import Entry, Store
 from tests.world.trainer import Copy, Trainer
 from tests.world.values import Operation, Schedule
+from tests.world.web import web
 
 _MOST_READERS = 5
 _ROUNDS, _ROUND_SECONDS = 90, 15.0  # longer than all pauses of a reader together
@@ -95,6 +96,9 @@ class World:
         self._stores = [Store(folder / name) for name in "abc"]
         self._primary = self._stores[0]
         self._cache = folder / "cache"
+        self._web = web() if schedule.has_web else None
+        if self._web is not None:
+            self._web.serve(self._stores)
         self._copies: dict[tuple[str, int], Copy] = {}
         self._claims: set[tuple[str, int]] = set()
         self._streams: list[str] = []  # each was forked from the one before it
@@ -160,6 +164,7 @@ class World:
         elif key != (self._head[0], self._head[1] + 1):
             raise RuleError("publisher", f"published {key} after {self._head}")
         self._head, self._copies[key] = key, Copy(trainer.model.copy())
+        self._wait_for_pointer(key[1])
         return f"{manifest.kind} {manifest.version}"
 
     def _claimed(self, version: int) -> None:
@@ -172,6 +177,15 @@ class World:
         self._copies[stream, version] = self._copies[self._head]
         self._claims.add((stream, version))
         self._head = stream, version
+
+    def _wait_for_pointer(self, version: int) -> None:
+        """Wait until the publisher's thread has written the pointer, so that each run is the same."""
+        for _ in range(2000 if self._schedule.has_web else 0):
+            if self._primary.pointed() == version:
+                return
+            wait_for_threads()
+        if self._schedule.has_web:
+            raise RuleError("pointer", f"the pointer does not name version {version} after two seconds")
 
     def _restart_trainer(self, who: int, choice: int) -> str:
         mode = choice % 4
@@ -299,6 +313,10 @@ class World:
     def _damage(self, who: int, choice: int) -> None:
         self._stores[who % 3].damage(choice)
 
+    def _forge(self, who: int, choice: int) -> str | None:
+        store = self._stores[who % 2]
+        return f"pointer of {store.path.name}" if self._web is not None and store.forge(choice) else None
+
     def _fail(self, who: int, choice: int) -> None:
         self._stores[who % 3].fail()
 
@@ -324,7 +342,7 @@ class World:
     def _join(self, who: int, choice: int) -> str | None:
         if len(self._readers) == _MOST_READERS:
             return None
-        settings = Settings.of(who, choice, self._stores, self._cache)
+        settings = Settings.of(who, choice, self._stores, self._cache, self._web)
         with self._answers() as errors:
             self._readers.append(Reader(f"r{self._num_joined}", settings))
             self._num_joined += 1
@@ -461,7 +479,9 @@ class World:
 
     def _publish_last(self) -> bool:
         """Publish a last version without NaN. Return False if no trainer can."""
-        CLOCK.advance(1.0)
+        CLOCK.advance(1.0 if self._web is None else 700.0)  # the pointer follows deletions after ten minutes
+        if self._web is not None:
+            self._web.forget()
         if self._primary.is_lost:
             return False
         if not self.trainer.is_finite:
@@ -513,6 +533,8 @@ class World:
             return "behind a promotion"
         if any(store.is_lost for store in stores):
             return "behind at a lost source"
+        if reader.settings.web is not None:
+            return "behind over http"
         if floor is not None and floor > target and len(stores) > 1:
             return "beyond a pin"
         if len(stores) > 1 and "Error" not in said:
