@@ -9,7 +9,7 @@ from __future__ import annotations
 from tests.world.values import Operation, Schedule
 
 
-def _schedule(*operations: str) -> Schedule:
+def _schedule(*operations: str, has_web: bool = False) -> Schedule:
     words = [each.split() for each in operations]
     return Schedule(
         seed=0,
@@ -17,6 +17,7 @@ def _schedule(*operations: str) -> Schedule:
         encoding=None,
         skips_unchanged=False,
         operations=tuple(Operation(kind, int(who), int(choice)) for kind, who, choice in words),
+        has_web=has_web,
     )
 
 
@@ -53,6 +54,13 @@ KNOWN: dict[str, tuple[str, Schedule]] = {
     "the shorter of two mirrors": (
         "behind at a shorter mirror",
         _schedule("publish 0 0", "mirror 1 0", "publish 0 0", "mirror 0 0", "join 0 7", "lose 0 0"),
+    ),
+    # A pointer with a version of 2^62. The right ones of the publisher that follow do not end it.
+    "a pointer that was forged once": (
+        "behind a forged pointer",
+        _schedule(
+            "publish 0 0", "join 0 36", "sync 0 0", "forge 0 2", "sync 0 0", "advance 0 1", "sync 0 0", has_web=True
+        ),
     ),
     # The mirror begins above the pinned version and so never gets the pin. The other url of the predictor has it.
     "a pin that a mirror cannot copy": (

@@ -46,12 +46,14 @@ class Store:
         is_failing: True while every request fails.
         is_unmounted: True while the directory is missing.
         is_lost: True if it fails for ever.
+        was_forged: True after a wrong pointer.
     """
 
     path: Path
     is_failing: bool = False
     is_unmounted: bool = False
     is_lost: bool = False
+    was_forged: bool = False
     _damaged: list[tuple[Path, Path]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -116,6 +118,7 @@ class Store:
         path = self.path / "control" / "head.json"
         if self.is_unmounted or not path.is_file():
             return False
+        self.was_forged = True
         if choice % 4 == 3:
             path.write_bytes(b"<html><body>Please log in</body></html>")
             return True

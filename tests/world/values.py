@@ -32,7 +32,7 @@ WEIGHTS = {
     "release": 2,
     "accept": 1,
     "damage": 2,
-    "forge": 1,
+    "forge": 2,
     "fail": 2,
     "unmount": 1,
     "repair": 5,

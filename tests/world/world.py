@@ -533,13 +533,16 @@ class World:
             return "behind a promotion"
         if any(store.is_lost for store in stores):
             return "behind at a lost source"
+        if "StreamReplacedError" in said and len(stores) > 1:
+            return "behind at a mirror"
         if reader.settings.web is not None:
-            return "behind over http"
+            is_forged = any(store.was_forged for store in stores)
+            return "behind a forged pointer" if is_forged else "behind over http"
         if floor is not None and floor > target and len(stores) > 1:
             return "beyond a pin"
         if len(stores) > 1 and "Error" not in said:
             return "behind at a shorter mirror"
-        return "behind at a mirror" if "StreamReplacedError" in said and len(stores) > 1 else "behind"
+        return "behind"
 
     def _whole(self, reader: Reader) -> tuple[int, int] | None:
         """Return the stream and version of a predictor, without the claims that change no row."""
