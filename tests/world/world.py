@@ -529,20 +529,17 @@ class World:
     def _cause(self, reader: Reader, target: tuple[int, int], said: str) -> str:
         """Return the rule that a predictor breaks which does not reach its target."""
         stores, floor = reader.settings.stores, reader.floor
-        if floor is not None and floor[0] < target[0]:
-            return "behind a promotion"
-        if any(store.is_lost for store in stores):
-            return "behind at a lost source"
-        if "StreamReplacedError" in said and len(stores) > 1:
-            return "behind at a mirror"
-        if reader.settings.web is not None:
-            is_forged = any(store.was_forged for store in stores)
-            return "behind a forged pointer" if is_forged else "behind over http"
-        if floor is not None and floor > target and len(stores) > 1:
-            return "beyond a pin"
-        if len(stores) > 1 and "Error" not in said:
-            return "behind at a shorter mirror"
-        return "behind"
+        has_others = len(stores) > 1
+        causes = {
+            "behind a promotion": floor is not None and floor[0] < target[0],
+            "behind at a lost source": any(store.is_lost for store in stores),
+            "behind at a mirror": "StreamReplacedError" in said and has_others,
+            "behind a forged pointer": reader.settings.web is not None and any(store.was_forged for store in stores),
+            "behind over http": reader.settings.web is not None,
+            "beyond a pin": floor is not None and floor > target and has_others,
+            "behind at a shorter mirror": has_others and "Error" not in said,
+        }
+        return next((rule for rule, is_it in causes.items() if is_it), "behind")
 
     def _whole(self, reader: Reader) -> tuple[int, int] | None:
         """Return the stream and version of a predictor, without the claims that change no row."""
