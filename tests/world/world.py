@@ -468,6 +468,12 @@ class World:
         for store in self._stores:
             store.repair()
         is_clean = self._publish_last()
+        self._wait_for_all(is_clean=is_clean)
+        if not self._primary.is_lost and self._release_all():
+            self._wait_for_all(is_clean=is_clean)
+
+    def _wait_for_all(self, *, is_clean: bool) -> None:
+        """Let the mirrors copy everything, and wait for each predictor."""
         for store in self._stores:
             if store is not self._primary and store.has_log() and not store.is_lost and not self._primary.is_lost:
                 self._mirror_last(store)
@@ -476,6 +482,25 @@ class World:
         for reader in list(self._readers):
             if is_clean or not reader.settings.has_gate:
                 self._wait(reader)
+
+    def _release_all(self) -> bool:
+        """End all pins and rollbacks, after a snapshot. Return False if there are none."""
+        order = self._primary.orders()[-1:]
+        is_pinned = bool(order) and self._head is not None and order[0]["stream"] == self._head[0]
+        is_pinned = is_pinned and order[0]["kind"] == "pin"
+        rolled_back = [reader for reader in self._readers if reader.own is not None]
+        if not is_pinned and not rolled_back:
+            return False
+        self._commit_last("snapshot")
+        if is_pinned:
+            text = self._order("release", self._primary.url)
+            self._say(f"last release: {text}")
+            if self._orders[-1]["kind"] != "release":
+                raise RuleError("release", text)
+        for reader in rolled_back:
+            reader.predictor.release()
+            reader.own, reader.is_free = None, True
+        return True
 
     def _publish_last(self) -> bool:
         """Publish a last version without NaN. Return False if no trainer can."""
@@ -524,6 +549,7 @@ class World:
         self._say(f"{reader.describe()} ends at {reader.floor} of {targets}: {said}")
         if targets is not None and self._whole(reader) not in targets and reader in self._readers:
             rule = self._cause(reader, max(targets), said)
+            self._readers.remove(reader)
             self.found(rule, f"{reader.describe()} at {reader.floor} instead of {sorted(targets)}: {said}")
 
     def _cause(self, reader: Reader, target: tuple[int, int], said: str) -> str:
