@@ -54,6 +54,8 @@ class Store:
     is_unmounted: bool = False
     is_lost: bool = False
     was_forged: bool = False
+    _pointer: bytes = b""  # before it was forged
+    _wrong: bytes = b""
     _damaged: list[tuple[Path, Path]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -113,21 +115,25 @@ class Store:
     def forge(self, choice: int) -> bool:
         """Replace the pointer by one of which fields are too high, or by a page. Return False if there is none.
 
-        The next write of a publisher replaces it.
+        The next write of a publisher replaces it, or a repair.
         """
         path = self.path / "control" / "head.json"
         if self.is_unmounted or not path.is_file():
             return False
-        self.was_forged = True
+        self.was_forged, self._pointer = True, path.read_bytes()
+        self._forge(path, choice)
+        self._wrong = path.read_bytes()
+        return True
+
+    def _forge(self, path: Path, choice: int) -> None:
         if choice % 4 == 3:
             path.write_bytes(b"<html><body>Please log in</body></html>")
-            return True
+            return
         fields = json.loads(path.read_bytes())
         if "version" in fields:
             version = 2**62 if choice % 4 == 2 else fields["version"] + 5
             fields |= {"version": version, "oldest": fields["oldest"] if choice % 4 == 0 else version}
             path.write_bytes(json.dumps(fields).encode())
-        return True
 
     def pointed(self) -> int | None:
         """Return the version that the pointer names, None without a valid pointer."""
@@ -152,6 +158,9 @@ class Store:
                 if away.exists():
                     away.rename(folder)
             self.is_failing = False
+        pointer = self.path / "control" / "head.json"
+        if self._wrong and pointer.is_file() and pointer.read_bytes() == self._wrong:
+            pointer.write_bytes(self._pointer)
         for path, kept in reversed(self._damaged):
             if path.is_dir():
                 path.rmdir()
