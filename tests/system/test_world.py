@@ -33,6 +33,7 @@ def run_worlds(*arguments: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.sweep("long")
 @pytest.mark.timeout(1800)
 def test_random_worlds_break_no_rule_but_the_known_ones() -> None:
     count = 400 if SWEEPS_ARE_WHOLE else 12
