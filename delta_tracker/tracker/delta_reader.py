@@ -48,6 +48,7 @@ class DeltaReader:
     def read(
         self,
         consumer: str,
+        result: Callable[[Delta], _T],
         *,
         commit: bool = True,
         with_states: bool = True,
@@ -55,13 +56,15 @@ class DeltaReader:
         with_optimizer: bool = False,
         top_k: TopK | None = None,
         ranks: AllRanks | None = None,
-    ) -> Delta:
-        """Return the rows that changed since a consumer's last committed read.
+    ) -> _T:
+        """Return ``result(delta)`` for the delta of the rows that changed since a consumer's last committed read.
 
-        The errors are those of :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.get_delta`.
+        If ``result`` raises or the call is interrupted, the rows stay pending. The other errors are those of
+        :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.get_delta`.
 
         Args:
             consumer: name of a consumer. Callers must have checked that it is not reserved for another owner.
+            result: function of the delta, called before the read is committed.
             commit: True to commit the read immediately.
             with_states: True to add the states, if the tracking mode has states.
             with_values: True to add the current values of the rows.
@@ -71,70 +74,33 @@ class DeltaReader:
                 ``top_k`` creates.
         """
         with self._log.lock:
-            delta = self._read(
-                consumer,
-                with_states=with_states,
-                with_values=with_values,
-                with_optimizer=with_optimizer,
-                top_k=top_k,
-                ranks=ranks,
-            )
-            return self._sealed(delta, delta, commit=commit)
-
-    def read_as(self, consumer: str, result: Callable[[Delta], _T], *, top_k: TopK | None = None) -> _T:
-        """Return ``result(delta)`` of a committed read. If the function raises, nothing is committed.
-
-        Args:
-            consumer: as in :meth:`read`.
-            result: function of the delta.
-            top_k: as in :meth:`read`.
-        """
-        with self._log.lock:
-            delta = self._read(
-                consumer, with_states=True, with_values=False, with_optimizer=False, top_k=top_k, ranks=None
-            )
-            return self._sealed(delta, result(delta), commit=True)
-
-    def _sealed(self, delta: Delta, result: _T, *, commit: bool) -> _T:
-        """Seal a read, and return its result. If the call is interrupted, the rows stay pending."""
-        try:
-            self._log.seal(delta, commit=commit)
-            return result  # noqa: TRY300  an interrupt before it must not lose the rows
-        except BaseException:
-            self._log.undo_commit(delta)
-            raise
-
-    def _read(
-        self,
-        consumer: str,
-        *,
-        with_states: bool,
-        with_values: bool,
-        with_optimizer: bool,
-        top_k: TopK | None,
-        ranks: AllRanks | None,
-    ) -> Delta:
-        """Return the delta of a read that is neither uncommitted nor committed yet. Arguments as in :meth:`read`."""
-        with one_cut(), profiler_range("delta_tracker: read"):
+            with one_cut(), profiler_range("delta_tracker: read"):
+                try:
+                    self._model.check_attached()
+                    self.check(top_k, with_optimizer=with_optimizer)
+                    reading = self._log.read(consumer, with_states=with_states or top_k is not None)
+                except Exception as error:
+                    if isinstance(top_k, TopK):
+                        self._choose(error, top_k, ranks)  # report the error to the ranks that wait for this one
+                    raise
+                try:
+                    chosen = {} if top_k is None else self._choose(reading.rows, top_k, ranks)
+                    delta = self._delta(
+                        reading,
+                        chosen,
+                        with_states=with_states,
+                        with_values=with_values,
+                        with_optimizer=with_optimizer,
+                    )
+                    found = result(delta)
+                except BaseException:
+                    self._log.discard()
+                    raise
             try:
-                self._model.check_attached()
-                self.check(top_k, with_optimizer=with_optimizer)
-                reading = self._log.read(consumer, with_states=with_states or top_k is not None)
-            except Exception as error:
-                if isinstance(top_k, TopK):
-                    self._choose(error, top_k, ranks)  # report the error to the ranks that wait for this one
-                raise
-            try:
-                chosen = {} if top_k is None else self._choose(reading.rows, top_k, ranks)
-                return self._delta(
-                    reading,
-                    chosen,
-                    with_states=with_states,
-                    with_values=with_values,
-                    with_optimizer=with_optimizer,
-                )
+                self._log.seal(delta, commit=commit)
+                return found  # noqa: TRY300  an interrupt before it must not lose the rows
             except BaseException:
-                self._log.discard()
+                self._log.undo_commit(delta)
                 raise
 
     def check(self, top_k: TopK | None, *, with_optimizer: bool) -> None:

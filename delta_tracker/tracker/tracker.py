@@ -641,9 +641,9 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
                 rank's range, an id for a default row, or 2**63 - 1 for a row.
             DetachedError: after :meth:`detach`.
         """
-        name = self._log.resolve(consumer)
         return self._reader.read(
-            name,
+            self._log.resolve(consumer),
+            lambda delta: delta,
             commit=commit,
             with_states=with_states,
             with_values=with_values,
@@ -656,7 +656,9 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
 
         The errors are those of :meth:`get_delta`.
         """
-        return self._reader.read_as(self._log.resolve(consumer), _ids)
+        return self._reader.read(
+            self._log.resolve(consumer), lambda delta: {fqn: rows.ids for fqn, rows in delta.items()}
+        )
 
     def commit(self, delta: Delta) -> None:
         """Move the consumer's cursor past an uncommitted read.
@@ -1050,10 +1052,6 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
 
     def _make_store(self, fqn: str) -> SegmentStore:
         return make_store(partial(self._model.shard, fqn), self._capture, engine=self._engine)
-
-
-def _ids(delta: Delta) -> dict[str, Tensor]:
-    return {fqn: rows.ids for fqn, rows in delta.items()}
 
 
 def _remove(hooks: Iterable[Watcher]) -> None:
