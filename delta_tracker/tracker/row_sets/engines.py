@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from traceback import walk_tb
-from typing import TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ _BY_NAME: dict[str, type[RowSet]] = {"torch": TorchRows, "numba": NumbaRows, "tr
 
 ENGINES = tuple(_BY_NAME)
 
+_Stores = TypeVar("_Stores")
+_Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
 
@@ -56,6 +59,33 @@ def is_engine_fault(error: BaseException) -> bool:
         return False
     frames = (frame for frame, _ in walk_tb(error.__traceback__))
     return any(frame.f_globals.get("__name__", "").startswith(__package__) for frame in frames)
+
+
+def retried(
+    replace: Callable[[_Stores, Exception], bool],
+) -> Callable[[Callable[Concatenate[_Stores, _Args], _Result]], Callable[Concatenate[_Stores, _Args], _Result]]:
+    """Return a decorator of functions that can be repeated: if an engine fails in one, repeat it with another engine.
+
+    Args:
+        replace: replaces the engine that raised an error in the first argument of the function. Returns False if no
+            engine raised it.
+    """
+
+    def decorate(
+        call: Callable[Concatenate[_Stores, _Args], _Result],
+    ) -> Callable[Concatenate[_Stores, _Args], _Result]:
+        @wraps(call)
+        def checked(stores: _Stores, /, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+            try:
+                return call(stores, *args, **kwargs)
+            except Exception as error:
+                if not replace(stores, error):
+                    raise
+                return call(stores, *args, **kwargs)
+
+        return checked
+
+    return decorate
 
 
 def scan_each(sets: Mapping[str, RowSet]) -> dict[str, Tensor]:

@@ -18,8 +18,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from functools import wraps
-from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,15 +25,12 @@ from torch import Tensor
 from delta_tracker.buffers import new_rows
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.rows import ChangedRows, put_pieces, to_device
-from delta_tracker.tracker.row_sets.engines import choose_engine, is_engine_fault
+from delta_tracker.tracker.row_sets.engines import choose_engine, is_engine_fault, retried
 from delta_tracker.tracker.row_sets.row_set import RowSet
 from delta_tracker.tracker.row_sets.torch import TorchRows
 from delta_tracker.tracker.store.old_states import DeviceStates, HostStates, OldStates, settle
 
 _logger = logging.getLogger(__name__)
-
-_Args = ParamSpec("_Args")
-_Result = TypeVar("_Result")
 
 # Normally few batches are open. More stay open only if backward passes raise and their batches are not closed.
 _MAX_OPEN = 256
@@ -70,23 +65,6 @@ class _Segment:
     @property
     def num_bytes(self) -> int:
         return sum(each.num_bytes for each in (self.rows, self.states) if each is not None)
-
-
-def _with_a_sound_engine(
-    call: Callable[Concatenate[SegmentStore, _Args], _Result],
-) -> Callable[Concatenate[SegmentStore, _Args], _Result]:
-    """Decorate a method that can be repeated: if the store's engine fails in it, replace the engine and repeat it."""
-
-    @wraps(call)
-    def checked(store: SegmentStore, /, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
-        try:
-            return call(store, *args, **kwargs)
-        except Exception as error:
-            if not store.replace_engine(error):
-                raise
-            return call(store, *args, **kwargs)
-
-    return checked
 
 
 class SegmentStore:
@@ -345,7 +323,7 @@ class SegmentStore:
         self._recycle(rows)
         return found
 
-    @_with_a_sound_engine
+    @retried(replace_engine)
     def num_changed(self, start: int, extra: Tensor | None = None) -> int:
         """Return the number of distinct rows that were marked at or after position ``start`` or are in ``extra``.
 
@@ -360,7 +338,7 @@ class SegmentStore:
         self.release(rows, segments)
         return count
 
-    @_with_a_sound_engine
+    @retried(replace_engine)
     def changed(self, start: int, stop: int, *, with_states: bool = True) -> ChangedRows:
         """Return the rows marked in ``[start, stop)``, each with its oldest state in that range.
 
@@ -592,7 +570,7 @@ class SegmentStore:
             rows.clear()
             self._spare = rows
 
-    @_with_a_sound_engine
+    @retried(replace_engine)
     def _mark(self, ids: Tensor | None, *, keep_states: bool = True) -> None:
         if ids is None:
             self._last_rows().mark_all()
@@ -605,7 +583,7 @@ class SegmentStore:
             if self.pads:
                 self._tend()
 
-    @_with_a_sound_engine
+    @retried(replace_engine)
     def _mark_with(self, ids: Tensor, states: Tensor) -> None:
         """Mark the rows ``ids``, which must be unique, with their old states ``states``."""
         if self._old_states is None:

@@ -7,40 +7,22 @@ number of tables. On the CPU, each store is marked and read by itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from functools import wraps
-from typing import Concatenate, ParamSpec, TypeVar
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from delta_tracker.rows import ChangedRows
-from delta_tracker.tracker.row_sets.engines import count_each, scan_each
+from delta_tracker.tracker.row_sets.engines import count_each, retried, scan_each
 from delta_tracker.tracker.row_sets.row_set import RowSet
 from delta_tracker.tracker.store.old_states import settle
 from delta_tracker.tracker.store.segments import SegmentStore, whole_numbers
 
-_Args = ParamSpec("_Args")
-_Result = TypeVar("_Result")
-_Stores = Mapping[str, SegmentStore]
 
-
-def _with_sound_engines(
-    call: Callable[Concatenate[_Stores, _Args], _Result],
-) -> Callable[Concatenate[_Stores, _Args], _Result]:
-    """Decorate a function that can be repeated: if a device's engine fails in it, replace the engine and repeat it."""
-
-    @wraps(call)
-    def checked(stores: _Stores, /, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
-        try:
-            return call(stores, *args, **kwargs)
-        except Exception as error:
-            replaced = [store.replace_engine(error) for store in stores.values() if store.pads]
-            if not any(replaced):
-                raise
-            return call(stores, *args, **kwargs)
-
-    return checked
+def _replaced(stores: Mapping[str, SegmentStore], error: Exception) -> bool:
+    """Replace the engine of all stores on devices if it raised ``error``. Return True if it was replaced."""
+    replaced = [store.replace_engine(error) for store in stores.values() if store.pads]
+    return any(replaced)
 
 
 def open_in_each(stores: Mapping[str, SegmentStore], batch: int, ids: Mapping[str, Tensor | None]) -> None:
@@ -76,7 +58,7 @@ def mark_in_each(stores: Mapping[str, SegmentStore], ids: Mapping[str, Tensor | 
         _mark(stores, together)
 
 
-@_with_sound_engines
+@retried(_replaced)
 def changed_in_each(
     stores: Mapping[str, SegmentStore], start: int, stop: int, *, with_states: bool
 ) -> dict[str, ChangedRows]:
@@ -106,7 +88,7 @@ def changed_in_each(
     return {name: found[name] for name in stores}
 
 
-@_with_sound_engines
+@retried(_replaced)
 def num_changed_in_each(stores: Mapping[str, SegmentStore], start: int, extra: Mapping[str, Tensor]) -> dict[str, int]:
     """Return the result of :meth:`SegmentStore.num_changed` for each store.
 
@@ -130,7 +112,7 @@ def _for_devices(stores: Mapping[str, SegmentStore], ids: Mapping[str, Tensor | 
     return {name: own for name, own in ids.items() if own is not None and stores[name].pads and stores[name].num_rows}
 
 
-@_with_sound_engines
+@retried(_replaced)
 def _mark(stores: Mapping[str, SegmentStore], ids: Mapping[str, Tensor]) -> None:
     groups: dict[tuple[type[RowSet], torch.device, bool], list[str]] = {}
     for name in ids:
