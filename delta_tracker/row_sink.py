@@ -287,6 +287,9 @@ class RowSink(Protocol):
         The keys are those of the stored state and maps, not a scan of the store: the row ids of tables without raw ids;
         the raw ids in the stored map and in the log, and ``default_slots``, of tables with them. No-op for an unknown
         stream. Readers of the stream may still run.
+
+        Raises:
+            InvalidArgumentError: if readers read the stream.
         """
         ...
 

@@ -94,29 +94,17 @@ class SinkWriter(VersionWriter):
         return self._state is not None and self._state.applying is not None
 
     def reading(self) -> AbstractContextManager[Served]:
-        """Refuse: lookups read the row store.
-
-        Raises:
-            InvalidArgumentError: always.
-        """
+        """Raise InvalidArgumentError: lookups read the row store."""
         raise InvalidArgumentError("reading()", "with a row store", "Use a reader of the row store, such as LmdbRows")
 
     def state_dict(self) -> dict[str, str | int]:
-        """Refuse: the row store keeps the position.
-
-        Raises:
-            InvalidArgumentError: always.
-        """
+        """Raise InvalidArgumentError: the row store keeps the position."""
         raise InvalidArgumentError(
             "state_dict()", "with a row store", "Omit it: the row store keeps the position with its rows"
         )
 
     def load_state_dict(self, state: Mapping[str, str | int]) -> None:
-        """Refuse: the row store keeps the position.
-
-        Raises:
-            InvalidArgumentError: always.
-        """
+        """Raise InvalidArgumentError: the row store keeps the position."""
         raise InvalidArgumentError("state", state, "Omit it: the row store keeps the position with its rows")
 
     def before_fork(self) -> None:
@@ -130,11 +118,7 @@ class SinkWriter(VersionWriter):
         self._is_known = False
 
     def restore(self) -> None:
-        """Read the position from the row store if it is unknown, and complete or undo what was interrupted.
-
-        Raises:
-            SinkError, MalformedSinkError: if the row store cannot be used.
-        """
+        """Read the position from the row store if it is unknown, and complete or undo what was interrupted."""
         if self._is_known:
             return
         self._sink.open()
@@ -149,11 +133,7 @@ class SinkWriter(VersionWriter):
         self._is_known = True
 
     def resolve(self, manifest: Manifest) -> VersionWrite:
-        """Return the write of a version.
-
-        Raises:
-            TableMismatchError: if a table differs from the one of this stream that the row store holds.
-        """
+        """Return the write of a version. Raise TableMismatchError if the stored tables of its stream differ."""
         held = self._held(manifest)
         if held is not None:
             missing = held.tables.keys() - manifest.tables.keys() if manifest.kind == "snapshot" else set()

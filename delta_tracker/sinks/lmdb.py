@@ -89,12 +89,7 @@ class LmdbSink(RowSink):
         self._waits_for: set[str] = set()  # what reads must not miss: "owners", "log"
 
     def open(self) -> None:
-        """Open the files, and become the only writer; see :meth:`RowSink.open`.
-
-        Raises:
-            SinkBusyError: if another process is the writer, or another sink of this process.
-            SinkError: if the files cannot be used.
-        """
+        """Open the files, and become the only writer in all processes; see :meth:`RowSink.open`."""
         self._check_process()
         self._discard()
         if self._env is not None:
@@ -132,11 +127,7 @@ class LmdbSink(RowSink):
         return None if data is None else data.decode("ascii", "replace")
 
     def begin(self, state: SinkState) -> None:
-        """Store the state before the first row; see :meth:`RowSink.begin`.
-
-        Raises:
-            InvalidArgumentError: if the name of a table is longer than 469 bytes in UTF-8.
-        """
+        """Store the state before the first row; see :meth:`RowSink.begin`. Names of tables have at most 469 bytes."""
         for table in state.tables:
             self._store.check_table(table)
         with self._store.errors():
@@ -230,11 +221,7 @@ class LmdbSink(RowSink):
         self._commit()
 
     def remove(self, stream: str) -> None:
-        """Delete all keys of a stream; see :meth:`RowSink.remove`. They are next to each other in LMDB.
-
-        Raises:
-            InvalidArgumentError: if readers read the stream.
-        """
+        """Delete all keys of a stream, which are next to each other in LMDB; see :meth:`RowSink.remove`."""
         if stream == self.current():
             raise InvalidArgumentError("stream", stream, "Call finish() of another stream first: readers read this one")
         is_left = [True]

@@ -47,12 +47,7 @@ class LmdbRows:
         self._env: Any = self._store.environment(readonly=True, create=False, map_size=0)
 
     def state(self) -> SinkState:
-        """Return the state of the stream that readers read.
-
-        Raises:
-            SinkError: if the files cannot be read, no version is complete yet, or this process was forked.
-            MalformedSinkError: if stored data is invalid.
-        """
+        """Return the state of the stream that readers read. The errors are those of :meth:`rows`."""
         self._check_process()
         with self._lock, self._store.errors(), self._begin() as transaction:
             return self._state(transaction)

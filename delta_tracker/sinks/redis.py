@@ -252,11 +252,7 @@ class RedisSink(RowSink):
         self._run("settle", [self._keys.state(state.stream), *logs], [state.to_json()])
 
     def remove(self, stream: str) -> None:
-        """Delete all keys of a stream; see :meth:`RowSink.remove`.
-
-        Raises:
-            InvalidArgumentError: if readers read the stream.
-        """
+        """Delete all keys of a stream; see :meth:`RowSink.remove`."""
         if stream == self.current():
             raise InvalidArgumentError("stream", stream, "Call finish() of another stream first: readers read this one")
         state = next((state for state in self.states() if state.stream == stream), None)

@@ -76,7 +76,7 @@ def pin_version(
         >>> pin_version(Storage("memory://"), 41, reason="AUC fell")
         Traceback (most recent call last):
         ...
-        delta_tracker.errors.InvalidArgumentError: version=41 cannot be used. The stream has no version.
+        delta_tracker.errors.InvalidArgumentError: version=41 cannot be used. Publish a snapshot first.
     """
     log = _log(storage, "a rollback", reason)
     _former(log, replaces=replaces)  # refuse before the parts are read
@@ -161,11 +161,7 @@ def release_pin(storage: Storage, *, reason: str = "") -> Pin:
 
 
 def _former(log: StreamLog, *, replaces: bool) -> Pin | None:
-    """Return the pin that applies, None if there is none.
-
-    Raises:
-        PinnedError: if one applies, and ``replaces`` is False.
-    """
+    """Return the pin that applies, None if there is none. Raise PinnedError if one applies and is not replaced."""
     pin, head = newest_pin(log.storage), log.head()
     if pin is None or head is None or pin.kind != "pin" or pin.stream != head.stream:
         return None
@@ -202,11 +198,7 @@ def checked_path(log: StreamLog, version: int, *, reads_parts: bool = False) -> 
 
 
 def _refuse_former(log: StreamLog, version: int) -> None:
-    """Refuse a version of a former stream of the log, to which predictors of the present one do not go.
-
-    Raises:
-        InvalidArgumentError: if the version belongs to another stream than the newest entry.
-    """
+    """Refuse a version of a former stream of the log, to which predictors of the present one do not go."""
     head = log.head()
     entry = log.read(version) if head is not None and type(version) is int and 0 <= version <= head.version else None
     if head is not None and entry is not None and entry.stream != head.stream:
@@ -241,11 +233,7 @@ def _log(storage: Storage, operation: str, reason: str) -> StreamLog:
 
 
 def _create(storage: Storage, pin: Pin) -> None:
-    """Write a pin.
-
-    Raises:
-        PinConflictError: if another one has its counter.
-    """
+    """Write a pin. Raise PinConflictError if another one has its counter."""
     name, data = pin_name(pin.counter), pin.to_json()
     if not storage.create(name, data):
         there = storage.read(name, max_bytes=MAX_PIN_BYTES)  # the response of an earlier attempt may have been lost

@@ -67,12 +67,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Lag and number of pending rows of a consumer.
-
-    Args:
-        lag: lag of the consumer.
-        pending: table FQN to number of pending rows; empty if they were not counted.
-    """
+    """Lag of a consumer, and table FQN to number of its pending rows, which is empty if they were not counted."""
 
     lag: Lag
     pending: Mapping[str, int]
@@ -225,13 +220,9 @@ class ChangeLog:
             return len(self._open)
 
     def num_pending(self, consumer: str | None) -> dict[str, int]:
-        """Return the number of pending rows of a consumer, by table FQN. Waits for the device.
+        """Return the number of pending rows of a consumer, also if it is reserved, by table FQN. Waits for the device.
 
-        Args:
-            consumer: name of the consumer; None selects the only consumer.
-
-        Raises:
-            UnknownConsumerError: if there is no such consumer, or no name was given and there are several.
+        Otherwise, the argument and the errors are those of :meth:`resolve`.
         """
         with self.lock:
             self._release_abandoned()
@@ -288,15 +279,7 @@ class ChangeLog:
     def reserve(self, consumer: str | None, holder: str) -> str:
         """Reserve a consumer for ``holder`` until :meth:`release`, and return its name.
 
-        While the consumer is reserved, :meth:`resolve` raises an error that names ``holder``.
-
-        Args:
-            consumer: name of the consumer; None selects the only consumer.
-            holder: description of the owner, for the error.
-
-        Raises:
-            UnknownConsumerError: if there is no such consumer, or no name was given and there are several.
-            ReservedConsumerError: if the consumer is already reserved.
+        While the consumer is reserved, :meth:`resolve` raises an error that names ``holder``, and so does this method.
         """
         with self.lock:
             name = self.resolve(consumer)
@@ -338,21 +321,13 @@ class ChangeLog:
             }
 
     def is_behind(self, consumer: str | None) -> bool:
-        """Return True if a consumer was dropped and needs a snapshot. None selects the only consumer.
-
-        Raises:
-            UnknownConsumerError: if there is no such consumer, or no name was given and there are several.
-        """
+        """Return True if a consumer was dropped and needs a snapshot, also if it is reserved; see :meth:`resolve`."""
         with self.lock:
             self._release_abandoned()
             return self._consumers.is_behind(self._consumers.resolve(consumer))
 
     def looked_up(self, ids: Mapping[str, Tensor | None]) -> None:
-        """Mark rows as changed because they were looked up.
-
-        Args:
-            ids: table FQN to ``[N]`` integer local ids; None for all rows.
-        """
+        """Mark rows as changed because they were looked up; see :class:`UpdateListener`."""
         with self.lock, self._reading_in_place(), profiler_range("delta_tracker: record"):
             self._fence.enter()
             self._notice_before_capture(ids)
@@ -360,13 +335,9 @@ class ChangeLog:
             mark_in_each(self._stores, ids)
 
     def opened(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
-        """Open a batch of rows that are about to be written, and mark the rows as changed.
+        """Open a batch of rows that are about to be written, and mark the rows as changed; see :class:`UpdateListener`.
 
         While the batch is open, every cut marks the batch's rows again.
-
-        Args:
-            key: key of the batch; no other open batch may have it.
-            ids: table FQN to ``[N]`` integer local ids; None for all rows.
         """
         with self.lock, self._reading_in_place(), profiler_range("delta_tracker: record"):
             self._fence.enter(key)
@@ -377,23 +348,16 @@ class ChangeLog:
             open_in_each(self._stores, key, ids)
 
     def applied(self, key: int, tables: Iterable[str]) -> None:
-        """Close batch ``key`` in ``tables``, because the batch's rows in these tables have been written.
-
-        Args:
-            key: key of the batch.
-            tables: FQNs of the tables, those that were passed to :meth:`opened`.
-        """
+        """Close batch ``key`` in ``tables``, those that were passed to :meth:`opened`: the rows have been written."""
         with self.lock:
             if not self._fence.leave(key):
                 self._fence.enter()  # opened() failed: order the next use after the write
             self._close(key, tables)
 
     def ended(self, key: int) -> None:
-        """Close batch ``key`` at the next cut or the next call of :meth:`opened` or :meth:`step`.
+        """Close batch ``key`` at the next cut or the next call of :meth:`opened` or :meth:`step`. Lock-free.
 
-        Call this method once the rows of the batch can no longer be written, even if some were never written. It is
-        lock-free, because a destructor may call it in any thread. No update is lost: every cut that was made while the
-        batch was open has marked the batch's rows again, so that the next read returns them.
+        No update is lost: every cut that was made while the batch was open has marked the batch's rows again.
         """
         self._ended.append(key)
 
@@ -419,16 +383,10 @@ class ChangeLog:
                     self._count_each({fqn: None})
 
     def mark_all_later(self, fqns: Collection[str], key: int | None = None) -> None:
-        """Mark all rows of the tables ``fqns`` at the next cut, with unknown old states.
+        """Mark all rows of the tables ``fqns`` at the next cut, with unknown old states; see :class:`UpdateListener`.
 
-        Last resort of the hooks. It only sets flags: it allocates no tensor, calls no engine, launches no operation,
-        and is lock-free. If the next cut cannot mark the rows, the read fails, and the cut after it marks them.
-
-        Args:
-            fqns: FQNs of the tables.
-            key: key of a write that may be in progress. Until :meth:`applied` or :meth:`ended`, every cut marks all
-                rows, and so does the first cut afterwards. Pass :data:`~delta_tracker.sharding.kernel_hooks.UNSEEN` for
-                writes without an end. None if no write is in progress.
+        Until the end of the write ``key``, every cut marks them, and so does the first cut afterwards. If a cut cannot
+        mark the rows, the read fails, and the next cut marks them.
         """
         for fqn in fqns:
             self._stores[fqn].mark_all_later(key)
@@ -718,12 +676,7 @@ class ChangeLog:
             self._commit(delta)
 
     def abort(self, delta: Delta) -> None:
-        """Discard a consumer's uncommitted read ``delta``; its rows stay pending.
-
-        Raises:
-            StaleDeltaError: if ``delta`` is no longer the consumer's uncommitted read.
-            UnknownConsumerError: if the consumer was removed.
-        """
+        """Discard a consumer's uncommitted read ``delta``; its rows stay pending. Errors as of :meth:`commit`."""
         with self.lock:
             self._consumers.abort(delta)
             self._tidy(*self._tasks_after_read())
@@ -748,11 +701,7 @@ class ChangeLog:
             self._consumers.add(consumer, self._position, self._num_batches, holder=holder)
 
     def remove(self, consumer: str) -> None:
-        """Remove a consumer. With ``delete_on_read``, also drop the rows that were pending only for this consumer.
-
-        Raises:
-            UnknownConsumerError: if there is no such consumer.
-        """
+        """Remove a consumer. With ``delete_on_read``, also drop the rows that were pending only for this consumer."""
         with self.lock:
             name = self._consumers.resolve(consumer)
             self._consumers.remove(name)

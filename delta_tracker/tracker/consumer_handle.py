@@ -132,12 +132,7 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
         self._log.commit(delta)
 
     def abort(self, delta: Delta) -> None:
-        """Discard the consumer's uncommitted read; its rows stay pending.
-
-        Raises:
-            StaleDeltaError: if ``delta`` is no longer the consumer's uncommitted read.
-            InvalidArgumentError: if ``delta`` belongs to another consumer.
-        """
+        """Discard the consumer's uncommitted read; its rows stay pending. Raises the errors of :meth:`commit`."""
         self._check_own(delta)
         self._log.abort(delta)
 
@@ -168,14 +163,7 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
         return self._log.is_behind(self._held())
 
     def others(self) -> dict[str, tuple[int, dict[str, Tensor]]]:
-        """Return what is pending for the tracker's other consumers.
-
-        Consumers that were dropped, and those that a publisher adds while it copies a snapshot, are omitted.
-
-        Returns:
-            Name to the log position of the consumer's cursor, and the pending rows that are not in the log after the
-            cursor: table FQN to ``[N]`` int64 local ids. All rows in the log after the cursor are pending, too.
-        """
+        """Return what is pending for the tracker's other consumers; see :meth:`ChangeLog.others`."""
         return self._log.others(self._held())
 
     def note_of(self, name: str) -> object:

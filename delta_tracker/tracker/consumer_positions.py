@@ -275,12 +275,7 @@ class ConsumerPositions:
         )
 
     def abort(self, delta: Delta) -> None:
-        """Discard a consumer's uncommitted read ``delta``; its rows stay pending.
-
-        Raises:
-            StaleDeltaError: if ``delta`` is no longer the consumer's uncommitted read.
-            UnknownConsumerError: if the consumer was removed.
-        """
+        """Discard a consumer's uncommitted read ``delta``; its rows stay pending. See :meth:`check_uncommitted`."""
         self.check_uncommitted(delta)
         self._consumers[delta.consumer] = replace(self._consumers[delta.consumer], sealed=None)
 

@@ -672,13 +672,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         self._log.commit(delta)
 
     def abort(self, delta: Delta) -> None:
-        """Discard an uncommitted read; its rows stay pending.
-
-        Raises:
-            InvalidArgumentError: if ``delta`` is not a :class:`~delta_tracker.types.Delta`.
-            StaleDeltaError: if ``delta`` is no longer the consumer's uncommitted read.
-            UnknownConsumerError: if the consumer was removed.
-        """
+        """Discard an uncommitted read; its rows stay pending. The errors are those of :meth:`commit`."""
         _check_delta(delta)
         self._log.abort(delta)
 
@@ -916,11 +910,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         Args:
             parts: headers of the saved parts, at least one.
 
-        Raises:
-            StateMismatchError: if the mode, consumers, tables or counters differ, if the old states belong to other
-                column ranges, or if the world size differs and a counter cannot be merged.
-            MalformedStateError: if the fields of a counter are invalid.
-            PartialStateError: if parts are missing.
+        Raises the errors of :meth:`load_state_dict`.
         """
         return self._checkpoint.plan_load(parts)
 
@@ -943,10 +933,8 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         :meth:`detach`.
 
         Raises:
-            NoShardedModuleError: if the model has nothing to track.
-            UnsupportedModuleError: if the model has sharded modules that cannot be tracked.
-            UnsupportedOptimizerError: if a fused optimizer writes rows outside the backward pass, or is unknown.
-            UnsupportedTableError: if a table's kernel cannot be tracked, or its optimizer does not support the mode.
+            NoShardedModuleError, UnsupportedModuleError, UnsupportedOptimizerError, UnsupportedTableError: if the
+                model cannot be tracked, see :class:`ModelDeltaTracker`.
         """
         found = self._model.discover()
         owners = local_owners(self._model.module, found)
