@@ -377,11 +377,6 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
             exchange: communication with the other ranks.
             call: text of the call.
             head: newest version.
-
-        Raises:
-            StorageError: if this rank cannot read the store.
-            StandbyBehindError: on all ranks, if a rank cannot apply a version.
-            RestoreFailedError: if another rank failed.
         """
         self._following.retry()
         while True:
@@ -497,11 +492,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
             raise NotRecoverableError(self._storage.url, None, verdict["nothing"])
 
     def _check_interval(self, silence: float, signs: Signs) -> None:
-        """Check a number of seconds of silence against the time between two heartbeats of the publisher.
-
-        Raises:
-            InvalidArgumentError: if it is lower, so that a live publisher looks dead.
-        """
+        """Check a number of seconds of silence against the time between two heartbeats of the publisher."""
         seconds = signs.heartbeat_seconds
         if seconds is None or self._checked_silence == (silence, seconds):
             return
@@ -559,12 +550,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         return ClaimedStream(storage=self._storage, claim=claim, entry=entry, has_states=True)
 
     def _check_still_silent(self, verdict: Mapping[str, Any]) -> None:
-        """Check that the publisher left no sign of life since the decision: to catch up may have taken minutes.
-
-        Raises:
-            LivePublisherError: if it did, unless the decision is forced or the stream is claimed already.
-            MalformedError, StorageError: if the store cannot be read and written.
-        """
+        """Check that the publisher left no sign of life since the decision: to catch up may have taken minutes."""
         if verdict["is_forced"] or verdict["is_own"] or verdict["last"] is None:
             return
         signs = self._liveness.look(*self._shown)
@@ -576,11 +562,6 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
 
         The claim follows the entry of the decision. If the decision is forced, it may follow a later entry of the same
         publisher. It never follows another claim than its own: that standby has taken over already.
-
-        Raises:
-            LivePublisherError: if there is another entry.
-            StreamReplacedError: if the store is empty.
-            StorageError: if the store fails.
         """
         writer, after = self._new_writer(), Link(*verdict["after"])
         if not verdict["is_forced"]:
@@ -674,11 +655,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
 
 
 def _check_silence(silence: float) -> None:
-    """Check a number of seconds of silence.
-
-    Raises:
-        InvalidArgumentError: if it is invalid.
-    """
+    """Check a number of seconds of silence."""
     if type(silence) not in (int, float) or not 0 < silence < threading.TIMEOUT_MAX:
         raise InvalidArgumentError("silence", silence, "Pass seconds above 0, at least three heartbeats")
 

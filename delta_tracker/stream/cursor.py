@@ -73,7 +73,8 @@ class Place:
 class StreamCursor:
     """Stream position of one reader, with methods to find the entries to apply.
 
-    The cursor reads only manifests. The reader must call :meth:`moved` after it has applied an entry.
+    The cursor reads only manifests. The reader must call :meth:`moved` after it has applied an entry. Methods raise
+    MalformedError and StorageError if the log cannot be read.
 
     Args:
         log: log of the stream.
@@ -133,7 +134,6 @@ class StreamCursor:
             NoSnapshotError: if there is no snapshot to start from.
             StreamReplacedError: if the next entry does not follow the last applied one, or has a lower generation.
             MissingVersionError: if the next entry is a claim that is not part of the log.
-            MalformedError, StorageError: if the entry cannot be read.
         """
         if self.place is None:
             return next(self.starts())
@@ -189,7 +189,6 @@ class StreamCursor:
         Raises:
             MissingVersionError: if the log has versions after the missing entry.
             StreamReplacedError: if the log does not have the last applied entry.
-            MalformedError, StorageError: if the log cannot be read.
         """
         self.has_listed = False
         if self.place is None:
@@ -222,9 +221,6 @@ class StreamCursor:
         snapshot that is newer is returned instead if its parts are smaller than those of all versions on the way to it;
         beyond 64 versions their size is estimated. Entries that were passed to :meth:`avoid` and unreadable merged
         entries are skipped. The merged entries are listed once per 64 versions.
-
-        Raises:
-            MalformedError, StorageError: if the log cannot be read.
         """
         if self.place is None:
             return None
@@ -329,9 +325,6 @@ class StreamCursor:
         """Return the newest snapshot and the newest entry, each only if it is newer than the last applied version.
 
         Entries that :attr:`allows` rejects are omitted.
-
-        Raises:
-            MalformedError, StorageError: if the log cannot be read.
         """
         found = [self.log.newest_snapshot(), self.log.head()]
         after = -1 if self.version is None else self.version
@@ -343,7 +336,6 @@ class StreamCursor:
 
         Raises:
             NoSnapshotError: if there is none.
-            MalformedError, StorageError: if the log cannot be read.
         """
         found = self.snapshots()
         first = next(found, None)
@@ -358,9 +350,6 @@ class StreamCursor:
         Args:
             skips_unreadable: True to skip entries that the store cannot read, and malformed entries of the log.
                 Malformed merged entries are always skipped.
-
-        Raises:
-            MalformedError, StorageError: if the log cannot be read.
         """
         if not skips_unreadable:
             yield from self._starts() if self.allows is None else self._allowed_starts(self.allows)
@@ -396,11 +385,7 @@ class StreamCursor:
                 yield manifest
 
     def _readable_starts(self) -> Iterator[Manifest]:
-        """Yield the snapshots that a reader can start from, newest first. Skip unreadable entries.
-
-        Raises:
-            StorageError: if the log cannot be listed.
-        """
+        """Yield the snapshots that a reader can start from, newest first. Skip unreadable entries."""
         head = max(self.log.versions(), default=-1)
         in_log = self._readable_snapshots(head)
         newest = next(in_log, None)
@@ -450,9 +435,6 @@ class StreamCursor:
             fault: error raised for the next entry.
             skips_unreadable: True to skip entries that the store cannot read, and malformed entries of the log.
                 Malformed merged entries are always skipped.
-
-        Raises:
-            MalformedError, StorageError: if the log cannot be read.
         """
         place = self.place
         if place is None and isinstance(fault, TableMismatchError | DenseMismatchError):
@@ -539,7 +521,6 @@ class StreamCursor:
             InvalidArgumentError: if the version is invalid or not committed yet.
             StreamReplacedError: if the last applied entry belongs to another stream, unless ``is_elsewhere`` is True.
             MalformedError: if an entry cannot be read, or has a lower generation than its predecessor.
-            StorageError: if the log cannot be read.
         """
         head = self._newest_below(version) if of_any else self.log.head()
         if head is None or type(version) is not int or not 0 <= version <= head.version:
@@ -620,7 +601,6 @@ class StreamCursor:
 
         Raises:
             StreamReplacedError: if the log has neither the last applied version nor a newer one.
-            StorageError: if the log cannot be listed.
         """
         began = time.monotonic()
         held = -1 if self.version is None else self.version

@@ -143,10 +143,6 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
 
         These are the newest merged snapshot and the merged deltas after it that no other one covers. A merged entry
         whose objects the source has deleted meanwhile is skipped.
-
-        Raises:
-            MalformedError: if an entry does not follow the format.
-            StorageError: if a store fails. Call again to continue.
         """
         head = self._head
         if head is None:
@@ -161,8 +157,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
 
         Raises:
             MirrorDivergedError: if the destination has another pin with the same counter.
-            MalformedError: if the newest pin does not follow the format.
-            StorageError: if a store fails. Call again to continue.
+            MalformedError, StorageError: as :meth:`step`.
         """
         found: list[tuple[str, bytes]] = []
         while (data := self._read_pin(name := _pin_name(self._num_pins + len(found) + 1))) is not None:
@@ -354,12 +349,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         return None
 
     def _newest(self) -> Manifest | None:
-        """Return the newest entry of the destination, see :meth:`_unreadable` for a malformed one.
-
-        Raises:
-            MalformedError: if all entries are malformed.
-            StorageError: if the destination cannot be read.
-        """
+        """Return the newest entry of the destination, see :meth:`_unreadable` for a malformed one."""
         malformed: list[tuple[int, bytes]] = []
         fault: MalformedError | None = None
         for version in reversed(self._to.versions()):
@@ -384,11 +374,6 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
 
         The log of the source continues after an entry whose bytes were altered on the way to the store, so such an
         entry is copied, too. None if it is malformed and no entry follows it yet.
-
-        Raises:
-            NewerFormatError: if only newer releases can read the entry.
-            MalformedError: if the entry is malformed, and not part of the log.
-            StorageError: if the source cannot be read.
         """
         try:
             return parse_manifest(entry_name(version), data)
@@ -433,11 +418,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         return self._follows(entry, following)
 
     def _check_first(self, version: int, entry: Manifest) -> None:
-        """Check the first entry of an empty destination.
-
-        Raises:
-            MalformedError: if the entry is that of another version.
-        """
+        """Check the first entry of an empty destination."""
         if entry.version != version or entry.merges is not None:
             raise MalformedError(entry_name(version), f"it is the entry of version {entry.version}")
 
@@ -455,12 +436,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
             self._check(self._head)
 
     def _check(self, head: Manifest) -> None:
-        """Check that the source has the newest entry of the destination, or has deleted it, but not the next one.
-
-        Raises:
-            MirrorDivergedError: otherwise.
-            MalformedError, StorageError: if the source cannot be read.
-        """
+        """Check that the source has the newest entry of the destination, or has deleted it, but not the next one."""
         data = self._read_entry(entry_name(head.version))
         if data is not None and xxhash.xxh3_128_hexdigest(data) != head.xxh3:
             raise self._diverged(head.version, "the entries have other bytes")
@@ -490,12 +466,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         return True
 
     def _copy_objects(self, entry: Manifest) -> None:
-        """Copy the objects that an entry names.
-
-        Raises:
-            CorruptPartError: if an object does not match its record.
-            MirrorDivergedError: if the source has deleted an object, as it does before the version itself.
-        """
+        """Copy the objects that an entry names."""
         for stored in entry.objects:
             if self._is_there(stored):
                 continue
@@ -544,12 +515,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
             self._destination.put(stored.name, buffers(reader))
 
     def _checked(self, storage: Storage, stored: Part | Stored) -> Iterator[NDArray[np.uint8]]:
-        """Yield the bytes of an object, in order. The last piece is yielded only if all bytes match the record.
-
-        Raises:
-            CorruptPartError: if they do not match.
-            StorageError: if the store cannot be read.
-        """
+        """Yield the bytes of an object, in order. The last piece is yielded only if all bytes match the record."""
         if stored.num_bytes <= self._memory_bytes:
             try:
                 data = storage.read(stored.name, max_bytes=stored.num_bytes)

@@ -1,6 +1,7 @@
 """Pins: objects ``control/pins/{counter}.json`` with which an operator returns all predictors to one version.
 
 The counters are dense, and each object is created only if it does not exist. The pin with the highest counter applies.
+All functions raise StorageError if the store fails.
 """
 
 from __future__ import annotations
@@ -75,9 +76,6 @@ def newest_counter(storage: Storage, *, after: int = 0) -> int:
     Args:
         storage: store of the stream.
         after: counter of a pin, or 0.
-
-    Raises:
-        StorageError: if the store cannot be read.
     """
 
     def is_there(counter: int) -> bool:
@@ -102,9 +100,6 @@ def newest_pin(storage: Storage, *, after: int = 0) -> Pin | None:
         storage: store of the stream.
         after: counter of a pin that was read before, or 0.
 
-    Raises:
-        StorageError: if the store cannot be read.
-
     Example:
         >>> newest_pin(Storage("memory://")) is None
         True
@@ -117,11 +112,7 @@ def newest_pin(storage: Storage, *, after: int = 0) -> Pin | None:
 
 
 def read_pin(storage: Storage, counter: int) -> Pin | None:
-    """Return the pin with a counter, None if it is missing or malformed. A malformed one is logged once.
-
-    Raises:
-        StorageError: if the store cannot be read.
-    """
+    """Return the pin with a counter, None if it is missing or malformed. A malformed one is logged once."""
     name = pin_name(counter)
     try:
         data = storage.read(name, max_bytes=MAX_PIN_BYTES)
@@ -167,11 +158,7 @@ class Deletions:
 
 
 def announce_deletions(storage: Storage, stream: str, before: int) -> str:
-    """Announce that a pass may delete entries with versions below ``before``. Return the name of the announcement.
-
-    Raises:
-        StorageError: if the store cannot be written.
-    """
+    """Announce that a pass may delete entries with versions below ``before``. Return the name of the announcement."""
     record = Deletions(stream=stream, before=before, time=time.time())
     name = f"{_DELETIONS}/{secrets.token_hex(16)}.json"
     storage.replace(name, json.dumps(asdict(record)).encode())
@@ -179,20 +166,12 @@ def announce_deletions(storage: Storage, stream: str, before: int) -> str:
 
 
 def end_deletions(storage: Storage, name: str) -> None:
-    """Delete the announcement of one pass.
-
-    Raises:
-        StorageError: if the store cannot be written.
-    """
+    """Delete the announcement of one pass."""
     storage.delete(name)
 
 
 def has_deletions(storage: Storage) -> bool:
-    """Return True if a retention pass may be deleting entries, or was interrupted and has not been cleaned up yet.
-
-    Raises:
-        StorageError: if the store cannot be listed.
-    """
+    """Return True if a retention pass may be deleting entries, or was interrupted and has not been cleaned up yet."""
     return bool(storage.names(_DELETIONS))
 
 
@@ -205,7 +184,6 @@ def running_deletions(storage: Storage, *, now: float) -> list[Deletions]:
 
     Raises:
         MalformedError: if an announcement does not follow the format.
-        StorageError: if the store cannot be read.
     """
     found = []
     for stored in storage.objects(_DELETIONS):
