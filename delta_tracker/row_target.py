@@ -150,6 +150,13 @@ class Region:
             self.copies.write(places, values, columns or (0, memory.shape[1]))
 
 
+WRITABLE = (
+    "Give the predictor's model ordinary tensors with values: build it outside torch.inference_mode(), call "
+    "to_empty(device=...) on a model on the meta device, and do not expand tensors"
+)
+"""Remedy for each result of :func:`obstacle_of`."""
+
+
 class TensorTarget(RowTarget):
     """Target for a table whose rows are in one tensor, or in several tensors that hold one rectangle each.
 
@@ -162,7 +169,10 @@ class TensorTarget(RowTarget):
 
     Attributes:
         devices: devices of the tensors.
+        remedy: what to do about the :attr:`obstacle`.
     """
+
+    remedy = WRITABLE
 
     def __init__(
         self,
@@ -194,11 +204,6 @@ class TensorTarget(RowTarget):
     def obstacle(self) -> str:
         """Reason why rows cannot be written; empty if they can."""
         return self._obstacle or next((found for region in self.regions if (found := obstacle_of(region.memory))), "")
-
-    @property
-    def remedy(self) -> str:
-        """What to do about the :attr:`obstacle`."""
-        return WRITABLE
 
     def prepare(self, values: Tensor, columns: tuple[int, int]) -> Tensor:  # noqa: ARG002
         """Move the values to the device of the regions. Does not wait for a CUDA device.
@@ -242,13 +247,6 @@ def _within(rows: tuple[int, int], ids: Tensor | slice, values: Tensor) -> tuple
         first, end = torch.searchsorted(ids, torch.tensor(rows)).tolist()
         ids, values = ids[first:end], values[first:end]
     return ids - rows[0] if rows[0] else ids, values
-
-
-WRITABLE = (
-    "Give the predictor's model ordinary tensors with values: build it outside torch.inference_mode(), call "
-    "to_empty(device=...) on a model on the meta device, and do not expand tensors"
-)
-"""Remedy for each result of :func:`obstacle_of`."""
 
 
 def obstacle_of(tensor: Tensor) -> str:

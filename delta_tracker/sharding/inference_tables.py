@@ -222,12 +222,6 @@ def _packed(block: _Block, quantized: Quantized) -> Packed:
     return Packed(region, kind.value, quantized.row_bytes(dim, kind), kernel.reverse_qparam)
 
 
-_REMEDY = (
-    "Serve it in FP32, FP16, INT8, INT4 or INT2 with codes that fill a multiple of two bytes, with initialized weights "
-    "and whole rows, and without pruning"
-)
-
-
 class QuantizedTarget(TensorTarget):
     """Target for a quantized table. Receives rows in the trainer's dtype and quantizes them as torchrec does.
 
@@ -240,6 +234,11 @@ class QuantizedTarget(TensorTarget):
         packed: blocks of the table in this process.
         obstacle: reason why rows cannot be written; empty if they can.
     """
+
+    remedy = (
+        "Serve it in FP32, FP16, INT8, INT4 or INT2 with codes that fill a multiple of two bytes, with initialized "
+        "weights and whole rows, and without pruning"
+    )
 
     def __init__(self, num_rows: int, dim: int, packed: Iterable[Packed], *, obstacle: str = "") -> None:
         self._packed = tuple(packed)
@@ -257,11 +256,6 @@ class QuantizedTarget(TensorTarget):
             if key not in self._layouts:
                 self._layouts[key] = each, self._row_bytes
                 self._row_bytes += each.region.memory.shape[1]
-
-    @property
-    def remedy(self) -> str:
-        """What to do about the :attr:`obstacle`."""
-        return _REMEDY
 
     def prepare(self, values: Tensor, columns: tuple[int, int]) -> Tensor:
         """Quantize rows.
@@ -288,13 +282,7 @@ class QuantizedTarget(TensorTarget):
 
     @torch.no_grad()
     def write(self, ids: Tensor | slice, values: Tensor, columns: tuple[int, int]) -> None:  # noqa: ARG002
-        """Write quantized rows in place, also in the caches of the kernels.
-
-        Args:
-            ids: ``[N]`` int64 global row ids on the CPU, ascending; or a slice with start and stop.
-            values: result of :meth:`prepare`.
-            columns: not used.
-        """
+        """Write quantized rows in place, also in the caches of the kernels; see :meth:`RowTarget.write`."""
         for each in self._packed:
             _, at = self._layouts[_layout(each)]
             each.region.write(ids, values[:, at : at + each.region.memory.shape[1]])

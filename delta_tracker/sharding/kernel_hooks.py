@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 from weakref import WeakSet
 
 import torch
@@ -156,7 +156,7 @@ class Watcher:
 
     def remove(self) -> None:
         """Stop reporting. The remaining reports of a lookup or write in progress are dropped."""
-        self._listener = _Deaf()
+        self._listener = cast("UpdateListener", _Deaf())
 
     def _opened(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
         if is_capturing():
@@ -228,9 +228,7 @@ class PostLookupHook(Watcher):
 
     Args:
         kernel: the kernel.
-        listener: receives the updates and lookups.
-        keys: counter that yields a unique key for each write, shared by all hooks of a listener.
-        recorder: records errors, lookups and the time that recording takes.
+        listener, keys, recorder: those of :class:`Watcher`.
         lookups: True to report every lookup, including those that update no row.
 
     Attributes:
@@ -407,32 +405,8 @@ class _Update:
 class _Deaf:
     """Listener that ignores all reports. It replaces the listener of a removed hook."""
 
-    def looked_up(self, ids: Mapping[str, Tensor | None]) -> None:
-        """Do nothing."""
-
-    def opened(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
-        """Do nothing."""
-
-    def applied(self, key: int, tables: Mapping[str, Tensor | None]) -> None:
-        """Do nothing."""
-
-    def ended(self, key: int) -> None:
-        """Do nothing."""
-
-    def mark(self, fqn: str, ids: Tensor | None, *, is_written: bool) -> None:
-        """Do nothing."""
-
-    def output_launched(self) -> None:
-        """Do nothing."""
-
-    def mark_all_later(self, fqns: Collection[str], key: int | None = None) -> None:
-        """Do nothing."""
-
-    def notice_writes(self, fqns: Iterable[str]) -> None:
-        """Do nothing."""
-
-    def acknowledge_writes(self, fqns: Iterable[str]) -> None:
-        """Do nothing."""
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
 
 
 def is_capturing() -> bool:

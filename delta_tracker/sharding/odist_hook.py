@@ -61,9 +61,7 @@ class PostOdistHook(Watcher):
     Args:
         module: the collection.
         tables: FQNs of its tables.
-        listener: receives the reports. Its ``output_launched`` must neither block nor wait for the device.
-        keys: not used by this hook.
-        recorder: records errors.
+        listener, keys, recorder: those of :class:`Watcher`.
         has_slot: True if TorchRec calls the collection's post-odist function.
     """
 
@@ -128,15 +126,7 @@ class PostOdistHook(Watcher):
 def watch_output_dists(
     model: nn.Module, found: Discovery, listener: UpdateListener, keys: itertools.count[int], recorder: Recorder
 ) -> Iterator[Watcher]:
-    """Register a post-odist hook on each sharded collection, and yield the hook.
-
-    Args:
-        model: the model in which ``found`` was discovered.
-        found: its collections and tracked tables.
-        listener: receives the reports; see :class:`PostOdistHook`.
-        keys: not used by these hooks.
-        recorder: records errors.
-    """
+    """Register a post-odist hook on each sharded collection of a model, and yield the hook; see :class:`Watcher`."""
     bypassed = {getattr(module, "_embedding_module", None) for module in model.modules()}
     for fqn, module in found.modules.items():
         tables = [table for table in found.tables if table.startswith(f"{fqn}." if fqn else "")]

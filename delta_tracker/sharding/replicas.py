@@ -140,9 +140,7 @@ class SyncHook(Watcher):
     Args:
         wrapper: the ``DMPCollection``.
         groups: its tracked tables that ``sync`` averages.
-        listener: receives the reports.
-        keys: counter that yields a unique key for each write, shared by all hooks of a listener.
-        recorder: records errors and the time that recording takes.
+        listener, keys, recorder: those of :class:`Watcher`.
         keeps_states: True if the listener keeps the old states of rows.
     """
 
@@ -283,16 +281,7 @@ def watch_syncs(
     *,
     keeps_states: bool,
 ) -> Iterator[Watcher]:
-    """Register a hook on each ``DMPCollection`` of a model, and yield the hook.
-
-    Args:
-        model: the tracked model.
-        found: the tracked tables of ``model``.
-        listener: receives the reports.
-        keys: counter that yields a unique key for each write, shared by all hooks of a listener.
-        recorder: records errors and the time that recording takes.
-        keeps_states: True if the listener keeps the old states of rows.
-    """
+    """Register a hook on each ``DMPCollection`` of a model, and yield the hook; see :class:`SyncHook`."""
     for wrapper in model.modules():
         if not isinstance(wrapper, known_torchrec().replicas):
             continue

@@ -76,9 +76,7 @@ class StepHook(Watcher):
 
     Args:
         shards: FQN to shard of each table of a plain module.
-        listener: receives the reports.
-        keys: counter that yields a unique key for each write, shared by all hooks of a listener.
-        recorder: records errors and the time that recording takes.
+        listener, keys, recorder: those of :class:`Watcher`.
 
     Attributes:
         num_updates: number of steps of an optimizer that had a gradient of a table.
@@ -303,14 +301,7 @@ _STEPS = _Steps()
 def watch_steps(
     found: Discovery, listener: UpdateListener, keys: itertools.count[int], recorder: Recorder
 ) -> Iterator[StepHook]:
-    """Register the hook for the tables of plain modules, and yield it; nothing without such tables.
-
-    Args:
-        found: the tracked tables.
-        listener: receives the reports.
-        keys: counter that yields a unique key for each write, shared by all hooks of a listener.
-        recorder: records errors and the time that recording takes.
-    """
+    """Register the hook for the tables of plain modules, and yield it; nothing without such tables."""
     if not found.modules:
         yield StepHook(found.shards, listener, keys, recorder)
 

@@ -36,9 +36,7 @@ class LoadHook(Watcher):
     Args:
         module: the collection.
         tables: FQNs of the tables to report.
-        listener: receives the reports.
-        keys: not used by this hook.
-        recorder: records errors and the time that recording takes.
+        listener, keys, recorder: those of :class:`Watcher`.
     """
 
     def __init__(
@@ -81,9 +79,7 @@ class EvictionHook(Watcher):
     Args:
         module: the sharded managed-collision module.
         tables: FQNs of the tables to report.
-        listener: receives the reports.
-        keys: counter that yields a unique key for each write, shared by all hooks of a listener.
-        recorder: records errors and the time that recording takes.
+        listener, keys, recorder: those of :class:`Watcher`.
     """
 
     def __init__(
@@ -165,13 +161,6 @@ def watch_writes(
     """Register hooks for all writes to tracked tables outside autograd, and yield each of them.
 
     Tables without a fused optimizer get no hooks, because they are compared with a copy.
-
-    Args:
-        model: the tracked model.
-        found: the tracked tables of ``model``.
-        listener: receives the reports.
-        keys: counter that yields a unique key for each write, shared by all hooks of a listener.
-        recorder: records errors and the time that recording takes.
     """
     tables_of: dict[nn.Module, list[str]] = {}
     for module_fqn, module in found.modules.items():
