@@ -37,7 +37,6 @@ _HANDLERS = {
     "EvictionHook._missed",
     "OdistSlot.__call__",
     "PostLookupHook._post_lookup",
-    "PostOdistHook._after_dist",
     "PostOdistHook._report",
     "PostLookupHook._watch_output",
     "PostLookupHook._write_begins",

@@ -86,7 +86,7 @@ def test_rows_of_a_replicated_table_are_selected_once(two_ranks: RankPool) -> No
 def test_bad_input_is_refused_by_name(two_ranks: RankPool) -> None:
     for rank, messages in enumerate(two_ranks.run(f"{_CASES}:refused_top_k")):
         assert "give TopK a score" in messages["no score"]
-        assert ("without NaN" if rank == 0 else "Another rank") in messages["nan"]
+        assert ("without NaN" if rank == 0 else "the rank that failed") in messages["nan"]
         assert "ids=[15, -1]" in messages["outside"]
         assert "tensor of integers" in messages["floats"]
         assert "'ec.embeddings.t'" in messages["table"]

@@ -319,7 +319,7 @@ def failing_hook(rank: int, world_size: int) -> int:
 
 
 def failing_close(rank: int, world_size: int, fails: str) -> list[list[int]]:
-    """Fail once while a written batch is closed: later reads return only rows of later batches."""
+    """Fail once while a written batch is closed: one read returns all rows, later ones those of their batch."""
     owner = {"close_batch": SegmentStore, "leave": StreamFence}[fails]
     method = getattr(owner, fails)
     num_left = 1
