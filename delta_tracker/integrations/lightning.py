@@ -7,6 +7,7 @@ Import the callback with ``from delta_tracker.integrations.lightning import Trac
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -181,11 +182,8 @@ class TrackerCallback(Callback):
             self._saved = saved
             return
         self._close_publisher()  # it reserves a consumer
-        group = RankGroup("trackers", "Trainer.fit(...)", DEFAULT_TIMEOUT)
-        try:
+        with closing(RankGroup("trackers", "Trainer.fit(...)", DEFAULT_TIMEOUT)) as group:
             agree(lambda: self._loaded(saved), group)
-        finally:
-            group.close()
         _mark_everything(self.tracker)  # a consumer may have read rows that the restore has replaced
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -200,15 +198,13 @@ class TrackerCallback(Callback):
         """
         del trainer
         saved = self._saved
-        group = RankGroup("trackers", "Trainer.fit(...)", DEFAULT_TIMEOUT)
         try:
-            agree(lambda: self._built(pl_module), group)
-            agree(lambda: self._loaded(saved), group)
+            with closing(RankGroup("trackers", "Trainer.fit(...)", DEFAULT_TIMEOUT)) as group:
+                agree(lambda: self._built(pl_module), group)
+                agree(lambda: self._loaded(saved), group)
         except BaseException:
             self._release()
             raise
-        finally:
-            group.close()
         self._saved = _UNKNOWN
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

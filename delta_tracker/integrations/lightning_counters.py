@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -102,13 +103,10 @@ class CountersCallback(Callback):
         """
         del trainer, pl_module
         saved: Mapping[str, Tensor] = checkpoint.get(_KEY, {})
-        group = RankGroup("counters of a checkpoint", "Trainer.fit(...)", DEFAULT_TIMEOUT)
-        try:
+        with closing(RankGroup("counters of a checkpoint", "Trainer.fit(...)", DEFAULT_TIMEOUT)) as group:
             agree(lambda: self._checked(saved), group)
             if saved:
                 self._counters.load_state_dict(saved)
-        finally:
-            group.close()
 
     def _checked(self, saved: Mapping[str, Tensor]) -> dict[str, object]:
         """Check a state before any rank loads it. Return what must be the same on every rank."""
