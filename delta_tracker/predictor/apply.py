@@ -186,9 +186,6 @@ class Applier:
 
         Returns:
             Name in the stream to tensor; empty if dense tensors are not written.
-
-        Raises:
-            DenseMismatchError: for a tensor that is missing, differs, cannot be written, or shares memory.
         """
         if not specs or not self._takes_dense:
             return {}

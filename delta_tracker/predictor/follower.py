@@ -161,7 +161,7 @@ class Follower:
             refuse: function that raises if the stream cannot be followed.
 
         Raises:
-            InvalidArgumentError: if the thread is already running, or ``poll_seconds`` is not positive and finite.
+            InvalidArgumentError: as :meth:`check`.
             Exception: the error of ``refuse``, after the thread has ended.
         """
         with self._control:

@@ -606,11 +606,7 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
             )
 
     def _store_of_heartbeats(self, given: Location | None) -> Storage:
-        """Return the store to write heartbeats to.
-
-        Raises:
-            InvalidArgumentError: if it cannot be written to.
-        """
+        """Return the store to write heartbeats to. Raise InvalidArgumentError if it cannot be written to."""
         storage = self._sources.writable() if given is None else open_storage(given)
         if storage is None or storage.is_read_only:
             text = "Pass the url of a bucket or directory: heartbeats cannot be written over http"
@@ -671,11 +667,7 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         return self._pin_stream in (None, place.stream)
 
     def _obeys_despite_caches(self, order: Pin, *, leaves_stream: bool = False) -> bool | None:
-        """Call :meth:`_obeys`. Over http, read the objects that can cause a fault once more, past the caches.
-
-        Raises:
-            StaleCacheError: if a fault remains, but may still be that of a cache.
-        """
+        """Call :meth:`_obeys`. Over http, read the objects that can cause a fault once more, past the caches."""
         try:
             return self._obeys(order, leaves_stream=leaves_stream)
         except CACHE_FAULTS as found:
@@ -795,11 +787,7 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         return self._obeys_despite_caches(order, leaves_stream=True)
 
     def _named(self, order: Pin) -> Manifest:
-        """Return the entry that a pin or a release names.
-
-        Raises:
-            MissingVersionError: if there is no such entry.
-        """
+        """Return the entry that a pin or a release names. Raise MissingVersionError if there is none."""
         entry = self._cursor.log.read(order.version)
         if entry is None or (entry.stream, entry.xxh3) != (order.stream, order.xxh3):
             remedy = "Pin another version (delta-tracker rollback --replace), or call delta-tracker release"

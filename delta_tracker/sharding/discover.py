@@ -286,11 +286,7 @@ def _kernels(
 
 
 def _place(kernel: Kernel, slot: int, fqn: str, config: Any, weight: Tensor) -> _Place:  # noqa: ANN401  of torchrec
-    """Return the location of a table's block. A table without shard metadata is replicated on every rank.
-
-    Raises:
-        UnsupportedTableError: if the weight does not have the shape of the block.
-    """
+    """Return the location of a table's block. A table without shard metadata is replicated on every rank."""
     metadata = config.local_metadata
     block = (
         (0, 0, config.num_embeddings, config.embedding_dim)
@@ -318,9 +314,6 @@ def _merge(
         planned: blocks of the table in the sharding plan; None if the plan has none.
         is_fused: True if the table's planned kernel is fused. Used only if ``places`` is empty.
         replica: result of :func:`~delta_tracker.sharding.torchrec_api.replica_of` for the table's collection.
-
-    Raises:
-        UnsupportedTableError: if the blocks have different rows, or are not in the sharding plan.
     """
     if not places:
         return LocalShard(ShardSpec(table), (), torch.device("cpu"), is_fused, replica[1])

@@ -112,8 +112,8 @@ class Storage:
 
     Names of objects are relative to the URL and use forward slashes. A name is invalid if it has an empty, ``.`` or
     ``..`` component, a backslash, a ``#`` or a control character, or more than 1,024 bytes. All methods reject an
-    invalid name with :class:`InvalidArgumentError`. Writes are durable: a local object is on disk (fsync) before the
-    call that wrote it returns. Remote stores guarantee the same.
+    invalid name with :class:`InvalidArgumentError`, and raise :class:`StorageError` if the store fails. Writes are
+    durable: a local object is on disk (fsync) before the call that wrote it returns. Remote stores guarantee the same.
 
     Args:
         url: ``file:///absolute/directory``, ``s3://bucket/prefix``, ``gs://...``, ``az://...``, ``memory://``,
@@ -188,9 +188,6 @@ class Storage:
 
         Directories are compared by their device and inode, so that links and other spellings of a path are found, and
         urls without trailing slashes. Endpoints are not compared, which are in the options of a store.
-
-        Raises:
-            StorageError: if a directory cannot be read.
         """
         if self is other:
             return True
@@ -242,9 +239,6 @@ class Storage:
         """Return a store for the directory that is at the URL now; this object if it is still the same or missing.
 
         A publisher must not use this method: its claim is in the directory that it opened.
-
-        Raises:
-            StorageError: if the store cannot be opened.
         """
         with self._translated():
             if self._directory is None or not self._directory.is_dir() or self._is_current():
@@ -386,11 +380,7 @@ class Storage:
         return None if num_bytes is None else np.empty(0, dtype=np.uint8)
 
     def size(self, name: str) -> int | None:
-        """Return the size of an object in bytes, None if it does not exist.
-
-        Raises:
-            StorageError: if the store cannot be read.
-        """
+        """Return the size of an object in bytes, None if it does not exist."""
         check_name("name", name)
         self.requests["size"] += 1
         with self._translated():
@@ -408,9 +398,6 @@ class Storage:
         """Return the size and the modification time of an object, None if it does not exist.
 
         A web server that sends no modification time is given the time 0.
-
-        Raises:
-            StorageError: if the store cannot be read.
         """
         check_name("name", name)
         self.requests["size"] += 1
@@ -430,9 +417,6 @@ class Storage:
         """Delete an object; no-op if it does not exist.
 
         A local object may be there again after a power loss, unless :meth:`sync` is called afterwards.
-
-        Raises:
-            StorageError: if the object cannot be deleted.
         """
         check_name("name", name)
         if self._is_http:
@@ -476,9 +460,6 @@ class Storage:
 
         Returns:
             True if the file was deleted; False if it is still being written or does not exist.
-
-        Raises:
-            StorageError: if the file cannot be deleted.
         """
         check_name("name", name)
         if self._is_http:
@@ -494,9 +475,6 @@ class Storage:
         """Return False if the store is local and has no directory ``prefix``. Sends no request to a remote store.
 
         The mount point of a volume that is not mounted has no directory of a stream.
-
-        Raises:
-            StorageError: if the directory cannot be read.
         """
         check_name("prefix", prefix)
         with self._translated():
@@ -508,9 +486,6 @@ class Storage:
         If ``after`` is given, only objects whose names sort after it are returned. In a local directory, files whose
         names no method accepts, links that lead nowhere or to a directory below ``prefix``, and subdirectories and
         targets of links that this process has no permission to read are skipped. Links to files are followed.
-
-        Raises:
-            StorageError: if the store cannot be listed, or the status of an object cannot be read.
         """
         self._begin_listing(prefix, after)
         with self._translated():
@@ -525,11 +500,7 @@ class Storage:
             return [StoredObject(meta["path"], meta["size"], meta["last_modified"].timestamp()) for meta in metas]
 
     def names(self, prefix: str, *, after: str | None = None) -> list[str]:
-        """Return the sorted names of the objects that :meth:`objects` returns. Faster than it in a local directory.
-
-        Raises:
-            StorageError: if the store cannot be listed.
-        """
+        """Return the sorted names of the objects that :meth:`objects` returns. Faster than it in a local directory."""
         if self._directory is None:
             return [stored.name for stored in self.objects(prefix, after=after)]
         self._begin_listing(prefix, after)
@@ -598,9 +569,6 @@ class Storage:
         """Record the first process that uses obstore, and reject remote requests in its forked children.
 
         Such a request can hang or crash, because a forked child lacks obstore's threads.
-
-        Raises:
-            StorageError: if the store is remote, and this process is not the recorded one.
         """
         if not _processes:
             _processes.append(os.getpid())
@@ -784,11 +752,7 @@ class Storage:
         return is_new
 
     def _check_directory(self) -> None:
-        """Raise an error if the local directory was found before, and is not the same now or has lost its objects.
-
-        Raises:
-            DirectoryReplacedError: in this case.
-        """
+        """Raise an error if the local directory was found before, and is not the same now or has lost its objects."""
         if self._identity is not None and not self._is_current():
             raise DirectoryReplacedError(self.url)
 
