@@ -22,14 +22,17 @@ from delta_tracker.buffers import new_rows
 from delta_tracker.errors import UnsupportedTableError
 from delta_tracker.rows import take_rows
 from delta_tracker.sharding.local_shard import LocalShard
-from delta_tracker.sharding.torchrec_api import Torchrec, known_torchrec, managed_by_fsdp
+from delta_tracker.sharding.torchrec_api import Torchrec, is_fsdp2, managed_by_fsdp
 from delta_tracker.types import ShardSpec, TableSpec
 
 PlainModule = nn.Embedding | nn.EmbeddingBag
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _LOST = "can no longer be tracked"
 _REMEDY = "Name it in fqns_to_skip to train it untracked"
-_FIRST = "Build the tracker after DistributedModelParallel or to_empty(device=...)"
+_META_REMEDY = (
+    "Build the tracker after DistributedModelParallel or to_empty(device=...), or name it in fqns_to_skip to train it "
+    "untracked"
+)
 
 
 class PlainTable:
@@ -73,7 +76,7 @@ class PlainTable:
     def _is_in_fsdp(self) -> bool:
         """Return True if ``fully_shard`` was applied to the module or to one above it, perhaps without its weight."""
         above = [parent for parent, _, _ in self._path]
-        return any(isinstance(each, known_torchrec().fsdp2) for each in (*above, self.module))
+        return any(map(is_fsdp2, (*above, self.module)))
 
     @property
     def memory(self) -> PlainTable:
@@ -121,7 +124,7 @@ def plain_shards(model: nn.Module, modules: Mapping[str, PlainModule], torchrec:
         weight = module._parameters.get("weight")  # noqa: SLF001  a parametrized weight is computed, not stored
         if reason := _obstacle(module, weight, fsdp, replicated):
             is_meta = weight is not None and weight.is_meta
-            raise UnsupportedTableError(fqn, reason, f"{_FIRST}, or n{_REMEDY[1:]}" if is_meta else _REMEDY)
+            raise UnsupportedTableError(fqn, reason, _META_REMEDY if is_meta else _REMEDY)
         assert weight is not None, "otherwise there is an obstacle"
         table = TableSpec(fqn, module.num_embeddings, module.embedding_dim, weight.dtype)
         spec = ShardSpec(table, 0, module.num_embeddings, ((0, module.embedding_dim),), is_replicated=True)

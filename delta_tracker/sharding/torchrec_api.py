@@ -32,7 +32,6 @@ class Torchrec:
         wrappers: class of each wrapper without a component in FQNs, to the name of the attribute that holds the wrapped
             module.
         fsdp: ``FullyShardedDataParallel``.
-        fsdp2: ``FSDPModule``, the base class of the modules that were passed to ``fully_shard``.
         sharded: the base class of all sharded modules.
         towers: classes of sharded modules that exist only on the ranks of one host.
         without_rows: classes of sharded modules that hold no embedding rows themselves.
@@ -49,7 +48,6 @@ class Torchrec:
     collections: dict[type[nn.Module], str]
     wrappers: dict[type[nn.Module], str]
     fsdp: tuple[type[nn.Module], ...]
-    fsdp2: tuple[type, ...]
     sharded: tuple[type[nn.Module], ...]
     towers: tuple[type[nn.Module], ...]
     without_rows: tuple[type[nn.Module], ...]
@@ -103,7 +101,6 @@ def load_torchrec() -> Torchrec:
             **_torch_wrappers(),
         },
         fsdp=_fsdp(),
-        fsdp2=_imported("torch.distributed.fsdp", "FSDPModule"),
         sharded=(types.ShardedModule,),
         towers=_imported(
             "torchrec.distributed.embedding_tower_sharding", "ShardedEmbeddingTower", "ShardedEmbeddingTowerCollection"
@@ -123,7 +120,6 @@ def _without_torchrec() -> Torchrec:
         collections={},
         wrappers=_torch_wrappers(),
         fsdp=_fsdp(),
-        fsdp2=_imported("torch.distributed.fsdp", "FSDPModule"),
         sharded=(),
         towers=(),
         without_rows=(),
@@ -150,6 +146,11 @@ def _torch_wrappers() -> dict[type[nn.Module], str]:
 
 def _fsdp() -> tuple[type, ...]:
     return _imported("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
+
+
+def is_fsdp2(module: nn.Module) -> bool:
+    """Return True if a module was passed to ``fully_shard`` (FSDP2)."""
+    return isinstance(module, _imported("torch.distributed.fsdp", "FSDPModule"))
 
 
 def managed_by_fsdp(model: nn.Module, torchrec: Torchrec) -> set[int]:
