@@ -436,7 +436,7 @@ class MalformedStateError(CheckpointError):
 
 # Stream
 
-CONTINUE = "Publish a snapshot to the present stream: predictors continue from it by themselves"
+CONTINUE = "Publish a snapshot to the present stream: predictors continue from it"
 
 
 class StreamError(DeltaTrackerError):

@@ -232,7 +232,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
                 self._raise_if_nothing(verdict)
                 self._shown = _lowest(messages), _first(messages, "obstacle") or None
                 is_due = verdict.get("is_due", False)
-                # A takeover that has begun goes on as soon as all ranks can read the store.
+                # A takeover that has begun continues as soon as all ranks can read the store.
                 reason = _first(messages, "outage" if verdict.get("is_own") else "obstacle") if is_due else ""
                 if is_due and not reason:
                     began = time.monotonic()

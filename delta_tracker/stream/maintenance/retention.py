@@ -351,7 +351,7 @@ def _pass(log: StreamLog, retention: Retention, now: Callable[[], float] | None)
 class _Deletions:
     """Deletions of one pass. They end when an operator writes a pin, or half an hour after this object was created.
 
-    The pass has computed what nobody needs without that pin. The next pass keeps what leads to it. After an hour, its
+    The pass has computed what can be deleted without that pin. The next pass keeps what leads to it. After an hour, its
     announcement no longer counts.
 
     Args:
