@@ -131,11 +131,7 @@ class MomentumLastCapture:
     has_scores = True
 
     def check(self, shard: LocalShard) -> None:
-        """Reject a shard whose optimizer is not fused or keeps no state per row.
-
-        Raises:
-            UnsupportedTableError: if the shard is not supported; the error gives the reason.
-        """
+        """Reject a shard whose optimizer is not fused or keeps no state per row."""
         if not shard.is_fused or (shard.places and num_optimizer_states(shard) == 0):
             reason = "its optimizer keeps no state per row inside the kernel"
             raise UnsupportedTableError(shard.spec.table.fqn, reason, _remedy("Adam or row-wise Adagrad"))
@@ -163,11 +159,7 @@ class MomentumDiffCapture(MomentumLastCapture):
     keeps_old = True
 
     def check(self, shard: LocalShard) -> None:
-        """Reject a shard whose optimizer is not fused, or whose first optimizer state is not one number per row.
-
-        Raises:
-            UnsupportedTableError: if the shard is not supported; the error gives the reason.
-        """
+        """Reject a shard whose optimizer is not fused, or whose first optimizer state is not one number per row."""
         super().check(shard)
         if shard.places and not has_rowwise_state(shard):
             reason = "its optimizer keeps no sum of squared gradients per row"

@@ -70,11 +70,7 @@ class NumbaRows(RowSet):
 
     @classmethod
     def warm_up(cls, device: torch.device) -> None:
-        """Load the loops.
-
-        Raises:
-            MissingExtraError: if numba is not installed or does not support the installed numpy.
-        """
+        """Load the loops, which raises MissingExtraError if numba does not support the installed numpy."""
         del device
         load_loops()
 
