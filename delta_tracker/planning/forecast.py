@@ -12,7 +12,7 @@ from delta_tracker.types import TableSpec, TrackingMode
 _HOUR = 3600.0
 _ID_BYTES = 8
 # Constants of the publisher and the predictor; tests compare them with the requests of a real stream.
-_ENTRY_CHECKS = 2  # reads of each entry by the publisher that created it
+_ENTRY_CHECKS = 3  # reads for each entry by its publisher: of the entry before it, and twice of its own
 _POINTER_SECONDS = 1.0
 _SCAN_SECONDS = 600.0
 _RETAIN_EVERY = 16
@@ -200,7 +200,7 @@ def _publisher(versions: float, deltas: float, snapshots: float, delta: VersionS
     return Requests(
         puts=deltas * delta.num_writes + snapshots * snapshot.num_writes + min(versions, _HOUR / _POINTER_SECONDS),
         gets=_ENTRY_CHECKS * versions + scans,
-        lists=2 * scans,
+        lists=versions + 2 * scans,  # names above each entry
     )
 
 

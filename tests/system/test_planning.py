@@ -41,6 +41,7 @@ def test_a_stream_on_s3_takes_the_planned_requests(s3: S3) -> None:
         # job.publish() reads the entry once more; without a pointer, it is neither written nor renewed by listings.
         assert made["puts"] == pytest.approx(planned.puts - 4)
         assert made["gets"] - 4 == pytest.approx(planned.gets - 0.4)
+        assert made["lists"] == pytest.approx(planned.lists - 0.8)
 
         with Predictor(new_model(), Storage(url, options=s3.through(predictors.port))) as predictor:
             first = predictor.sync()
