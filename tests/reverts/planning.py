@@ -84,7 +84,7 @@ REVERTS: list[Revert] = [
         defect="a plan leaves out the reads that check an entry",
         generator=_S3 + "test_a_stream_on_s3_takes_the_planned_requests",
         timeout_seconds=120.0,
-        edits={_FORMULAS: [("_ENTRY_CHECKS = 2", "_ENTRY_CHECKS = 1")]},
+        edits={_FORMULAS: [("_ENTRY_CHECKS = 3", "_ENTRY_CHECKS = 1")]},
     ),
     Revert(
         defect="a plan leaves out the polls that find nothing",
