@@ -48,6 +48,7 @@ from delta_tracker.errors import (
     StorageError,
     StreamReplacedError,
     UnknownOutcomeError,
+    is_unknown,
     unraised,
 )
 from delta_tracker.stream.entry_names import Merged, entry_name
@@ -572,7 +573,8 @@ class StreamLog:
         If an entry that is not a claim is the head, its parent must exist, because retention keeps the head's parent.
 
         Raises:
-            _ParentLostError: if another program has deleted the parent. The entry is not deleted.
+            _ParentLostError: if another program has deleted the parent, and no successor found the entry as the head.
+                The entry is not deleted.
             StorageError: if the store fails. The entry is not deleted.
         """
         follows = None if entry.kind == "claim" else entry.parent
@@ -580,11 +582,21 @@ class StreamLog:
         if follows is not None and not is_lost and not _continues_after(self, entry.version):
             return True
         if self.is_committed(entry):
-            if is_lost and follows is not None and not self.versions(after=entry.version):
+            if is_lost and follows is not None and not self._is_succeeded(entry):
                 raise _ParentLostError(self.storage.url, f"{entry_name(follows.version)} is missing")
             return True
         self.storage.delete(entry_name(entry.version))
         return False
+
+    def _is_succeeded(self, entry: Manifest) -> bool:
+        """Return True if the log has continued after ``entry``, by a claim of a publisher that found it as the head.
+
+        A higher generation shows a publisher that had claimed the stream before, and met ``entry`` at a freed name.
+        """
+        if not self.versions(after=entry.version):
+            return False
+        following = self.read(entry.version + 1)
+        return following is not None and following.generation <= entry.generation + 1
 
     def _read(self, name: str, *, past_cache: bool = False) -> Manifest | None:
         response = Transfer()
@@ -741,11 +753,19 @@ class Claim:
         """
         if self._fenced is not None:
             raise unraised(self._fenced)
+        created: str | None = None  # name of an entry with this version that was created, and may stay in the log
         while True:
-            if _is_lost(self._log.storage, self._head.link, self._head.writer):
-                self._claim_again(entry.kind)
-            with suppress(_ParentLostError):
+            try:
+                if _is_lost(self._log.storage, self._head.link, self._head.writer):
+                    self._claim_again(entry.kind)
                 committed = self._attempt(entry)
+            except _ParentLostError:
+                created = entry_name(self._head.version + 1)
+            except StorageError as error:
+                if created is None or isinstance(error, LostEntryError | AlteredEntryError) or is_unknown(error):
+                    raise
+                raise UnknownOutcomeError(self._log.storage.url, created, error.reason) from error
+            else:
                 if committed is not None:
                     return committed
 
@@ -763,11 +783,12 @@ class Claim:
             snapshot=version if entry.kind == "snapshot" else head.snapshot,
             created=time.time(),
         )
+        taken: Manifest | None
         altered: AlteredEntryError | None = None
         try:
             committed = self._log._append(draft, self._sent)  # noqa: SLF001  both classes implement one protocol
         except AlteredEntryError as error:
-            altered, taken = error, None
+            altered, taken = error, draft
         else:
             if committed is not None:
                 self._head, self._data = committed
@@ -775,11 +796,11 @@ class Claim:
                 self._needs_snapshot = self._needs_snapshot and entry.kind != "snapshot"
                 return self._head
             taken = self._log.read(version)
-            if taken is not None and _is_superseded(taken, head):
+            # If it is missing, its name was used: it was this entry or another one, which was deleted again.
+            if taken is None or _is_superseded(taken, head):
                 self._claim_again(entry.kind)
                 return None
-            is_own = taken is not None and taken.writer == head.writer
-            if taken is not None and is_own and self._log.storage.is_remote and taken.xxh3 not in self._sent:
+            if taken.writer == head.writer and self._log.storage.is_remote and taken.xxh3 not in self._sent:
                 altered = AlteredEntryError(self._log.storage.url, entry_name(version), taken.xxh3)
         if altered is not None:  # continue after the stored bytes, but trust nothing that they say
             taken = replace(draft, snapshot=head.snapshot, xxh3=altered.xxh3)
@@ -804,11 +825,17 @@ class Claim:
             LostEntryError: if ``kind`` is not a snapshot.
             StorageError: if the store fails. The claim may have been created, and the next call finds it.
         """
-        lost = entry_name(self._head.version)
+        lost, altered_claims = entry_name(self._head.version), 0
         for number in range(_CLAIM_ATTEMPTS):
             if number:
                 back_off(min(number, _REFUSALS))
-            claimed = self._claimed_again()
+            try:
+                claimed = self._claimed_again()
+            except AlteredEntryError:
+                altered_claims += 1
+                if altered_claims >= _ALTERATIONS:
+                    raise
+                continue
             if claimed is not None:
                 self._head, self._data = claimed
                 self._sent.clear()
@@ -842,7 +869,12 @@ class Claim:
             snapshot=snapshot,
             created=time.time(),
         )
-        created = self._log._append(claim, set())  # noqa: SLF001  both classes implement one protocol
+        try:
+            created = self._log._append(claim, set())  # noqa: SLF001  both classes implement one protocol
+        except AlteredEntryError as error:  # the next claim follows the stored bytes
+            self._head, self._needs_snapshot = replace(claim, xxh3=error.xxh3), True
+            self._sent.clear()
+            raise
         if created is not None:
             self._check_owner(writer)  # again: a claim may have been created meanwhile at the name of the lost entry
         return created
@@ -867,7 +899,7 @@ class Claim:
         asked = [*versions[: len(versions) - len(asked)][-1:], *asked]  # the newest one below shows another stream
         read = {version: log._bytes(entry_name(version)) for version in asked}  # noqa: SLF001  one protocol
         parsed = [_parsed(version, data) for version, data in read.items() if data is not None]
-        entries = [entry for entry in parsed if entry is not None]
+        entries = [entry for entry in parsed if entry is not None and entry.xxh3 != head.xxh3]  # it may be altered
         owner = _newer_publisher(log.storage, head, entries, writer)
         if owner is not None:
             for entry in entries:
@@ -882,20 +914,16 @@ class Claim:
         self._fenced = FencedError(self._head.generation, owner, version)
         return unraised(self._fenced)
 
-    def _checked(self, taken: Manifest | None, head: Manifest) -> Manifest:
+    def _checked(self, taken: Manifest, head: Manifest) -> Manifest:
         """Return the entry after ``head``, if this publisher created it and it is part of the log.
 
         Raises:
             FencedError: if the entry is from another publisher, or the log continued elsewhere.
-            NameConflictError: if there is no such entry, and ``head`` is the newest.
         """
         log = self._log
-        if taken is not None and taken.writer == head.writer and log._confirm(taken):  # noqa: SLF001  same protocol
+        if taken.writer == head.writer and log._confirm(taken):  # noqa: SLF001  both classes implement one protocol
             return taken
-        is_other = taken is not None and taken.writer != head.writer
-        newest = (taken if is_other else log.head()) or head
-        if taken is None and newest.link == head.link:  # refused, but there is no entry
-            raise NameConflictError(log.storage.url, entry_name(head.version + 1), 1)
+        newest = (taken if taken.writer != head.writer else log.head()) or head
         raise self._fence(newest.generation, newest.version)
 
 

@@ -286,8 +286,8 @@ REVERTS = [
         edits={
             "delta_tracker/stream/log.py": [
                 (
-                    "            return taken\n        is_other = taken is not None and taken.writer != head.writer\n",
-                    "            pass\n        is_other = taken is not None\n",
+                    "            return taken\n        newest = (taken if",
+                    "            pass\n        newest = (taken if",
                 ),
             ]
         },

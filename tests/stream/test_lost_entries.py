@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import re
 import time
+from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
 
 from delta_tracker import Predictor
-from delta_tracker.errors import LostEntryError, MirrorDivergedError, SourceGapError
+from delta_tracker.errors import (
+    FencedError,
+    LostEntryError,
+    MirrorDivergedError,
+    SourceGapError,
+    StorageError,
+    UnknownOutcomeError,
+)
 from delta_tracker.stream import cursor
 from delta_tracker.stream.format.manifest import Kind
-from delta_tracker.stream.log import StreamLog, entry_name
+from delta_tracker.stream.log import Claim, StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.mirror import Mirror
@@ -19,6 +29,7 @@ from delta_tracker.stream.pointer import read_pointer
 from delta_tracker.stream.pointer_writer import PointerWriter
 from delta_tracker.stream.storage.storage import Storage
 from tests.predictor.pointed import point_at_the_head
+from tests.stream.interleavings import Killed, TrueStorage, _draft
 from tests.stream.lost_entries import BEFORE, explore
 from tests.stream.streams import FQN, Writer
 from tests.sweeps import SWEEPS_ARE_WHOLE
@@ -169,3 +180,138 @@ def test_a_publisher_with_a_lower_generation_does_not_fence_the_owner(writer: Wr
         writer.delta([6])
     owner.delta([7])
     assert_served(writer.storage, owner)
+
+
+def commit(publisher: Claim, kind: Kind) -> int:
+    """Commit a version, or a snapshot if the newest entry was lost. Return its version."""
+    with suppress(LostEntryError):
+        return publisher.commit(_draft("snapshot" if publisher.needs_snapshot else kind)).version
+    return publisher.commit(_draft("snapshot")).version
+
+
+def true_stream(*, is_directory: bool) -> tuple[TrueStorage, Claim]:
+    """Return a store, and the publisher of its versions 0 claim, 1 snapshot, 2 and 3 deltas."""
+    storage = TrueStorage(lists_from=not is_directory)
+    claim = StreamLog(storage).claim()
+    for kind in ("snapshot", "delta", "delta"):
+        claim.commit(_draft(kind))
+    return storage, claim
+
+
+@pytest.mark.parametrize("is_directory", [False, True])
+@pytest.mark.parametrize(("num_lost", "is_published"), [(1, False), (2, False), (2, True), (3, False), (3, True)])
+@pytest.mark.parametrize("dies", [False, True])
+def test_an_entry_of_a_superseded_publisher_does_not_fence_its_successor(
+    num_lost: int, is_published: bool, dies: bool, is_directory: bool
+) -> None:
+    """The publisher has seen its newest entry, sleeps while it is lost, and then creates an entry after it."""
+    storage, sleeper = true_stream(is_directory=is_directory)
+    successors: list[Claim] = []
+    versions: list[int] = []
+    create = storage._create_once
+
+    def sleep(name: str, data: bytes) -> bool:
+        storage._create_once = create  # type: ignore[method-assign]
+        for version in StreamLog(storage).versions()[-num_lost:]:
+            storage.delete(entry_name(version))
+        successors.append(StreamLog(storage).claim())
+        if is_published:
+            versions.append(commit(successors[0], "snapshot"))
+        created = create(name, data)
+        if dies:
+            raise Killed
+        versions.append(commit(successors[0], "delta"))
+        return created
+
+    storage._create_once = sleep  # type: ignore[method-assign]
+    with pytest.raises(Killed if dies else FencedError):
+        sleeper.commit(_draft("delta"))
+    versions += [commit(successors[0], "delta") for _ in range(2)]
+    assert versions == sorted(set(versions))
+    assert StreamLog(storage).versions()[-1] == versions[-1]
+    if not dies:
+        with pytest.raises(FencedError):
+            sleeper.commit(_draft("delta"))
+
+
+@pytest.mark.parametrize("is_directory", [False, True])
+@pytest.mark.parametrize("kind", ["delta", "snapshot"])
+def test_an_entry_that_was_created_after_a_lost_one_may_be_found(kind: Kind, is_directory: bool) -> None:
+    """It stays in the log, so the outcome is unknown if the store then fails, at any operation."""
+    outcomes: set[type | None] = set()
+    for number in range(60):
+        storage, publisher = true_stream(is_directory=is_directory)
+        create, num_left = storage._create_once, [0]
+
+        def lose(name: str, data: bytes) -> bool:
+            storage._create_once = create  # type: ignore[method-assign]  # noqa: B023  called at once
+            created = create(name, data)  # noqa: B023
+            del storage.data[entry_name(3)]  # noqa: B023
+            num_left[0] = number + 1  # noqa: B023
+            return created
+
+        def fail() -> None:
+            num_left[0] -= 1  # noqa: B023
+            if not num_left[0]:  # noqa: B023
+                raise StorageError("memory://", "503")
+
+        storage._create_once = lose  # type: ignore[method-assign]
+        storage.before_each = fail
+        outcome: type | None = None
+        try:
+            publisher.commit(_draft(kind))
+        except StorageError as error:
+            outcome = type(error)
+        storage.before_each = lambda: None
+        outcomes.add(outcome)
+        head = commit(publisher, "delta")
+        assert StreamLog(storage).versions() == [0, 1, 2, *range(4, head + 1)]
+    assert outcomes == {UnknownOutcomeError, LostEntryError if kind == "delta" else None}
+
+
+def test_a_name_is_not_used_again_if_the_entries_above_it_are_lost_while_it_is_checked() -> None:
+    storage, publisher = true_stream(is_directory=False)
+    create, read = storage._create_once, storage.read
+    used: dict[str, bytes] = {}
+
+    def created(name: str, data: bytes) -> bool:
+        assert used.setdefault(name, data) == data
+        return create(name, data)
+
+    def sleep(name: str, data: bytes) -> bool:
+        storage._create_once = create  # type: ignore[method-assign]
+        created(name, data)
+        StreamLog(storage).claim()
+        storage._create_once, storage.read = created, lost  # type: ignore[method-assign]
+        return True
+
+    def lost(name: str, **options: Any) -> Any:
+        if name == entry_name(5) and storage.data.pop(name, None) is not None:
+            storage.read = read  # type: ignore[method-assign]
+        return read(name, **options)
+
+    storage._create_once = sleep  # type: ignore[method-assign]
+    head = commit(publisher, "delta")
+    assert head == 6
+    assert StreamLog(storage).versions() == [0, 1, 2, 3, 5, 6]
+
+
+@pytest.mark.parametrize("field", ["writer", "stream", "generation", "snapshot", "version", "created"])
+def test_a_claim_that_is_altered_on_the_way_is_followed_by_another(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage, publisher = true_stream(is_directory=False)
+    monkeypatch.setattr(TrueStorage, "is_remote", True)
+    storage.delete(entry_name(3))
+    create = storage._create_once
+    stream = publisher.head.stream
+
+    def alter(name: str, data: bytes) -> bool:
+        storage._create_once = create  # type: ignore[method-assign]
+        begin = re.search(rb'"%s":"?' % field.encode(), data)
+        assert begin is not None
+        digit = b"7" if data[begin.end() : begin.end() + 1] != b"7" else b"6"
+        return create(name, data[: begin.end()] + digit + data[begin.end() + 1 :])
+
+    storage._create_once = alter  # type: ignore[method-assign]
+    assert [commit(publisher, "delta") for _ in range(2)] == [6, 7]
+    assert (publisher.head.stream, publisher.head.generation, publisher.head.snapshot) == (stream, 3, 6)
+    assert StreamLog(storage).versions() == [0, 1, 2, 4, 5, 6, 7]
