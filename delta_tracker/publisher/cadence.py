@@ -95,12 +95,14 @@ class Pace:
         self._time = time.monotonic()
         self._counted = (0, 0)
         self._counted_at = self._recorded()
+        self._num_attached = tracker.num_attached
 
     def restart(self) -> None:
         """Restart all counts at the start of a version."""
         self._batch = self._tracker.num_batches
         self._time = time.monotonic()
         self._counted, self._counted_at = (0, 0), self._recorded()
+        self._num_attached = self._tracker.num_attached
 
     def is_due(self, *, is_clock: bool) -> bool:
         """Return True if ``batches`` is reached at the next check, or another bound is already reached.
@@ -114,10 +116,16 @@ class Pace:
         if is_clock and cadence.seconds is not None and time.monotonic() - self._time >= cadence.seconds:
             return True
         bounds = (cadence.rows, cadence.num_bytes)
+        if self._num_attached != self._tracker.num_attached:  # the counts may include tables that have left the model
+            self._count()
         if not self._reaches(bounds, self._most()):
             return False
-        self._counted, self._counted_at = self._pending(), self._recorded()
+        self._count()
         return self._reaches(bounds, self._counted)
+
+    def _count(self) -> None:
+        self._counted, self._counted_at = self._pending(), self._recorded()
+        self._num_attached = self._tracker.num_attached
 
     def _most(self) -> tuple[int, int]:
         """Return the largest possible number of pending rows, and the size of their values in bytes."""

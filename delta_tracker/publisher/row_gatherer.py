@@ -108,6 +108,9 @@ class Gatherer:
         encodings: FQN to encoding.
         writes_replicas: True if this rank writes replicated tables.
         with_states: True to copy the optimizer's states of the rows, too.
+
+    Attributes:
+        encodings: FQN to encoding. Replace it when the tracker has other tables.
     """
 
     def __init__(
@@ -119,7 +122,7 @@ class Gatherer:
         with_states: bool = False,
     ) -> None:
         self._tracker = tracker
-        self._encodings = encodings
+        self.encodings = encodings
         self._writes_replicas = writes_replicas
         self._with_states = with_states
         self._copier = HostCopier()
@@ -221,7 +224,7 @@ class Gatherer:
             owners: ``[R]`` raw ids of the shard's rows; None for a table without managed collisions.
         """
         fqn = shard.table.fqn
-        form: IdForm = "all" if ids is None else "gaps" if self._encodings[fqn].is_quantized else "list"
+        form: IdForm = "all" if ids is None else "gaps" if self.encodings[fqn].is_quantized else "list"
         num_rows = shard.num_rows if ids is None else len(ids)
         ids_at = owners_at = None
         if ids is not None:
@@ -254,7 +257,7 @@ class Gatherer:
 
     def _block(self, fqn: str, shard: ShardSpec, columns: tuple[int, int], num_rows: int, ids: IdForm) -> Block:
         rows = (shard.row_offset, shard.row_offset + shard.num_rows)
-        return Block(fqn, rows, columns, num_rows, ids, self._encodings[fqn])
+        return Block(fqn, rows, columns, num_rows, ids, self.encodings[fqn])
 
 
 def _encoded(held: Tensor, block: Block, begin: int, end: int) -> Tensor:

@@ -112,6 +112,7 @@ class VersionSource:
         self._dense_choice = dense if dense is None or isinstance(dense, nn.Module | str) else tuple(dense)
         self._is_first = exchange.rank == 0
         self._ranks = AllRanks(exchange.group)
+        self._encoding = encoding
         encodings = choose_encodings(encoding, tracker)
         if training is not None:
             _check_recoverable(tracker, encodings, top_k)
@@ -434,6 +435,10 @@ class VersionSource:
         if self._has_states:
             states = dict(tracker.table_states)
             self._collisions = tracker.collision_modules
+        chosen = self._encoding
+        if isinstance(chosen, Mapping):  # a table may have left the model since the constructor has checked them
+            chosen = {fqn: each for fqn, each in chosen.items() if fqn in tracker.tables}
+        self._gatherer.encodings = choose_encodings(chosen, tracker)
         self._schema = states, dict(tracker.identities), dict(tracker.tables)
         self._num_attached = tracker.num_attached
 

@@ -389,7 +389,8 @@ class ChangeLog:
         mark the rows, the read fails, and the next cut marks them.
         """
         for fqn in fqns:
-            self._stores[fqn].mark_all_later(key)
+            if fqn in self._stores:  # it may have left the model
+                self._stores[fqn].mark_all_later(key)
         if key is not None and key != UNSEEN:
             self._open[key] = tuple(fqns)
 
@@ -448,21 +449,32 @@ class ChangeLog:
                 self._synced.pop(fqn, None)
 
     def replace(
-        self, stores: Mapping[str, SegmentStore], owners: Mapping[str, OwnerStore] = MappingProxyType({})
+        self,
+        stores: Mapping[str, SegmentStore],
+        owners: Mapping[str, OwnerStore] = MappingProxyType({}),
+        *,
+        gone: Collection[str] = (),
     ) -> None:
         """Replace the stores of some tables, and mark all rows of these tables, with unknown old states and owners.
 
-        Aborts all uncommitted reads. Does nothing if ``stores`` is empty.
+        Aborts all uncommitted reads. Does nothing if ``stores`` and ``gone`` are empty.
 
         Args:
             stores: table FQN to its new store.
             owners: the new store of the owners of each of these tables that has managed collisions.
+            gone: FQNs of the tables to remove from the log, with their pending rows. Some may be removed already.
         """
         with self.lock:
             self._fence.guard(store.device for store in {**self._stores, **stores}.values())
             self._fence.enter()
-            if stores:
-                self._consumers.forget_tables(stores)
+            if stores or gone:
+                self._consumers.forget_tables({*stores, *gone})
+            if gone:
+                self._open = {key: tuple(set(fqns).difference(gone)) for key, fqns in self._open.items()}
+                for held in (self._stores, self._owners, self._synced, self._num_recorded):
+                    for fqn in gone:
+                        held.pop(fqn, None)
+                self._list_stores()
             for fqn, store in stores.items():
                 self._owners.pop(fqn, None)
                 if fqn in owners:
@@ -920,7 +932,8 @@ class ChangeLog:
     def _close(self, key: int, tables: Iterable[str]) -> None:
         """Close a batch in its tables. An interrupted call can be repeated."""
         for fqn in tables:
-            self._stores[fqn].close_batch(key)
+            if fqn in self._stores:  # it may have left the model
+                self._stores[fqn].close_batch(key)
         self._open.pop(key, None)
 
     def _notice_before_capture(self, fqns: Iterable[str]) -> None:

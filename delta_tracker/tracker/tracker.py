@@ -922,7 +922,8 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         Call it between the backward pass of one batch and the forward pass of the next one. A table whose block and
         lookup module on this rank are unchanged keeps its recorded changes. All rows of any other table are marked as
         changed for every consumer, because no hook recorded the writes to these rows. After :meth:`detach`, all rows of
-        all tables are marked. For a table whose block changed, the raw ids of earlier reads are unknown.
+        all tables are marked. For a table whose block changed, the raw ids of earlier reads are unknown. A table that
+        has left the model is no longer tracked, and its pending rows are dropped.
 
         There is one exception, also after :meth:`detach`. If lookups are not recorded, a table without a fused
         optimizer keeps its recorded changes whenever its block is unchanged, because the next read compares the table
@@ -957,10 +958,11 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         try:
             stores, copies = self._make_stores(moved), self._make_owners(owned)  # first: it takes memory
             self._remove_hooks()
-            self._log.replace(stores, copies)
+            self._log.replace(stores, copies, gone=held.keys() - found.shards.keys())
         except BaseException:
             self._model.found, self._model.shards = known, held
             raise
+        self._model.shards = dict(found.shards)
         for fqn in owners.keys() - owned.keys():
             compared[fqn].attach(owners[fqn])
         for fqn in unseen:

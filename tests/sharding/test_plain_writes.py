@@ -7,6 +7,7 @@ import gc
 import logging
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor, multiprocessing, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from delta_tracker import ModelDeltaTracker, Predictor, Publisher, Storage, restore
-from delta_tracker.errors import TableMismatchError, UnsupportedTableError
+from delta_tracker import Cadence, Encoding, ModelDeltaTracker, Predictor, Publisher, Storage, restore
+from delta_tracker.errors import InvalidArgumentError, TableMismatchError, UnsupportedTableError
+from delta_tracker.publisher.cadence import Pace
 from delta_tracker.sharding import step_hook
 from delta_tracker.sharding.step_hook import StepHook
 
@@ -287,3 +289,63 @@ def test_tied_weights_of_a_predictor_are_refused_with_what_the_trainer_must_do()
         publisher.snapshot()
     Predictor(served, other).sync()
     assert torch.equal(_weight(served), _weight(model))
+
+
+def _train_all(model: nn.ModuleDict) -> None:
+    for module in model.values():
+        module(torch.tensor([4])).sum().backward()
+        torch.optim.SGD(module.parameters(), lr=0.1).step()
+
+
+@pytest.mark.promise("lossless")
+@pytest.mark.parametrize("is_sparse", [False, True])
+@pytest.mark.parametrize("is_renamed", [False, True])
+def test_a_table_that_left_the_model_is_not_published_after_reattach(
+    tmp_path: Path, is_renamed: bool, is_sparse: bool
+) -> None:
+    model = nn.ModuleDict({name: nn.Embedding(_ROWS, 4, sparse=is_sparse) for name in ("u", "v")})
+    tracker = ModelDeltaTracker(model)
+    with Publisher(tracker, tmp_path, encoding={"v": "f32"}) as publisher:
+        publisher.snapshot()
+        _train_all(model)
+        module = model.pop("v")
+        if is_renamed:
+            model["w"] = module
+        tracker.reattach()
+        assert {*tracker.tables} == {*tracker.shards} == {*tracker.num_pending()} == {*tracker.num_recorded} == {*model}
+        served = nn.ModuleDict({name: nn.Embedding(_ROWS, 4) for name in model})
+        predictor = Predictor(served, tmp_path)
+        for _ in range(2):
+            _train_all(model)
+            assert publisher.publish().version == predictor.sync()
+            assert all(torch.equal(served[name].weight, model[name].weight) for name in model)
+    with pytest.raises(InvalidArgumentError, match="Pass one of the tracked tables"):
+        tracker.mark_changed("v")
+    ModelDeltaTracker(model).load_state_dict(tracker.state_dict())
+
+
+def test_a_publisher_takes_the_dtype_that_a_table_has_after_reattach(tmp_path: Path) -> None:
+    model = _model()
+    tracker = ModelDeltaTracker(model)
+    with Publisher(tracker, tmp_path) as publisher:
+        publisher.snapshot()
+        model.half()
+        tracker.reattach()
+        (part,) = publisher.publish().parts
+    assert [block.encoding for block in part.blocks] == [Encoding.F16]
+
+
+@pytest.mark.parametrize("bounds", [{"rows": 3}, {"num_bytes": 3 * 4 * 4}])
+def test_a_bound_on_rows_holds_after_a_table_has_left_the_model(tmp_path: Path, bounds: dict[str, int]) -> None:
+    model = nn.ModuleDict({name: nn.Embedding(_ROWS, 4, sparse=True) for name in ("u", "v")})
+    tracker = ModelDeltaTracker(model)
+    tracker.mark_changed("v")
+    pace = Pace(Cadence(**bounds), tracker, None)
+    tracker.get_delta()
+    pace.restart()
+    del model["v"]
+    tracker.reattach()
+    tracker.mark_changed("u", torch.tensor([1, 2]))
+    assert not pace.is_due(is_clock=True)
+    tracker.mark_changed("u", torch.tensor([3]))
+    assert pace.is_due(is_clock=True)
