@@ -25,7 +25,7 @@ from delta_tracker.rows import ChangedRows, merge_first
 from delta_tracker.sharding.kernel_hooks import UNSEEN, is_capturing
 from delta_tracker.sharding.kernel_memory import one_cut, reading_in_place
 from delta_tracker.tracker.consumer_lag import Lag, LagClock
-from delta_tracker.tracker.consumer_positions import ConsumerPositions
+from delta_tracker.tracker.consumer_positions import ConsumerPositions, check_name
 from delta_tracker.tracker.log_state import LogState, PendingState
 from delta_tracker.tracker.profiling import profiler_range
 from delta_tracker.tracker.store.owners import OwnerStore
@@ -702,8 +702,9 @@ class ChangeLog:
                 checkpoints. None adds an ordinary consumer.
 
         Raises:
-            InvalidArgumentError: if a consumer of this name exists.
+            InvalidArgumentError: if a consumer of this name exists, or the name is not a string.
         """
+        check_name(consumer)
         with self.lock:
             self._release_abandoned()
             if consumer in self._consumers.names:

@@ -41,10 +41,12 @@ class ConsumerPositions:
         names: names of the consumers, at least one, all different.
 
     Raises:
-        InvalidArgumentError: if ``names`` is empty, repeats a name or is a string.
+        InvalidArgumentError: if ``names`` is empty, repeats a name or is a string, or if a name is not a string.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
+        for name in () if isinstance(names, str) else names:
+            check_name(name)
         if isinstance(names, str) or not names or len(set(names)) != len(names):
             raise InvalidArgumentError("consumers", names, "Pass a list of one or more different names")
         self._consumers = {name: _Consumer(position=0, batch=0) for name in names}
@@ -99,7 +101,7 @@ class ConsumerPositions:
         Raises:
             UnknownConsumerError: if there is no such consumer, or ``name`` is None and there are several consumers.
         """
-        if name is not None and name in self._consumers:
+        if isinstance(name, str) and name in self._consumers:
             return name
         lasting = [known for known, consumer in self._consumers.items() if not consumer.is_transient]
         if name is None and len(lasting) == 1:
@@ -303,3 +305,13 @@ class ConsumerPositions:
 def _over(rows: ChangedRows, fqn: str, tables: Mapping[str, ChangedRows]) -> dict[str, ChangedRows]:
     """Return a copy of ``tables`` in which ``rows`` are added to table ``fqn`` and replace rows with equal ids."""
     return {**tables, fqn: merge_first(rows, tables[fqn]) if fqn in tables else rows}
+
+
+def check_name(name: object) -> None:
+    """Check the name of a consumer, because a checkpoint with a name of another type could not be loaded.
+
+    Raises:
+        InvalidArgumentError: if ``name`` is not a string.
+    """
+    if not isinstance(name, str):
+        raise InvalidArgumentError("consumer", name, "Pass a name that is a string, such as 'serving'")

@@ -452,7 +452,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             consumer: name of the consumer.
 
         Raises:
-            InvalidArgumentError: if a consumer of this name exists.
+            InvalidArgumentError: if a consumer of this name exists, or the name is not a string.
         """
         self._log.add(consumer)
 

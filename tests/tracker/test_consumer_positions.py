@@ -17,7 +17,12 @@ def test_unknown_consumers_are_refused() -> None:
     for names in ([], ["a", "a"], "a"):
         with pytest.raises(InvalidArgumentError, match="consumers"):
             ConsumerPositions(names)
+    for names in ([1], [None], ["a", ("b",)], [["a"]]):
+        with pytest.raises(InvalidArgumentError, match="Pass a name that is a string"):
+            ConsumerPositions(names)  # type: ignore[arg-type]
     cursors = ConsumerPositions(["a", "b"])
+    with pytest.raises(UnknownConsumerError, match=r"no consumer \['a'\]; known consumers: 'a', 'b'"):
+        cursors.resolve(["a"])  # type: ignore[arg-type]
     with pytest.raises(UnknownConsumerError, match=r"known consumers: 'a', 'b'") as caught:
         cursors.resolve("c")
     assert (caught.value.consumer, caught.value.known) == ("c", ("a", "b"))

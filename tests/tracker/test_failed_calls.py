@@ -14,7 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from delta_tracker import ModelDeltaTracker, TrackingMode
-from delta_tracker.errors import DetachedError, InvalidArgumentError, NeedsSnapshotError, ReservedConsumerError
+from delta_tracker.errors import (
+    DetachedError,
+    InvalidArgumentError,
+    NeedsSnapshotError,
+    ReservedConsumerError,
+    UnknownConsumerError,
+)
 from delta_tracker.sharding import step_hook
 from delta_tracker.sharding.step_hook import _STEPS
 from delta_tracker.tracker import tracker as tracker_module
@@ -150,6 +156,17 @@ def test_a_restore_from_a_stream_that_is_interrupted_loses_no_row(monkeypatch: p
         with pytest.raises(KeyboardInterrupt):
             tracker.restore_from_stream(3, {"default": {"0": torch.tensor([2])}}, {})
     assert _ids(tracker) == _EVERY
+
+
+def test_names_that_are_no_strings_are_refused() -> None:
+    tracker = ModelDeltaTracker(_model())
+    for name in (3, None, ["a"]):
+        with pytest.raises(InvalidArgumentError, match="Pass a name that is a string"):
+            tracker.add_consumer(name)  # type: ignore[arg-type]
+    with pytest.raises(UnknownConsumerError, match="Pass one of the known names"):
+        tracker.get_delta(["default"])  # type: ignore[arg-type]
+    assert tracker.consumers == ("default",)
+    tracker.load_state_dict(tracker.state_dict())
 
 
 @pytest.mark.promise("lossless")
