@@ -234,6 +234,7 @@ def test_an_entry_of_a_superseded_publisher_does_not_fence_its_successor(
             sleeper.commit(_draft("delta"))
 
 
+@pytest.mark.advice("UnknownOutcomeError: Claim.commit")
 @pytest.mark.parametrize("is_directory", [False, True])
 @pytest.mark.parametrize("kind", ["delta", "snapshot"])
 def test_an_entry_that_was_created_after_a_lost_one_may_be_found(kind: Kind, is_directory: bool) -> None:
