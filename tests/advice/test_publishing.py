@@ -74,7 +74,7 @@ def test_a_directory_is_mounted_again_or_its_url_claimed(tmp_path: Path, way: st
     assert _is_served(job)
 
 
-@pytest.mark.advice("NameConflictError: Storage.create StreamLog.claim Claim._checked Claim._claim_again")
+@pytest.mark.advice("NameConflictError: Storage.create StreamLog.claim Claim._claim_again")
 @pytest.mark.parametrize("call", ["publish", "claim"])
 def test_an_object_that_takes_a_name_is_removed(tmp_path: Path, call: str) -> None:
     job = Job(tmp_path)
