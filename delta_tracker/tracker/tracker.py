@@ -13,7 +13,12 @@ from typing import Any, Literal, Self, get_args
 from torch import Tensor, nn
 
 from delta_tracker.buffers import MEMORY
-from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.errors import (
+    InvalidArgumentError,
+    UnsupportedModuleError,
+    UnsupportedOptimizerError,
+    UnsupportedTableError,
+)
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.rows import to_device
@@ -937,7 +942,13 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             NoShardedModuleError, UnsupportedModuleError, UnsupportedOptimizerError, UnsupportedTableError: if the
                 model cannot be tracked, see :class:`ModelDeltaTracker`.
         """
-        found = self._model.discover()
+        try:
+            found = self._model.discover()
+        except (UnsupportedModuleError, UnsupportedOptimizerError, UnsupportedTableError) as error:
+            remedy = (
+                "Undo the change of the model, or detach the tracker and build one with their names in fqns_to_skip"
+            )
+            raise error.advising(remedy) from None
         owners = local_owners(self._model.module, found)
         held, compared = self._model.shards, self._log.owners
         moved = [

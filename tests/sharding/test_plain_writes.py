@@ -349,3 +349,16 @@ def test_a_bound_on_rows_holds_after_a_table_has_left_the_model(tmp_path: Path, 
     assert not pace.is_due(is_clock=True)
     tracker.mark_changed("u", torch.tensor([3]))
     assert pace.is_due(is_clock=True)
+
+
+def test_a_reattach_that_is_refused_names_what_works() -> None:
+    model = nn.ModuleDict({name: nn.Embedding(_ROWS, 4, sparse=True) for name in ("u", "v")})
+    tracker = ModelDeltaTracker(model)
+    nn.utils.parametrize.register_parametrization(model["v"], "weight", nn.Identity())
+    with pytest.raises(UnsupportedTableError, match="Undo the change of the model, or detach the tracker"):
+        tracker.reattach()
+    tracker.detach()
+    assert list(ModelDeltaTracker(model, fqns_to_skip=["v"]).tables) == ["u"]
+    nn.utils.parametrize.remove_parametrizations(model["v"], "weight")
+    tracker.reattach()
+    assert list(tracker.tables) == ["u", "v"]
