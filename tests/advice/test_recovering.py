@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from delta_tracker import ModelDeltaTracker, Publisher, Standby, restore
+from delta_tracker import ModelDeltaTracker, Publisher, Standby, Storage, restore
 from delta_tracker.errors import (
     CorruptPartError,
     FollowingError,
@@ -28,6 +28,7 @@ from delta_tracker.errors import (
     UnsupportedModuleError,
     UnsupportedTableError,
 )
+from delta_tracker.stream.log import StreamLog
 from tests.advice.jobs import refused, small_model
 
 
@@ -123,7 +124,8 @@ def test_another_version_is_restored_or_none(tmp_path: Path, kind: str) -> None:
                 trainer.train(5)
                 publisher.snapshot()
         else:
-            next((tmp_path / "stream" / "parts").glob(f"{4:020d}*")).unlink()
+            part = StreamLog(Storage(job.url)).read(4).parts[0]  # with the rows
+            (tmp_path / "stream" / part.name).unlink()
         refused(NotRecoverableError, job.restore, "Choose another version", 'states="optimizer"')
         assert job.restore(3) == 3
         with job.publisher() as publisher:
