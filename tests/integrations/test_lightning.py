@@ -185,7 +185,7 @@ def test_plain_modules_under_ddp(two_ranks: RankPool, tmp_path: Path) -> None:
         assert "pass the wrapper" in error
 
 
-@pytest.mark.sweep("short")
+@pytest.mark.sweep("long")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_any_order_of_callbacks(one_rank: RankPool, two_ranks: RankPool, tmp_path: Path, world_size: int) -> None:
     pool = {1: one_rank, 2: two_ranks}[world_size]
