@@ -278,7 +278,7 @@ def test_a_trainer_is_stopped_or_fenced_before_a_takeover(tmp_path: Path, way: s
     refused(FollowingError, lambda: job.train(1), "Call Standby.take_over() first, on all ranks")
     refused(
         LivePublisherError,
-        lambda: standby.take_over(silence=0.3),
+        lambda: standby.take_over(silence=60),
         "Stop that trainer, wait, or fence it with force=True",
     )
     if way == "stop":
