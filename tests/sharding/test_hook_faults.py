@@ -23,6 +23,14 @@ _CASES = "tests.sharding.hook_faults_cases"
 _ROWS = 64
 
 
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[RankPool]:
+    """A process of its own: an exception at the end of a ``with`` statement may leave the state of its thread."""
+    pool = RankPool(1)
+    yield pool
+    pool.stop()
+
+
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
     """Run small operators in one thread: others take longer to wake up than the operators take."""

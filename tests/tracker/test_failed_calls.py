@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -33,6 +33,14 @@ from tests.tracker import interrupted_calls, interrupted_cases
 
 _ROWS = 8
 _EVERY = list(range(_ROWS))
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[RankPool]:
+    """A process of its own: an exception at the end of a ``with`` statement may leave the state of its thread."""
+    pool = RankPool(1)
+    yield pool
+    pool.stop()
 
 
 def _model(*, is_sparse: bool = True) -> nn.Sequential:
