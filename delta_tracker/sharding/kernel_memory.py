@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple
+from weakref import ref
 
 from torch import Tensor
 
@@ -141,16 +142,32 @@ def _sources(module: Any, views: list[Tensor]) -> list[_Source] | None:  # noqa:
     return sources if found == shared else None
 
 
+class _Statement:
+    """One ``with`` statement of this module, and the kernels that were flushed inside it."""
+
+    def __init__(self) -> None:
+        self.flushed: set[KernelMemory] = set()
+
+
 class _Thread(threading.local):
     """State of the ``with`` statements of this module that are active in this thread.
 
-    Attributes:
-        flushed: kernels that were flushed inside ``with one_cut()``; None outside of it.
-        reads_in_place: True inside ``with reading_in_place()``.
+    The statements are held by their frames only: one whose end is interrupted must not count as active for ever.
     """
 
-    flushed: set[KernelMemory] | None = None
-    reads_in_place = False
+    cut: ref[_Statement] | None = None
+    in_place: ref[_Statement] | None = None
+
+    @property
+    def flushed(self) -> set[KernelMemory] | None:
+        """Kernels that were flushed inside ``with one_cut()``; None outside of it."""
+        statement = None if self.cut is None else self.cut()
+        return None if statement is None else statement.flushed
+
+    @property
+    def reads_in_place(self) -> bool:
+        """True inside ``with reading_in_place()``."""
+        return self.in_place is not None and self.in_place() is not None
 
 
 _THREAD = _Thread()
@@ -173,18 +190,20 @@ def one_cut() -> AbstractContextManager[None]:
 
 @contextmanager
 def _outermost_cut() -> Iterator[None]:
-    _THREAD.flushed = set()
+    statement = _Statement()
+    _THREAD.cut = ref(statement)
     try:
         yield
     finally:
-        _THREAD.flushed = None
+        _THREAD.cut = None
 
 
 @contextmanager
 def reading_in_place() -> Iterator[None]:
     """Context manager in which :meth:`KernelMemory.rows` flushes no cache. For hooks, which run in each batch."""
-    before, _THREAD.reads_in_place = _THREAD.reads_in_place, True
+    statement, before = _Statement(), _THREAD.in_place
+    _THREAD.in_place = ref(statement)
     try:
         yield
     finally:
-        _THREAD.reads_in_place = before
+        _THREAD.in_place = before
