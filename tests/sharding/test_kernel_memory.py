@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import gc
+import linecache
+import sys
 import threading
 import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from delta_tracker.sharding import kernel_memory
 from delta_tracker.sharding.discover import Kernel
 from delta_tracker.sharding.kernel_memory import one_cut
 from tests.ranks import RankPool
@@ -118,3 +125,27 @@ def test_views_are_split_again_once_their_memory_was_replaced(one_rank: RankPool
 
 def test_the_stub_of_a_cache_has_the_attributes_of_fbgemm(one_rank: RankPool) -> None:
     one_rank.run(f"{_CASES}:fbgemm")
+
+
+@pytest.mark.parametrize("statement", [kernel_memory.one_cut, kernel_memory.reading_in_place])
+def test_an_interrupted_end_of_a_statement_leaves_no_state(
+    statement: Callable[[], AbstractContextManager[None]],
+) -> None:
+    """Later reads of the thread flush the caches of kernels again."""
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        del arg
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        if event == "line" and line in ("_THREAD.cut = None", "_THREAD.in_place = before"):
+            raise KeyboardInterrupt
+        return trace
+
+    former = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with pytest.raises(KeyboardInterrupt), statement():
+            pass
+    finally:
+        sys.settrace(former)
+    gc.collect()
+    assert (kernel_memory._THREAD.flushed, kernel_memory._THREAD.reads_in_place) == (None, False)
