@@ -183,7 +183,7 @@ def one_detached(rank: int, world_size: int) -> None:
 
 
 def incomplete(rank: int, world_size: int) -> None:
-    """A part of one rank is not enough for another plan; the parts of all ranks are, and so is none."""
+    """Another plan needs the parts of all ranks, or an empty state."""
     with ModelDeltaTracker(shard(Spec([Table("t", 20, "table:0")]))) as tracker:
         if rank == 0:
             tracker.mark_changed(_FQN, torch.tensor([3, 15]))

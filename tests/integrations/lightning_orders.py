@@ -154,7 +154,7 @@ class _Watch(lightning.Callback):
         checkpoint["watch"] = self.held
 
     def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
-        if not self.is_training:  # whoever reads deltas goes back with the trainer, but not in a search
+        if not self.is_training:  # readers of deltas restart with the trainer, but not in a search
             self.held = checkpoint["watch"]
 
     def on_train_start(self, trainer: Any, module: Any) -> None:

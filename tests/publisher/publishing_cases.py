@@ -934,7 +934,7 @@ def lost_entry(rank: int, world_size: int, url: str, call: str) -> list[str]:
 
 
 class _LosesAnswers(Storage):
-    """A store that loses its answers from the creation of the next entry on, until it is told otherwise."""
+    """A store that loses its answers from the creation of the next entry on, while ``loses`` is True."""
 
     loses = False
     has_lost = False
