@@ -30,8 +30,9 @@ _TORCH = f"{Path(torch.__file__).parent}/"
 _ENGINE_CALLS = ("mark", "mark_all", "mark_new", "mark_new_padded", "contains", "absorb", "create_each", "__init__")
 # Attributes; what a rank sends to the others, which needs no memory; the hook of a lookup whose node is unknown.
 _NO_POINTS = ("__get__", "fill_", "all_gather", "register_hook")
-# Functions that handle errors, and those that torch calls: they contain one call of a function that may fail.
-_HANDLERS = {
+# Functions that handle errors, and those that torch calls: they contain one call of a function that may fail. Their own
+# lines allocate no more than a call does.
+HANDLERS = {
     "ChangeLog.mark_all_later",
     "EvictionHook.before",
     "EvictionHook._missed",
@@ -43,9 +44,12 @@ _HANDLERS = {
     "PostLookupHook._write_ends",
     "SegmentStore.mark_all_later",
     "Watcher._contained",
+    "_BackwardToken.__call__",
     "_BackwardToken.__del__",
     "_Evictions.__call__",
     "_Evictions.__call__.<locals>.<listcomp>",
+    "_Steps._after",
+    "_Steps._before",
     "untraced.<locals>.call",
 }
 NO_READ, BEFORE_WRITES, AFTER_WRITES, AROUND_WRITES, AT_POINTS = READS = (
@@ -349,7 +353,7 @@ class _Lines:
 
     def _trace(self, frame: FrameType, event: str, _: object) -> Any:
         code = frame.f_code
-        if not code.co_filename.startswith(_PACKAGE) or code.co_qualname in _HANDLERS:
+        if not code.co_filename.startswith(_PACKAGE) or code.co_qualname in HANDLERS:
             return None
         if event == "line":
             self._num_lines += 1

@@ -34,12 +34,11 @@ from delta_tracker import TrackingMode
 from delta_tracker.compat import ModelDeltaTrackerTrec
 from delta_tracker.errors import DeltaTrackerError, DetachedError, StaleDeltaError
 from delta_tracker.types import Delta
+from tests.sharding.hook_faults import HANDLERS
 
 EXCEPTIONS: tuple[type[BaseException], ...] = (KeyboardInterrupt, MemoryError, RuntimeError)
 _PACKAGE = str(Path(delta_tracker.__file__).parent)
 _ROWS = 16
-# Functions that only call the hooks, in which no error is contained: their lines allocate no more than a call does.
-_CALLERS = ("untraced.py:call", "step_hook.py:_before", "step_hook.py:_after")
 
 
 class Injection:
@@ -71,7 +70,7 @@ class Injection:
         if event == "line" and not self.place and not Injection.is_paused and frame.f_lasti not in _quiet(frame.f_code):
             if len(self.lines) == self._number and self.exception is not None:
                 name = frame.f_code.co_filename.removeprefix(_PACKAGE + "/")
-                self.place = f"{name}:{frame.f_code.co_name}:{frame.f_lineno}"
+                self.place = f"{name}:{frame.f_code.co_qualname}:{frame.f_lineno}"
                 sys.settrace(None)
                 raise self.exception("injected")
             self.lines.append((frame.f_code, frame.f_lineno))
@@ -107,9 +106,8 @@ class Injection:
 
     @property
     def is_in_caller(self) -> bool:
-        """True if the exception was raised in a function that only calls the hooks."""
-        name, function, _ = self.place.split(":")
-        return any(f"{name}:{function}".endswith(caller) for caller in _CALLERS)
+        """True if the exception was raised in a function that only contains the call of a hook."""
+        return self.place.split(":")[1] in HANDLERS
 
 
 @cache
