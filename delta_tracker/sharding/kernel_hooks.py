@@ -168,8 +168,12 @@ class Watcher:
                 self._listener.opened(key, ids)
             return True
 
-        if not self._contained(opened, otherwise=False):
-            self._listener.mark_all_later(ids, key)  # the write has not begun: no cut has returned its rows yet
+        try:
+            if not self._contained(opened, otherwise=False):
+                self._listener.mark_all_later(ids, key)  # the write has not begun: no cut has returned its rows yet
+        except BaseException:  # interrupted: the write does not begin
+            self._listener.ended(key)
+            raise
 
     def _applied(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
         def applied() -> bool:

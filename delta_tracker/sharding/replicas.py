@@ -22,6 +22,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Protocol
 
@@ -258,14 +259,11 @@ class _Syncs:
     def __call__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  what the user passes
         # The only argument of sync(), include_optimizer_state, is True by default in torchrec 1.3 to 1.9.
         includes_states = bool(kwargs.get("include_optimizer_state", args[0] if args else True))
-        done = [hook.before(includes_states=includes_states) for hook in tuple(self.hooks)]
-        is_synced = False
-        try:
+        with ExitStack() as ends:
+            for hook in tuple(self.hooks):
+                after = hook.before(includes_states=includes_states)
+                ends.push(lambda error, *_, after=after: after(error is None))
             self._sync(*args, **kwargs)
-            is_synced = True
-        finally:
-            for after in done:
-                after(is_synced)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         """Return the ``sync`` of the copied ``DMPCollection``, without hooks."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -115,7 +116,7 @@ class StepHook(Watcher):
         """Report the rows that a step is going to write."""
         self._run(optimizer, partial(self._begin, optimizer, args, kwargs))
 
-    def after(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+    def after(self, optimizer: torch.optim.Optimizer) -> None:
         """Report that a step has written its rows."""
         self._run(optimizer, partial(self._end, optimizer))
 
@@ -286,9 +287,10 @@ class _Steps:
         for hook in tuple(self._hooks.values()):
             hook.before(optimizer, args, kwargs)
 
-    def _after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for hook in tuple(self._hooks.values()):
-            hook.after(optimizer, args, kwargs)
+    def _after(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        with ExitStack() as ends:  # all are called, even if one is interrupted
+            for hook in tuple(self._hooks.values()):
+                ends.callback(hook.after, optimizer)
 
     def _omitted(self) -> None:
         for hook in tuple(self._hooks.values()):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -143,12 +144,10 @@ class _Evictions:
         self.hooks: list[EvictionHook] = []
 
     def __call__(self, evicted: _Evicted) -> None:
-        done = [hook.before(evicted) for hook in self.hooks]
-        try:
+        with ExitStack() as ends:  # even after an error, because nothing more is written then
+            for hook in tuple(self.hooks):
+                ends.callback(hook.before(evicted))
             self._evict(evicted)
-        finally:  # even after an error, because nothing more is written then
-            for tell in done:
-                tell()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[[_Evicted], None]:
         """Return the ``_evict`` of the copied module, without hooks."""

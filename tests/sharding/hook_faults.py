@@ -47,7 +47,6 @@ HANDLERS = {
     "_BackwardToken.__call__",
     "_BackwardToken.__del__",
     "_Evictions.__call__",
-    "_Evictions.__call__.<locals>.<listcomp>",
     "_Steps._after",
     "_Steps._before",
     "untraced.<locals>.call",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +30,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from delta_tracker import ModelDeltaTracker, TopK, TrackingMode
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.rows import ChangedRows
+from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.checkpoint.pack import pack
 from delta_tracker.tracker.log_state import LogState, PendingState
 from delta_tracker.types import Identity
@@ -333,3 +336,43 @@ def other_modules(rank: int, world_size: int) -> dict[str, Any]:
     with ModelDeltaTracker(model, fqns_to_skip=["a"]) as tracker:
         answer["apart, skipped"] = list(tracker.identities)
     return answer
+
+
+def interrupted_eviction(rank: int, world_size: int, method: str, number: int) -> list[str]:
+    """Interrupt one call of a method of the change logs of three trackers during an eviction, and continue to train.
+
+    Return the promises that break.
+    """
+    del rank
+    model = shard_collision(world_size)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(9):  # until the modules are full
+        model(collision_batch(generator)).backward()
+    trackers = [ModelDeltaTracker(model) for _ in range(3)]
+    before = [tracker.read_tables() for tracker in trackers]
+    own, calls = getattr(ChangeLog, method), itertools.count()
+
+    def interrupted(log: ChangeLog, *args: Any, **kwargs: Any) -> None:
+        own(log, *args, **kwargs)
+        if next(calls) == number:
+            raise KeyboardInterrupt
+
+    is_interrupted = False
+    with mock.patch.object(ChangeLog, method, interrupted):
+        for _ in range(20):
+            with torch.no_grad():  # lookups that only evict
+                try:
+                    model(collision_batch(generator))
+                except KeyboardInterrupt:
+                    is_interrupted = True
+                    break
+    problems = [] if is_interrupted else ["no eviction was interrupted"]
+    for tracker, former in zip(trackers, before, strict=True):
+        sent = tracker.get_delta_ids()
+        for fqn, rows in tracker.read_tables().items():
+            changed = (rows != former[fqn]).any(dim=1).nonzero().flatten().tolist()
+            problems += [f"row {row} of {fqn} is lost" for row in set(changed) - set(sent[fqn].tolist())]
+        if any(ids.numel() for ids in tracker.get_delta_ids().values()):
+            problems.append("rows are sent again")
+        tracker.detach()
+    return problems

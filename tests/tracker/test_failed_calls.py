@@ -326,6 +326,29 @@ def test_an_interrupted_step_of_an_optimizer_is_sent_once(monkeypatch: pytest.Mo
     assert _ids(tracker) == [6]
 
 
+@pytest.mark.parametrize("method", ["applied", "acknowledge_writes"])
+def test_an_interrupted_hook_of_one_tracker_leaves_no_step_of_another_open(
+    monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    model = _model()
+    trackers = [ModelDeltaTracker(model) for _ in range(3)]
+    own = getattr(ChangeLog, method)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.tensor([[5]])).sum().backward()
+    with monkeypatch.context() as patch:
+
+        def interrupted(log: ChangeLog, *args: Any) -> None:
+            own(log, *args)
+            raise KeyboardInterrupt
+
+        patch.setattr(ChangeLog, method, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    for tracker in trackers:
+        assert 5 in _ids(tracker)
+        assert _ids(tracker) == []
+
+
 @pytest.mark.promise("lossless")
 @pytest.mark.parametrize("error", [MemoryError, RuntimeError])
 @pytest.mark.parametrize("name", ["_Step", "_has_closure", "_has_others", "_is_skipped"])

@@ -355,3 +355,13 @@ def test_a_checkpoint_of_other_ranks_has_the_former_owners_that_were_saved(one_r
 
 def test_a_tracker_that_is_attached_again_keeps_the_former_owners(one_rank: RankPool) -> None:
     one_rank.run(f"{_CASES}:reattached_owners")
+
+
+@pytest.mark.promise("lossless")
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("method", ["notice_writes", "opened", "applied", "acknowledge_writes"])
+def test_an_interrupted_eviction_loses_no_row_and_leaves_none_open(
+    one_rank: RankPool, method: str, number: int
+) -> None:
+    (problems,) = one_rank.run(f"{_CASES}:interrupted_eviction", method=method, number=number)
+    assert problems == []
