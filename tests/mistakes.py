@@ -209,6 +209,9 @@ MISTAKES: Mapping[str, Mistake] = {
         lambda: _logged(lambda: _tracker(fqns_to_skip=["users"])), "'users'", "known tables: ['0']"
     ),
     "skip a string": Mistake(lambda: _tracker(fqns_to_skip="0"), "fqns_to_skip='0'", "Pass a list"),
+    "skip a number": Mistake(lambda: _tracker(fqns_to_skip=3), "fqns_to_skip=3", "Pass a list"),
+    "consumers as a number": Mistake(lambda: _tracker(consumers=3), "consumers=3", "Pass a list"),
+    "predict from no url": Mistake(lambda: Predictor(_model(), None), "url=None", "Pass a url"),  # type: ignore[arg-type]
     "misspell a mode": Mistake(lambda: _tracker(mode="ids"), "mode='ids'", "'ID_ONLY'"),
     "MOMENTUM_LAST with SGD": Mistake(
         lambda: _tracker(mode="MOMENTUM_LAST"), "table '0'", "Pass mode='ID_ONLY' or 'EMBEDDING'"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -52,7 +51,7 @@ class Sources:
     """
 
     def __init__(self, url: Location | Sequence[Location], *, clock: Callable[[], float] = time.monotonic) -> None:
-        given = [url] if isinstance(url, str | os.PathLike | Storage) else list(url)
+        given = list(url) if isinstance(url, Sequence) and not isinstance(url, str) else [url]
         if not given:
             raise InvalidArgumentError("url", given, "Pass at least one url")
         stores = [open_storage(each) for each in given]

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from delta_tracker.errors import (
-    InvalidArgumentError,
     NoShardedModuleError,
     UnsupportedModuleError,
     UnsupportedTableError,
@@ -114,8 +113,6 @@ def discover(model: nn.Module, fqns_to_skip: Sequence[str] = ()) -> Discovery:
     plain: dict[str, PlainModule] = {}
     others = []
     unsupported: dict[str, str] = {}
-    if isinstance(fqns_to_skip, str):
-        raise InvalidArgumentError("fqns_to_skip", fqns_to_skip, "Pass a list of names")
     for fqn, module in walk(model, "", torchrec, set()):
         if holder := torchrec.holder(module):
             found.modules[fqn] = module

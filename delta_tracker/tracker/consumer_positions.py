@@ -45,9 +45,10 @@ class ConsumerPositions:
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        for name in () if isinstance(names, str) else names:
+        is_list = not isinstance(names, str) and isinstance(names, Collection)
+        for name in names if is_list else ():
             check_name(name)
-        if isinstance(names, str) or not names or len(set(names)) != len(names):
+        if not is_list or not names or len(set(names)) != len(names):
             raise InvalidArgumentError("consumers", names, "Pass a list of one or more different names")
         self._consumers = {name: _Consumer(position=0, batch=0) for name in names}
         self._origin: Mapping[str, ChangedRows] = {}

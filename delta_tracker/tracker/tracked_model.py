@@ -36,7 +36,9 @@ class TrackedModel:
 
     def __init__(self, module: nn.Module, fqns_to_skip: Iterable[str], capture: Capture) -> None:
         self.module = module
-        self._skips = fqns_to_skip if isinstance(fqns_to_skip, str) else tuple(fqns_to_skip)
+        if isinstance(fqns_to_skip, str) or not isinstance(fqns_to_skip, Iterable):
+            raise InvalidArgumentError("fqns_to_skip", fqns_to_skip, "Pass a list of names")
+        self._skips = tuple(fqns_to_skip)
         self._capture = capture
         self.found = self.discover()
         self.shards: Mapping[str, LocalShard] = dict(self.found.shards)
