@@ -48,7 +48,7 @@ test-no-extras: $(VENV)/.installed  ## run tests as if no optional package, or n
 	    -k "not beside" tests/sharding/test_plain_tables.py tests/sharding/test_plain_promises.py tests/predictor/test_predictor.py \
 	    delta_tracker/tracker/checkpoint/rank_counters.py
 
-test-reverts: $(VENV)/.installed  ## remove each fix from a copy and check that a test fails; ARGS selects by word
+test-reverts: $(VENV)/.installed  ## bring faults back in a copy and check that they are found; ARGS selects by word
 	@$(BIN)/python -W ignore -m tests.reverts $(ARGS)
 
 # Files whose tests are marked as sweeps, see tests/sweeps.py.

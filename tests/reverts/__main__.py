@@ -1,9 +1,11 @@
-"""Take each fix out of a copy of the package, and see its generator fail: ``python -m tests.reverts [WORD ...]``.
+"""Bring each fault back in a copy of the package, and see its generator fail: ``python -m tests.reverts [WORD ...]``.
 
-With words, only the defects whose descriptions or generators contain one of them. With ``--daily``, every tenth one:
-CI runs another tenth on each of ten days, to stay within its limit. Each copy runs in a fork of this process, two at a
-time: the forks share the imports of pytest and torch, which take longer than most generators. Exits with 1 if a
-generator passed without the fix, or failed for another reason than an assertion.
+First, all reverts are checked: each function and each generator that they name exists. With words, run only the
+reverts whose defects or generators contain one of them. With ``--daily``, run a part of them: CI runs another part on
+each of a few days, to stay within its limit. Each copy runs in a fork of this process, two at a time: the forks share
+the imports of pytest and torch, which take longer than most generators. Reverts without a mutation are only listed.
+Exits with 1 if a revert does not fit the code, or if a generator passed, or failed for another reason than an
+assertion.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from pathlib import Path
 import pytest
 import torch  # noqa: F401  imported once for all forks; pytest warns if its plugins are imported before it starts
 
-from tests.reverts.every import all_reverts, apply
+from tests.reverts.every import all_reverts, apply, outdated
 from tests.reverts.revert import Revert
 
 _ROOT = Path(__file__).parent.parent.parent
@@ -32,14 +34,16 @@ _NUM_SHOWN = 30
 _AT_ONCE = 2
 _POLL_SECONDS = 0.05
 _DAY_SECONDS = 86_400
-_NUM_DAYS = 10  # days on which CI runs all reverts
+_NUM_DAYS = 5  # days on which CI runs all reverts
+_TIMEOUT_SECONDS = 300.0
 
 
 class Trial:
-    """Run of a revert's generator on a copy of the package without the fix."""
+    """Run of a generator on a copy of the package with a fault."""
 
-    def __init__(self, revert: Revert) -> None:
-        self.revert = revert
+    def __init__(self, generator: str, revert: Revert) -> None:
+        self.name = f"{revert.defect} ({generator})"
+        self._generator = generator
         self._begin = time.monotonic()
         self._folder = tempfile.TemporaryDirectory(prefix="revert-", ignore_cleanup_errors=True)
         root = Path(self._folder.name)
@@ -61,7 +65,7 @@ class Trial:
     def poll(self) -> bool:
         """Return True if the run has ended or has taken too long, and set :attr:`why`."""
         pid, status = os.waitpid(self._pid, os.WNOHANG)
-        if not pid and self.seconds < self.revert.timeout_seconds:
+        if not pid and self.seconds < _TIMEOUT_SECONDS:
             return False
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._pid, signal.SIGKILL)  # also the ranks and servers that the tests have started
@@ -70,7 +74,7 @@ class Trial:
         """Reason why the defect was not found; None if its generator found it."""
         if not pid:
             os.waitpid(self._pid, 0)
-            self.why = None if self.revert.hangs else f"no answer within {self.revert.timeout_seconds} s"
+            self.why = f"no answer within {_TIMEOUT_SECONDS:.0f} s"
         elif code != _TESTS_FAILED:
             lines = self._output.read_text(errors="replace").splitlines()
             self.why = "\n".join([f"pytest exited with {code}", *lines[-_NUM_SHOWN:]])
@@ -91,7 +95,7 @@ class Trial:
                 del sys.modules[name]
             sys.path[0] = os.environ["PYTHONPATH"] = str(root)
             arguments = ["-q", "-x", "-p", "no:cacheprovider", "--hypothesis-profile=reverts"]
-            code = pytest.main([*arguments, self.revert.generator])
+            code = pytest.main([*arguments, self._generator])
         except BaseException:  # noqa: BLE001  it must not reach the loop of the parent
             traceback.print_exc()
         finally:
@@ -102,27 +106,32 @@ class Trial:
 
 def main(words: Sequence[str]) -> int:
     """Run the chosen reverts; return 0 if every defect was found."""
-    chosen = all_reverts()
+    reverts = all_reverts()
+    if problems := outdated(reverts, _ROOT):
+        print(*problems, f"{len(problems)} reverts do not fit the code", sep="\n", flush=True)
+        return 1
+    chosen = [each for each in reverts if each[1].mutations]
+    print(f"{len(reverts)} reverts, {len(reverts) - len(chosen)} of them only listed", flush=True)
     if list(words) == ["--daily"]:
         chosen = chosen[int(time.time() // _DAY_SECONDS) % _NUM_DAYS :: _NUM_DAYS]
     elif words:
-        chosen = [each for each in chosen if any(word in each.defect + each.generator for word in words)]
+        chosen = [each for each in chosen if any(word in each[1].defect + each[0] for word in words)]
     waiting, running = deque(chosen), list[Trial]()
     missed = list[Trial]()
     while waiting or running:
         while waiting and len(running) < _AT_ONCE:
-            running.append(Trial(waiting.popleft()))
+            running.append(Trial(*waiting.popleft()))
         time.sleep(_POLL_SECONDS)
         for trial in [each for each in running if each.poll()]:
             running.remove(trial)
             if trial.why:
                 missed.append(trial)
             verdict = "NOT FOUND" if trial.why else "found"
-            print(f"{verdict} in {trial.seconds:.0f} s: {trial.revert.defect} ({trial.revert.generator})", flush=True)
+            print(f"{verdict} in {trial.seconds:.0f} s: {trial.name}", flush=True)
             if trial.why:
                 print(trial.why, flush=True)
     for trial in missed:  # once more at the end, where a log that was cut off has them
-        print(f"NOT FOUND: {trial.revert.defect} ({trial.revert.generator})", flush=True)
+        print(f"NOT FOUND: {trial.name}", flush=True)
     print(f"{len(chosen) - len(missed)} passed, {len(missed)} failed", flush=True)
     return 1 if missed or not chosen else 0
 
