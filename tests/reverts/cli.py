@@ -9,11 +9,11 @@ REVERTS = {
     "tests/cli/test_dcp_checkpoint.py::test_torchrec_loads_what_a_trainer_published[RowWiseAdagrad]": [
         Revert(
             "the states in a checkpoint have keys that TorchRec does not ask for",
-            Replaces("dcp_checkpoint._with_states", 'f"{table}.{key}"', "key"),
+            Replaces("dcp_checkpoint._with_states", 'f"{_}.{_}"', "_"),
         ),
         Revert(
             "a checkpoint has the row-wise states of the first column range only",
-            Replaces("dcp_checkpoint._target", "by_range[number]", "by_range[0]"),
+            Replaces("dcp_checkpoint._target", "_[_]", "_[0]"),
         ),
         Revert(
             "a checkpoint lacks the dense tensors that are in the training states only",
@@ -23,7 +23,7 @@ REVERTS = {
     "tests/cli/test_history.py::test_the_axis_never_runs_backwards": [
         Revert(
             "the time axis of a report runs backwards",
-            Replaces("CommitTimes.next", "max(self._last, now)", "manifest.created"),
+            Replaces("CommitTimes.next", "max(self._last, _)", "_"),
         ),
     ],
 }

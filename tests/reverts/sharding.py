@@ -17,7 +17,7 @@ REVERTS = {
         Revert("all rows of a compiled lookup stay open", Replaces("_lookup_node", "compiled is not None", "False")),
         Revert(
             "each write of a compiled lookup counts as one that no hook reported",
-            Replaces("PostLookupHook._end", "not update.is_proven", "False"),
+            Replaces("PostLookupHook._end", "not _.is_proven", "False"),
         ),
     ],
     f"{_SCHEDULES}[SGD with momentum-True-True]": [
@@ -29,7 +29,7 @@ REVERTS = {
     f"{_SCHEDULES}[Adagrad-True-False]": [
         Revert(
             "a gradient that another hook replaces is not noticed",
-            Replaces("StepHook._end", "parameter.grad is not gradient", "False"),
+            Replaces("StepHook._end", "_.grad is not _", "False"),
         ),
     ],
     f"{_SCHEDULES}[SGD-True-True]": [
@@ -49,7 +49,7 @@ REVERTS = {
         ),
         Revert(
             "the first sync marks only the changed rows",
-            Replaces("SyncHook.__init__", "listener.diverged(_)", "listener.synced(_)"),
+            Replaces("SyncHook.__init__", "_.diverged(self._tables)", "_.synced(self._tables)"),
         ),
         Revert(
             "old states are captured after a sync",
@@ -66,11 +66,11 @@ REVERTS = {
     "tests/sharding/test_prefetch_order.py::test_reads_and_prefetches_in_any_order_corrupt_no_row": [
         Revert(
             "a flush of a cache does not wait for the prefetches before it",
-            Loses("prefetch_order._between", "current.wait_stream(...)"),
+            Loses("prefetch_order._between", "_.wait_stream(prefetches)"),
         ),
         Revert(
             "later prefetches do not wait for a flush of the cache",
-            Loses("prefetch_order._between", "prefetches.wait_stream(...)"),
+            Loses("prefetch_order._between", "prefetches.wait_stream(_)"),
         ),
         Revert(
             "hooks read cached rows while a prefetch moves them",
@@ -87,7 +87,7 @@ REVERTS = {
         ),
         Revert(
             "the ids since the last eviction are not restored",
-            Replaces("collision_states._load_history", "_joined(parts, 'history')", "_[:0]"),
+            Replaces("collision_states._load_history", "_joined(_, 'history')", "_joined(_, 'history')[:0]"),
         ),
     ],
 }

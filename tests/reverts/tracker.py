@@ -9,7 +9,7 @@ REVERTS = {
     "tests/tracker/test_several_stores.py::test_each_table_has_the_rows_that_it_has_alone": [
         Revert(
             "tables that are marked together exchange the rows that are new",
-            Replaces("JointIds.new_padded", "self.indices + self.sets", "self.indices"),
+            Replaces("JointIds.new_padded", "self.indices + _", "self.indices"),
         ),
     ],
     "tests/test_cuda_fence.py::test_a_use_that_continues_is_waited_for_when_it_has_ended": [
@@ -41,8 +41,8 @@ REVERTS = {
             "a merged save has the states of rank 0 only",
             Replaces(
                 "RankCounters.state_dict",
-                "merged(parts, parts, gathered)",
-                "self._counters.merged(parts[:1], parts, gathered)",
+                "parse_all(...)",
+                "_[:1]",
             ),
         ),
     ],
@@ -78,9 +78,7 @@ REVERTS = {
         Revert("weights that were written to in place are taken for old rows"),
     ],
     "tests/tracker/test_tracker.py::test_schedules_include_reads_inside_a_backward": [
-        Revert(
-            "what top-k left out is kept in the caller's tensors", Replaces("Delta.left_out", "rows.copy()", "rows")
-        ),
+        Revert("what top-k left out is kept in the caller's tensors", Replaces("Delta.left_out", "_.copy()", "_")),
         Revert("weights that are loaded or edited in place are not watched"),
         Revert("a delta holds the carried rows themselves"),
         Revert("a score works on the rows of the delta"),
