@@ -224,7 +224,7 @@ class Gatherer:
             owners: ``[R]`` raw ids of the shard's rows; None for a table without managed collisions.
         """
         fqn = shard.table.fqn
-        form: IdForm = "all" if ids is None else "gaps" if self.encodings[fqn].is_quantized else "list"
+        form: IdForm = "all" if ids is None else self.encodings[fqn].listed_form
         num_rows = shard.num_rows if ids is None else len(ids)
         ids_at = owners_at = None
         if ids is not None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.stream.format.encoding import Encoding, decode_rows, encode_rows, pack_ids, unpack_ids
+from tests.members import unknown
 from tests.stream.bounds import bound
 
 _FBGEMM = torch.ops.fbgemm
@@ -153,6 +154,19 @@ def test_strided_rows_and_given_memory(encoding, dtype, num_rows):
     assert decoded.dtype == dtype
     assert torch.equal(decoded, decode_rows(expected, encoding, 14, dtype))
     assert ((decoded.double() - values.double()).abs() <= bound(values, encoding)).all()
+
+
+def test_an_encoding_without_a_case_is_refused() -> None:
+    encoding = unknown(Encoding)
+    for act in (
+        lambda: encoding.width(4),
+        lambda: encoding.dtype,
+        lambda: encoding.listed_form,
+        lambda: encode_rows(torch.zeros(1, 4), encoding),
+        lambda: decode_rows(torch.zeros(1, 4), encoding, 4, torch.float32),
+    ):
+        with pytest.raises((AssertionError, KeyError), match="UNKNOWN"):
+            act()
 
 
 @pytest.mark.parametrize("dtype", _TABLE_DTYPES)

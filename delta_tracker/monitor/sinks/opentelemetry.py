@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, assert_never
 
 from delta_tracker.errors import MissingExtraError
 from delta_tracker.monitor.aggregate import Aggregate
@@ -127,15 +127,19 @@ def _metric(definition: Definition, reports: Sequence[TotalReport], batch: Batch
     totals = [report.figures for report in reports]
     cumulative = sdk.AggregationTemporality.CUMULATIVE
     data: Any
-    if definition.kind is Kind.COUNTER:
-        points = [_number(report, report.figures.total, batch) for report in reports]
-        data = sdk.Sum(points, cumulative, is_monotonic=True)
-    elif definition.kind is Kind.GAUGE:
-        data = sdk.Gauge([_number(report, report.figures.last, batch) for report in reports])
-    elif all(figures.buckets is not None and figures.buckets.count == figures.count for figures in totals):
-        data = sdk.ExponentialHistogram([_exponential(report, batch) for report in reports], cumulative)
-    else:
-        data = sdk.Histogram([_single_bucket(report, batch) for report in reports], cumulative)
+    match definition.kind:
+        case Kind.COUNTER:
+            points = [_number(report, report.figures.total, batch) for report in reports]
+            data = sdk.Sum(points, cumulative, is_monotonic=True)
+        case Kind.GAUGE:
+            data = sdk.Gauge([_number(report, report.figures.last, batch) for report in reports])
+        case Kind.STAT | Kind.HISTOGRAM:
+            if all(figures.buckets is not None and figures.buckets.count == figures.count for figures in totals):
+                data = sdk.ExponentialHistogram([_exponential(report, batch) for report in reports], cumulative)
+            else:
+                data = sdk.Histogram([_single_bucket(report, batch) for report in reports], cumulative)
+        case _:
+            assert_never(definition.kind)
     return sdk.Metric(definition.name, definition.help, _UNITS.get(definition.unit, definition.unit), data)
 
 

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import zlib
 from enum import StrEnum
+from typing import Literal, assert_never
 
 import numpy as np
 import torch
@@ -90,7 +91,12 @@ class Encoding(StrEnum):
     @property
     def is_quantized(self) -> bool:
         """True if rows are stored as codes with a scale and a bias."""
-        return self in (Encoding.INT8, Encoding.INT4)
+        return self.dtype == torch.uint8
+
+    @property
+    def listed_form(self) -> Literal["list", "gaps"]:
+        """Form in which writers store the ids of listed rows: compressed gaps if the rows are quantized, too."""
+        return "gaps" if self.is_quantized else "list"
 
     def width(self, num_columns: int) -> int:
         """Return the number of columns of the stored tensor for rows with ``num_columns`` columns.
@@ -100,13 +106,17 @@ class Encoding(StrEnum):
         """
         if num_columns < 1:
             raise InvalidArgumentError("num_columns", num_columns, "Pass 1 or more")
-        if self is Encoding.INT8:
-            return num_columns + 8
-        if self is Encoding.INT4:
-            if num_columns % 2:
-                raise InvalidArgumentError("num_columns", num_columns, "Use INT8, or INT4 with an even number")
-            return num_columns // 2 + 4
-        return num_columns
+        match self:
+            case Encoding.F32 | Encoding.F16 | Encoding.BF16:
+                return num_columns
+            case Encoding.INT8:
+                return num_columns + 8
+            case Encoding.INT4:
+                if num_columns % 2:
+                    raise InvalidArgumentError("num_columns", num_columns, "Use INT8, or INT4 with an even number")
+                return num_columns // 2 + 4
+            case _:
+                assert_never(self)
 
 
 _DTYPES = {
@@ -146,11 +156,15 @@ def encode_rows(values: Tensor, encoding: Encoding, out: Tensor | None = None) -
     elif out.shape != shape or out.dtype != encoding.dtype:
         raise InvalidArgumentError("out", (tuple(out.shape), out.dtype), f"Pass {shape} in {encoding.dtype}")
     values = values.detach()
-    if encoding is Encoding.INT8:
-        return _encode_int8(values.float(), out)
-    if encoding is Encoding.INT4:
-        return _encode_int4(values.float(), out)
-    return out.copy_(values)
+    match encoding:
+        case Encoding.F32 | Encoding.F16 | Encoding.BF16:
+            return out.copy_(values)
+        case Encoding.INT8:
+            return _encode_int8(values.float(), out)
+        case Encoding.INT4:
+            return _encode_int4(values.float(), out)
+        case _:
+            assert_never(encoding)
 
 
 def decode_rows(stored: Tensor, encoding: Encoding, num_columns: int, dtype: torch.dtype) -> Tensor:
@@ -172,18 +186,21 @@ def decode_rows(stored: Tensor, encoding: Encoding, num_columns: int, dtype: tor
         raise InvalidArgumentError(
             "stored", (tuple(stored.shape), stored.dtype), f"Pass rows of {num_columns} columns in {encoding}"
         )
-    if encoding is Encoding.INT8:
-        scale_bias = _read_bytes(stored[:, num_columns:], torch.float32).double()
-        rows = stored[:, :num_columns].double().mul_(scale_bias[:, :1]).add_(scale_bias[:, 1:]).float()
-    elif encoding is Encoding.INT4:
-        num_bytes = num_columns // 2
-        pairs = stored[:, :num_bytes].to(torch.int16)
-        codes = (pairs << 4).bitwise_or_(pairs).bitwise_and_(0x0F0F).view(torch.uint8)
-        scale_bias = _read_bytes(stored[:, num_bytes:], torch.float16).float()
-        # The product is exact: a code has 4 bits and a scale 11.
-        rows = codes.float().mul_(scale_bias[:, :1]).add_(scale_bias[:, 1:])
-    else:
-        rows = stored
+    match encoding:
+        case Encoding.F32 | Encoding.F16 | Encoding.BF16:
+            rows = stored
+        case Encoding.INT8:
+            scale_bias = _read_bytes(stored[:, num_columns:], torch.float32).double()
+            rows = stored[:, :num_columns].double().mul_(scale_bias[:, :1]).add_(scale_bias[:, 1:]).float()
+        case Encoding.INT4:
+            num_bytes = num_columns // 2
+            pairs = stored[:, :num_bytes].to(torch.int16)
+            codes = (pairs << 4).bitwise_or_(pairs).bitwise_and_(0x0F0F).view(torch.uint8)
+            scale_bias = _read_bytes(stored[:, num_bytes:], torch.float16).float()
+            # The product is exact: a code has 4 bits and a scale 11.
+            rows = codes.float().mul_(scale_bias[:, :1]).add_(scale_bias[:, 1:])
+        case _:
+            assert_never(encoding)
     return rows.to(dtype)
 
 

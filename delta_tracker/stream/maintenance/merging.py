@@ -137,7 +137,7 @@ def _newest(table: TableSpec, columns: tuple[int, int], encoding: Encoding, sour
     ids, winners = ids[is_last], order[is_last]
     starts = torch.tensor([0, *(len(each) for each in listed)]).cumsum(0)
     source = torch.searchsorted(starts, winners, right=True) - 1
-    form: IdForm = "gaps" if encoding.is_quantized else "list"
+    form: IdForm = encoding.listed_form
     block = Block(table.fqn, (0, table.num_rows), columns, len(ids), form, encoding)
     alike = [_shaped(each, columns, encoding, table.dtype) for each in sources]
     return _Winners(alike, source, winners - starts[source]).rows(block, ids)

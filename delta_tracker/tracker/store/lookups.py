@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from typing import assert_never
 
 import torch
 from torch import Tensor
@@ -162,10 +163,16 @@ class DeltaStore:
         """
         lookups = lookups or [table.empty]
         ids = torch.cat([lookup.ids for lookup in lookups])
-        if self._mode is EmbdUpdateMode.NONE:
-            return first_per_id(ids, ids)[0], None
-        states = torch.cat([lookup.states for lookup in lookups if lookup.states is not None])
-        return (first_per_id if self._mode is EmbdUpdateMode.FIRST else last_per_id)(ids, states)
+        states = [lookup.states for lookup in lookups if lookup.states is not None]
+        match self._mode:
+            case EmbdUpdateMode.NONE:
+                return first_per_id(ids, ids)[0], None
+            case EmbdUpdateMode.FIRST:
+                return first_per_id(ids, torch.cat(states))
+            case EmbdUpdateMode.LAST:
+                return last_per_id(ids, torch.cat(states))
+            case _:
+                assert_never(self._mode)
 
 
 def _none_of(states: Tensor | None) -> Tensor | None:
