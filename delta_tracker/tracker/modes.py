@@ -21,7 +21,7 @@ from delta_tracker.sharding.weights import (
     read_optimizer,
     read_rows,
 )
-from delta_tracker.types import EmbdUpdateMode, TrackingMode
+from delta_tracker.types import EmbdUpdateMode, TableSpec, TrackingMode
 
 
 class Capture(Protocol):
@@ -29,6 +29,8 @@ class Capture(Protocol):
 
     keeps_old: bool
     """True if the log keeps the state that :meth:`old_states` returned for each changed row before its first change."""
+    update_mode: EmbdUpdateMode
+    """Update mode with which a ``DeltaStore`` of all lookups keeps the same states."""
     states_are_columns: bool
     """True if an old state has one value per column of the shard, False if it has one value per column range."""
     has_scores: bool
@@ -48,6 +50,9 @@ class Capture(Protocol):
             shard: the shard.
             ids: ``[N]`` int64 local ids.
         """
+
+    def old_state_bytes(self, table: TableSpec) -> int:
+        """Return the size of the old state of one row of a table whose shards have all columns, in bytes."""
 
     def states(self, shard: LocalShard, rows: ChangedRows) -> Tensor | None:
         """Return the states of changed rows, as a delta contains them.
@@ -73,6 +78,7 @@ class IdCapture:
     """Strategy that keeps only the ids of changed rows."""
 
     keeps_old = False
+    update_mode = EmbdUpdateMode.NONE
     states_are_columns = False
     has_scores = False
 
@@ -82,6 +88,11 @@ class IdCapture:
     def old_states(self, shard: LocalShard, ids: Tensor) -> Tensor:
         """Return an empty tensor, ``[N, 0]``, because the mode keeps no old states."""
         return torch.empty(len(ids), 0, device=shard.device)
+
+    def old_state_bytes(self, table: TableSpec) -> int:
+        """Return 0."""
+        del table
+        return 0
 
     def states(self, shard: LocalShard, rows: ChangedRows) -> Tensor | None:
         """Return None, because the mode has no states."""
@@ -98,6 +109,7 @@ class EmbeddingCapture:
     """Strategy that keeps the values that each changed row had before the change."""
 
     keeps_old = True
+    update_mode = EmbdUpdateMode.FIRST
     states_are_columns = True
     has_scores = True
 
@@ -107,6 +119,10 @@ class EmbeddingCapture:
     def old_states(self, shard: LocalShard, ids: Tensor) -> Tensor:
         """Return the current values of the rows ``ids``, ``[N, D]``."""
         return read_rows(shard, ids)
+
+    def old_state_bytes(self, table: TableSpec) -> int:
+        """Return the size of a row."""
+        return table.dim * table.dtype.itemsize
 
     def states(self, shard: LocalShard, rows: ChangedRows) -> Tensor | None:
         """Return the values of each row as the consumer last received them, ``[N, D]``; NaN where unknown."""
@@ -127,6 +143,7 @@ class MomentumLastCapture:
     """
 
     keeps_old = False
+    update_mode = EmbdUpdateMode.LAST
     states_are_columns = False
     has_scores = True
 
@@ -139,6 +156,11 @@ class MomentumLastCapture:
     def old_states(self, shard: LocalShard, ids: Tensor) -> Tensor:
         """Return an empty tensor, ``[N, 0]``, because the mode keeps no old states."""
         return torch.empty(len(ids), 0, device=shard.device)
+
+    def old_state_bytes(self, table: TableSpec) -> int:
+        """Return 0."""
+        del table
+        return 0
 
     def states(self, shard: LocalShard, rows: ChangedRows) -> Tensor | None:
         """Return the L2 norm of each row's first optimizer state, ``[N]`` float32."""
@@ -157,6 +179,7 @@ class MomentumDiffCapture(MomentumLastCapture):
     """Strategy that measures how much each row's sum of squared gradients, a state of row-wise Adagrad, has grown."""
 
     keeps_old = True
+    update_mode = EmbdUpdateMode.FIRST
 
     def check(self, shard: LocalShard) -> None:
         """Reject a shard whose optimizer is not fused, or whose first optimizer state is not one number per row."""
@@ -168,6 +191,11 @@ class MomentumDiffCapture(MomentumLastCapture):
     def old_states(self, shard: LocalShard, ids: Tensor) -> Tensor:
         """Return the current sums of squared gradients of the rows ``ids``, ``[N, S]``."""
         return read_optimizer(shard, ids)[0] if shard.places else torch.empty(len(ids), 0, device=shard.device)
+
+    def old_state_bytes(self, table: TableSpec) -> int:
+        """Return the size of one float32 number."""
+        del table
+        return torch.float32.itemsize
 
     def states(self, shard: LocalShard, rows: ChangedRows) -> Tensor | None:
         """Return the growth of each row's sums of squared gradients since the consumer last received the row, ``[N]``.
@@ -194,13 +222,7 @@ CAPTURES: dict[TrackingMode, Capture] = {
 }
 
 UPDATE_MODE_MAP: Mapping[TrackingMode, EmbdUpdateMode] = MappingProxyType(
-    {
-        TrackingMode.ID_ONLY: EmbdUpdateMode.NONE,
-        TrackingMode.EMBEDDING: EmbdUpdateMode.FIRST,
-        TrackingMode.MOMENTUM_LAST: EmbdUpdateMode.LAST,
-        TrackingMode.MOMENTUM_DIFF: EmbdUpdateMode.FIRST,
-        TrackingMode.ROWWISE_ADAGRAD: EmbdUpdateMode.FIRST,
-    }
+    {mode: capture.update_mode for mode, capture in CAPTURES.items()}
 )
 """Mapping from tracking mode to the update mode with which a ``DeltaStore`` keeps the same states.
 

@@ -521,14 +521,23 @@ def test_numba_compiles_without_a_folder_for_its_cache(monkeypatch: pytest.Monke
     assert (loop.stats.cache_path, loop(1)) == (None, 3)
 
 
+@_every_engine
+def test_a_set_takes_the_stated_bits_per_row(engine: type[RowSet], device: torch.device) -> None:
+    rows = engine(1 << 20, device)
+    rows.mark_all()
+    assert 8 * rows.num_bytes == pytest.approx(engine.row_bits << 20, rel=0.02)
+
+
 def test_engines_are_chosen_by_device_and_by_name() -> None:
     cuda = torch.device("cuda", 0)
-    assert ENGINES == ("torch", "numba", "triton")
     assert choose_engine(None, _CPU) is (NumbaRows if _HAS_NUMBA else TorchRows)
     assert choose_engine(None, cuda) is TorchRows
     assert choose_engine("torch", _CPU) is choose_engine("torch", cuda) is TorchRows
     assert choose_engine("numba", _CPU) is NumbaRows
     assert choose_engine("triton", cuda) is TritonRows
+    for name, engine in ENGINES.items():
+        device = next(each for each in (_CPU, cuda) if engine.serves(each))
+        assert choose_engine(name, device) is engine
 
 
 @pytest.mark.parametrize(("name", "device"), [("sort", "cpu"), ("", "cuda"), ("numba", "cuda"), ("triton", "cpu")])

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from delta_tracker.sharding.local_shard import LocalShard
+from delta_tracker.tracker.modes import CAPTURES, UPDATE_MODE_MAP
+from delta_tracker.types import EmbdUpdateMode, ShardSpec, TableSpec, TrackingMode
 from tests.ranks import RankPool
 
 _CASES = "tests.tracker.modes_cases"
@@ -75,6 +80,18 @@ def test_top_k(two_ranks: RankPool, budget: dict[str, Any], mode: str) -> None:
         assert min(sent) == max(sent) or budget.get("per_table")
     if "num_bytes" in budget:
         assert max(sent) <= 400 // (4 * 4 + 8)
+
+
+@pytest.mark.parametrize("mode", TrackingMode)
+def test_a_mode_states_what_it_keeps(mode: TrackingMode) -> None:
+    table = TableSpec("t", 5, 3, torch.float16)
+    weight, state = torch.rand(5, 3).half(), torch.rand(5)
+    memory: Any = SimpleNamespace(rows=lambda _, ids: weight[ids], optimizer_states=lambda _: [state])
+    places = ((SimpleNamespace(memory=memory), 0),)
+    shard = LocalShard(ShardSpec(table, 0, 5, ((0, 3),)), places, torch.device("cpu"), is_fused=True)
+    capture = CAPTURES[mode]
+    assert capture.old_states(shard, torch.tensor([3, 1])).nbytes == 2 * capture.old_state_bytes(table)
+    assert capture.keeps_old == (capture.old_state_bytes(table) > 0) == (UPDATE_MODE_MAP[mode] is EmbdUpdateMode.FIRST)
 
 
 def test_rows_of_a_replicated_table_are_selected_once(two_ranks: RankPool) -> None:

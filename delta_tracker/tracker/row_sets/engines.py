@@ -16,9 +16,7 @@ from delta_tracker.tracker.row_sets.row_set import RowSet
 from delta_tracker.tracker.row_sets.torch import TorchRows
 from delta_tracker.tracker.row_sets.triton import TritonRows
 
-_BY_NAME: dict[str, type[RowSet]] = {"torch": TorchRows, "numba": NumbaRows, "triton": TritonRows}
-
-ENGINES = tuple(_BY_NAME)
+ENGINES: Mapping[str, type[RowSet]] = {"torch": TorchRows, "numba": NumbaRows, "triton": TritonRows}
 
 _Stores = TypeVar("_Stores")
 _Args = ParamSpec("_Args")
@@ -47,10 +45,10 @@ def choose_engine(name: str | None, device: torch.device) -> type[RowSet]:
     """
     if name is None:
         return NumbaRows if NumbaRows.serves(device) and _has_numba() else TorchRows
-    serving = [known for known, engine in _BY_NAME.items() if engine.serves(device)]
+    serving = [known for known, engine in ENGINES.items() if engine.serves(device)]
     if name not in serving:
         raise InvalidArgumentError("engine", name, f"Use one of {serving} on {device}, or None to have one chosen")
-    return _BY_NAME[name]
+    return ENGINES[name]
 
 
 def is_engine_fault(error: BaseException) -> bool:

@@ -58,6 +58,7 @@ class NumbaRows(RowSet):
         tensor([3, 0])
     """
 
+    row_bits = 1
     _max_cached_words = _MAX_CACHED_WORDS
     _rows_per_listed_id = _ROWS_PER_LISTED_ID
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -39,6 +39,9 @@ class RowSet(ABC):
         num_rows: ``R``; 0 is allowed.
         device: device of the set and of all ids. The engine must support it, see :meth:`serves`.
     """
+
+    row_bits: ClassVar[int]
+    """Memory that a set takes for each row, in bits, without summaries."""
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         assert self.serves(device), (type(self), device)

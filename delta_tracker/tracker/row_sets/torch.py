@@ -53,6 +53,8 @@ class TorchRows(RowSet):
         tensor([1, 2, 5, 7])
     """
 
+    row_bits = 8
+
     def __init__(self, num_rows: int, device: torch.device, *, shared: Tensor | None = None, begin: int = 0) -> None:
         super().__init__(num_rows, device)
         self.shared = _no_marks(num_rows, device) if shared is None else shared

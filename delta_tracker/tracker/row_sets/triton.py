@@ -60,6 +60,8 @@ class TritonRows(RowSet):
         MissingExtraError: if triton is not installed.
     """
 
+    row_bits = 1
+
     def __init__(self, num_rows: int, device: torch.device) -> None:
         super().__init__(num_rows, device)
         self._programs = _load_programs()
