@@ -81,8 +81,7 @@ class BufferPool:
             self._settle()
             memory = self._take(num_bytes)
             if memory is None:
-                # Leave room for a few more rows in the next request; untouched pages use no memory.
-                memory = np.empty(num_bytes + num_bytes // 8, dtype=np.uint8)
+                memory = np.empty(capacity(num_bytes), dtype=np.uint8)
             # Not a slice: views of a slice would refer to the buffer itself, and the weak reference would miss them.
             array = np.frombuffer(memory.data[:num_bytes], dtype=np.uint8)
             loan = weakref.ref(array, self._returned)
@@ -158,6 +157,11 @@ class BufferPool:
         memory, _ = self._free.pop(number)
         self._free_bytes -= memory.nbytes
         return memory
+
+
+def capacity(num_bytes: int) -> int:
+    """Return the size of a new buffer for a request, in bytes. The next request may be for a few more rows."""
+    return num_bytes + num_bytes // 8  # untouched pages use no memory
 
 
 MEMORY = BufferPool()

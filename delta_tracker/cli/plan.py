@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 import click
-import torch
 from rich.table import Table
 
 from delta_tracker.cli.numbers import Number
@@ -22,11 +21,12 @@ from delta_tracker.planning.workload import Workload
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.stream.storage.url import REMOTE_POLL_SECONDS
 from delta_tracker.types import TableSpec, TrackingMode
 
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
 _TABLE = re.compile(r"(?:(\d{1,6})\*)?(\d{1,15}(?:\.\d{1,9})?)([kMG]?)x(\d{1,9})(?::(\w{1,9}))?", re.ASCII)
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES = {each.name: each.dtype for each in Encoding if not each.is_quantized}
 _HOURS, _MILLION, _MB = 24, 1e6, 1e6
 _MAX_TABLES = 10_000
 
@@ -61,7 +61,7 @@ Examples:
 @click.option("--encoding", type=click.Choice(list(Encoding.__members__), case_sensitive=False), help="Of all tables.")
 @click.option("--ranks", type=click.IntRange(1), help="Ranks of the trainer.  [default: 1]")
 @click.option("--predictors", default=1, type=click.IntRange(0), help="Predictors that follow.")
-@click.option("--poll", default=1.0, type=Number(0.001), help="Seconds between polls.")
+@click.option("--poll", default=REMOTE_POLL_SECONDS, type=Number(0.001), help="Seconds between polls.")
 @click.option("--heartbeats/--no-heartbeats", default=True, help="Predictors have names.")
 @click.option("--snapshot-every", type=click.IntRange(0), help="Versions per snapshot; 0 for none.  [default: 1000]")
 @click.option("--retain", type=click.IntRange(1), metavar="N", help="Versions that the retention keeps.")

@@ -5,23 +5,24 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 
+from delta_tracker.buffers import capacity
 from delta_tracker.planning.version_size import VersionSize, delta_size, snapshot_size, table_bytes
 from delta_tracker.planning.workload import Workload
-from delta_tracker.types import TableSpec, TrackingMode
+from delta_tracker.predictor.follower import GAP_CHECK_SECONDS
+from delta_tracker.stream.heartbeat import BEAT_SECONDS
+from delta_tracker.stream.maintenance.upkeep import RETAIN_EVERY
+from delta_tracker.stream.pointer_writer import POINTER_SECONDS, SCAN_SECONDS
+from delta_tracker.stream.storage.storage import PAGE_OBJECTS
+from delta_tracker.tracker.modes import CAPTURES
+from delta_tracker.tracker.row_sets.engines import ENGINES
+from delta_tracker.types import TableSpec
 
 _HOUR = 3600.0
 _ID_BYTES = 8
-# Constants of the publisher and the predictor; tests compare them with the requests of a real stream.
+# Counted requests of the publisher and of retention. Tests compare them with those of a real stream.
 _ENTRY_CHECKS = 3  # reads for each entry by its publisher: of the entry before it, and twice of its own
-_POINTER_SECONDS = 1.0
-_SCAN_SECONDS = 600.0
-_RETAIN_EVERY = 16
-_GAP_CHECK_SECONDS = 5.0
-_HEARTBEAT_SECONDS = 5.0
-_PAGE_OBJECTS = 1000
 _RETENTION_LISTS = 6  # listings of a retention pass besides those of the log and the parts
 _RETENTION_HEADS = 2
-_STATE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +129,7 @@ def forecast(workload: Workload) -> Forecast:
     versions = _HOUR / workload.seconds
     snapshots = 0.0 if workload.snapshot_every is None else versions / workload.snapshot_every
     deltas = versions - snapshots
-    held = _reused(delta.reads().memory_bytes + snapshot.reads().memory_bytes)
+    held = capacity(delta.reads().memory_bytes + snapshot.reads().memory_bytes)
     entries = _entries(workload)
     start = longest = None
     if workload.snapshot_every is not None:
@@ -158,23 +159,17 @@ def forecast(workload: Workload) -> Forecast:
 def _tracker_bytes(workload: Workload) -> int:
     """Return the bytes of the sets of changed rows of rank 0, which has the most rows.
 
-    There are at most as many sets as consumers, one for the rows that change now, and one for an uncommitted read. A
-    set has a bit per row, or a byte with the torch engine. In a mode with old states, it has an id and an old state for
-    each row that changed.
+    There are at most as many sets as consumers, one for the rows that change now, and one for an uncommitted read. In a
+    mode with old states, a set has an id and an old state for each row that changed.
     """
     num_sets = 2 + workload.consumers
-    row_bits = 8 if workload.is_torch_engine else 1
+    capture = CAPTURES[workload.mode]
+    row_bits = max(each.row_bits for name, each in ENGINES.items() if (name == "torch") == workload.is_torch_engine)
     return num_sets * sum(
         math.ceil(row_bits * workload.rows_of_rank(table, 0)[1] / 8)
-        + _rows_of_delta(workload, table) * _old_state_bytes(workload.mode, table)
+        + (_rows_of_delta(workload, table) * (_ID_BYTES + capture.old_state_bytes(table)) if capture.keeps_old else 0)
         for table in workload.tables
     )
-
-
-def _old_state_bytes(mode: TrackingMode, table: TableSpec) -> int:
-    if mode is TrackingMode.EMBEDDING:
-        return _ID_BYTES + table.dim * table.dtype.itemsize
-    return _ID_BYTES + _STATE_BYTES if mode in (TrackingMode.MOMENTUM_DIFF, TrackingMode.ROWWISE_ADAGRAD) else 0
 
 
 def _rows_of_delta(workload: Workload, table: TableSpec) -> int:
@@ -186,19 +181,14 @@ def _publisher_bytes(workload: Workload) -> int:
     rows = sum(
         _rows_of_delta(workload, table) * (table.dim * table.dtype.itemsize + _ID_BYTES) for table in workload.tables
     )
-    return _reused(rows + workload.dense_bytes)
-
-
-def _reused(num_bytes: int) -> int:
-    """Return the size of reused memory for ``num_bytes``: an eighth more, so that it also fits a larger version."""
-    return num_bytes + num_bytes // 8
+    return capacity(rows + workload.dense_bytes)
 
 
 def _publisher(versions: float, deltas: float, snapshots: float, delta: VersionSize, snapshot: VersionSize) -> Requests:
     """Return the requests of the publisher: parts, entries, the reads that check each entry, and the pointer."""
-    scans = _HOUR / _SCAN_SECONDS
+    scans = _HOUR / SCAN_SECONDS
     return Requests(
-        puts=deltas * delta.num_writes + snapshots * snapshot.num_writes + min(versions, _HOUR / _POINTER_SECONDS),
+        puts=deltas * delta.num_writes + snapshots * snapshot.num_writes + min(versions, _HOUR / POINTER_SECONDS),
         gets=_ENTRY_CHECKS * versions + scans,
         lists=versions + 2 * scans,  # names above each entry
     )
@@ -209,15 +199,15 @@ def _entries(workload: Workload) -> int | None:
     if workload.retained_versions is None or workload.snapshot_every is None:
         return None
     needed = workload.snapshot_every + math.ceil(workload.grace_seconds / workload.seconds)
-    return max(workload.retained_versions, needed) + _RETAIN_EVERY
+    return max(workload.retained_versions, needed) + RETAIN_EVERY
 
 
 def _retention(workload: Workload, versions: float, entries: int | None) -> Requests:
     """Return the requests of the retention: a pass lists all objects and reads each entry."""
     if entries is None:
         return Requests()
-    passes = versions / _RETAIN_EVERY
-    pages = math.ceil(entries / _PAGE_OBJECTS) + math.ceil(entries * workload.ranks / _PAGE_OBJECTS)
+    passes = versions / RETAIN_EVERY
+    pages = math.ceil(entries / PAGE_OBJECTS) + math.ceil(entries * workload.ranks / PAGE_OBJECTS)
     heads = _RETENTION_HEADS * passes
     return Requests(
         puts=passes,
@@ -233,10 +223,10 @@ def _predictor(
 ) -> Requests:
     """Return the requests of one predictor: entries, parts, polls that find nothing, checks for gaps, heartbeats."""
     polls = _HOUR / workload.poll_seconds
-    checks = _HOUR / (_GAP_CHECK_SECONDS + workload.poll_seconds / 2)
+    checks = _HOUR / (GAP_CHECK_SECONDS + workload.poll_seconds / 2)
     of_delta, of_snapshot = delta.reads(), snapshot.reads()
     return Requests(
-        puts=_HOUR / max(_HEARTBEAT_SECONDS, workload.poll_seconds) if workload.has_heartbeats else 0.0,
+        puts=_HOUR / max(BEAT_SECONDS, workload.poll_seconds) if workload.has_heartbeats else 0.0,
         gets=deltas * (1 + of_delta.num_gets) + snapshots * (1 + of_snapshot.num_gets) + polls + 2 * checks,
         heads=deltas * of_delta.num_heads + snapshots * of_snapshot.num_heads,
     )

@@ -15,12 +15,12 @@ import torch
 from delta_tracker.planning.workload import Workload
 from delta_tracker.stream.format.encoding import pack_ids
 from delta_tracker.stream.format.manifest import Block, IdForm, Link, Manifest, Part
-from delta_tracker.stream.format.part_reader import MEMORY_BYTES
+from delta_tracker.stream.format.part_reader import MEMORY_BYTES, PIECE_BYTES
 from delta_tracker.stream.format.part_writer import ALIGNMENT, SIZE_BYTES
 from delta_tracker.stream.log import part_name
+from delta_tracker.stream.storage.storage import UPLOAD_BYTES
 from delta_tracker.types import TableSpec
 
-PIECE_BYTES = 8 << 20  # of a multipart upload, and of a read of a part that is not held in memory
 _ID_BYTES = 8
 _SAMPLE = 1 << 16
 _HASH = "0" * 32
@@ -45,8 +45,8 @@ class VersionSize:
 
     @property
     def num_writes(self) -> int:
-        """Requests that write the parts and the entry. A part above 8 MiB is a multipart upload."""
-        return 1 + sum(1 if each <= PIECE_BYTES else 2 + math.ceil(each / PIECE_BYTES) for each in self.part_bytes)
+        """Requests that write the parts and the entry. A large part is a multipart upload."""
+        return 1 + sum(1 if each <= UPLOAD_BYTES else 2 + math.ceil(each / UPLOAD_BYTES) for each in self.part_bytes)
 
     def reads(self, memory_bytes: int = MEMORY_BYTES) -> Reads:
         """Return the requests of one predictor for the parts.
@@ -133,7 +133,7 @@ def _blocks(workload: Workload, rank: int, *, is_snapshot: bool) -> Iterator[Blo
         num_rows = end - first if is_snapshot else min(end - first, round(workload.rows_per_version(table) * share))
         if num_rows:
             encoding = workload.encoding_of(table)
-            form: IdForm = "all" if is_snapshot else "gaps" if encoding.is_quantized else "list"
+            form: IdForm = "all" if is_snapshot else encoding.listed_form
             yield Block(table.fqn, (first, end), (0, table.dim), num_rows, form, encoding)
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, fields
 from delta_tracker.arguments import is_number
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.stream.format.encoding import Encoding
+from delta_tracker.stream.maintenance.retention import GRACE_SECONDS
+from delta_tracker.stream.storage.url import REMOTE_POLL_SECONDS
 from delta_tracker.types import TableSpec, TrackingMode
 
 _COUNTS = {"ranks": 1, "predictors": 0, "consumers": 1, "dense_bytes": 0}
@@ -41,7 +43,7 @@ class Workload:
         dense_bytes: size of the dense tensors, which each version has.
         mode: tracking mode.
         consumers: number of consumers of the tracker.
-        is_torch_engine: True for the torch engine, which takes a byte per row where the others take a bit.
+        is_torch_engine: True for the torch engine, which takes more memory than the others.
 
     Raises:
         InvalidArgumentError: if there are no tables, or more than 200,000 shards, if an encoding does not support a
@@ -60,11 +62,11 @@ class Workload:
     encoding: Encoding | None = None
     ranks: int = 1
     predictors: int = 1
-    poll_seconds: float = 1.0
+    poll_seconds: float = REMOTE_POLL_SECONDS
     has_heartbeats: bool = True
     snapshot_every: int | None = None
     retained_versions: int | None = None
-    grace_seconds: float = 600.0
+    grace_seconds: float = GRACE_SECONDS
     dense_bytes: int = 0
     mode: TrackingMode = TrackingMode.ID_ONLY
     consumers: int = 1
@@ -81,6 +83,12 @@ class Workload:
         for name, least_seconds in _SECONDS.items():
             if not is_number(values[name]) or values[name] < least_seconds:
                 raise InvalidArgumentError(name, values[name], f"Pass seconds, {least_seconds:g} or more")
+        if not isinstance(self.mode, TrackingMode):
+            raise InvalidArgumentError("mode", self.mode, f"Pass one of {[str(mode) for mode in TrackingMode]}")
+        if not isinstance(self.encoding, Encoding | None):
+            raise InvalidArgumentError(
+                "encoding", self.encoding, "Pass an Encoding, or None for each table's own dtype"
+            )
         self._check_tables()
 
     def _check_tables(self) -> None:

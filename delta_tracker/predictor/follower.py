@@ -37,7 +37,7 @@ _logger = logging.getLogger(__name__)
 
 # A poll requests only the next entry. If it is missing, a check at this interval shows whether it was deleted or is not
 # committed yet. The interval doubles, up to twelve times its length, while checks list the log and find nothing.
-_GAP_CHECK_SECONDS = 5.0
+GAP_CHECK_SECONDS = 5.0
 _MAX_GAP_CHECKS = 12
 _MAX_BACK_OFF_SECONDS = 5.0
 _NO_STREAM_SECONDS = 0.5  # for a fixed interval
@@ -124,7 +124,7 @@ class Follower:
         self._num_hint_failures = 0
         self._waits_for_snapshot = False  # True once this was logged
         self._pause = self._gap_check = 0.0
-        self._gap_seconds = _GAP_CHECK_SECONDS
+        self._gap_seconds = GAP_CHECK_SECONDS
         self.error: Exception | None = None
 
     @property
@@ -333,7 +333,7 @@ class Follower:
         If a version is interrupted, it is applied again after the next :meth:`start`.
         """
         self._schedule = schedule = self._new_schedule(poll_seconds)
-        self._gap_seconds = _GAP_CHECK_SECONDS
+        self._gap_seconds = GAP_CHECK_SECONDS
         self._pause, self._gap_check = schedule.first_seconds, time.monotonic() + jittered(self._gap_seconds)
         with interruptible(self._stop), suppress(Interrupted):
             if not self._begins(refuse, begun):
@@ -430,8 +430,8 @@ class Follower:
         finally:
             if looks_for_gap and not has_moved:
                 is_well = self.error is None and self._cursor.has_listed
-                longer = min(2 * self._gap_seconds, _MAX_GAP_CHECKS * _GAP_CHECK_SECONDS)
-                self._gap_seconds = longer if is_well else _GAP_CHECK_SECONDS
+                longer = min(2 * self._gap_seconds, _MAX_GAP_CHECKS * GAP_CHECK_SECONDS)
+                self._gap_seconds = longer if is_well else GAP_CHECK_SECONDS
                 self._gap_check = time.monotonic() + jittered(self._gap_seconds)
         return has_moved
 

@@ -43,10 +43,11 @@ from delta_tracker.publisher.version_source import Training, VersionSource
 from delta_tracker.sharding.interrupted import check_complete
 from delta_tracker.stream.claimed import ClaimedStream
 from delta_tracker.stream.format.manifest import Kind, Manifest, Part
+from delta_tracker.stream.heartbeat import BEAT_SECONDS
 from delta_tracker.stream.maintenance.retention import Retention
 from delta_tracker.stream.maintenance.upkeep import Upkeep
 from delta_tracker.stream.notify.notifier import Hints, Notifier
-from delta_tracker.stream.pointer_writer import PointerWriter
+from delta_tracker.stream.pointer_writer import POINTER_SECONDS, PointerWriter
 from delta_tracker.stream.storage.storage import Location
 from delta_tracker.tracker.top_k import TopK
 from delta_tracker.tracker.tracker import ModelDeltaTracker
@@ -186,8 +187,8 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         states: Literal["optimizer"] | None = None,
         training_state: Mapping[str, Stateful] | None = None,
         rank_state: Mapping[str, Stateful] | None = None,
-        heartbeat_seconds: float | None = 5.0,
-        pointer_seconds: float | None = 1.0,
+        heartbeat_seconds: float | None = BEAT_SECONDS,
+        pointer_seconds: float | None = POINTER_SECONDS,
         skip_unchanged: UnchangedChoice = None,
     ) -> None:
         _check_tracker(tracker)

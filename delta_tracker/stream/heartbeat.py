@@ -29,6 +29,7 @@ from delta_tracker.stream.store_clock import StoreClock
 _logger = logging.getLogger(__name__)
 
 _NAME = r"\A[A-Za-z0-9][A-Za-z0-9_-]{0,63}\Z"
+BEAT_SECONDS = 5.0  # between two heartbeats of a process, unless a publisher sets another time
 _MAX_BYTES = 16 << 10
 _MAX_TEXT = 1000
 _OBJECT = re.compile(r"predictors/[A-Za-z0-9][A-Za-z0-9_-]{0,63}\.json")
@@ -75,7 +76,7 @@ class Heartbeat:
     canary: str | None = None
     pin: Count = 0
     host: Annotated[str, Meta(max_length=_MAX_HOST)] = ""
-    seconds: Time = 5.0
+    seconds: Time = BEAT_SECONDS
     window: Annotated[tuple[Look, ...], Meta(max_length=16)] = ()
 
 
@@ -132,7 +133,7 @@ class Pulse:
         InvalidArgumentError: if the name is invalid.
     """
 
-    def __init__(self, storage: Storage, name: str, seconds: float = 5.0) -> None:
+    def __init__(self, storage: Storage, name: str, seconds: float = BEAT_SECONDS) -> None:
         check_name(name)
         self._target = _Target(storage)
         self._name = name
@@ -364,7 +365,7 @@ class PublisherPulse:
         seconds: time between two heartbeats.
     """
 
-    def __init__(self, storage: Storage, seconds: float = 5.0) -> None:
+    def __init__(self, storage: Storage, seconds: float = BEAT_SECONDS) -> None:
         self._storage = storage
         self._seconds = seconds
         self._next = time.monotonic() + seconds  # the claim is a sign of life

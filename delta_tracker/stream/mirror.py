@@ -39,7 +39,7 @@ from delta_tracker.stream.format.part_reader import check_object
 from delta_tracker.stream.log import MAX_ENTRY_BYTES, Merged, StreamLog, entry_name
 from delta_tracker.stream.maintenance.retention import Retained, Retention, RetentionPasses
 from delta_tracker.stream.pin import Pin, newest_pin
-from delta_tracker.stream.pointer_writer import PointerWriter
+from delta_tracker.stream.pointer_writer import POINTER_SECONDS, PointerWriter
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.uncopied import Uncopied
 
@@ -93,7 +93,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         *,
         retention: Retention | None = None,
         memory_bytes: int = _MEMORY_BYTES,
-        pointer_seconds: float | None = 1.0,
+        pointer_seconds: float | None = POINTER_SECONDS,
     ) -> None:
         if destination.is_read_only:
             raise InvalidArgumentError("destination", destination.url, "Pass the url of a bucket or directory")

@@ -23,7 +23,8 @@ from delta_tracker.stream.storage.storage import Storage
 
 _logger = logging.getLogger(__name__)
 
-_SCAN_SECONDS = 600.0  # between two listings
+POINTER_SECONDS = 1.0  # between two writes, unless the publisher or mirror sets another time
+SCAN_SECONDS = 600.0  # between two listings
 _MAX_PAUSE_SECONDS = 30.0  # between two attempts while the store fails
 _CLOSE_SECONDS = 2.0  # for the last write, of which the last quarter is for its interruption
 
@@ -40,7 +41,7 @@ class PointerWriter:
         seconds: minimum time between two writes.
     """
 
-    def __init__(self, storage: Storage, *, seconds: float = 1.0) -> None:
+    def __init__(self, storage: Storage, *, seconds: float = POINTER_SECONDS) -> None:
         self._log = StreamLog(storage)
         self._seconds = seconds
         self._head: Manifest | None = None
@@ -84,7 +85,7 @@ class PointerWriter:
             self._head = self._head if head is None else head
             if self._head is None:
                 return
-            if self._is_stale or self._scan is None or time.monotonic() - self._scanned_at >= _SCAN_SECONDS:
+            if self._is_stale or self._scan is None or time.monotonic() - self._scanned_at >= SCAN_SECONDS:
                 self._is_stale = False
                 try:
                     self._scan = self._scanned()
@@ -123,7 +124,7 @@ class PointerWriter:
     def _run(self) -> None:
         with interruptible(self._abort):
             while not self._stop.is_set():
-                self._wake.wait(_SCAN_SECONDS)
+                self._wake.wait(SCAN_SECONDS)
                 self._wake.clear()
                 try:
                     self.write_now()

@@ -6,20 +6,31 @@ import math
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
 
 from delta_tracker import ModelDeltaTracker, Predictor, Retention
+from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.planning.forecast import forecast
 from delta_tracker.planning.workload import Workload
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.retention import retain
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableSpec, TrackingMode
+from tests.members import unknown
 from tests.planning.streams import SHAPES, CountingStorage, Job, new_model
 from tests.stream.streams import Writer
+
+_ENUMS = [
+    (name, kind)
+    for name, hint in get_type_hints(Workload).items()
+    for kind in (hint, *get_args(hint))
+    if isinstance(kind, type) and issubclass(kind, Enum)
+]
 
 
 @pytest.fixture
@@ -146,3 +157,17 @@ def test_a_row_based_example_is_exact() -> None:
     assert found.read_bytes == pytest.approx(59 * 264e6 + 2 * 25.6e9, rel=1e-4), "a large snapshot is read twice"
     assert found.tracker_bytes == 3 * math.ceil(12_500_000 / 8)
     assert found.publisher.puts == pytest.approx(59 * (1 + 8 * 6) + (1 + 8 * (2 + 382)) + 60), "in pieces of 8 MiB"
+
+
+@pytest.mark.parametrize(("name", "kind"), _ENUMS)
+def test_a_forecast_has_an_answer_for_each_member_and_for_no_other_value(name: str, kind: type[Enum]) -> None:
+    def plan(value: object) -> int:
+        table = TableSpec("t", 1000, 4, torch.float32)
+        found = forecast(Workload(tables=(table,), changed=0.1, seconds=60.0, **{name: value}))
+        return found.tracker_bytes + found.delta.num_bytes
+
+    assert all(map(plan, kind))
+    with pytest.raises(InvalidArgumentError, match=f"{name}='embedding'"):
+        plan("embedding")
+    with pytest.raises((KeyError, AssertionError), match="UNKNOWN"):
+        plan(unknown(kind))

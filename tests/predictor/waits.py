@@ -17,7 +17,7 @@ def shorten_waits(
     """Shorten the waits after a fault, between checks for a gap, and for a stream to begin."""
     waits = {
         "_MAX_BACK_OFF_SECONDS": back_off_seconds,
-        "_GAP_CHECK_SECONDS": gap_check_seconds,
+        "GAP_CHECK_SECONDS": gap_check_seconds,
         "_NO_STREAM_SECONDS": no_stream_seconds,
     }
     for name, seconds in waits.items():

@@ -32,7 +32,7 @@ MODES = {"memory": part_module.MEMORY_BYTES, "pieces": 0}
 
 @pytest.fixture(params=MODES, autouse=True)
 def memory_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(part_module, "_PIECE_BYTES", 13)
+    monkeypatch.setattr(part_module, "PIECE_BYTES", 13)
     return MODES[request.param]
 
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 # Parts up to this size are held in memory while they are applied. Larger ones are read twice, piece by piece.
 MEMORY_BYTES = 256 << 20
-_PIECE_BYTES = 8 << 20
+PIECE_BYTES = 8 << 20
 _OWNERS_ROWS = 1 << 20  # raw ids that are checked at once
 _MAX_HEADER_BYTES = 64 << 20  # a header has some 200 bytes per table
 _FAULTS = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError)
@@ -531,7 +531,7 @@ class _Pieces:
         """Hash the unhashed pieces up to the byte ``end``. The first call also checks the part's size."""
         if not self._digests:
             _check_size(self._part, self._storage.size(self._part.name))
-        while len(self._digests) * _PIECE_BYTES < end:
+        while len(self._digests) * PIECE_BYTES < end:
             number = len(self._digests)
             piece = self._fetch(number)
             self._whole.update(piece.data)
@@ -542,7 +542,7 @@ class _Pieces:
         self._hash(end)
         pieces = []
         while begin < end:
-            number, offset = divmod(begin, _PIECE_BYTES)
+            number, offset = divmod(begin, PIECE_BYTES)
             pieces.append(self._piece(number)[offset : offset + end - begin])
             begin += len(pieces[-1])
         if not pieces:
@@ -560,8 +560,8 @@ class _Pieces:
 
     def _fetch(self, number: int) -> NDArray[np.uint8]:
         check()
-        begin = number * _PIECE_BYTES
-        end = min(begin + _PIECE_BYTES, self._part.num_bytes)
+        begin = number * PIECE_BYTES
+        end = min(begin + PIECE_BYTES, self._part.num_bytes)
         data = self._storage.read_range(self._part.name, begin, end)
         if data is None:
             raise CorruptPartError(self._part.name, "it was deleted while it was read")

@@ -61,6 +61,7 @@ _SCAN_SECONDS = 600.0  # between two passes of RetentionPasses that read every e
 _SCAN_SHARE = 0.01  # of the time, which these passes take at most
 # Minimum age of a deleted orphan. A part with a version up to the head's must get its entry within this time.
 ORPHAN_SECONDS = 3600.0
+GRACE_SECONDS = 600.0  # for which readers may still need a superseded snapshot
 HEARTBEAT_SECONDS = 86_400.0  # predictors and publishers replace their heartbeats every few seconds
 _PREFIXES = ("parts", "drafts", "probe", "predictors", "publishers", "control/retention")
 _PART_NAME = re.compile(r"parts/([0-9]{20})-g[0-9]+-[0-9a-z]+-[0-9a-f]{16}\.safetensors")
@@ -99,7 +100,7 @@ class Retention:
     versions: int | None = None
     seconds: float | None = None
     num_bytes: int | None = None
-    grace_seconds: float = 600.0
+    grace_seconds: float = GRACE_SECONDS
     orphan_seconds: float = ORPHAN_SECONDS
     heartbeat_seconds: float = HEARTBEAT_SECONDS
 

@@ -15,6 +15,7 @@ from delta_tracker.stream.storage.storage import Storage
 
 _logger = logging.getLogger(__name__)
 
+RETAIN_EVERY = 16  # versions between two retention passes
 UPKEEP_STEPS = ("start", "compaction", "retention")
 """What may fail: the start of a pass, or one of its steps."""
 
@@ -51,7 +52,7 @@ class Upkeep:
         retention: Retention | None,
         *,
         compact_every: int | None = None,
-        retain_every: int = 16,
+        retain_every: int = RETAIN_EVERY,
         fold: float = 0.5,
         max_bytes: int = DEFAULT_MAX_BYTES,
         close_seconds: float = 10.0,

@@ -67,7 +67,7 @@ _METADATA_HOSTS = ("169.254.169.254", "metadata.google.internal")
 _logger = logging.getLogger(__name__)
 
 # A multipart upload has at most 10,000 parts, which limits an object to 80 GB. Memory holds the parts in flight.
-_UPLOAD_BYTES = 8 << 20
+UPLOAD_BYTES = 8 << 20
 _UPLOADS = 4
 # Maximum number of bytes lost by an interrupted download. Smaller chunks are slower, larger ones are not faster.
 _DOWNLOAD_BYTES = 256 << 10
@@ -75,7 +75,7 @@ _CREATE_ATTEMPTS = 8
 _PAUSE_SECONDS = 0.01
 # Id of the process in which obstore's threads run; empty before the first use.
 _processes: list[int] = []
-_PAGE_OBJECTS = 1000  # objects that a remote store returns per request
+PAGE_OBJECTS = 1000  # objects that a remote store returns per request
 # Names that this library creates, for which is_name() is not called: a listing may have many.
 _PLAIN_NAME = re.compile(r"[a-z]+/[0-9a-z_-]+(\.[a-z]+)?")
 
@@ -494,7 +494,7 @@ class Storage:
                 files = [] if self._find_store() is None else sorted(list_files(self._directory, prefix, after or ""))
                 return [StoredObject(name, each.st_size, each.st_mtime) for name, each in files if _is_listed(name)]
             store = self._open_store()
-            pages = obstore.list(store, prefix, offset=after, chunk_size=_PAGE_OBJECTS)
+            pages = obstore.list(store, prefix, offset=after, chunk_size=PAGE_OBJECTS)
             found = self._ask(lambda: list(itertools.chain.from_iterable(pages)), lambda: _collected(pages))
             metas = sorted(found, key=operator.itemgetter("path"))
             return [StoredObject(meta["path"], meta["size"], meta["last_modified"].timestamp()) for meta in metas]
@@ -588,7 +588,7 @@ class Storage:
                 _repeated(lambda: obstore.put(store, name, first, use_multipart=False))
             else:
                 parts = itertools.chain((first, second), chunks)
-                obstore.put(store, name, parts, chunk_size=_UPLOAD_BYTES, max_concurrency=_UPLOADS)
+                obstore.put(store, name, parts, chunk_size=UPLOAD_BYTES, max_concurrency=_UPLOADS)
 
         if iter(buffers) is buffers:
             upload()
@@ -860,9 +860,9 @@ def _chunks(buffers: Iterable[memoryview]) -> Iterator[bytes]:
     """
     chunk = bytearray()
     for piece in pieces(buffers):
-        room = _UPLOAD_BYTES - len(chunk)
+        room = UPLOAD_BYTES - len(chunk)
         chunk += piece[:room]
-        if len(chunk) == _UPLOAD_BYTES:
+        if len(chunk) == UPLOAD_BYTES:
             yield bytes(chunk)
             chunk = bytearray(piece[room:])
     if chunk:

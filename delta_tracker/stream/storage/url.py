@@ -12,6 +12,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 
 from delta_tracker.errors import InvalidArgumentError
 
+REMOTE_POLL_SECONDS = 1.0  # between two polls of a reader of a store that is accessed over a network
 _SCHEMES = ("file", "memory", "s3", "gs", "az", "http", "https")
 _BUCKETS = {"s3": "bucket", "gs": "bucket", "az": "container"}
 _NO_CACHE = {"Cache-Control": "no-cache", "Pragma": "no-cache"}
@@ -103,7 +104,7 @@ def is_http(url: str) -> bool:
 
 def default_poll_seconds(url: str) -> float:
     """Return the interval at which a reader polls a store of this kind, in seconds."""
-    return 1.0 if is_remote(url) else 0.01
+    return REMOTE_POLL_SECONDS if is_remote(url) else 0.01
 
 
 def connection(url: str, options: Mapping[str, str] | None, *, past_cache: bool = False) -> dict[str, Any]:
