@@ -3,16 +3,17 @@
 The tests of ``delta_tracker/PACKAGE/NAME.py`` are in ``tests/PACKAGE/test_NAME.py``, and those of a module directly in
 ``delta_tracker/`` in ``tests/test_NAME.py``. Two kinds of files test a whole subpackage
 ``delta_tracker/PACKAGE/FOLDER/``: ``tests/PACKAGE/test_FOLDER.py``, and ``tests/contract/test_FOLDER.py`` for what
-every implementation has to pass. ``_TESTED_THROUGH`` names the file for each other module. Tests that start processes
-are in ``tests/system/`` or ``tests/integrations/``, tests for a GPU in ``tests/gpu/``. Tests that follow the advice of
-errors are in ``tests/advice/``. A test file that has no module's name tests a behavior of several.
+every implementation has to pass. A module without a file of its name is tested by the files of those that
+import it. Tests that start processes are in ``tests/system/`` or ``tests/integrations/``, unless they belong to a
+module or need a server. Tests for a GPU are in ``tests/gpu/``. Tests that follow the advice of errors are in
+``tests/advice/``. A test file that has no module's name tests a behavior of several.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -49,104 +50,6 @@ _LAYERS = [
     ["integrations", "cli"],
 ]
 
-# These test TorchRec's modules or optimizers, or compare with FBGEMM's bytes.
-_TESTS_OF_TORCHREC = {
-    "recovery.test_preparation",
-    "recovery.test_state_fit",
-    "sharding.test_collision_states",
-    "sharding.test_inference_tables",
-    "sharding.test_prefetch_order",
-    "sharding.test_presence",
-    "sharding.test_raw_id_maps",
-    "sharding.test_row_cache",
-    "stream.test_encoding",
-}
-
-# Tests against real servers. Other tests that start processes are in system/.
-_TESTS_OF_PROCESSES = {
-    "advice.test_row_stores",
-    "conformance.test_cpp_reader",
-    "conformance.test_kit",
-    "contract.test_host_cache",
-    "contract.test_notify",
-    "contract.test_row_sinks",
-    "contract.test_storage",
-    "sharding.test_pairs",
-}
-# Modules without a test file of their name, and the file whose tests fail if the module is broken.
-_TESTED_THROUGH = {
-    "cli.__main__": "system.test_command_line",
-    "cli.stream_command": "cli.test_main",
-    "cli.commands": "cli.test_main",
-    "cli.entries": "cli.test_inspect",
-    "cli.followers": "cli.test_inspect",
-    "cli.output": "cli.test_inspect",
-    "cli.sink_target": "cli.test_sink",
-    "cli.termination": "system.test_command_line",
-    "cli.survey": "cli.test_inspect",
-    "cli.versions": "cli.test_export",
-    "distributed": "publisher.test_publisher",
-    "forking": "system.test_follower_forks",
-    "integrations.dcp": "tracker.test_checkpoint",
-    "monitor.batch": "monitor.test_stat",
-    "monitor.clock": "monitor.test_stat",
-    "monitor.default": "predictor.test_gauges",
-    "predictor.apply": "predictor.test_predictor",
-    "predictor.model_writer": "predictor.test_predictor",
-    "predictor.raw_id_maps": "predictor.test_identities",
-    "predictor.version_writer": "predictor.test_predictor",
-    "publisher.coordinator": "publisher.test_publisher",
-    "publisher.flight": "publisher.test_publisher",
-    "publisher.heartbeats": "publisher.test_publisher",
-    "publisher.row_gatherer": "publisher.test_publisher",
-    "publisher.version_source": "publisher.test_publisher",
-    "recovery.following": "recovery.test_standby",
-    "recovery.job": "recovery.test_restore",
-    "recovery.objects": "recovery.test_restore",
-    "recovery.pending": "recovery.test_path",
-    "recovery.row_writer": "recovery.test_restore",
-    "recovery.serving_streams": "recovery.test_standby",
-    "recovery.standby_gauges": "recovery.test_standby",
-    "recovery.training_states": "recovery.test_restore",
-    "sharding.dense": "publisher.test_publisher",
-    "sharding.local_shard": "sharding.test_discover",
-    "sharding.step_hook": "sharding.test_plain_tables",
-    "sharding.torchrec_api": "tracker.test_tracker",
-    "sharding.untraced": "sharding.test_kernel_hooks",
-    "sharding.weights": "tracker.test_modes",
-    **dict.fromkeys(
-        (
-            "sinks.lmdb",
-            "sinks.lmdb_rows",
-            "sinks.lmdb_store",
-            "sinks.lookup",
-            "sinks.redis",
-            "sinks.redis_rows",
-            "sinks.redis_server",
-            "sinks.stored_values",
-        ),
-        "contract.test_row_sinks",
-    ),
-    "stream.cached_storage": "stream.test_host_cache",
-    "stream.claimed": "recovery.test_standby",
-    "stream.cursor": "predictor.test_resync",
-    "stream.doubted_storage": "predictor.test_settling",
-    "stream.entry_names": "stream.test_log_index",
-    "stream.format.block_rows": "stream.test_part_reader",
-    "stream.format.contents": "predictor.test_gate",
-    "stream.format.field_types": "stream.test_parse",
-    "stream.format.part_writer": "stream.test_part_reader",
-    "stream.format.shard_rows": "recovery.test_fit",
-    "stream.maintenance.merging": "stream.test_compaction",
-    "tracker.consumer_handle": "publisher.test_publisher",
-    "tracker.delta_reader": "tracker.test_tracker",
-    "tracker.log_state": "tracker.test_checkpoint",
-    "tracker.lookup_recorder": "tracker.test_seed_interface",
-    "tracker.store.make_store": "tracker.test_tracker",
-    "tracker.tracked_model": "tracker.test_tracker",
-}
-_RANKS = {"one_rank", "two_ranks", "four_ranks"}  # fixtures of tests that use TorchRec
-
 _MODULES = {
     ".".join(path.relative_to(_PACKAGE).with_suffix("").parts): path
     for path in sorted(_PACKAGE.rglob("*.py"))
@@ -175,58 +78,48 @@ def _outside_functions(nodes: list[ast.stmt]) -> Iterator[ast.stmt]:
                 yield from _outside_functions(getattr(node, field, []))
 
 
-@cache
-def _loads(name: str) -> frozenset[str]:
-    """Return the modules that one of our modules loads at import, including those of its parent packages."""
-    found = {name.rpartition(".")[0]} - {""}
-    for node in _outside_functions(ast.parse(_FILES[name].read_text()).body) if name in _FILES else ():
+def _named(nodes: Iterable[ast.AST]) -> set[str]:
+    """Return the modules, and the names in modules, that import statements name."""
+    found = set()
+    for node in nodes:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            names = {alias.name for alias in node.names}
+            assert node.level == 0, "relative import"
             homes = delta_tracker._HOMES if node.module == "delta_tracker" else {}
-            found |= {node.module or "", *(homes.get(each, f"{node.module}.{each}") for each in names)}
-    return frozenset(found)
-
-
-def _all_loads(name: str) -> set[str]:
-    """Return all modules that a test file loads, directly or indirectly."""
-    found, waiting = {name}, [name]
-    while waiting:
-        new = _loads(waiting.pop()) - found
-        found |= new
-        waiting += new
+            found |= {node.module or "", *(homes.get(each.name, f"{node.module}.{each.name}") for each in node.names)}
     return found
 
 
-def _tests_on_ranks(name: str) -> bool:
-    """Return whether a test of the file uses ranks."""
-    functions = [node for node in ast.walk(ast.parse(_FILES[name].read_text())) if isinstance(node, ast.FunctionDef)]
-    return any(argument.arg in _RANKS for function in functions for argument in function.args.args)
+@cache
+def _loads(name: str) -> frozenset[str]:
+    """Return what one of our modules loads at import, including its parent packages."""
+    found = _named(_outside_functions(ast.parse(_FILES[name].read_text()).body)) if name in _FILES else set()
+    return frozenset(found | {name.rpartition(".")[0]} - {""})
 
 
-def _forks(name: str) -> bool:
-    """Return whether a module of the tests calls ``os.fork``."""
-    nodes = ast.walk(ast.parse(_FILES[name].read_text())) if name in _FILES and name.startswith("tests.") else ()
-    return any(isinstance(node, ast.Call) and ast.unparse(node.func) == "os.fork" for node in nodes)
+@cache
+def _imports(path: Path) -> frozenset[str]:
+    """Return what a file imports anywhere."""
+    return frozenset(_named(ast.walk(ast.parse(path.read_text()))))
 
 
-def _imports(path: Path) -> set[str]:
-    """Return the modules that a file imports anywhere."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            found.add(node.module or "")
+def _closure(names: Iterable[str], after: Callable[[str], Iterable[str]]) -> set[str]:
+    """Return the names, and what follows ``after`` each, repeatedly."""
+    found = set(names)
+    waiting = [*found]
+    while waiting:
+        new = set(after(waiting.pop())) - found
+        found |= new
+        waiting += new
     return found
 
 
 @pytest.mark.parametrize("name", sorted(_MODULES))
 def test_imports_run_one_way(name: str) -> None:
     own = name.partition(".")[0]
-    layer = next(index for index, packages in enumerate(_LAYERS) if own in packages)
+    layer = next((index for index, packages in enumerate(_LAYERS) if own in packages), None)
+    assert layer is not None, f"add {own!r} to _LAYERS"
     allowed = {own}.union(*_LAYERS[: max(layer, 1)])
     ours = {module.split(".")[1] for module in _imports(_MODULES[name]) if module.startswith("delta_tracker.")}
     assert ours <= allowed
@@ -250,13 +143,15 @@ def test_the_core_is_given_its_monitor(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in _TESTS if name.partition(".")[0] not in ("system", "integrations")])
-def test_only_tests_of_torchrec_import_it_or_start_processes(name: str) -> None:
-    if _tests_on_ranks(f"tests.{name}"):
+def test_a_test_file_names_the_torchrec_and_the_processes_that_it_loads(name: str) -> None:
+    """It imports them, or a helper that does, or runs on ranks. No other module brings them in."""
+    own = _loads(f"tests.{name}")
+    if "tests.ranks" in own:
         return
-    loads = _all_loads(f"tests.{name}")
-    assert (name in _TESTS_OF_TORCHREC) == bool({"torchrec", "fbgemm_gpu"} & {each.split(".")[0] for each in loads})
-    starts = {"subprocess", "multiprocessing"} & loads or any(map(_forks, loads))
-    assert (name in _TESTS_OF_PROCESSES) == bool(starts)
+    named = own.union(*(_loads(each) for each in own if each.startswith("tests.")))
+    loaded = _closure([f"tests.{name}"], _loads)
+    watched = {"torchrec", "fbgemm_gpu", "subprocess", "multiprocessing"}
+    assert not watched & {each.split(".")[0] for each in loaded} - {each.split(".")[0] for each in named}
 
 
 def _tests_of(name: str) -> set[str]:
@@ -267,14 +162,14 @@ def _tests_of(name: str) -> set[str]:
     return found & set(_TESTS)
 
 
-@pytest.mark.parametrize("name", sorted(_MODULES))
-def test_the_tests_of_a_module_are_found_by_its_name(name: str) -> None:
-    assert bool(_tests_of(name)) != (name in _TESTED_THROUGH)
+def test_a_module_has_a_test_file_of_its_name_or_is_imported_by_one_that_has() -> None:
+    def imported(name: str) -> frozenset[str]:
+        return _imports(_FILES[name]) if name in _FILES else frozenset()
 
-
-def test_modules_that_are_tested_through_others_exist_and_so_do_their_tests() -> None:
-    assert _TESTED_THROUGH.keys() <= _MODULES.keys()
-    assert set(_TESTED_THROUGH.values()) <= set(_TESTS)
+    named = [f"delta_tracker.{name}" for name in _MODULES if _tests_of(name)]
+    reached = _closure([*named, *(f"tests.{name}" for name in _TESTS)], imported)
+    unreached = {name for name in _MODULES if f"delta_tracker.{name}" not in reached}
+    assert {name for name in unreached if not name.endswith(".__main__")} == set()
 
 
 def test_no_modules_import_each_other() -> None:
@@ -301,40 +196,6 @@ def test_package_files_only_gather_names() -> None:
 @pytest.mark.parametrize("name", delta_tracker.__all__)
 def test_a_public_name_has_an_example(name: str) -> None:
     assert ">>>" in (getattr(delta_tracker, name).__doc__ or "")
-
-
-def test_the_public_names() -> None:
-    assert delta_tracker.__all__ == [
-        "Cadence",
-        "Canary",
-        "DataPosition",
-        "Delta",
-        "DeltaRows",
-        "DeltaStore",
-        "EmbdUpdateMode",
-        "Encoding",
-        "Gate",
-        "IndexedLookup",
-        "Memory",
-        "ModelDeltaTracker",
-        "Predictor",
-        "Publisher",
-        "RandomStates",
-        "RankCounters",
-        "RawIdIndex",
-        "Retention",
-        "RowSink",
-        "RowTarget",
-        "ShardSpec",
-        "Standby",
-        "Storage",
-        "TableSpec",
-        "Takeover",
-        "TopK",
-        "TrackingMode",
-        "restore",
-    ]
-    assert all(getattr(delta_tracker, name).__doc__ for name in delta_tracker.__all__)
 
 
 def test_public_names_are_found_in_their_homes() -> None:
