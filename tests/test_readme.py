@@ -1,4 +1,4 @@
-"""The README and the documents that it links: their length, tables, commands, links, and the files that they name."""
+"""The documents: their links, commands and tables, and the files, programs and errors that they name."""
 
 from __future__ import annotations
 
@@ -8,27 +8,12 @@ from pathlib import Path
 import click
 import pytest
 
-from delta_tracker import errors
 from delta_tracker.cli.commands import commands
 from tests import promises
+from tests.documents import DOCUMENTS, README, ROOT, name_of
+from tests.raise_sites import ERRORS
 
-_ROOT = Path(__file__).parent.parent
-
-_README = _ROOT / "README.md"
-
-_FOLDERS = ("benchmarks", "delta_tracker", "examples", "tests")
-
-_DOCUMENTS = sorted(path for folder in _FOLDERS for path in (_ROOT / folder).rglob("README.md"))
-
-_BLOCKS = re.findall(r"```(\w+)\n(.*?)```", _README.read_text(), flags=re.DOTALL)
-
-_PYTHON = [text for language, text in _BLOCKS if language == "python"]
-
-_NUM_LINES_AT_MOST = 250
-
-
-def _name(path: Path) -> str:
-    return str(path.relative_to(_ROOT))
+_each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 
 
 def _links(document: Path) -> list[tuple[Path, str]]:
@@ -43,71 +28,49 @@ def _anchors(document: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_readme_has_at_most_250_lines() -> None:
-    assert len(_README.read_text().splitlines()) <= _NUM_LINES_AT_MOST
-
-
-def test_the_quickstarts_have_twelve_and_fifteen_lines() -> None:
-    assert len(_PYTHON[0].splitlines()) <= 12
-    assert len(_PYTHON[1].splitlines()) <= 15
-
-
-def test_commands_are_targets_of_the_makefile() -> None:
-    commands = [line for language, text in _BLOCKS if language == "sh" for line in text.splitlines()]
-    assert commands == ["make demo", "make test"]
-    makefile = (_ROOT / "Makefile").read_text()
-    for command in commands:
-        assert re.search(rf"^{command.removeprefix('make ')}:", makefile, flags=re.MULTILINE)
-
-
-def test_the_other_documents_name_targets_of_the_makefile() -> None:
-    makefile = (_ROOT / "Makefile").read_text()
-    for document in _DOCUMENTS:
-        for target in re.findall(r"`make ([\w-]+)`", document.read_text()):
-            assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), (_name(document), target)
+@_each_document
+def test_a_document_names_targets_of_the_makefile(document: Path) -> None:
+    makefile, text = (ROOT / "Makefile").read_text(), document.read_text()
+    code = "".join(re.findall(r"```\w*\n(.*?)```", text, flags=re.DOTALL))
+    for target in re.findall(r"`make ([a-z-]+)", text) + re.findall(r"^make ([a-z-]+)", code, flags=re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
 
 
 def test_every_promise_is_shown_by_a_test() -> None:
     shown = promises.shown_by()
     assert shown.keys() == promises.PROMISES.keys(), "a marker names no promise"
     assert all(shown.values())
-    assert promises.table_of(_README.read_text()) == promises.markdown(), "run python -m tests.promises"
+    assert promises.table_of(README.read_text()) == promises.markdown(), "run python -m tests.promises"
 
 
-def test_every_document_is_linked_from_the_readme() -> None:
-    linked = {path for path, _ in _links(_README)}
-    assert {_name(path) for path in _DOCUMENTS} == {
-        "benchmarks/README.md",
-        "benchmarks/faults/README.md",
-        "delta_tracker/README.md",
-        "delta_tracker/monitor/README.md",
-        "examples/README.md",
-        "examples/cpp_reader/README.md",
-        "tests/README.md",
-        "tests/conformance/README.md",
-    }
-    assert {_ROOT / "CHANGELOG.md", _ROOT / "delta_tracker/stream/FORMAT.md", *_DOCUMENTS} <= linked
+def test_every_document_is_reached_from_the_readme() -> None:
+    reached, waiting = {README}, [README]
+    while waiting:
+        new = {path for path, _ in _links(waiting.pop()) if path.suffix == ".md"} - reached
+        reached |= new
+        waiting += new
+    assert not {name_of(path) for path in set(DOCUMENTS) - reached}
 
 
-@pytest.mark.parametrize("document", [_README, *_DOCUMENTS], ids=_name)
+@_each_document
 def test_links_lead_to_files_and_headings(document: Path) -> None:
     for path, anchor in _links(document):
         assert path.exists(), path
-        assert not anchor or anchor in _anchors(path), (_name(path), anchor)
+        assert not anchor or anchor in _anchors(path), (name_of(path), anchor)
 
 
-@pytest.mark.parametrize("document", [_README, *_DOCUMENTS], ids=_name)
+@_each_document
 def test_files_that_a_document_names_exist(document: Path) -> None:
     for name in set(re.findall(r"`((?:tests|delta_tracker|examples|benchmarks)/[\w/.-]+)`", document.read_text())):
-        assert (_ROOT / name).exists(), name
+        assert (ROOT / name).exists(), name
 
 
-@pytest.mark.parametrize("document", [_README, *_DOCUMENTS], ids=_name)
+@_each_document
 def test_programs_that_a_document_names_exist(document: Path) -> None:
     for name in set(re.findall(r"-m ((?:tests|delta_tracker|examples|benchmarks)[\w.]*)", document.read_text())):
         if name == "examples.NAME":
             continue
-        path = _ROOT.joinpath(*name.split("."))
+        path = ROOT.joinpath(*name.split("."))
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), name
 
 
@@ -120,17 +83,12 @@ def _rows(document: Path, title: str) -> set[str]:
 
 
 def test_every_error_has_a_cause_and_a_remedy() -> None:
-    bases = {errors.DeltaTrackerError, errors.CheckpointError, errors.StreamError, errors._CausedError}
-    raised = {
-        name
-        for name, kind in vars(errors).items()
-        if isinstance(kind, type) and issubclass(kind, errors.DeltaTrackerError) and kind not in bases
-    }
-    assert _rows(_ROOT / "delta_tracker" / "README.md", "Errors") == raised
+    raised = {name for name, kind in ERRORS.items() if not (kind.__doc__ or "").startswith("Base class")}
+    assert _rows(ROOT / "delta_tracker" / "README.md", "Errors") == raised
 
 
 def test_every_example_and_every_command_is_listed() -> None:
-    examples = {path.stem for path in (_ROOT / "examples").glob("*.py")} - {"__init__"} | {"quickstart"}
-    assert _rows(_ROOT / "examples" / "README.md", "Examples") == examples
-    listed = {call.removeprefix("delta-tracker ").split()[0] for call in _rows(_README, "Command line")}
+    examples = {path.stem for path in (ROOT / "examples").glob("*.py")} - {"__init__"} | {"quickstart"}
+    assert _rows(ROOT / "examples" / "README.md", "Examples") == examples
+    listed = {call.removeprefix("delta-tracker ").split()[0] for call in _rows(README, "Command line")}
     assert listed == set(commands.list_commands(click.Context(commands)))

@@ -275,12 +275,8 @@ def test_torchrun_starts_the_quickstart_as_it_is_written(tmp_path: Path) -> None
             wait_for(done.stdout.strip())
 
 
-def test_all_of_them_are_tested_and_short() -> None:
-    for path in sorted(_QUICKSTART.glob("*r.py")):
-        assert len(path.read_text().splitlines()) < 60, path
+def test_all_of_them_are_tested() -> None:
     tests = Path(__file__).read_text()
     for path in _EXAMPLES:
         assert f'"{path.stem}"' in tests or f'"examples.{path.stem}"' in tests, path
-        lines = path.read_text().splitlines()
-        assert len(lines) < 120, path
         assert f"-m examples.{path.stem}" in path.read_text(), "the docstring says how to run it"

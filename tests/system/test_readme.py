@@ -1,4 +1,4 @@
-"""Every Python block of the README and of the documents that it links is run."""
+"""Every Python block of the documents is run."""
 
 from __future__ import annotations
 
@@ -11,14 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests import forked
+from tests.documents import DOCUMENTS, ROOT, name_of
 
-_ROOT = Path(__file__).parent.parent.parent
-_FOLDERS = ("benchmarks", "delta_tracker", "examples", "tests")
-_DOCUMENTS = [_ROOT / "README.md", *sorted(path for folder in _FOLDERS for path in (_ROOT / folder).rglob("README.md"))]
-_BLOCKS = {
-    str(path.relative_to(_ROOT)): re.findall(r"```python\n(.*?)```", path.read_text(), flags=re.DOTALL)
-    for path in _DOCUMENTS
-}
+_BLOCKS = {name_of(path): re.findall(r"```python\n(.*?)```", path.read_text(), flags=re.DOTALL) for path in DOCUMENTS}
 
 
 @pytest.mark.parametrize("name", [name for name, blocks in _BLOCKS.items() if blocks])
@@ -34,7 +29,7 @@ def test_python_blocks_run(name: str, tmp_path: Path) -> None:
 
 def test_the_first_quickstart_needs_torch_alone(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(_BLOCKS["README.md"][0])
-    without = os.pathsep.join(map(str, (_ROOT / "tests" / "without_torchrec", _ROOT)))
+    without = os.pathsep.join(map(str, (ROOT / "tests" / "without_torchrec", ROOT)))
     done = subprocess.run(
         [sys.executable, tmp_path / "program.py"],
         env=os.environ | {"PYTHONPATH": without},
@@ -44,11 +39,3 @@ def test_the_first_quickstart_needs_torch_alone(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-
-
-def test_the_documents_with_python_blocks() -> None:
-    assert {name for name, blocks in _BLOCKS.items() if blocks} == {
-        "README.md",
-        "delta_tracker/README.md",
-        "delta_tracker/monitor/README.md",
-    }
