@@ -4,49 +4,30 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import pickle
 import threading
 import weakref
+from collections import abc
 from collections.abc import Callable
+from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
 
 from delta_tracker.errors import (
     CorruptPartError,
     DeltaTrackerError,
-    DraftFormatError,
     FencedError,
     FollowEndedError,
-    FollowingError,
-    HeldVersionError,
-    IncompatiblePackagesError,
-    InterruptedRestoreError,
-    LivePublisherError,
-    LostEntryError,
     MalformedError,
-    MissingExtraError,
-    MissingStepError,
     MissingVersionError,
-    NameConflictError,
     NewerFormatError,
-    NotRecoverableError,
     PanicError,
-    PublishError,
-    RestoreFailedError,
-    RestoreMismatchError,
-    SourceGapError,
-    StandbyBehindError,
-    StateRejectedError,
     StorageError,
     StreamError,
-    TableMismatchError,
-    TakeoverFailedError,
-    UncopyableError,
-    UnknownOutcomeError,
-    UnsupportedModuleError,
-    UpdateInProgressError,
     unraised,
 )
+from tests.raise_sites import ERRORS
 
 
 def test_every_error_of_a_stream_is_a_stream_error() -> None:
@@ -54,40 +35,30 @@ def test_every_error_of_a_stream_is_a_stream_error() -> None:
         assert issubclass(kind, StreamError)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        FencedError(1, 2, 3),
-        FollowEndedError(SystemExit("enough")),
-        FollowingError(7),
-        HeldVersionError(7, "NaN"),
-        InterruptedRestoreError(7),
-        LivePublisherError("memory://", 2, 7, 1.5),
-        MissingExtraError("redis", "redis"),
-        IncompatiblePackagesError("fbgemm-gpu 1.9.0", "torch 2.13.0", "pip install x"),
-        MissingStepError(6),
-        LostEntryError("memory://", "log/1", "{}"),
-        NameConflictError("memory://", "log/1", 5),
-        PublishError(1, "UnknownOutcomeError: no answer", is_unknown=True),
-        UnknownOutcomeError("memory://", "log/1", "no answer"),
-        SourceGapError("memory://a", "memory://b", 5),
-        NewerFormatError("log/3", "3", "formats 1 and 2"),
-        DraftFormatError("log/3", "2, draft 1", "formats 1 and 2"),
-        NotRecoverableError("memory://", 3, "its format is 1"),
-        PanicError(FollowEndedError(KeyError("inner"))),
-        RestoreFailedError(1, "no space"),
-        RestoreMismatchError("the optimizer of table t", "EXACT_SGD", "ADAM"),
-        StandbyBehindError("memory://", None, 8, "rank 0 has a damaged part"),
-        StateRejectedError("data", "KeyError: next"),
-        StorageError("memory://", "No space left on device"),
-        TableMismatchError("t", "F32", "F16", ["a", "b"]),
-        TakeoverFailedError("memory://", 8, "no space"),
-        UncopyableError("Publisher", "Save the tracker's state_dict()"),
-        UnsupportedModuleError({"m": "DMPCollection"}, "Use another"),
-        UpdateInProgressError("an update of table t", 5),
-    ],
-    ids=lambda error: type(error).__name__,
-)
+def _value(hint: Any) -> Any:
+    """Return a value of the type of an argument."""
+    if hint in (object, str):
+        return "text"
+    if hint in (int, float, bool):
+        return hint(7)
+    if hint in (Exception, BaseException):
+        return FollowEndedError(SystemExit("inner"))
+    arguments = [_value(each) for each in get_args(hint) if each is not type(None)]
+    kind = get_origin(hint)
+    if kind is abc.Mapping:
+        return dict([arguments])
+    return tuple(arguments) if kind is tuple else arguments if kind is abc.Iterable else arguments[0]
+
+
+def _made(kind: type[DeltaTrackerError]) -> DeltaTrackerError:
+    """Return an error of a class with a value for each argument."""
+    signature, hints = inspect.signature(kind), get_type_hints(kind.__init__)
+    values = {name: _value(hints[name]) for name in signature.parameters}
+    keywords = {name: values.pop(name) for name, each in signature.parameters.items() if each.kind is each.KEYWORD_ONLY}
+    return kind(*values.values(), **keywords)
+
+
+@pytest.mark.parametrize("error", list(map(_made, ERRORS.values())), ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("send", [lambda error: pickle.loads(pickle.dumps(error)), copy.copy, copy.deepcopy])
 def test_errors_can_be_sent_to_another_process(
     error: DeltaTrackerError, send: Callable[[BaseException], BaseException]

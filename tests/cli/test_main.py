@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import delta_tracker.cli
 from delta_tracker.cli.commands import commands
 from delta_tracker.cli.main import main
 from delta_tracker.cli.text import plain
+from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.stream.heartbeat import Heartbeat, leave_heartbeat
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableSpec
@@ -34,7 +37,8 @@ def test_the_commands_and_their_help(cli: Cli) -> None:
         assert "--json" in text
         assert command.name == name
     assert "130" in listed
-    assert {"demo", "inspect", "tail", "verify", "diff", "compact", "export"} <= commands_by_name().keys()
+    files = Path(delta_tracker.cli.__file__).parent.glob("*.py")
+    assert {path.stem for path in files if "@click.command(" in path.read_text()} == commands_by_name().keys()
 
 
 def commands_by_name() -> dict:
@@ -204,5 +208,8 @@ def test_the_tables_to_choose_from_are_named(cli: Cli, trainer: Trainer) -> None
 
 
 def test_the_help_names_every_kind_of_url(cli: Cli) -> None:
-    for scheme in ("file", "s3", "gs", "az", "http", "https"):
+    with pytest.raises(InvalidArgumentError) as caught:
+        Storage("ftp://host/x")
+    schemes = re.search(r"one of the schemes ([\w, ]+)\.", str(caught.value))[1].split(", ")
+    for scheme in set(schemes) - {"memory"}:  # of one process
         assert f"{scheme}://" in cli("--help")

@@ -304,7 +304,7 @@ def test_a_cluster_of_redis_is_refused() -> None:
         RedisSink(url).open()
 
 
-@pytest.mark.parametrize("encoding", [Encoding.F16, Encoding.BF16, Encoding.INT8, Encoding.INT4])
+@pytest.mark.parametrize("encoding", Encoding)
 def test_rows_of_an_encoded_stream_are_those_of_a_model(target, encoding) -> None:
     writer, held = Writer(Storage("memory://"), encoding=encoding), torch.zeros(20, 4)
     sink = sink_at(target)

@@ -338,7 +338,7 @@ def test_arguments_that_a_row_store_cannot_use_are_refused() -> None:
         predictor.load_state_dict({})
 
 
-@pytest.mark.parametrize("encoding", [Encoding.F32, Encoding.F16, Encoding.INT8, Encoding.INT4])
+@pytest.mark.parametrize("encoding", Encoding)
 def test_rows_are_those_of_a_predictor_after_every_version(encoding: Encoding) -> None:
     torch.manual_seed(0)
     writer = Writer(Storage("memory://"), encoding=encoding)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from delta_tracker import Encoding
 from tests.ranks import RankPool
 
 _CASES = "tests.publisher.background_cases"
@@ -58,8 +59,8 @@ def test_versions_are_announced_merged_and_removed_during_training(two_ranks: Ra
         assert answer["beats"] == ["rank-0", "rank-1"]
 
 
-@pytest.mark.parametrize("encoding", ["F32", "F16", "BF16", "INT8", "INT4"])
-def test_every_encoding(two_ranks: RankPool, url: str, encoding: str) -> None:
+@pytest.mark.parametrize("encoding", Encoding)
+def test_every_encoding(two_ranks: RankPool, url: str, encoding: Encoding) -> None:
     two_ranks.run(f"{_CASES}:encoded", url=url, encoding=encoding)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -12,11 +13,11 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from delta_tracker import Predictor
+from delta_tracker import Encoding, Predictor
 from delta_tracker.raw_id_index import RawIdIndex
 from delta_tracker.raw_ids import NO_OWNER, check_owners
 from delta_tracker.state_tree import pack
-from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.format.manifest import DENSE_DTYPES, IdForm, Manifest
 from delta_tracker.stream.format.part_reader import dense_of, read_parts, read_training
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage
@@ -107,12 +108,9 @@ def test_a_predictor_holds_the_newest_version() -> None:
 
 def test_it_covers_every_form_of_the_format(log: StreamLog) -> None:
     blocks = {block for version in log.versions() for part in log.read(version).parts for block in part.blocks}
-    assert {block.encoding for block in blocks} == {"F32", "F16", "BF16", "INT8", "INT4"}
-    assert {block.ids for block in blocks} == {"all", "list", "gaps"}
-    assert {spec.dtype for spec in log.read(1).dense.values()} == {
-        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
-        torch.int8, torch.uint8, torch.bool,
-    }  # fmt: skip
+    assert {block.encoding for block in blocks} == set(Encoding)
+    assert {block.ids for block in blocks} == set(get_args(IdForm))
+    assert {spec.dtype for spec in log.read(1).dense.values()} == set(DENSE_DTYPES.values())
     escapes = [
         len(reader._file.tensor(f"{index}.escapes"))
         for version in log.versions()

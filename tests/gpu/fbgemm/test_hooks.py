@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from delta_tracker import TrackingMode
 from tests.gpu.devices import ENGINES, IS_SHORT, needs
 from tests.ranks import RankPool
 
-_MODES = ["id_only", "embedding", "momentum_last", "momentum_diff"]
+_MODES = [each.value for each in TrackingMode if each is not TrackingMode.ROWWISE_ADAGRAD]  # a former name
 _CASES = [
     pytest.param(mode, record, kernel, bag, engine, marks=[] if kernel == "fused" else needs("uvm"))
     for engine in ENGINES
