@@ -19,6 +19,7 @@ from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.rows import ChangedRows
 
 StateWidth = Literal["columns", "range"]
+TABLE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class TrackingMode(Enum):

@@ -11,6 +11,7 @@ from delta_tracker.cli.followers import FollowerView
 from delta_tracker.cli.history import History
 from delta_tracker.cli.text import duration, several
 from delta_tracker.errors import DeltaTrackerError
+from delta_tracker.stream.fleet import State
 from delta_tracker.stream.format.manifest import Manifest
 
 Level = Literal["fault", "warning", "note"]
@@ -62,7 +63,7 @@ def of_predictors(followers: Sequence[FollowerView]) -> list[Notice]:
     return found
 
 
-_STATES: dict[str, tuple[Level, str, str]] = {
+_STATES: dict[State, tuple[Level, str, str]] = {
     "stuck": (
         "fault",
         "stuck, the version does not move although newer ones exist",
@@ -94,6 +95,11 @@ _STATES: dict[str, tuple[Level, str, str]] = {
         "None: it continues when the newest version is far enough ahead",
     ),
 }
+
+
+def level_of(state: State) -> Level:
+    """Return the level of the notice about a predictor's state; ``note`` also if there is none."""
+    return "fault" if state == "failing" else _STATES[state][0] if state in _STATES else "note"
 
 
 def of_publishers(

@@ -13,6 +13,7 @@ from delta_tracker.cli.text import count
 from delta_tracker.errors import MalformedError
 from delta_tracker.stream.format.manifest import Manifest
 
+KIND_STYLES = {"snapshot": "cyan", "claim": "yellow", "delta": ""}
 _READS = 16  # concurrent requests to a remote store
 _T = TypeVar("_T")
 _R = TypeVar("_R")

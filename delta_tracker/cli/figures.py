@@ -16,6 +16,7 @@ from delta_tracker.cli.survey import contiguous
 from delta_tracker.cli.text import duration, several
 from delta_tracker.errors import CorruptPartError, MalformedError, StreamError
 from delta_tracker.monitor.buckets import PER_OCTAVE, LogBuckets, upper_bound
+from delta_tracker.stream.fleet import STATES
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.manifest import DTYPE_NAMES, Manifest
 from delta_tracker.stream.log import entry_name
@@ -28,8 +29,6 @@ MAX_TABLES = 40
 _HOT_ROWS = 10
 _MAX_BARS = 48
 _MAX_FAULTS = 20
-# Order of the predictors.
-_HEALTH = ("failing", "stuck", "silent", "elsewhere", "unpinned", "behind", "waiting", "pinned", "applying", "current")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +91,7 @@ def gather(stream: Stream, limits: Limits) -> Figures:
         *([] if pin is None else [_pinned(pin, clock.now())]),
         *of_clocks(skews),
     ]
-    followers.sort(key=lambda each: (_HEALTH.index(each.health), each.beat.version or 0, each.beat.name))
+    followers.sort(key=lambda each: (STATES.index(each.health), each.beat.version or 0, each.beat.name))
     return {
         "url": stream.storage.url,
         "stream": head.stream,

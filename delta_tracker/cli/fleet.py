@@ -7,12 +7,12 @@ from dataclasses import asdict
 
 import click
 
-from delta_tracker.cli.followers import GONE_SECONDS, hosts_of
+from delta_tracker.cli.followers import hosts_of
 from delta_tracker.cli.output import table
 from delta_tracker.cli.stream_command import Stream, stream_command
 from delta_tracker.cli.text import duration
 from delta_tracker.stream.fleet import State, evaluate
-from delta_tracker.stream.heartbeat import SeenHeartbeat, remove_heartbeats, see_heartbeats
+from delta_tracker.stream.heartbeat import GONE_SECONDS, SeenHeartbeat, remove_heartbeats, see_heartbeats
 from delta_tracker.stream.pin import newest_pin
 from delta_tracker.stream.store_clock import StoreClock
 

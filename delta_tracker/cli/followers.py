@@ -10,14 +10,13 @@ from typing import Literal
 from delta_tracker.stream.fleet import State as Health
 from delta_tracker.stream.fleet import evaluate
 from delta_tracker.stream.format.manifest import Manifest
-from delta_tracker.stream.heartbeat import Heartbeat, SeenHeartbeat, see_heartbeats
+from delta_tracker.stream.heartbeat import GONE_SECONDS, Heartbeat, SeenHeartbeat, see_heartbeats
 from delta_tracker.stream.pin import Pin
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.stream.store_clock import StoreClock
 
 # A predictor writes a heartbeat every five seconds while it applies versions or waits for them.
 SILENT_SECONDS = 30.0
-GONE_SECONDS = 3600.0
 
 State = Literal["live", "silent"]
 

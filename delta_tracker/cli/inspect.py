@@ -8,15 +8,13 @@ import click
 from rich.table import Table
 from rich.text import Text
 
-from delta_tracker.cli.entries import Entry
+from delta_tracker.cli.entries import KIND_STYLES, Entry
 from delta_tracker.cli.followers import FollowerView
 from delta_tracker.cli.output import cell, table
 from delta_tracker.cli.stream_command import Stream, stream_command
 from delta_tracker.cli.survey import Survey, count_kinds, survey
 from delta_tracker.cli.text import count, duration, moment, several, size
 from delta_tracker.stream.format.manifest import DTYPE_NAMES
-
-_STYLES = {"snapshot": "cyan", "claim": "yellow", "delta": ""}
 
 _HELP = """Show the contents of a stream, what a new predictor reads, and the predictors that follow it.
 
@@ -142,7 +140,7 @@ def _versions(entries: Sequence[Entry], now: float) -> Table:
     rows = (
         (
             str(entry.version),
-            cell(entry.kind, _STYLES[entry.kind]),
+            cell(entry.kind, KIND_STYLES[entry.kind]),
             duration(max(0.0, now - entry.committed)),
             f"{entry.batches[0]} to {entry.batches[1]}",
             count(entry.num_rows),

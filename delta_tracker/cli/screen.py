@@ -9,12 +9,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from delta_tracker.cli.attention import of_clocks, of_predictors, sort_notices
+from delta_tracker.cli.attention import LEVELS, Level, level_of, of_clocks, of_predictors, sort_notices
 from delta_tracker.cli.entries import Entry
 from delta_tracker.cli.followers import FollowerView
 from delta_tracker.cli.output import cell
 from delta_tracker.cli.text import count, duration, moment, size
 from delta_tracker.cli.watch import View
+from delta_tracker.stream.fleet import State
 
 _T = TypeVar("_T")
 
@@ -26,15 +27,7 @@ _FIXED_LINES = 11  # four lines of the head, three headings, three blank lines, 
 _LEAST, _UNLIMITED = 3, 60
 _WIDE = 110  # characters, from which hosts are shown
 _SPARKS = " ▁▂▃▄▅▆▇█"
-_SIGNS: dict[str, tuple[str, str]] = {
-    "failing": ("✕ ", "bold red"),
-    "stuck": ("✕ ", "bold red"),
-    "silent": ("! ", "yellow"),
-    "elsewhere": ("! ", "yellow"),
-    "unpinned": ("! ", "yellow"),
-    "behind": ("! ", "yellow"),
-}
-_LEVELS: dict[str, tuple[str, str]] = {"fault": ("✕ ", "bold red"), "warning": ("! ", "yellow"), "note": ("i ", "")}
+_LEVELS: dict[Level, tuple[str, str]] = {"fault": ("✕ ", "bold red"), "warning": ("! ", "yellow"), "note": ("i ", "")}
 
 
 def screen(
@@ -154,7 +147,8 @@ def _predictors(view: View, lines: int, width: int) -> Table:
     ranked = sorted(view.followers, key=_urgency, reverse=True)
     for each in _fitting(made, ranked, lines, view.num_gone):
         beat, state = each.beat, _state(each)
-        sign, style = _SIGNS.get(state, ("", ""))
+        level = level_of(state)
+        sign, style = ("", "") if level == "note" else _LEVELS[level]
         error = _one_line(beat.error or "")
         if state == "silent":  # what it wrote last is not what is now
             figures = ["-", "-", "-", "-"]
@@ -179,7 +173,7 @@ def _predictors(view: View, lines: int, width: int) -> Table:
     return made
 
 
-def _state(follower: FollowerView) -> str:
+def _state(follower: FollowerView) -> State:
     return "silent" if follower.state == "silent" else follower.health
 
 
@@ -264,9 +258,7 @@ def _table(*columns: str) -> Table:
 
 
 def _urgency(follower: FollowerView) -> tuple[bool, int, float]:
-    signs = ["✕ ", "! "]
-    sign = _SIGNS.get(_state(follower), ("", ""))[0]
-    return _is_held(follower), 2 - signs.index(sign) if sign else 0, follower.behind or 0
+    return _is_held(follower), -LEVELS.index(level_of(_state(follower))), follower.behind or 0
 
 
 def _is_held(follower: FollowerView) -> bool:

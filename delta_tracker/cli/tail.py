@@ -6,7 +6,7 @@ import time
 
 import click
 
-from delta_tracker.cli.entries import Entry
+from delta_tracker.cli.entries import KIND_STYLES, Entry
 from delta_tracker.cli.main import FINDING, OK
 from delta_tracker.cli.numbers import Number
 from delta_tracker.cli.stream_command import Stream, stream_command
@@ -15,7 +15,6 @@ from delta_tracker.errors import MalformedError
 from delta_tracker.stream.cursor import StreamCursor
 from delta_tracker.stream.format.manifest import Manifest
 
-_STYLES = {"snapshot": "cyan", "claim": "yellow", "delta": ""}
 # Number of polls between two listings of the log. A listing shows if the next version is missing or not committed yet.
 _LOOKS_PER_LISTING = 10
 _COLUMNS = "{:<19}  {:>9}  {:<8}  {:>4}  {:>11}  {:>7}  {:>7}  {:>9}"
@@ -113,5 +112,5 @@ def _show(stream: Stream, manifest: Manifest) -> int:
         took,
         count(entry.pending_rows),
     )
-    stream.out.line(line, _STYLES[entry.kind])
+    stream.out.line(line, KIND_STYLES[entry.kind])
     return 1

@@ -11,11 +11,11 @@ from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import FORMAT, Manifest
 from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.store_clock import COARSE_SECONDS
 from delta_tracker.types import TableSpec
 
 _NUM_ENTRIES = 100
 _MINUTE = 60.0
-_COARSE_SECONDS = 1.0  # S3 truncates modification times to whole seconds: shorter times are averaged
 _LEAST_SECONDS = 1e-3
 
 
@@ -63,7 +63,7 @@ def observe(log: StreamLog) -> Observed:
         raise InvalidArgumentError("--from", url, remedy)
     gaps = [after.committed - before.committed for before, after in pairwise(versions)]
     seconds = statistics.median(gaps)
-    if seconds <= _COARSE_SECONDS:
+    if seconds <= COARSE_SECONDS:  # a median of whole seconds would be 0 or 1
         seconds = max(_LEAST_SECONDS, statistics.mean(gaps))
     tables = tuple(versions[-1].tables.values())
     snapshots = [entry.version for entry in versions if entry.kind == "snapshot"]

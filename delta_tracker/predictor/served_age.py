@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable
 
 from delta_tracker.stream.format.manifest import Manifest
-
-_COARSE_SECONDS = 1.0  # S3 truncates modification times to whole seconds
+from delta_tracker.stream.store_clock import COARSE_SECONDS
 
 
 class ServedAge:
@@ -50,7 +49,7 @@ class ServedAge:
         self._low = max(self._low, low)
         if rested is not None and rested[0] == manifest.version - 1:
             looked = now - (self._monotonic() - rested[1])
-            self._high = min(self._high, modified + _COARSE_SECONDS - looked)
+            self._high = min(self._high, modified + COARSE_SECONDS - looked)
         if self._low > self._high:  # a clock was set
             self._low, self._high = low, float("inf")
         self.skew_seconds = 0.0 - min(max(0.0, self._low), self._high)

@@ -29,9 +29,8 @@ from delta_tracker.sharding.collision_states import collision_obstacle
 from delta_tracker.sharding.discover import Discovery
 from delta_tracker.sharding.local_shard import LocalShard, ShardHolder
 from delta_tracker.sharding.torchrec_api import kernel_arguments, tbe_of
-from delta_tracker.types import StateSpec, TableStates
+from delta_tracker.types import TABLE_DTYPES, StateSpec, TableStates
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Names of fbgemm's WeightDecayMode without further states or counters.
 _WEIGHT_DECAYS = frozenset({"NONE", "L2", "DECOUPLE"})
 _PROBLEM = "cannot be published with states"
@@ -265,7 +264,7 @@ def _optimizer(kernel: ShardHolder) -> str:
 def _specs(shard: LocalShard, kernel: ShardHolder, slot: int) -> tuple[StateSpec, ...]:
     found = []
     for number, state in enumerate(kernel.memory.optimizer_states(slot), start=1):
-        if state.dtype not in _DTYPES:
+        if state.dtype not in TABLE_DTYPES:
             reason = f"its optimizer has a state of {state.dtype}"
             raise UnsupportedTableError(shard.spec.table.fqn, reason, _REMEDY, problem=_PROBLEM)
         found.append(StateSpec(f"momentum{number}", state.dtype, "columns" if state.dim() > 1 else "range"))

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from weakref import ref
 
-import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
@@ -23,10 +22,9 @@ from delta_tracker.errors import UnsupportedTableError
 from delta_tracker.rows import take_rows
 from delta_tracker.sharding.local_shard import LocalShard
 from delta_tracker.sharding.torchrec_api import Torchrec, is_fsdp2, managed_by_fsdp
-from delta_tracker.types import ShardSpec, TableSpec
+from delta_tracker.types import TABLE_DTYPES, ShardSpec, TableSpec
 
 PlainModule = nn.Embedding | nn.EmbeddingBag
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _LOST = "can no longer be tracked"
 _REMEDY = "Name it in fqns_to_skip to train it untracked"
 _META_REMEDY = (
@@ -171,8 +169,8 @@ def _obstacle(module: PlainModule, weight: Tensor | None, fsdp: set[int], replic
     if weight.is_meta or tuple(weight.shape) != shape:
         place = " on the meta device" if weight.is_meta else ""
         return f"its weight has the shape {tuple(weight.shape)}{place}, not {shape} with values"
-    if weight.dtype not in _DTYPES:
-        return f"its dtype is {weight.dtype}, not one of {[str(dtype) for dtype in _DTYPES]}"
+    if weight.dtype not in TABLE_DTYPES:
+        return f"its dtype is {weight.dtype}, not one of {[str(dtype) for dtype in TABLE_DTYPES]}"
     if replicated is not None and id(weight) not in replicated:
         return (
             f"its rows may differ between the {dist.get_world_size()} ranks. Wrap the model in "

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from delta_tracker.stream.format.manifest import Manifest
 
+MAX_ENTRY_BYTES = 64 << 20  # a manifest has about 300 bytes per rank and table
 _DIGITS = 20  # zero-padded, so that names sort by version, up to 2**63
 ENTRY_NAME = re.compile(rf"log/([0-9]{{{_DIGITS}}})\.json")
 _MERGED_NAME = re.compile(rf"merged/([0-9]{{{_DIGITS}}})-([0-9]{{{_DIGITS}}})-(delta|snapshot)\.json")

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, get_args
 
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.heartbeat import Heartbeat
 from delta_tracker.stream.pin import Pin
 
 State = Literal[
-    "current", "applying", "behind", "stuck", "silent", "pinned", "unpinned", "waiting", "failing", "elsewhere"
+    "failing", "stuck", "silent", "elsewhere", "unpinned", "behind", "waiting", "pinned", "applying", "current"
 ]
+STATES: tuple[State, ...] = get_args(State)
+"""All states, the worst first."""
 _PIN_SECONDS = 10.0  # predictors look for pins every 6.25 seconds or more often
 _MIN_LOOKS = 3
 _VERSIONS = re.compile(r"(\d{1,18}) versions", re.ASCII)  # Canary.text

@@ -29,6 +29,7 @@ from delta_tracker.stream.store_clock import StoreClock
 _logger = logging.getLogger(__name__)
 
 _NAME = r"\A[A-Za-z0-9][A-Za-z0-9_-]{0,63}\Z"
+GONE_SECONDS = 3600.0  # age of a heartbeat from which the predictor is not shown
 BEAT_SECONDS = 5.0  # between two heartbeats of a process, unless a publisher sets another time
 _MAX_BYTES = 16 << 10
 _MAX_TEXT = 1000

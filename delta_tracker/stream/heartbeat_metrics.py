@@ -11,13 +11,12 @@ from delta_tracker.monitor.default import program_monitor
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.polled_stats import Source
 from delta_tracker.monitor.stat import Gauge
-from delta_tracker.stream.heartbeat import SeenHeartbeat, see_heartbeats
+from delta_tracker.stream.heartbeat import GONE_SECONDS, SeenHeartbeat, see_heartbeats
 from delta_tracker.stream.storage.storage import Location, Storage, open_storage
 from delta_tracker.stream.store_clock import StoreClock, skew_problem
 
 _logger = logging.getLogger(__name__)
 
-GONE_SECONDS = 3600.0
 _NS_PER_SECOND = 10**9
 _LIMIT = 4096  # heartbeats that are read at each collection, newest first
 

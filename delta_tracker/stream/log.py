@@ -51,7 +51,7 @@ from delta_tracker.errors import (
     is_unknown,
     unraised,
 )
-from delta_tracker.stream.entry_names import Merged, entry_name
+from delta_tracker.stream.entry_names import MAX_ENTRY_BYTES, Merged, entry_name
 from delta_tracker.stream.format.manifest import Fork, Kind, Link, Manifest
 from delta_tracker.stream.format.parse import parse_manifest
 from delta_tracker.stream.interruption import sleep
@@ -68,7 +68,6 @@ _CLAIM_ATTEMPTS = 100  # attempts that may be lost to other publishers
 _ALTERATIONS = 3  # consecutive altered claims that are created; each stays in the log
 _REFUSALS = 5  # attempts at one name that the store refuses, although its listing does not show the name
 _MAX_REFUSED = 16  # malformed entries that are remembered
-MAX_ENTRY_BYTES = 64 << 20  # a manifest has about 300 bytes per rank and table
 _LOOK_AHEAD = 4  # names above a new entry that are looked for in a directory, which can only be listed as a whole
 _MAX_GUARDS = 32  # consecutive claims, and entries before them, that are read to find another entry
 _PROBE_SECONDS = 10.0  # after which a reader over http asks for an entry that the pointer does not show

@@ -38,7 +38,7 @@ from delta_tracker.stream.format.parse import parse_manifest
 from delta_tracker.stream.format.part_reader import check_object
 from delta_tracker.stream.log import MAX_ENTRY_BYTES, Merged, StreamLog, entry_name
 from delta_tracker.stream.maintenance.retention import Retained, Retention, RetentionPasses
-from delta_tracker.stream.pin import Pin, newest_pin
+from delta_tracker.stream.pin import MAX_PIN_BYTES, MAX_REASON, Pin, newest_pin
 from delta_tracker.stream.pointer_writer import POINTER_SECONDS, PointerWriter
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.uncopied import Uncopied
@@ -51,8 +51,6 @@ _logger = logging.getLogger(__name__)
 _MEMORY_BYTES = 256 << 20  # objects up to this size are held in memory while they are copied
 _PIECE_BYTES = 8 << 20
 _PIN_SECONDS = 5.0  # interval of the copies of pins
-_MAX_PIN_BYTES = 16 << 10
-_MAX_REASON = 1000
 _PINS = Decoder(Pin)
 _CHECK_SECONDS = 60.0  # interval of the checks of the source, and of the copies of merged entries
 _RETENTION_ENTRIES = 16
@@ -167,13 +165,13 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         try:
             pin = _PINS.decode(found[-1][1])
         except ValueError as error:
-            raise MalformedError(found[-1][0], str(error)[:_MAX_REASON]) from error
+            raise MalformedError(found[-1][0], str(error)[:MAX_REASON]) from error
         entry = self._to.read(pin.version)
         if entry is None or (entry.stream, entry.xxh3) != (pin.stream, pin.xxh3):
             return 0
         for name, data in found:
             if not self._destination.create(name, data):
-                there = self._destination.read(name, max_bytes=_MAX_PIN_BYTES)
+                there = self._destination.read(name, max_bytes=MAX_PIN_BYTES)
                 if there is None or there.tobytes() != data:
                     raise self._diverged(pin.version, f"another program has written {name}")
             self._num_pins += 1
@@ -552,7 +550,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         return None if array is None else array.tobytes()
 
     def _read_pin(self, name: str) -> bytes | None:
-        array = self._entries.read(name, max_bytes=_MAX_PIN_BYTES)
+        array = self._entries.read(name, max_bytes=MAX_PIN_BYTES)
         return None if array is None else array.tobytes()
 
     def _gone(self, version: int) -> MirrorDivergedError:

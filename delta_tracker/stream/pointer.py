@@ -17,7 +17,7 @@ from msgspec import convert
 
 from delta_tracker.errors import MalformedError
 from delta_tracker.forking import Forkable, protect
-from delta_tracker.stream.entry_names import entry_name
+from delta_tracker.stream.entry_names import MAX_ENTRY_BYTES, entry_name
 from delta_tracker.stream.format.field_types import Count, Hex, Time
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.parse import load_json
@@ -28,7 +28,6 @@ _logger = logging.getLogger(__name__)
 POINTER_NAME = "control/head.json"
 MAX_POINTER_BYTES = 64 << 10
 MAX_POINTED_MERGED = 64
-_MAX_ENTRY_BYTES = 64 << 20
 _MAX_TEXT = 1000
 _DOUBT_SECONDS = 10.0  # between two checks of a pointer to another stream
 _reported: set[str] = set()  # reasons of malformed pointers that were logged
@@ -212,7 +211,7 @@ class PointerView(Forkable):
     def _has_entry(self, pointer: HeadPointer) -> bool:
         """Return True if the log has the entry of a pointer, read past all caches."""
         try:
-            data = self._storage.uncached.read(entry_name(pointer.version), max_bytes=_MAX_ENTRY_BYTES)
+            data = self._storage.uncached.read(entry_name(pointer.version), max_bytes=MAX_ENTRY_BYTES)
         except MalformedError:
             return False
         return data is not None and xxhash.xxh3_128_hexdigest(data.data) == pointer.xxh3

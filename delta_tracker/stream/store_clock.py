@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 SKEW_SECONDS = 60.0
 """Differences of two clocks up to this value are not reported."""
 
-_COARSE_SECONDS = 1.0  # S3 truncates modification times to whole seconds
+COARSE_SECONDS = 1.0  # S3 truncates modification times to whole seconds
 
 
 class StoreClock:
@@ -67,7 +67,7 @@ class StoreClock:
         low = newest - self._clock()
         self._low = max(self._low, low)
         if before is not None and newest > before[0]:
-            self._high = min(self._high, newest + _COARSE_SECONDS - before[1])
+            self._high = min(self._high, newest + COARSE_SECONDS - before[1])
         if self._low > self._high:  # a clock was set
             self._low, self._high = low, float("inf")
         self.offset = min(max(0.0, self._low), self._high)

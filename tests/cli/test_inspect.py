@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from delta_tracker.cli.followers import GONE_SECONDS, SILENT_SECONDS
+from delta_tracker.cli.followers import SILENT_SECONDS
 from delta_tracker.predictor.predictor import Predictor
-from delta_tracker.stream.heartbeat import Heartbeat, PublisherPulse, leave_heartbeat
+from delta_tracker.stream.heartbeat import GONE_SECONDS, Heartbeat, PublisherPulse, leave_heartbeat
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.storage.storage import Storage
