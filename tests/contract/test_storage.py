@@ -32,14 +32,15 @@ from delta_tracker.errors import (
 )
 from delta_tracker.stream.storage.storage import Repeatable, Storage, Transfer, open_storage
 from tests.servers import S3, proxy
+from tests.stores.wrapped import WrappedStorage
 
 
-@pytest.fixture(params=["file", "memory", "s3"])
+@pytest.fixture(params=["file", "memory", "s3", "wrapped file", "wrapped memory"])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
-    if request.param == "memory":
-        return Storage("memory://")
-    if request.param == "file":
-        return Storage(f"file://{tmp_path}/a b", create=True)
+    if request.param != "s3":
+        is_file = request.param.endswith("file")
+        found = Storage(f"file://{tmp_path}/a b", create=True) if is_file else Storage("memory://")
+        return WrappedStorage(found) if request.param.startswith("wrapped") else found
     s3 = request.getfixturevalue("s3")
     return Storage(f"{s3.url}/{secrets.token_hex(8)}", options=s3.options)
 
