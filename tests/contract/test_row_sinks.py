@@ -33,9 +33,9 @@ from delta_tracker.sinks.redis_rows import RedisRows
 from delta_tracker.types import TableSpec
 from tests import forked
 from tests.predictor.identity_histories import Follower, History, Schedule
-from tests.predictor.serving import beside
 from tests.row_stores import RowStoreReader, reader_of, rows_at, sink_at
 from tests.servers import free_ports, redis_server
+from tests.stores.wrapped import WrappedStorage
 from tests.stream.streams import FQN as TABLE
 from tests.stream.streams import Writer
 from tests.sweeps import SWEEPS_ARE_WHOLE
@@ -88,7 +88,7 @@ class StoreFollower:
     """Predictor of a row store, for a :class:`Schedule`."""
 
     def __init__(self, history: History, sink: RowSink, reader: RowStoreReader) -> None:
-        self.history, self.storage = history, beside(history.storage)
+        self.history, self.storage = history, WrappedStorage(history.storage)
         self.real, self.reader = sink, reader
         self.sink = FailingSink(sink, reader)
         self.predictor = Predictor(cast("RowSink", _as_sink(self.sink)), self.storage, chunk_rows=3)

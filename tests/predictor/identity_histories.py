@@ -28,7 +28,9 @@ from delta_tracker.stream.log import Claim, StreamLog, part_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import Bucket, Identity, TableSpec
-from tests.predictor.serving import Breakable, beside
+from tests.predictor.serving import Breakable
+from tests.stores.rules import fails, nth
+from tests.stores.wrapped import WrappedStorage
 
 FQN = "ec.embeddings.t"
 DIM = 4
@@ -219,7 +221,7 @@ class Follower:
     """
 
     def __init__(self, history: History, table: Tensor | None = None, index: RawIdIndex | None = None) -> None:
-        self.history, self.storage = history, beside(history.storage)
+        self.history, self.storage = history, WrappedStorage(history.storage)
         self.table = torch.full((history.num_rows, DIM), float(_NONE)) if table is None else table
         self.index = RawIdIndex(history.num_rows) if index is None else index
         self.target = Breakable.of(self.table)
@@ -401,10 +403,9 @@ class Schedule:
         return self.draw.randrange(1, 2 * self.history.num_rows)
 
     def unreadable(self) -> None:
-        begin = self.follower.storage.num_reads + self.draw.randrange(6)
-        self.follower.storage.is_down = lambda number: begin <= number < begin + 3
-        self.follower.sync(1)
-        self.follower.storage.is_down = lambda _: False
+        begin = self.draw.randrange(6)
+        with self.follower.storage.under(fails(nth(range(begin, begin + 3)))):
+            self.follower.sync(1)
 
     def sync(self) -> None:
         self.follower.sync()

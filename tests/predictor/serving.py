@@ -1,4 +1,4 @@
-"""Predictors of the streams in tests/stream/histories.py, and stores with injected failures."""
+"""Predictors of the streams in tests/stream/histories.py, and followers whose requests fail."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from delta_tracker import Predictor
-from delta_tracker.errors import DenseMismatchError, StorageError, StreamError, TableMismatchError
+from delta_tracker.errors import DenseMismatchError, StreamError, TableMismatchError
 from delta_tracker.row_target import TensorTarget
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.storage.storage import Storage
+from tests.stores.rules import When, always, fails, on
+from tests.stores.wrapped import WrappedStorage
 from tests.stream.histories import Clock, ClockedStorage, History
 
 _PATIENCE_SECONDS = 60
@@ -85,60 +86,13 @@ class Breakable(TensorTarget):
         super().write(ids, values, columns)
 
 
-class Flaky(Storage):
-    """A store whose reads are counted, fail while ``is_down`` returns true, and always fail for some names."""
-
-    def __init__(self, url: str, *, create: bool = False) -> None:
-        self.is_down: Callable[[int], bool] = lambda number: False
-        self.is_panicking: Callable[[int], bool] = lambda number: False
-        self.unreadable: set[str] = set()
-        self.num_reads = 0
-        super().__init__(url, create=create)
-        self.names_read: list[str] = []
-
-    def _fail(self, name: str) -> None:
-        self.num_reads += 1
-        self.names_read.append(name)
-        if name in self.unreadable:
-            raise StorageError(self.url, f"403 forbidden: {name}")
-        if self.is_down(self.num_reads):
-            raise StorageError(self.url, "503 service unavailable")
-
-    def _find_store(self) -> Any:
-        if self.is_panicking(self.num_reads):
-            raise PanicException("called `Option::unwrap()` on a `None` value")
-        return super()._find_store()
-
-    def read(self, name: str, **bound: Any) -> Any:
-        self._fail(name)
-        return super().read(name, **bound)
-
-    def read_range(self, name: str, begin: int, end: int) -> Any:
-        self._fail(name)
-        return super().read_range(name, begin, end)
-
-    def size(self, name: str) -> int | None:
-        self._fail(name)
-        return super().size(name)
-
-    def objects(self, prefix: str, **bound: Any) -> Any:
-        self._fail(prefix)
-        return super().objects(prefix, **bound)
-
-
-def beside(storage: Storage) -> Flaky:
-    """Return another view of a store in memory, whose reads can fail without failing those of the writer."""
-    view = Flaky("memory://")
-    view._store = storage._store
-    return view
-
-
 class Follower:
     """A predictor and its model, which after every call must equal the version that the predictor reports."""
 
     def __init__(self, history: History, state: dict | None = None, model: dict | None = None) -> None:
-        self.history, self.storage = history, beside(history.storage)
-        self.storage.unreadable = history.unreadable
+        self.history = history
+        is_unreadable = on(name=lambda name: name in history.unreadable)
+        self.storage = WrappedStorage(history.storage, fails(is_unreadable, "403 forbidden"))
         self.model = empty_model() if model is None else model
         self.targets = {
             name: Breakable.of(tensor) if tensor.dim() > 1 else tensor for name, tensor in self.model.items()
@@ -162,6 +116,13 @@ class Follower:
             if isinstance(target, Breakable):
                 target.before_write = write
 
+    def cut_off(self, when: When = always) -> None:
+        """Let requests of the predictor fail, instead of those that failed before."""
+        self.storage.rules[1:] = [fails(when)]
+
+    def connect(self) -> None:
+        self.cut_off(lambda _: False)
+
     def sync(self, limit: int | None = None) -> Exception | None:
         error = None
         try:
@@ -173,17 +134,17 @@ class Follower:
         self.check()
         return error
 
-    def follow(self, num_reads: int) -> None:
-        """Follow in the background until the store was read ``num_reads`` times; the thread must not end by itself."""
+    def follow(self, num_requests: int) -> None:
+        """Follow in the background until the store got ``num_requests`` requests; the thread must not end by itself."""
         if self.predictor.status().pinned is not None:
             return  # nothing is read after a rollback
-        end = self.storage.num_reads + num_reads
+        end = self.storage.count() + num_requests
         try:
             self.predictor.follow(poll_seconds=1e-6)
         except (TableMismatchError, DenseMismatchError):
             self.check()
             return
-        eventually(lambda: self.storage.num_reads >= end or not self._is_following)
+        eventually(lambda: self.storage.count() >= end or not self._is_following)
         assert self._is_following, f"it ended: {self.predictor.error}"
         # Raises the last fault, if any.
         with contextlib.suppress(StreamError, MemoryError, torch.OutOfMemoryError):

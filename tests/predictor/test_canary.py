@@ -22,7 +22,7 @@ from delta_tracker.stream.heartbeat import read_heartbeats
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
-from tests.predictor.serving import beside, empty_model, eventually, same
+from tests.predictor.serving import empty_model, eventually, same
 from tests.stream.histories import Clock, ClockedStorage, History
 from tests.stream.streams import FQN, Writer
 from tests.sweeps import SWEEPS_ARE_WHOLE
@@ -165,7 +165,7 @@ def test_a_restored_position_above_the_bound_waits(writer: Writer) -> None:
 
 
 def test_a_canary_resyncs_to_a_snapshot_below_the_bound(writer: Writer) -> None:
-    storage, model = beside(writer.storage), writer.model()
+    storage, model = writer.storage, writer.model()
     predictor = Predictor(model, storage, canary=Canary(versions=2))
     for number in range(3):
         writer.delta([number])
@@ -217,7 +217,7 @@ class _Run:
         self.canary = choose.choice([Canary(versions=choose.randrange(1, 12)), Canary(seconds=choose.uniform(1, 300))])
         self.history = History(ClockedStorage(clock), seed)
         self.model = empty_model()
-        self.predictor = Predictor(self.model, beside(self.history.storage), canary=self.canary)
+        self.predictor = Predictor(self.model, self.history.storage, canary=self.canary)
 
     def sync(self) -> None:
         bound, before = _bound(self.history.log, self.canary), self.predictor.version
@@ -233,7 +233,7 @@ class _Run:
     def restart(self) -> None:
         if self.predictor.version is not None:
             state = self.predictor.state_dict()
-            self.predictor = Predictor(self.model, beside(self.history.storage), canary=self.canary)
+            self.predictor = Predictor(self.model, self.history.storage, canary=self.canary)
             self.predictor.load_state_dict(state)
 
     def damage(self) -> None:

@@ -17,7 +17,9 @@ from delta_tracker.stream.log import Merged, StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from tests.monitor.figures import Figures
-from tests.predictor.serving import Breakable, Flaky, beside, empty_model, same
+from tests.predictor.serving import Breakable, empty_model, same
+from tests.stores.rules import fails, on
+from tests.stores.wrapped import WrappedStorage
 from tests.stream.histories import Clock, ClockedStorage, History
 from tests.stream.streams import FQN, Writer
 from tests.sweeps import SWEEPS_ARE_WHOLE
@@ -34,9 +36,9 @@ def _writer(num_deltas: int, *, every: int | None = None) -> Writer:
     return writer
 
 
-def _behind(writer: Writer, **options: object) -> tuple[Predictor, Flaky, dict]:
+def _behind(writer: Writer, **options: object) -> tuple[Predictor, WrappedStorage, dict]:
     """Return a predictor whose saved tables hold the first snapshot, its store and its model."""
-    storage, model = beside(writer.storage), writer.model()
+    storage, model = WrappedStorage(writer.storage), writer.model()
     first = Predictor(model, storage)
     snapshot = StreamLog(writer.storage).read(1)
     assert snapshot is not None
@@ -44,14 +46,13 @@ def _behind(writer: Writer, **options: object) -> tuple[Predictor, Flaky, dict]:
     model[FQN][:] = 0.0  # as in the first snapshot
     predictor = Predictor(model, storage, **options)
     predictor.load_state_dict(first.state_dict())
-    storage.names_read.clear()
-    storage.requests["read"] = 0
+    storage.take()
     return predictor, storage, model
 
 
-def _entries(storage: Flaky) -> list[str]:
+def _entries(storage: WrappedStorage) -> list[str]:
     """Return the parts that were read."""
-    return sorted({name for name in storage.names_read if name.startswith("parts/")})
+    return sorted({each.name for each in storage.operations if each.name.startswith("parts/")})
 
 
 @pytest.mark.parametrize("is_new", [False, True])
@@ -64,8 +65,8 @@ def test_a_reader_that_is_far_behind_reads_few_versions(is_new: bool) -> None:
     assert predictor.sync() == 411
     assert torch.equal(model[FQN], writer.table)
     assert len(_entries(storage)) <= is_new + 2 + 10, "410 without the merged versions"
-    assert storage.requests["read"] <= 60
-    assert storage.names_read.count("merged") <= 7, "listed once per 64 versions"
+    assert storage.count("read", "read_range") <= 60
+    assert storage.count("objects", "names", name="merged") <= 7, "listed once per 64 versions"
 
 
 def test_without_merged_versions_each_version_is_read_once() -> None:
@@ -74,21 +75,21 @@ def test_without_merged_versions_each_version_is_read_once() -> None:
     predictor.sync()
     assert torch.equal(model[FQN], writer.table)
     assert len(_entries(storage)) == 30
-    assert storage.names_read.count("merged") <= 1
-    assert storage.requests["size"] <= 20
+    assert storage.count("objects", "names", name="merged") <= 1
+    assert storage.count("size", "stat") <= 20
 
 
 def test_a_reader_that_keeps_up_never_looks_for_merged_versions() -> None:
     writer = _writer(0)
     predictor, storage, model = _behind(writer)
     predictor.sync()
-    storage.names_read.clear()
+    storage.take()
     for number in range(40):
         writer.delta([number % 50])
         if number % 10 == 9:
             compact(writer.storage, fold=1e9)
         predictor.sync()
-    assert "merged" not in storage.names_read
+    assert not storage.count("objects", "names", name="merged")
     assert torch.equal(model[FQN], writer.table)
 
 
@@ -99,7 +100,7 @@ def test_a_reader_that_falls_behind_while_it_reads_catches_up() -> None:
     for number in range(100):
         writer.delta([number % 50])
     compact(writer.storage, fold=1e9)
-    storage.names_read.clear()
+    storage.take()
     predictor.sync()
     assert torch.equal(model[FQN], writer.table)
     assert len(_entries(storage)) <= 9, "eight versions, then the merged one"
@@ -160,12 +161,12 @@ def test_a_damaged_merged_version_costs_nothing_but_time(damage: str) -> None:
         writer.storage.delete(manifest.parts[0].name)
     predictor, storage, model = _behind(writer)
     if damage == "unreadable":
-        storage.unreadable = {merged.name}
+        storage.rules.append(fails(on(name=merged.name)))
     assert predictor.sync() == 41
     assert torch.equal(model[FQN], writer.table)
     assert predictor.status().resyncs == 0
     assert predictor.error is None
-    assert storage.names_read.count(merged.name) <= 2
+    assert storage.count(name=merged.name) <= 2
 
 
 def test_a_gate_names_the_version_that_it_holds() -> None:
@@ -273,7 +274,7 @@ def test_random_histories_end_with_the_rows_of_reading_each_version(seed: int) -
     with clock.of_the_log():
         history = History(ClockedStorage(clock), seed)
         history.snapshot()
-        late = [(model := empty_model(), Predictor(model, beside(history.storage))) for _ in range(2)]
+        late = [(model := empty_model(), Predictor(model, history.storage)) for _ in range(2)]
         for _ in _steps(history, chance, clock):
             if chance.random() < 0.03:
                 late[0][1].sync()

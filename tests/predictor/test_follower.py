@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import threading
 from collections.abc import Callable
@@ -32,9 +33,11 @@ from delta_tracker.stream.log import Merged, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableSpec
-from tests.predictor.serving import Breakable, Flaky, PanicException, eventually, read
+from tests.predictor.serving import Breakable, PanicException, eventually, read
 from tests.predictor.waits import shorten_waits
 from tests.raised import has_frames
+from tests.stores.rules import fails
+from tests.stores.wrapped import WrappedStorage
 from tests.stream.slow_s3 import slow_s3
 from tests.stream.streams import FQN, Writer
 
@@ -337,36 +340,25 @@ def test_the_error_that_is_kept_has_no_traceback(writer: Writer, kind: type[Base
     assert not has_frames(predictor.error)
 
 
-class _Outage(Flaky):
-    """A store whose errors name the object, the time and the attempt, like those of S3."""
-
-    num_failures = 0
-    is_out = False
-
-    def _fail(self, name: str) -> None:
-        self.num_reads += 1
-        if self.is_out:
-            self.num_failures += 1
-            raise StorageError(self.url, f"GET {name}: no answer in {self.num_failures * 1.37:.2f} s")
-
-
 @pytest.mark.parametrize("is_remote", [False, True])
 def test_each_of_many_outages_is_logged_once(writer: Writer, is_remote: bool, caplog: pytest.LogCaptureFixture) -> None:
     outages = 3 if is_remote else 10  # a remote one takes seconds
     with slow_s3(writer.storage) as server:
         server.max_retries = 0
-        outage = _Outage("memory://")
-        outage._store = writer.storage._store
-        predictor = Predictor(writer.model(), server.storage() if is_remote else outage)
+        seconds = itertools.count(1.37, 1.37)
+        outage = fails(fault=lambda operation: StorageError(operation.url, f"no answer in {next(seconds):.2f} s"))
+        view = WrappedStorage(writer.storage)
+        predictor = Predictor(writer.model(), server.storage() if is_remote else view)
         predictor.follow(poll_seconds=0.001)
         eventually(lambda: predictor.version == 1)
         for _ in range(outages):
             server.faults = lambda _: ("cut", 0)
-            outage.is_out = True
-            before = server.num_faults.total() + outage.num_failures
+            view.rules.append(outage)
+            before = server.num_faults.total() + view.count()
             last = writer.delta([1])
-            eventually(lambda: server.num_faults.total() + outage.num_failures >= before + 9)  # noqa: B023
-            server.faults, outage.is_out = lambda _: None, False
+            eventually(lambda: server.num_faults.total() + view.count() >= before + 9)  # noqa: B023
+            server.faults = lambda _: None
+            view.rules.clear()
             eventually(lambda: predictor.version == last.version and predictor.error is None)  # noqa: B023
         predictor.stop()
     said = [record.getMessage()[:19] for record in caplog.records if record.levelno >= logging.WARNING]

@@ -19,8 +19,11 @@ from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block, Manifest
 from delta_tracker.stream.maintenance.compaction import compact
-from tests.predictor.serving import Flaky, eventually
+from delta_tracker.stream.storage.storage import Storage
+from tests.predictor.serving import eventually
 from tests.raised import frames_of_each, has_frames
+from tests.stores.rules import fails, reads
+from tests.stores.wrapped import WrappedStorage
 from tests.stream.streams import FQN, Writer
 
 _ROWS = 40
@@ -29,7 +32,7 @@ _EVERY = list(range(_ROWS))
 
 @pytest.fixture
 def writer() -> Writer:
-    writer = Writer(Flaky("memory://"), num_rows=_ROWS)
+    writer = Writer(WrappedStorage(Storage("memory://")), num_rows=_ROWS)
     writer.table.fill_(1.0)
     writer.dense["w"] = torch.zeros(3)
     return writer
@@ -67,7 +70,7 @@ def test_versions_with_non_finite_values_are_held(writer: Writer, kind: str, val
     else:
         writer.dense["w"][1] = value
     bad = writer.write(kind, [writer.rows(None if kind == "snapshot" else [3, 7])])
-    writer.storage.names_read.clear()
+    writer.storage.take()
     for _ in range(3):
         with pytest.raises(HeldVersionError, match="NaN or infinite") as caught:
             predictor.sync()
@@ -83,7 +86,7 @@ def test_versions_with_non_finite_values_are_held(writer: Writer, kind: str, val
     assert [alarm.getMessage() for alarm in alarms] == [
         f"version {bad.version} is held back by the gate: {caught.value.reason}"
     ]
-    assert writer.storage.names_read.count(bad.parts[0].name) == 1, "it is not read again and again"
+    assert writer.storage.count(name=bad.parts[0].name) == 1, "it is not read again and again"
     predictor.accept(bad.version)
     assert predictor.sync() == bad.version
     assert torch.equal(model[FQN].view(torch.int32), writer.table.view(torch.int32))
@@ -306,10 +309,8 @@ def test_acceptance_survives_a_failing_store(writer: Writer) -> None:
     predictor.sync()
     bad = publish(writer, "delta", math.nan)
     predictor.accept(bad.version)
-    writer.storage.is_down = lambda _: True
-    with pytest.raises(StorageError):
+    with writer.storage.under(fails(reads)), pytest.raises(StorageError):
         predictor.sync()
-    writer.storage.is_down = lambda _: False
     assert predictor.sync() == bad.version
 
 

@@ -16,7 +16,8 @@ from delta_tracker.stream.maintenance.compaction import compact
 from tests.monitor.figures import Figures
 from tests.predictor.identity_histories import DIM, History
 from tests.predictor.identity_histories import FQN as RAW_FQN
-from tests.predictor.serving import Flaky
+from tests.stores.rules import fails, reads
+from tests.stores.wrapped import WrappedStorage
 from tests.stream.streams import FQN, Writer
 
 
@@ -68,11 +69,9 @@ def test_a_predictor_counts_what_its_host_cache_had(tmp_path: Path) -> None:
         assert tuple(found) == expected == tuple(predictor.status().cache.values())
 
 
-def test_a_predictor_counts_its_requests_and_shows_its_interval() -> None:
-    monitor, writer = Monitor(), Writer(Storage("memory://"))
+def test_a_predictor_counts_its_requests_and_shows_its_interval(tmp_path: Path) -> None:
+    monitor, writer, store = Monitor(), Writer(Storage(tmp_path)), Storage(tmp_path)
     writer.snapshot()
-    store = Storage("memory://")
-    store._store = writer.storage._store  # its own count of requests
     predictor, figures = Predictor(writer.model(), store, monitor=monitor), Figures(monitor)
     assert figures.of("poll_seconds", predictor="predictor") is None
     predictor.sync()
@@ -89,10 +88,10 @@ def test_a_predictor_counts_its_requests_and_shows_its_interval() -> None:
 
 
 def test_a_predictor_counts_merged_versions_and_changes_of_the_source() -> None:
-    monitor, writer, other = Monitor(), Writer(Flaky("memory://")), Storage("memory://")
+    monitor, writer = Monitor(), Writer(Storage("memory://"))
     writer.snapshot()
-    other._store = writer.storage._store  # a mirror that is always equal
-    predictor = Predictor(writer.model(), [writer.storage, other], monitor=monitor)
+    first = WrappedStorage(writer.storage)
+    predictor = Predictor(writer.model(), [first, writer.storage], monitor=monitor)
     predictor.sync()
     figures = Figures(monitor)
     assert [figures.of(name, predictor="predictor") for name in ("merged_catch_ups", "failovers")] == [0, 0]
@@ -102,7 +101,7 @@ def test_a_predictor_counts_merged_versions_and_changes_of_the_source() -> None:
     predictor.sync()
     assert figures.of("merged_catch_ups", predictor="predictor") == 1
     writer.delta([1])
-    writer.storage.is_down = lambda _: True
+    first.rules.append(fails())
     with pytest.raises(StorageError):
         predictor.sync()
     predictor.sync()
@@ -135,8 +134,8 @@ def test_two_predictors_have_separate_metrics() -> None:
     assert figures.of("applied_versions", predictor="predictor", kind="snapshot") == 1, "a total of the process"
 
 
-def test_the_lag_of_a_predictor_is_read_while_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    writer, monitor = Writer(Storage("memory://")), Monitor()
+def test_the_lag_of_a_predictor_is_read_while_it_lives() -> None:
+    writer, monitor = Writer(WrappedStorage(Storage("memory://"))), Monitor()
     figures = Figures(monitor)
     writer.snapshot()
     predictor = Predictor(writer.model(), writer.storage, monitor=monitor)
@@ -148,12 +147,7 @@ def test_the_lag_of_a_predictor_is_read_while_it_lives(monkeypatch: pytest.Monke
     assert figures.of("predictor_lag_seconds", predictor="predictor") > 0
     predictor.sync()
     assert figures.of("predictor_lag_versions", predictor="predictor") == 0
-
-    def fails(*_: object, **__: object) -> None:
-        raise StorageError(writer.storage.url, "it does not answer")
-
-    for operation in ("read", "objects", "size", "stat"):
-        monkeypatch.setattr(writer.storage, operation, fails, raising=False)
+    writer.storage.rules.append(fails(reads))
     assert figures.of("predictor_lag_versions", predictor="predictor") is None, "a store that does not answer is no lag"
 
 

@@ -19,6 +19,7 @@ from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.storage.storage import Storage
 from tests.predictor.identity_histories import DIM, FQN, Follower, History, split
+from tests.stores.rules import fails, on
 from tests.stream.streams import Writer
 
 
@@ -313,13 +314,12 @@ def test_a_raw_id_that_an_interrupted_merged_version_has_moved_has_one_row(monke
     merged = compact(history.storage, fold=1e9)
     assert merged is not None
     assert merged.version == start + 2
-    follower.storage.unreadable = {part.name for part in StreamLog(history.storage).read(start + 1).parts}  # type: ignore[union-attr]
-    with monkeypatch.context() as patch:
+    parts = {part.name for part in StreamLog(history.storage).read(start + 1).parts}  # type: ignore[union-attr]
+    with monkeypatch.context() as patch, follower.storage.under(fails(on(name=parts.__contains__))):
         patch.setattr(Receiver, "write_dense", _fail)
         for _ in range(3):  # the third error of the store causes a resync
             assert not follower.sync()
     assert follower.index.rows_of(torch.tensor([raw_id])).tolist() == [2]
-    follower.storage.unreadable = set()
     follower.predictor.sync(1)
     assert follower.predictor.version == start + 1
     assert follower.index.rows_of(torch.tensor([raw_id])).tolist() == [1]

@@ -20,7 +20,8 @@ from delta_tracker.stream.rollback import pin_version, release_pin
 from delta_tracker.stream.storage.storage import Storage
 from tests.predictor.memory_sink import MemorySink, Stored
 from tests.predictor.pin_fleet import Fleet, steps
-from tests.predictor.serving import Flaky
+from tests.stores.rules import fails, nth, on
+from tests.stores.wrapped import READS, WrappedStorage
 from tests.stream.streams import FQN
 
 
@@ -55,9 +56,9 @@ def _sink_rows(sink: MemorySink) -> torch.Tensor:
 def test_a_pin_with_the_number_of_the_version_of_a_former_stream_is_followed(fleet: Fleet) -> None:
     older = fleet.copy()
     same = fleet.deltas(3)
-    predictor = fleet.join(storage=(flaky := Flaky(fleet.storage.url)))
+    predictor = fleet.join(storage=(flaky := WrappedStorage(fleet.storage)))
     predictor.sync()
-    first = flaky.num_reads
+    flaky.take()
     fleet.put_back(older)
     fleet.promoted()
     while fleet.published("snapshot") < same:
@@ -68,12 +69,11 @@ def test_a_pin_with_the_number_of_the_version_of_a_former_stream_is_followed(fle
     predictor.sync()
     fleet.assert_holds(predictor, same)
     assert predictor.status().stream == fleet.writer.claim.head.stream
-    for number in range(1, flaky.num_reads - first + 1):
-        flaky = Flaky(fleet.storage.url)
+    for number in range(1, flaky.count(*READS) + 1):
+        flaky = WrappedStorage(fleet.storage, fails(nth(number)))
         predictor = fleet.join(storage=flaky)
         predictor.load_state_dict(position)
         fleet.rows_of(predictor).copy_(rows)
-        flaky.is_down = lambda read, number=number: read == number  # type: ignore[misc]
         for _ in range(4):
             try:
                 predictor.sync()
@@ -271,7 +271,7 @@ def test_an_order_whose_stream_had_ended_is_followed_in_an_older_copy_of_the_log
 
 @pytest.mark.parametrize("fault", ["a part is missing", "an entry is malformed", "a part is unreadable"])
 def test_a_fault_of_a_former_stream_leads_to_the_pin_of_the_new_one(fleet: Fleet, fault: str) -> None:
-    predictor = fleet.join(storage=(flaky := Flaky(fleet.storage.url)))
+    predictor = fleet.join(storage=(flaky := WrappedStorage(fleet.storage)))
     predictor.sync()
     last = fleet.published("delta")
     names = _entry_parts(fleet, last)
@@ -285,7 +285,7 @@ def test_a_fault_of_a_former_stream_leads_to_the_pin_of_the_new_one(fleet: Fleet
     elif fault == "an entry is malformed":
         fleet.storage.replace(entry_name(last), b"{")
     else:
-        flaky.unreadable.update(names)
+        flaky.rules.append(fails(on(name=names.__contains__)))
         for _ in range(2):
             with pytest.raises(StorageError):
                 predictor.sync()
@@ -298,7 +298,7 @@ def test_a_pin_of_a_former_stream_does_not_prevent_a_recovery(fleet: Fleet, faul
     pin_version(fleet.storage, 3)
     fleet.promoted()
     fleet.published("snapshot")
-    predictor = fleet.join(storage=(flaky := Flaky(fleet.storage.url)))
+    predictor = fleet.join(storage=(flaky := WrappedStorage(fleet.storage)))
     predictor.sync()
     damaged = fleet.published("delta")
     good = fleet.deltas(8)
@@ -307,7 +307,7 @@ def test_a_pin_of_a_former_stream_does_not_prevent_a_recovery(fleet: Fleet, faul
     head = entry_name(fleet.published("delta"))
     predictor._in_a_row = 0  # otherwise it catches up with the merged version
     if fault == "unreadable":
-        flaky.unreadable.add(head)
+        flaky.rules.append(fails(on(name=head)))
     else:
         fleet.storage.replace(head, b"{")
     for _ in range(4):
@@ -383,12 +383,13 @@ def test_a_malformed_merged_snapshot_does_not_hold_up_a_predictor_whose_pin_has_
 
 
 def test_an_unreadable_snapshot_does_not_hold_up_a_predictor_whose_pin_has_ended(fleet: Fleet) -> None:
-    predictor = fleet.join(storage=(flaky := Flaky(fleet.storage.url)))
+    predictor = fleet.join(storage=(flaky := WrappedStorage(fleet.storage)))
     pin_version(fleet.storage, 3)
     predictor.sync()
     fleet.promoted()
     good = fleet.published("snapshot")
-    flaky.unreadable.update(_entry_parts(fleet, fleet.published("snapshot")))
+    parts = _entry_parts(fleet, fleet.published("snapshot"))
+    flaky.rules.append(fails(on(name=parts.__contains__)))
     for _ in range(2):
         with pytest.raises(StorageError):
             predictor.sync()

@@ -16,8 +16,10 @@ from delta_tracker.stream import heartbeat as heartbeat_module
 from delta_tracker.stream.notify.notifier import LocalNotifier
 from delta_tracker.stream.storage.url import default_poll_seconds
 from tests.predictor.pointed import point_at_the_head
-from tests.predictor.serving import beside, eventually
+from tests.predictor.serving import eventually
 from tests.predictor.waits import shorten_waits
+from tests.stores.rules import fails, reads
+from tests.stores.wrapped import WrappedStorage
 from tests.stream.streams import Writer
 
 
@@ -145,7 +147,7 @@ def test_a_resting_follower_sends_few_requests_and_lists_nothing(
     writer = Writer(Storage("memory://"))
     writer.snapshot()
     point_at_the_head(writer.storage)
-    storage = beside(writer.storage)
+    storage = writer.storage
     predictor = Predictor(writer.model(), storage, name="p")
     predictor.follow(poll_seconds)
     eventually(lambda: predictor.version == 1)
@@ -164,7 +166,7 @@ def test_a_stream_without_a_pointer_is_listed_less_and_less_often(monkeypatch: p
     shorten_waits(monkeypatch, gap_check_seconds=0.02)
     writer = Writer(Storage("memory://"))
     writer.snapshot()
-    storage = beside(writer.storage)
+    storage = writer.storage
     predictor = Predictor(writer.model(), storage)
     predictor.follow()
     eventually(lambda: predictor.version == 1)
@@ -232,7 +234,7 @@ def test_a_rare_poll_does_not_delay_heartbeats(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(heartbeat_module.Pulse, "is_due", lambda self: True)
     writer = Writer(Storage("memory://"))
     writer.snapshot()
-    storage = beside(writer.storage)
+    storage = writer.storage
     predictor = Predictor(writer.model(), storage, name="p")
     predictor.follow(3600.0)
     eventually(lambda: predictor.version == 1)
@@ -245,15 +247,13 @@ def test_the_heartbeat_of_a_resting_follower_needs_no_read(monkeypatch: pytest.M
     monkeypatch.setattr(heartbeat_module.Pulse, "is_due", lambda self: True)
     writer = Writer(Storage("memory://"))
     writer.snapshot()
-    storage = beside(writer.storage)
+    storage = WrappedStorage(writer.storage)
     predictor = Predictor(writer.model(), storage, name="p")
     predictor.follow(0.2)
     eventually(lambda: predictor.version == 1)
     time.sleep(0.3)
-    storage.is_down = lambda number: True
-    with pytest.raises(StorageError):
+    with storage.under(fails(reads)), pytest.raises(StorageError):
         predictor._cursor.log.read(1)
-    storage.is_down = lambda number: False
     before = dict(storage.requests)
     eventually(lambda: storage.requests["write"] >= before["write"] + 2)
     predictor.stop()

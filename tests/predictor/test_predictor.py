@@ -447,30 +447,6 @@ def test_readers_read_together_and_may_nest_but_not_wait_for_themselves(writer: 
     predictor.stop()
 
 
-class _Failing(Storage):
-    fails = False
-
-    def read(self, name: str, **bound: Any) -> Any:
-        if self.fails:
-            raise StorageError(self.url, "service unavailable")
-        return super().read(name, **bound)
-
-
-def test_following_survives_a_temporary_store_failure(tmp_path: Path) -> None:
-    storage = _Failing(f"file://{tmp_path}", create=True)
-    writer = Writer(Storage(storage.url))
-    writer.snapshot()
-    predictor = Predictor(writer.model(), storage)
-    predictor.follow(poll_seconds=0.001)
-    _wait(lambda: predictor.version == 1)
-    storage.fails = True
-    _wait(lambda: isinstance(predictor.error, StorageError))
-    last = writer.delta([1]).version
-    storage.fails = False
-    _wait(lambda: predictor.version == last and predictor.error is None)
-    predictor.stop()
-
-
 def _wait(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 30
     while not condition():

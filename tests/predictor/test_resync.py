@@ -28,6 +28,7 @@ from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.storage.storage import Storage
 from tests.predictor.serving import Follower, a_history, assert_holds, empty_model, eventually, read
 from tests.predictor.waits import shorten_waits
+from tests.stores.rules import nth
 from tests.stream.histories import History
 from tests.stream.streams import FQN, Writer
 
@@ -157,8 +158,8 @@ def test_a_gap_stays_an_error_until_it_is_repaired(monkeypatch: pytest.MonkeyPat
     history.storage.delete(entry_name(2))
     follower.predictor.follow(poll_seconds=0.001)
     eventually(lambda: follower.predictor.error is not None)
-    reads = follower.storage.num_reads
-    eventually(lambda: follower.storage.num_reads > reads + 100)
+    before = follower.storage.count()
+    eventually(lambda: follower.storage.count() > before + 100)
     assert isinstance(follower.predictor.error, MissingVersionError)
     assert "recovered at version" not in caplog.text
     history.storage.put(entry_name(2), [memoryview(entry)])
@@ -172,7 +173,7 @@ def test_a_store_that_fails_at_each_operation_in_turn() -> None:
     history = a_history(5, 4)
     for number in range(1, 200):
         follower = Follower(history)
-        follower.storage.is_down = lambda count, number=number: count == number
+        follower.cut_off(nth(number))
         error = follower.sync()
         if error is None:
             break
@@ -188,16 +189,16 @@ def test_a_temporary_store_failure_is_logged_once(caplog) -> None:
     predictor = follower.predictor
     predictor.follow(poll_seconds=0.0005)
     eventually(lambda: predictor.version == history.version)
-    follower.storage.is_down = lambda _: True
+    follower.cut_off()
     eventually(lambda: isinstance(predictor.error, StorageError))
-    begin = follower.storage.num_reads
+    begin = follower.storage.count()
     history.delta()
-    eventually(lambda: follower.storage.num_reads > begin + 5)
+    eventually(lambda: follower.storage.count() > begin + 5)
     status = predictor.status()
     assert (status.lag_versions, status.lag_seconds) == (None, None)
     assert "503 service unavailable" in status.error
     follower.check()
-    follower.storage.is_down = lambda _: False
+    follower.connect()
     eventually(lambda: predictor.version == history.version and predictor.error is None)
     predictor.stop()
     follower.check()

@@ -85,11 +85,11 @@ _DAMAGES: dict[str, Callable[[bytes, random.Random], bytes]] = {
 _STEPS = [
     *["delta"] * 4, *["sync"] * 5, "claim", "snapshot", "fuzzy", "compact", "retain", "wait", "newcomer", "restart",
     *_DAMAGES, "delete", "stale", "swap", "down", "rollback", "release",
-    *["follow"] * 3, *["broken"] * 3, "unknown", "panic", "unreadable",
+    *["follow"] * 3, *["broken"] * 3, "unknown", "down", "unreadable",
 ]  # fmt: skip
 
 _READER_STEPS = [
-    *["delta"] * 4, *["sync"] * 3, *["follow"] * 3, *["broken"] * 3, *["unknown"] * 2, *["panic"] * 2,
+    *["delta"] * 4, *["sync"] * 3, *["follow"] * 3, *["broken"] * 3, *["unknown"] * 2, *["down"] * 2,
     *["unreadable"] * 3, "claim", "snapshot", "compact", "newcomer", "restart", "down", "delete", "stale",
 ]  # fmt: skip
 
@@ -168,9 +168,9 @@ class Schedule:
 
     def down(self) -> None:
         follower = self.one
-        begin = follower.storage.num_reads + self.random.randrange(12)
+        begin = follower.storage.count() + self.random.randrange(12)
         end = begin + self.random.randrange(1, 30)
-        follower.storage.is_down = lambda number: begin <= number < end
+        follower.cut_off(lambda operation: begin <= operation.number < end)
         follower.sync()
 
     def follow(self) -> None:
@@ -186,13 +186,6 @@ class Schedule:
         """Publish a version with a table that the models lack; the next publisher does not have it."""
         self.history.fqns = [*self.history.fqns, "unknown"] if "unknown" not in self.history.fqns else self.history.fqns
         self.random.choice([self.history.delta, self.history.snapshot])()
-
-    def panic(self) -> None:
-        follower = self.one
-        begin = follower.storage.num_reads + self.random.randrange(12)
-        end = begin + self.random.randrange(1, 30)
-        follower.storage.is_panicking = lambda number: begin <= number < end
-        follower.sync()
 
     def unreadable(self, name: str, _: str) -> None:
         self.history.unreadable.add(name)
@@ -234,7 +227,7 @@ def _run(steps: list[str], seed: int) -> None:
         schedule.newcomer()
         for follower in schedule.followers:
             follower.predictor.release()
-            follower.storage.is_down = follower.storage.is_panicking = lambda _: False
+            follower.connect()
             follower.break_at(0, MemoryError)
             overcome(follower)
             assert follower.predictor.version == schedule.history.version

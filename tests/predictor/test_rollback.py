@@ -27,7 +27,9 @@ from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.storage.storage import Storage
 from tests.predictor.breaking import Breaking
-from tests.predictor.serving import Flaky, assert_holds, empty_model, eventually
+from tests.predictor.serving import assert_holds, empty_model, eventually
+from tests.stores.rules import after, fails
+from tests.stores.wrapped import WrappedStorage
 from tests.stream.histories import Clock, ClockedStorage, History
 from tests.stream.streams import FQN, Writer
 
@@ -232,7 +234,7 @@ def test_another_stream_has_no_earlier_versions_of_this_one(tmp_path: Path) -> N
 @pytest.mark.parametrize("was_pinned", [False, True])
 def test_a_rollback_whose_store_fails_is_finished_or_was_not_begun(was_pinned: bool) -> None:
     """Make each operation of the store fail in turn."""
-    storage = Flaky("memory://")
+    storage = WrappedStorage(Storage("memory://"))
     history = History(storage, 8)
     for kind in ("delta", "delta", "delta", "snapshot", "delta"):
         getattr(history, kind)()
@@ -242,16 +244,13 @@ def test_a_rollback_whose_store_fails_is_finished_or_was_not_begun(was_pinned: b
         if was_pinned:
             predictor.rollback(5)
         before = predictor.version
-        storage.num_reads = 0
-        storage.is_down = lambda count, number=number: count >= number
-        try:
-            predictor.rollback(3)
-        except StorageError:
-            pass
-        else:
-            break
-        finally:
-            storage.is_down = lambda _: False
+        with storage.under(fails(after(number - 1))):
+            try:
+                predictor.rollback(3)
+            except StorageError:
+                pass
+            else:
+                break
         is_begun = predictor.status().pinned == 3
         num_begun += is_begun
         assert predictor.sync() == (3 if is_begun else before)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import urllib.request
 from datetime import timedelta
@@ -19,6 +18,8 @@ from delta_tracker.predictor import gauges
 from delta_tracker.predictor.served_age import ServedAge
 from delta_tracker.stream.maintenance.compaction import compact
 from tests.monitor.figures import Figures
+from tests.stores.rules import Gate, on
+from tests.stores.wrapped import WrappedStorage
 from tests.stream.streams import Writer
 from tests.sweeps import num_examples
 
@@ -73,24 +74,8 @@ def test_the_age_is_read_at_the_scrape_while_the_store_hangs(monkeypatch: pytest
     from delta_tracker.monitor.sinks.prometheus import PrometheusSink  # noqa: PLC0415  optional
 
     monkeypatch.setattr(gauges, "_PATIENCE_SECONDS", 0.0)
-    answers, asked = threading.Event(), threading.Event()
-    answers.set()
-
-    class Hanging(Storage):
-        def stat(self, name):
-            self._wait()
-            return super().stat(name)
-
-        def read(self, name, *args, **options):
-            self._wait()
-            return super().read(name, *args, **options)
-
-        def _wait(self):
-            if not answers.is_set():
-                asked.set()
-                answers.wait(60)
-
-    writer, monitor = Writer(Hanging("memory://")), Monitor(deadline=timedelta(seconds=0.2))
+    gate = Gate(on("read", "stat"))
+    writer, monitor = Writer(WrappedStorage(Storage("memory://"))), Monitor(deadline=timedelta(seconds=0.2))
     committed = writer.snapshot()
     predictor = Predictor(writer.model(), writer.storage, monitor=monitor)
     predictor.sync()
@@ -100,8 +85,8 @@ def test_the_age_is_read_at_the_scrape_while_the_store_hangs(monkeypatch: pytest
     try:
         assert monitor.flush()
         assert f'{lag}{{predictor="predictor"}}' in _scraped(sink.port)
-        answers.clear()
-        assert asked.wait(60)
+        writer.storage.rules.append(gate)
+        assert gate.reached.wait(60)
         for _ in range(3):
             before = time.time()
             found = _scraped(sink.port)[age]
@@ -114,7 +99,7 @@ def test_the_age_is_read_at_the_scrape_while_the_store_hangs(monkeypatch: pytest
             assert time.monotonic() < deadline, "an old lag is shown although the store hangs"
             time.sleep(0.02)
     finally:
-        answers.set()
+        gate.open()
         monitor.stop()
     assert predictor.version == committed.version
 

@@ -27,7 +27,8 @@ from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableSpec, TableStates
 from tests.predictor.identity_histories import FQN, Follower, History, Schedule
 from tests.predictor.memory_sink import MemorySink, Stored
-from tests.predictor.serving import beside, eventually
+from tests.predictor.serving import eventually
+from tests.stores.wrapped import WrappedStorage
 from tests.stream.streams import FQN as FQN_OF_WRITER
 from tests.stream.streams import Writer
 from tests.sweeps import SWEEPS_ARE_WHOLE
@@ -109,7 +110,7 @@ class SinkFollower:
     """Predictor of a row store, for a :class:`Schedule`."""
 
     def __init__(self, history: History, stored: Stored | None = None, reader: SinkReader | None = None) -> None:
-        self.history, self.storage = history, beside(history.storage)
+        self.history, self.storage = history, WrappedStorage(history.storage)
         self.stored = Stored() if stored is None else stored
         self.reader = SinkReader(self.stored, history) if reader is None else reader
         self.sink = MemorySink(self.stored)

@@ -24,18 +24,20 @@ from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.stream.storage.url import default_poll_seconds
 from tests.predictor.cache_server import cache_server
 from tests.predictor.pointed import point_at_the_head
-from tests.predictor.serving import Flaky, assert_holds, beside, empty_model, eventually
+from tests.predictor.serving import assert_holds, empty_model, eventually
+from tests.stores.rules import after, fails, reads
+from tests.stores.wrapped import WrappedStorage
 from tests.stream.histories import Clock, History
 from tests.stream.streams import FQN, Writer
 from tests.sweeps import SWEEPS_ARE_WHOLE, num_examples
 
 
-def flaky() -> Flaky:
-    return Flaky("memory://")
+def flaky() -> WrappedStorage:
+    return WrappedStorage(Storage("memory://"))
 
 
-def cut(storage: Flaky, is_down: bool) -> None:
-    storage.is_down = lambda _: is_down
+def cut(storage: WrappedStorage, is_down: bool) -> None:
+    storage.rules[:] = [fails(reads)] if is_down else []
 
 
 def mirrored(writer: Writer, destination: Storage) -> Mirror:
@@ -105,7 +107,7 @@ def test_a_predictor_continues_from_a_mirror_with_the_same_entry() -> None:
     cut(writer.storage, is_down=False)  # it does not return by itself
     writer.delta([3])
     assert predictor.sync() == 3
-    assert writer.storage.num_reads
+    assert writer.storage.count()
     assert mirror.step()
     assert predictor.sync() == 4
     assert torch.equal(table, writer.table)
@@ -138,8 +140,7 @@ def test_an_interrupted_rollback_is_completed_at_a_mirror() -> None:
     predictor = Predictor({FQN: table}, [writer.storage, other])
     predictor.sync()
     for number in range(100):  # the first failure after the rollback has begun
-        reads = writer.storage.num_reads
-        writer.storage.is_down = lambda count, last=reads + number: count > last
+        writer.storage.rules[:] = [fails(after(number, reads))]
         with suppress(StorageError):
             predictor.rollback(1)
         if predictor.status().pinned == 1:
@@ -154,7 +155,7 @@ def test_an_interrupted_rollback_is_completed_at_a_mirror() -> None:
 def test_follow_continues_from_a_mirror() -> None:
     writer = Writer(Storage("memory://"))
     writer.snapshot()
-    first, other = beside(writer.storage), Storage("memory://")
+    first, other = WrappedStorage(writer.storage), Storage("memory://")
     mirror = mirrored(writer, other)
     table = torch.zeros(20, 4)
     predictor = Predictor({FQN: table}, [first, other])
@@ -226,7 +227,7 @@ def test_heartbeats_follow_a_failover(monkeypatch: pytest.MonkeyPatch, *, is_giv
 
 
 def test_the_polling_interval_is_that_of_the_present_source(tmp_path: Path) -> None:
-    local = Flaky(tmp_path.as_uri(), create=True)
+    local = WrappedStorage(Storage(tmp_path))
     writer = Writer(local)
     writer.snapshot()
     with cache_server(Storage(tmp_path.as_uri())) as cache:
@@ -274,9 +275,9 @@ def test_a_failed_source_is_asked_again_after_a_growing_pause() -> None:
     sources = Sources([writer.storage, other], clock=clock)
     asked = []
     for second in range(1500):
-        before = other.num_reads
+        before = other.count()
         assert sources.fail_over(place_of(writer)) is None
-        if other.num_reads > before:
+        if other.count() > before:
             asked.append(second)
         clock.seconds += 1
     assert asked == [0, 30, 90, 210, 450, 750, 1050, 1350]
@@ -363,7 +364,7 @@ class Mirrored:
         cut(self.second, is_down=self.random.random() < chance / 2)
 
     def _append_others(self) -> None:
-        copy = flaky()
+        copy = Storage("memory://")
         copied = Mirror(self.first, copy)
         while (copied.head is None or copied.head.version < self.version - 1) and copied.step():
             pass
@@ -371,7 +372,7 @@ class Mirrored:
             other = History(copy, self.random.randrange(1000))
             for _ in range(20):
                 other.delta()
-            self.wrong._store = copy._store
+            self.wrong.inner = copy
             self.has_wrong = True
 
 

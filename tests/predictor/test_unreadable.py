@@ -14,8 +14,10 @@ from delta_tracker.errors import NoSnapshotError, StorageError
 from delta_tracker.stream.log import entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.storage.storage import Storage
-from tests.predictor.serving import Flaky, beside, eventually
+from tests.predictor.serving import eventually
 from tests.predictor.waits import shorten_waits
+from tests.stores.rules import fails, on
+from tests.stores.wrapped import WrappedStorage
 from tests.stream.streams import FQN, Writer
 
 
@@ -109,8 +111,7 @@ def test_a_newest_entry_that_cannot_be_read_hides_no_snapshot() -> None:
     writer.delta([4])
     before = writer.table.clone()
     writer.delta([5])
-    view = beside(writer.storage)
-    view.is_down = lambda _: view.names_read[-1] == entry_name(3)
+    view = WrappedStorage(writer.storage, fails(on(name=entry_name(3))))
     model = writer.model()
     predictor = Predictor(model, view)
     assert _synced(predictor, 4) == [StorageError] * 4
@@ -124,15 +125,14 @@ def test_a_store_that_cannot_be_read_at_all_gets_few_requests() -> None:
     writer.snapshot()
     for _ in range(30):
         writer.snapshot()
-    view = beside(writer.storage)
+    view = WrappedStorage(writer.storage, fails(on(name=lambda name: name not in ("log", "merged"))))
     predictor = Predictor(writer.model(), view)
-    view.is_down = lambda _: view.names_read[-1] not in ("log", "merged")
     for _ in range(6):
-        begin = view.num_reads
+        view.take()
         with pytest.raises(StorageError):
             predictor.sync()
-        assert view.num_reads - begin < 20
-    view.is_down = lambda _: False
+        assert view.count() < 20
+    view.rules.clear()
     assert predictor.sync() == writer.claim.head.version
     assert predictor.status().resyncs == 0
 
@@ -140,14 +140,13 @@ def test_a_store_that_cannot_be_read_at_all_gets_few_requests() -> None:
 def test_an_outage_is_no_reason_to_resync() -> None:
     writer = Writer(Storage("memory://"))
     writer.snapshot()
-    view: Flaky = beside(writer.storage)
+    view = WrappedStorage(writer.storage)
     predictor = Predictor(writer.model(), view)
     predictor.sync()
     writer.delta([1])
     writer.snapshot()
-    view.is_down = lambda _: True
-    assert _synced(predictor, 6) == [StorageError] * 6
-    view.is_down = lambda _: False
+    with view.under(fails()):
+        assert _synced(predictor, 6) == [StorageError] * 6
     assert _synced(predictor, 1) == [None]
     assert predictor.status().resyncs == 0
     with pytest.raises(NoSnapshotError):

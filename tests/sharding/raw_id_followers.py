@@ -13,7 +13,7 @@ from delta_tracker import Predictor
 from delta_tracker.predictor.placement import Chunk
 from delta_tracker.raw_ids import RawIdMap
 from tests.predictor.identity_histories import FQN, Follower, History, State
-from tests.predictor.serving import beside
+from tests.stores.wrapped import WrappedStorage
 
 _NUM_CODES = 255  # of a row that is quantized to eight bits
 
@@ -40,7 +40,7 @@ class ModelFollower(Follower):
         slots: Callable[[nn.Module, Tensor], Tensor],
         is_quantized: bool = False,
     ) -> None:
-        self.history, self.storage = history, beside(history.storage)
+        self.history, self.storage = history, WrappedStorage(history.storage)
         self._new = model
         self._table, self._map, self._slots, self._is_quantized = table, raw_id_map, slots, is_quantized
         self._left = 0

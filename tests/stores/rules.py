@@ -25,6 +25,11 @@ def always(_: Operation) -> bool:
     return True
 
 
+def reads(operation: Operation) -> bool:
+    """Apply a rule to operations that read from a store or list it."""
+    return operation.kind in READS
+
+
 def on(*kinds: str, name: str | Callable[[str], object] = "") -> When:
     """Apply a rule to operations of some kinds, or of all.
 

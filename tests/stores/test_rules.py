@@ -21,6 +21,7 @@ from tests.stores.rules import (
     loses_answers,
     nth,
     on,
+    reads,
     trickles,
 )
 from tests.stores.wrapped import Operation, WrappedStorage
@@ -73,6 +74,14 @@ def test_a_store_fails_by_rule(storage: WrappedStorage) -> None:
     assert storage.names("log") == ["log/1"]
     with pytest.raises(OSError, match="no route to log/1"):
         storage.size("log/1")
+
+
+def test_a_store_can_be_written_but_not_read(storage: WrappedStorage) -> None:
+    storage.rules.append(fails(reads))
+    for call in (lambda: storage.read("a", max_bytes=1), lambda: storage.names("a"), lambda: storage.stat("a")):
+        with pytest.raises(StorageError):
+            call()
+    assert storage.create("a", b"")
 
 
 def test_a_store_loses_answers(storage: WrappedStorage) -> None:

@@ -18,7 +18,8 @@ from delta_tracker.stream.heartbeat import Heartbeat, Pulse, leave_heartbeat, re
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.mirror import Mirror
 from delta_tracker.stream.storage.storage import Storage
-from tests.predictor.serving import Flaky
+from tests.stores.rules import fails, on
+from tests.stores.wrapped import WrappedStorage
 from tests.stream.streams import FQN, Writer
 
 _BEAT = Heartbeat(
@@ -195,22 +196,18 @@ def test_heartbeats_to_a_store_that_fails_become_rare(clock: _Clock, monkeypatch
     assert len(read_heartbeats(storage)) == 1, "the usual interval applies again"
 
 
-def test_the_first_heartbeat_after_a_failover_is_not_late(clock: _Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = Writer(Flaky("memory://"))
+def test_the_first_heartbeat_after_a_failover_is_not_late(clock: _Clock) -> None:
+    writer = Writer(WrappedStorage(Storage("memory://")))
     writer.snapshot()
     other = Storage("memory://")
     Mirror(writer.storage, other).step()
     predictor = Predictor(writer.model(), [writer.storage, other], name="p")
     predictor.sync()
-
-    def refuse(name: str, data: bytes) -> None:
-        raise StorageError("memory://", "down")
-
-    monkeypatch.setattr(writer.storage, "replace", refuse)
+    writer.storage.rules.append(fails(on("replace")))
     for _ in range(3600):
         clock.seconds += 1
         predictor._beat()
-    writer.storage.is_down = lambda _: True
+    writer.storage.rules.append(fails())
     with pytest.raises(StorageError):
         predictor.sync()
     predictor.sync()  # at the other store
