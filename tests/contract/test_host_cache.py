@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,32 +15,12 @@ from delta_tracker import Predictor
 from delta_tracker.stream.host_cache import HostCache
 from delta_tracker.stream.storage.storage import Storage
 from tests.forked import start
+from tests.stores.rules import calls, on
+from tests.stores.wrapped import Operation, WrappedStorage
 from tests.stream.streams import FQN, Writer
 
 _ROWS, _DIM = 330_000, 16  # 21 MB: three pieces
 _SECONDS = 30.0
-
-
-class Watched(Storage):
-    """Store that appends a line to a file for each range of a part, and then calls a function."""
-
-    def __init__(self, url: str, seen: Path, then: Callable[[], None] = lambda: None) -> None:
-        super().__init__(url)
-        self._seen, self._then = seen, then
-
-    def read(self, name: str, **options: Any) -> Any:
-        if name.startswith("parts/"):
-            self._saw("whole")
-        return super().read(name, **options)
-
-    def read_range(self, name: str, begin: int, end: int) -> Any:
-        self._saw(str(begin))
-        return super().read_range(name, begin, end)
-
-    def _saw(self, what: str) -> None:
-        with self._seen.open("a") as file:
-            file.write(f"{what}\n")
-        self._then()
 
 
 def read(directory: str, patience: float, stops_after: int = -1) -> None:
@@ -49,8 +28,11 @@ def read(directory: str, patience: float, stops_after: int = -1) -> None:
     root = Path(directory)
     count = 0
 
-    def stop() -> None:
+    def saw(operation: Operation) -> None:
+        """Append a line to a file for each range of a part."""
         nonlocal count
+        with (root / "seen").open("a") as file:
+            file.write(f"{operation.arguments.get('begin', 'whole')}\n")
         if count == stops_after:
             (root / "stopped").touch()
             time.sleep(10 * _SECONDS)
@@ -60,7 +42,8 @@ def read(directory: str, patience: float, stops_after: int = -1) -> None:
     table = torch.zeros(_ROWS, _DIM)
     while not (root / "go").exists():
         time.sleep(0.001)
-    Predictor({FQN: table}, Watched(f"file://{root}/stream", root / "seen", stop), cache=cache).sync()
+    watched = calls(on("read", "read_range", name="parts/"), before=saw)
+    Predictor({FQN: table}, WrappedStorage(Storage(root / "stream"), watched), cache=cache).sync()
     assert torch.equal(table, torch.load(root / "table.pt"))
     (root / f"bypasses-{os.getpid()}").write_text(str(cache.counts["bypasses"]))
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from delta_tracker import ModelDeltaTracker, Publisher
@@ -10,6 +12,8 @@ from delta_tracker.planning.workload import Workload
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage
+from tests.stores.rules import calls, on
+from tests.stores.wrapped import Operation, WrappedStorage
 
 SHAPES = {"user": (20_000, 32), "item": (6_000, 16)}
 
@@ -18,20 +22,13 @@ def new_model() -> nn.ModuleDict:
     return nn.ModuleDict({name: nn.Embedding(*shape, sparse=True) for name, shape in SHAPES.items()})
 
 
-class CountingStorage(Storage):
-    """Storage that counts the bytes that are read."""
+def counting(storage: Storage, read: list[int]) -> WrappedStorage:
+    """Return a store that appends the number of bytes of each read to ``read``."""
 
-    num_read = 0
+    def count(_: Operation, data: NDArray[np.uint8] | None) -> None:
+        read.append(0 if data is None else len(data))
 
-    def read(self, *arguments, **options):
-        data = super().read(*arguments, **options)
-        self.num_read += 0 if data is None else len(data)
-        return data
-
-    def read_range(self, *arguments):
-        data = super().read_range(*arguments)
-        self.num_read += 0 if data is None else len(data)
-        return data
+    return WrappedStorage(storage, calls(on("read", "read_range"), after=count))
 
 
 class Job:

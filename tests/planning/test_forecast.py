@@ -22,7 +22,7 @@ from delta_tracker.stream.maintenance.retention import retain
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableSpec, TrackingMode
 from tests.members import unknown
-from tests.planning.streams import SHAPES, CountingStorage, Job, new_model
+from tests.planning.streams import SHAPES, Job, counting, new_model
 from tests.stream.streams import Writer
 
 _ENUMS = [
@@ -136,12 +136,12 @@ def test_a_new_predictor_reads_the_planned_bytes(storage: Storage) -> None:
     load = job.workload(snapshot_every=6)
     for number in range(6):
         job.publish(snapshot=number == 0)
-    reader = CountingStorage(storage.url)
-    with Predictor(new_model(), reader) as predictor:
+    read: list[int] = []
+    with Predictor(new_model(), counting(storage, read)) as predictor:
         predictor.sync()
         assert predictor.version == 6
     planned = forecast(load)
-    assert reader.num_read == pytest.approx(planned.longest_start_bytes, rel=0.05)
+    assert sum(read) == pytest.approx(planned.longest_start_bytes, rel=0.05)
     job.publisher.close()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -12,41 +11,24 @@ from delta_tracker.errors import CorruptPartError, NotRecoverableError
 from delta_tracker.recovery.plan import Plan
 from delta_tracker.state_tree import pack
 from delta_tracker.stream.format.manifest import Manifest
-from delta_tracker.stream.storage.storage import Storage, StoredObject
+from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import StateSpec, TableStates
+from tests.stores.wrapped import WrappedStorage
 from tests.stream.streams import Writer
 
 _STATES = TableStates("EXACT_TEST", ((0, 4),), (StateSpec("sum", torch.float32, "range"),))
 
 
-class _Counted(Storage):
-    """Store that counts its listings and requests of sizes."""
-
-    def __init__(self) -> None:
-        super().__init__("memory://")
-        self.calls: Counter[str] = Counter()
-
-    def size(self, name: str) -> int | None:
-        self.calls["size"] += 1
-        return super().size(name)
-
-    def objects(self, prefix: str, *, after: str | None = None) -> list[StoredObject]:
-        self.calls["objects"] += 1
-        found = super().objects(prefix, after=after)
-        self.calls["listed"] += len(found)
-        return found
-
-
 @pytest.fixture
-def stream() -> tuple[_Counted, Manifest]:
+def stream() -> tuple[WrappedStorage, Manifest]:
     """Return a store with a version that has the training states of 16 ranks and a dense tensor."""
-    storage = _Counted()
+    storage = WrappedStorage(Storage("memory://"))
     writer = Writer(storage, states=_STATES)
     writer.training = [pack({"rank": rank}, "state") for rank in range(16)]
     writer.dense = {"w": torch.ones(3)}
     writer.snapshot()
     last = writer.snapshot()
-    storage.calls.clear()
+    storage.take()
     return storage, last
 
 
@@ -56,29 +38,32 @@ def plan_of(storage: Storage, last: Manifest, *, has_dense: bool = True) -> Plan
 
 
 def test_objects_of_a_remote_store_are_checked_with_one_listing(
-    stream: tuple[_Counted, Manifest], monkeypatch: pytest.MonkeyPatch
+    stream: tuple[WrappedStorage, Manifest],
 ) -> None:
     storage, last = stream
-    monkeypatch.setattr(_Counted, "is_remote", True)
-    plan_of(storage, last).check_objects(last.training)
-    assert storage.calls["objects"] == 1
-    assert storage.calls["size"] == 0
-    assert storage.calls["listed"] == len(last.objects), "no objects of the version before"
+    remote = WrappedStorage(storage, is_remote=True)
+    plan_of(remote, last).check_objects(last.training)
+    (listing,) = remote.operations
+    assert listing.kind == "objects"
+    listed = storage.names(listing.name, **listing.arguments)
+    assert len(listed) == len(last.objects), "no objects of the version before"
 
 
-def test_a_directory_is_asked_for_the_needed_objects_only(stream: tuple[_Counted, Manifest]) -> None:
+def test_a_directory_is_asked_for_the_needed_objects_only(stream: tuple[WrappedStorage, Manifest]) -> None:
     storage, last = stream
     plan_of(storage, last).check_objects(last.training)
-    assert storage.calls == {"size": len(last.training) + len(last.parts)}, "no states of rows that no shard has"
+    assert storage.count() == storage.count("size") == len(last.training) + len(last.parts), (
+        "no states of rows that no shard has"
+    )
 
 
-def test_nothing_is_listed_without_objects(stream: tuple[_Counted, Manifest]) -> None:
+def test_nothing_is_listed_without_objects(stream: tuple[WrappedStorage, Manifest]) -> None:
     storage, last = stream
     plan_of(storage, last, has_dense=False).check_objects(())
-    assert not storage.calls
+    assert not storage.operations
 
 
-def test_a_missing_object_is_refused(stream: tuple[_Counted, Manifest]) -> None:
+def test_a_missing_object_is_refused(stream: tuple[WrappedStorage, Manifest]) -> None:
     storage, last = stream
     storage.delete(last.training[7].name)
     with pytest.raises(NotRecoverableError, match=f"{last.training[7].name} is missing"):
@@ -89,7 +74,7 @@ def test_a_missing_object_is_refused(stream: tuple[_Counted, Manifest]) -> None:
         plan_of(storage, last).check_objects(())
 
 
-def test_an_object_of_another_size_is_refused(stream: tuple[_Counted, Manifest]) -> None:
+def test_an_object_of_another_size_is_refused(stream: tuple[WrappedStorage, Manifest]) -> None:
     storage, last = stream
     storage.replace(last.training[3].name, b"short")
     with pytest.raises(CorruptPartError, match="it has 5 bytes instead of"):

@@ -96,16 +96,19 @@ def calls(
     when: When = always,
     *,
     before: Callable[[Operation], object] = always,
-    after: Callable[[Operation], object] = always,
+    after: Callable[[Operation, Any], object] = lambda *_: None,
 ) -> Rule:
-    """Call functions before and after an operation. They bypass the rules if they use the inner store."""
+    """Call functions before an operation and, with its answer, after it.
+
+    Their own operations on the inner store bypass the rules.
+    """
 
     def rule(operation: Operation, perform: Perform) -> Any:
         if not when(operation):
             return perform(operation)
         before(operation)
         answer = perform(operation)
-        after(operation)
+        after(operation, answer)
         return answer
 
     return rule

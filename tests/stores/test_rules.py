@@ -92,15 +92,15 @@ def test_a_store_loses_answers(storage: WrappedStorage) -> None:
 
 
 def test_functions_are_called_around_an_operation(storage: WrappedStorage) -> None:
-    found: list[tuple[str, int | None]] = []
+    found: list[object] = []
 
-    def look(operation: Operation) -> None:
-        found.append((operation.kind, storage.inner.size(operation.name)))
+    def look(operation: Operation, *answer: object) -> None:
+        found.append((operation.kind, storage.inner.size(operation.name), *answer))
 
     storage.rules.append(calls(on("create"), before=look, after=look))
     storage.create("a", b"1")
     storage.delete("a")
-    assert found == [("create", None), ("create", 1)]
+    assert found == [("create", None), ("create", 1, True)]
 
 
 def test_a_store_writes_buffer_by_buffer(storage: WrappedStorage) -> None:

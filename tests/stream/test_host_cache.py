@@ -7,9 +7,9 @@ import logging
 import math
 import os
 import shutil
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,32 +18,23 @@ from delta_tracker import Predictor
 from delta_tracker.errors import BrokenCacheError, CorruptPartError, InvalidArgumentError
 from delta_tracker.stream.host_cache import HostCache
 from delta_tracker.stream.storage.storage import Storage
+from tests.stores.rules import calls, on
+from tests.stores.wrapped import WrappedStorage
 from tests.stream.streams import FQN, Writer
-
-
-class Counted(Storage):
-    """Store that counts the reads of each part."""
-
-    def __init__(self) -> None:
-        super().__init__("memory://")
-        self.reads: dict[str, int] = {}
-
-    def read(self, name: str, **options: Any) -> Any:
-        self._count(name)
-        return super().read(name, **options)
-
-    def read_range(self, name: str, begin: int, end: int) -> Any:
-        self._count(name)
-        return super().read_range(name, begin, end)
-
-    def _count(self, name: str) -> None:
-        if name.startswith("parts/"):
-            self.reads[name] = self.reads.get(name, 0) + 1
 
 
 def files(directory: Path) -> list[Path]:
     """Return the complete files, the least recently used first."""
     return sorted((directory / "objects").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+
+
+def reads_of_parts(storage: WrappedStorage) -> Counter[str]:
+    """Return the number of reads of each part."""
+    return Counter(
+        each.name
+        for each in storage.operations
+        if each.kind in ("read", "read_range") and each.name.startswith("parts/")
+    )
 
 
 def reader(writer: Writer, cache: HostCache | Path) -> tuple[Predictor, torch.Tensor]:
@@ -52,7 +43,7 @@ def reader(writer: Writer, cache: HostCache | Path) -> tuple[Predictor, torch.Te
 
 
 def test_each_part_is_fetched_once(tmp_path: Path) -> None:
-    writer = Writer(Counted())
+    writer = Writer(WrappedStorage(Storage("memory://")))
     caches = [HostCache(tmp_path / "cache") for _ in range(3)]
     readers = [reader(writer, cache) for cache in caches]
     writer.snapshot()
@@ -61,8 +52,7 @@ def test_each_part_is_fetched_once(tmp_path: Path) -> None:
             predictor.sync()
             assert torch.equal(table, writer.table)
         writer.delta([step, step + 1])
-    reads = writer.storage.reads  # type: ignore[attr-defined]
-    assert list(reads.values()) == [1] * 4
+    assert list(reads_of_parts(writer.storage).values()) == [1] * 4
     assert [cache.counts for cache in caches] == [
         {"hits": 0, "misses": 4, "bypasses": 0},
         {"hits": 4, "misses": 0, "bypasses": 0},
@@ -71,18 +61,18 @@ def test_each_part_is_fetched_once(tmp_path: Path) -> None:
 
 
 def test_threads_that_read_at_once_fetch_once(tmp_path: Path) -> None:
-    writer = Writer(Counted(), num_rows=50_000)
+    writer = Writer(WrappedStorage(Storage("memory://")), num_rows=50_000)
     writer.snapshot()
     readers = [reader(writer, tmp_path / "cache") for _ in range(6)]
     with ThreadPoolExecutor(6) as threads:
         list(threads.map(lambda each: each[0].sync(), readers))
     assert all(torch.equal(table, writer.table) for _, table in readers)
-    assert list(writer.storage.reads.values()) == [1]  # type: ignore[attr-defined]
+    assert list(reads_of_parts(writer.storage).values()) == [1]
 
 
 @pytest.mark.parametrize("damage", ["bit", "short", "long", "empty"])
 def test_a_damaged_file_is_fetched_again(tmp_path: Path, damage: str) -> None:
-    writer = Writer(Counted())
+    writer = Writer(WrappedStorage(Storage("memory://")))
     writer.change(list(range(20)))
     writer.snapshot()
     reader(writer, tmp_path)[0].sync()
@@ -97,7 +87,7 @@ def test_a_damaged_file_is_fetched_again(tmp_path: Path, damage: str) -> None:
     assert predictor.status().resyncs == 0
     assert path.stat().st_ino != before
     held.close()
-    assert set(writer.storage.reads.values()) == {2}  # type: ignore[attr-defined]
+    assert set(reads_of_parts(writer.storage).values()) == {2}
 
 
 def test_a_part_that_is_damaged_at_its_origin_is_not_kept(tmp_path: Path) -> None:
@@ -121,7 +111,7 @@ def test_a_part_that_is_damaged_at_its_origin_is_not_kept(tmp_path: Path) -> Non
 
 
 def test_the_least_recently_used_parts_are_deleted(tmp_path: Path) -> None:
-    writer = Writer(Counted(), num_rows=1000)
+    writer = Writer(Storage("memory://"), num_rows=1000)
     size = writer.snapshot().parts[0].num_bytes
     cache = HostCache(tmp_path, max_bytes=5 * size // 2)
     for _ in range(3):
@@ -136,7 +126,7 @@ def test_the_least_recently_used_parts_are_deleted(tmp_path: Path) -> None:
 
 
 def test_an_evicted_part_can_still_be_read(tmp_path: Path) -> None:
-    writer = Writer(Counted())
+    writer = Writer(WrappedStorage(Storage("memory://")))
     writer.change(list(range(20)))
     manifest = writer.snapshot()
     (part,) = manifest.parts
@@ -149,12 +139,12 @@ def test_an_evicted_part_can_still_be_read(tmp_path: Path) -> None:
         assert found is not None
         assert found.tobytes() == first.tobytes()[begin:end]
     assert through.size(part.name) == part.num_bytes
-    assert writer.storage.reads[part.name] == 1  # type: ignore[attr-defined]
+    assert reads_of_parts(writer.storage)[part.name] == 1
     assert through.read("parts/none.safetensors", max_bytes=1) is None
 
 
 def test_a_part_above_the_limit_is_read_past_the_cache(tmp_path: Path) -> None:
-    writer = Writer(Counted())
+    writer = Writer(Storage("memory://"))
     writer.snapshot()
     cache = HostCache(tmp_path, max_bytes=10)
     predictor, table = reader(writer, cache)
@@ -164,7 +154,7 @@ def test_a_part_above_the_limit_is_read_past_the_cache(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_fails_later_does_not_stop_a_predictor(tmp_path: Path, caplog) -> None:
-    writer = Writer(Counted())
+    writer = Writer(Storage("memory://"))
     writer.snapshot()
     predictor, table = reader(writer, tmp_path / "cache")
     predictor.sync()
@@ -195,7 +185,7 @@ def test_directories_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path: Path) -> None:
-    writer = Writer(Counted())
+    writer = Writer(Storage("memory://"))
     manifest = writer.snapshot()
     target = tmp_path / "target"
     target.write_text("kept")
@@ -211,7 +201,7 @@ def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path: Path) -> None:
 
 
 def test_files_are_closed_with_the_version(tmp_path: Path) -> None:
-    writer = Writer(Counted())
+    writer = Writer(Storage("memory://"))
     writer.snapshot()
     predictor, _ = reader(writer, tmp_path)
     predictor.sync()
@@ -223,7 +213,7 @@ def test_files_are_closed_with_the_version(tmp_path: Path) -> None:
 
 
 def test_a_process_that_holds_the_lock_of_the_directory_blocks_nobody(tmp_path: Path) -> None:
-    writer = Writer(Counted())
+    writer = Writer(Storage("memory://"))
     writer.snapshot()
     cache = HostCache(tmp_path, patience_seconds=0.05)
     with (tmp_path / "lock").open() as held:
@@ -241,22 +231,17 @@ def test_a_process_that_holds_the_lock_of_the_directory_blocks_nobody(tmp_path: 
 
 
 def test_parts_that_are_fetched_at_once_stay_within_the_limit(tmp_path: Path) -> None:
-    writer = Writer(Counted(), num_rows=1000)
+    writer = Writer(Storage("memory://"), num_rows=1000)
     parts = []
     for _ in range(2):
         parts.append(writer.snapshot().parts[0])
         writer.change(list(range(1000)))
     max_bytes = 3 * parts[0].num_bytes // 2
     caches = [HostCache(tmp_path, max_bytes=max_bytes) for _ in parts]
-
-    class Nested(Storage):
-        """Store that opens the other part through another cache while it serves the first."""
-
-        def read_range(self, name: str, begin: int, end: int) -> Any:
-            assert caches[1].open(writer.storage, parts[1]) is None
-            return writer.storage.read_range(name, begin, end)
-
-    opened = caches[0].open(Nested("memory://"), parts[0])
+    others: list[int | None] = []
+    rule = calls(on("read_range"), before=lambda _: others.append(caches[1].open(writer.storage, parts[1])))
+    opened = caches[0].open(WrappedStorage(writer.storage, rule), parts[0])
+    assert set(others) == {None}, "opened while the first part is read"
     assert opened is not None
     os.close(opened)
     assert sum(path.stat().st_size for path in files(tmp_path)) <= max_bytes
@@ -264,7 +249,7 @@ def test_parts_that_are_fetched_at_once_stay_within_the_limit(tmp_path: Path) ->
 
 
 def test_the_draft_of_a_dead_process_takes_no_room(tmp_path: Path) -> None:
-    writer = Writer(Counted(), num_rows=1000)
+    writer = Writer(Storage("memory://"), num_rows=1000)
     size = writer.snapshot().parts[0].num_bytes
     cache = HostCache(tmp_path, max_bytes=size)
     (tmp_path / "drafts" / f"0123-{size}-0").write_bytes(bytes(size))

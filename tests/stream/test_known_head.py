@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,31 +16,8 @@ from delta_tracker.stream.pin import announce_deletions
 from delta_tracker.stream.pointer import POINTER_NAME, read_pointer
 from delta_tracker.stream.pointer_writer import PointerWriter
 from delta_tracker.stream.storage.storage import Storage
+from tests.stores.wrapped import READS, WrappedStorage
 from tests.stream.streams import Writer
-
-
-class _Counted(Storage):
-    """Local store that counts the names that its listings of the log return, and the entries that it reads."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory, create=True, fsync=False)
-        self.num_lists = self.num_reads = 0
-
-    def read(self, name: str, **options: Any) -> Any:
-        self.num_reads += 1
-        return super().read(name, **options)
-
-    def size(self, name: str) -> int | None:
-        self.num_reads += 1
-        return super().size(name)
-
-    def objects(self, prefix: str, *, after: str | None = None) -> Any:
-        self.num_lists += prefix == "log"
-        return super().objects(prefix, after=after)
-
-    def names(self, prefix: str, *, after: str | None = None) -> list[str]:
-        self.num_lists += prefix == "log"
-        return super().names(prefix, after=after)
 
 
 def _point_at(storage: Storage, entry: Manifest) -> None:
@@ -72,7 +48,7 @@ def _without_old_versions(storage: Storage) -> tuple[Manifest, Manifest]:
 def test_no_operation_lists_a_log_with_a_pointer_whatever_its_length(
     tmp_path: Path, num_versions: int, is_claim: bool
 ) -> None:
-    storage = _Counted(tmp_path)
+    storage = WrappedStorage(Storage(tmp_path, fsync=False))
     writer = Writer(storage)
     head = writer.snapshot()
     for _ in range(num_versions):
@@ -80,7 +56,7 @@ def test_no_operation_lists_a_log_with_a_pointer_whatever_its_length(
     _point_at(storage, head)
     if is_claim:
         head = Writer(storage).claim.head
-    storage.num_lists = storage.num_reads = 0
+    storage.take()
     assert StreamLog(storage).head() == head
     assert StreamLog(storage).newest_snapshot().version == 1
     cursor = StreamCursor(StreamLog(storage))
@@ -92,16 +68,16 @@ def test_no_operation_lists_a_log_with_a_pointer_whatever_its_length(
     cursor = StreamCursor(StreamLog(storage))
     cursor.place = Place(head.stream, head.link)
     assert cursor.next() == claim.head
-    assert storage.num_lists == 0
-    assert storage.num_reads < 200
+    assert storage.count("names", "objects", name="log") == 0
+    assert storage.count(*READS) < 200
 
 
 def test_a_log_without_a_pointer_is_listed(tmp_path: Path) -> None:
-    storage = _Counted(tmp_path)
+    storage = WrappedStorage(Storage(tmp_path, fsync=False))
     head = Writer(storage).snapshot()
-    storage.num_lists = 0
+    storage.take()
     assert StreamLog(storage).head() == head
-    assert storage.num_lists == 1
+    assert storage.count("names", "objects", name="log") == 1
 
 
 @pytest.mark.parametrize("url", ["directory", "memory://"])

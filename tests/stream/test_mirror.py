@@ -34,6 +34,8 @@ from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import StateSpec, TableStates
 from tests.predictor.cache_server import cache_server
 from tests.predictor.pointed import point_at_the_head
+from tests.stores.rules import calls, fails, nth, on
+from tests.stores.wrapped import Operation, WrappedStorage
 from tests.stream.streams import FQN, Writer
 
 _ALL = Retention(versions=1, grace_seconds=0.0)
@@ -41,21 +43,21 @@ _PREFIXES = ("log", "merged", "parts", "control", "predictors", "publishers", "d
 _STATES = TableStates("ADAM", ((0, 4),), (StateSpec("momentum1", torch.float32, "columns"),))
 
 
-class Prefix(Storage):
-    """A destination that fails the test if an entry is not the source's, or comes before its objects."""
+def prefix(source: Storage) -> WrappedStorage:
+    """Return a destination that fails the test if an entry is not the source's, or comes before its objects."""
+    destination = WrappedStorage(Storage("memory://"))
 
-    def __init__(self, source: Storage) -> None:
-        super().__init__("memory://")
-        self.source = source
-
-    def create(self, name: str, data: bytes) -> bool:
-        there = self.source.read(name, max_bytes=1 << 20)
+    def check(entry: Operation) -> None:
+        name, data = entry.name, entry.arguments["data"]
+        there = source.read(name, max_bytes=1 << 20)
         assert there is not None
         assert there.tobytes() == data, f"{name} is not the source's"
         has_none = len(data) < 10 or name.startswith("control/")
         for each in () if has_none else parse_manifest(name, data).objects:
-            assert self.size(each.name) == each.num_bytes
-        return super().create(name, data)
+            assert destination.inner.size(each.name) == each.num_bytes
+
+    destination.rules.append(calls(on("create"), before=check))
+    return destination
 
 
 def everything(storage: Storage) -> dict[str, bytes]:
@@ -102,7 +104,7 @@ def test_a_copy_has_the_same_bytes_from_the_newest_snapshot_on(has_states: bool)
     writer.delta([7])
     writer.snapshot()
     writer.delta([1, 2])
-    destination = Prefix(writer.storage)
+    destination = prefix(writer.storage)
     mirror = Mirror(writer.storage, destination)
     copy(mirror)
     source = everything(writer.storage)
@@ -164,7 +166,7 @@ def test_a_corrupt_object_is_not_copied(has_states: bool, memory_bytes: int, mon
             with pytest.raises(CorruptPartError, match=stored.name):
                 copy(Mirror(writer.storage, Storage("memory://"), memory_bytes=memory_bytes))
         writer.storage.replace(stored.name, intact.tobytes())
-    destination = Prefix(writer.storage)
+    destination = prefix(writer.storage)
     copy(Mirror(writer.storage, destination, memory_bytes=memory_bytes))
     assert everything(destination).items() <= everything(writer.storage).items()
 
@@ -272,7 +274,7 @@ def test_a_claim_whose_name_retention_had_deleted_is_not_copied(writer: Writer) 
 @pytest.mark.parametrize("is_claim", [False, True])
 def test_an_altered_entry_is_copied_once_the_log_continues_after_it(writer: Writer, is_claim: bool) -> None:
     """A publisher whose entry was altered on the way to the store continues after the stored bytes."""
-    destination = Prefix(writer.storage)
+    destination = prefix(writer.storage)
     mirror = Mirror(writer.storage, destination)
     copy(mirror)
     if is_claim:
@@ -302,7 +304,7 @@ def test_an_altered_entry_is_copied_once_the_log_continues_after_it(writer: Writ
 
 
 def test_a_malformed_entry_of_another_log_is_not_copied(writer: Writer) -> None:
-    destination = Prefix(writer.storage)
+    destination = prefix(writer.storage)
     mirror = Mirror(writer.storage, destination)
     copy(mirror)
     assert writer.storage.create(entry_name(6), b"{")
@@ -323,7 +325,7 @@ def test_a_mirror_starts_at_a_merged_snapshot_if_no_other_is_left(writer: Writer
     writer.delta([4])
     retain(writer.storage, _ALL, now=lambda: time.time() + 1)
     assert 2 not in entries(writer.storage)
-    destination = Prefix(writer.storage)
+    destination = prefix(writer.storage)
     copy(Mirror(writer.storage, destination))
     assert entries(destination) == [6, 7]
     assert everything(destination).items() <= everything(writer.storage).items()
@@ -333,7 +335,7 @@ def test_a_mirror_starts_at_a_merged_snapshot_if_no_other_is_left(writer: Writer
 
 
 def test_merged_entries_are_copied_once_the_log_has_reached_them(writer: Writer) -> None:
-    destination = Prefix(writer.storage)
+    destination = prefix(writer.storage)
     mirror = Mirror(writer.storage, destination)
     merged = compact(writer.storage, fold=10.0)
     assert merged is not None
@@ -365,7 +367,7 @@ def test_a_source_behind_a_cache_is_copied_exactly(writer: Writer) -> None:
         assert snapshot is not None
         cache.flip(snapshot.parts[0].name)
         cache.truncate(merged.parts[0].name)
-        destination = Prefix(writer.storage)
+        destination = prefix(writer.storage)
         copy(Mirror(Storage(cache.url), destination))
         found = everything(destination)
         assert entries(destination) == [2, 3, 4, 5]
@@ -467,7 +469,7 @@ def test_a_mirror_that_starts_while_a_pin_applies_copies_the_path_of_the_pin(wri
     writer.snapshot()
     pin_version(writer.storage, good)
     retain(writer.storage, _ALL)
-    destination = Prefix(writer.storage)
+    destination = prefix(writer.storage)
     copy(Mirror(writer.storage, destination))
     assert newest_pin(destination) == newest_pin(writer.storage)
     assert entries(destination)[-1] == entries(writer.storage)[-1]
@@ -487,7 +489,7 @@ def test_a_mirror_starts_above_a_pin_whose_path_is_not_complete(
     newest = StreamLog(writer.storage).versions()[-1]
     pin_version(writer.storage, good)
     writer.storage.delete(entry_name(good - 1))
-    destination = Prefix(writer.storage)
+    destination = prefix(writer.storage)
     copy(Mirror(writer.storage, destination))
     assert "cannot follow the pin" in caplog.text
     assert newest_pin(destination) is None
@@ -512,16 +514,8 @@ def test_the_destination_has_its_own_retention(writer: Writer) -> None:
 
 
 def test_failures_of_the_stores_are_repeated(writer: Writer) -> None:
-    class Failing(Storage):
-        num_failures = 5
-
-        def create(self, name: str, data: bytes) -> bool:
-            self.num_failures -= 1
-            if self.num_failures >= 0:
-                raise StorageError(self.url, "connection reset")
-            return super().create(name, data)
-
-    destination, stop = Failing("memory://"), threading.Event()
+    fault = fails(nth(range(1, 6), on("create")), "connection reset")
+    destination, stop = WrappedStorage(Storage("memory://"), fault), threading.Event()
     with pytest.raises(StorageError, match="connection reset"):
         copy(Mirror(writer.storage, destination))
     copied: list[int] = []

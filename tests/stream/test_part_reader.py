@@ -21,6 +21,8 @@ from delta_tracker.stream.format.part_reader import PartReader, read_parts
 from delta_tracker.stream.format.part_writer import PartWriter
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableSpec
+from tests.stores.rules import calls, on
+from tests.stores.wrapped import WrappedStorage
 from tests.stream.streams import FQN, Writer, chunks_of
 
 NAME = "parts/p.safetensors"
@@ -273,15 +275,10 @@ def test_a_large_part_that_changes_while_it_is_applied_is_refused() -> None:
 
 
 def test_a_large_part_that_shrinks_between_its_size_and_its_bytes_is_refused() -> None:
-    class Shrinks(Storage):
-        def size(self, name: str) -> int | None:
-            found = super().size(name)
-            self.put(name, [memoryview(b"short")])
-            return found
-
     stored = Stored(some_rows())
-    stored.storage = Shrinks("memory://")
-    stored.replace(stored.data, is_recorded=False)
+    inner = stored.storage
+    shrinks = calls(on("size"), after=lambda operation, _: inner.put(operation.name, [memoryview(b"short")]))
+    stored.storage = WrappedStorage(inner, shrinks)
     with pytest.raises((CorruptPartError, StorageError)):
         stored.read(0)
 

@@ -12,6 +12,8 @@ import pytest
 from delta_tracker.errors import StorageError
 from delta_tracker.stream.pin import Pin, PinFollower, newest_counter, newest_pin, pin_name
 from delta_tracker.stream.storage.storage import Storage
+from tests.stores.rules import fails, on
+from tests.stores.wrapped import WrappedStorage
 
 _HASH = "0" * 32
 
@@ -58,28 +60,16 @@ def test_a_malformed_pin_is_logged_and_the_one_before_it_applies(content: object
     assert newest_pin(storage) == pin(3, kind="release", version=9)
 
 
-class Flaky(Storage):
-    fails = False
-
-    def size(self, name: str) -> int | None:
-        if self.fails:
-            raise StorageError(self.url, "down")
-        return super().size(name)
-
-
 def test_a_store_that_fails_keeps_the_pin_but_not_at_the_first_look() -> None:
-    storage = Flaky("memory://")
+    storage = WrappedStorage(Storage("memory://"))
     write(storage, pin(1))
     follower = PinFollower(lambda: storage, 0.0)
-    storage.fails = True
     for _ in range(2):
-        with pytest.raises(StorageError, match="down"):
+        with storage.under(fails(on("size"), "down")), pytest.raises(StorageError, match="down"):
             follower.order()
-    storage.fails = False
     assert follower.order() == pin(1)
-    storage.fails = True
-    assert follower.order() == pin(1)
-    storage.fails = False
+    with storage.under(fails(on("size"))):
+        assert follower.order() == pin(1)
     write(storage, pin(2))
     assert follower.order() == pin(2)
 

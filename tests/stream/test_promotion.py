@@ -32,6 +32,8 @@ from delta_tracker.stream.mirror import Mirror
 from delta_tracker.stream.promotion import promote
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import ShardSpec, StateSpec, TableStates
+from tests.stores.rules import calls, on
+from tests.stores.wrapped import WrappedStorage
 from tests.stream.streams import FQN, Writer
 
 _ALL = Retention(versions=1, grace_seconds=0.0)
@@ -88,16 +90,7 @@ def test_an_empty_store_is_not_promoted() -> None:
 def test_a_promotion_loses_against_a_mirror_that_still_runs(writer: Writer) -> None:
     mirror, destination = mirrored(writer)
     writer.delta([2])
-
-    class Late(Storage):
-        """A store in which the mirror appends an entry before the claim is created."""
-
-        def create(self, name: str, data: bytes) -> bool:
-            assert mirror.step()
-            return super().create(name, data)
-
-    late = Late("memory://")
-    late._store = destination._store
+    late = WrappedStorage(destination, calls(on("create"), before=lambda _: mirror.step()))
     with pytest.raises(LivePublisherError):
         promote(late)
     assert StreamLog(destination).head() == writer.claim.head

@@ -29,34 +29,16 @@ from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.pin import Deletions, announce_deletions, newest_pin, pin_name, running_deletions
 from delta_tracker.stream.rollback import pin_version, release_pin
-from delta_tracker.stream.storage.storage import Storage, StoredObject
+from delta_tracker.stream.storage.storage import Storage
+from tests.stores.rules import Gate, calls, nth, on
+from tests.stores.wrapped import Operation, WrappedStorage
 from tests.stream.streams import Writer
 
 _ALL = Retention(versions=1, grace_seconds=0.0)
 
 
-class Hooked(Storage):
-    """Store that calls a function before it deletes or creates an object."""
-
-    on: Callable[[str, str], None] | None = None
-
-    def delete(self, name: str) -> None:
-        self._call("delete", name)
-        super().delete(name)
-
-    def create(self, name: str, data: bytes) -> bool:
-        self._call("create", name)
-        return super().create(name, data)
-
-    def _call(self, what: str, name: str) -> None:
-        on, self.on = self.on, None
-        if on is not None:
-            on(what, name)
-            self.on = self.on or on
-
-
 def stream(num_deltas: int = 4) -> Writer:
-    writer = Writer(Hooked("memory://"))
+    writer = Writer(Storage("memory://"))
     writer.snapshot()
     for row in range(num_deltas):
         writer.delta([row])
@@ -139,9 +121,7 @@ def test_of_two_pins_at_once_one_is_refused() -> None:
     found: list[object] = []
 
     def pin(version: int) -> None:
-        storage = Hooked("memory://")
-        vars(storage).update(vars(writer.storage))
-        storage.on = lambda *_: barrier.wait() and None
+        storage = WrappedStorage(writer.storage, calls(on("create", "delete"), before=lambda _: barrier.wait()))
         try:
             found.append(pin_version(storage, version).version)
         except PinConflictError as error:
@@ -243,7 +223,7 @@ def running(storage: Storage) -> list[Deletions]:
 
 def test_a_pin_during_two_passes_finds_both(tmp_path: Path) -> None:
     """A pass that keeps all versions runs between the announcement and the first deletion of one that does not."""
-    writer = Writer(Hooked(tmp_path.as_uri()))
+    writer = Writer(Storage(tmp_path))
     writer.snapshot()
     for row in range(4):
         writer.delta([row])
@@ -255,15 +235,13 @@ def test_a_pin_during_two_passes_finds_both(tmp_path: Path) -> None:
     day_ago = time.time() - 90_000
     os.utime(old, (day_ago, day_ago))
 
-    def during(what: str, _: str) -> None:
-        if what == "delete" and old.exists():
-            assert retain(Storage(tmp_path.as_uri()), Retention()).orphans == 1
-            with pytest.raises(RetentionRunningError, match="versions below 8"):
-                pin_version(Storage(tmp_path.as_uri()), 4)
+    def during(_: Operation) -> None:
+        assert retain(writer.storage, Retention()).orphans == 1
+        with pytest.raises(RetentionRunningError, match="versions below 8"):
+            pin_version(writer.storage, 4)
 
-    assert isinstance(writer.storage, Hooked)
-    writer.storage.on = during
-    assert retain(writer.storage, _ALL).versions > 0
+    assert retain(WrappedStorage(writer.storage, calls(nth(1, on("delete")), before=during)), _ALL).versions > 0
+    assert not old.exists()
     assert running(writer.storage) == []
 
 
@@ -272,26 +250,18 @@ def test_a_pass_that_ends_while_a_pin_is_checked_is_found() -> None:
     for _ in range(2):
         writer.snapshot()
     storage = writer.storage
-    may_delete, looked = threading.Event(), threading.Event()
-    delete, objects = storage.delete, storage.objects
+    gate = Gate(on("delete"))
+    passing = threading.Thread(target=lambda: retain(WrappedStorage(storage, gate), _ALL))
 
-    def waiting(name: str) -> None:
-        looked.set()
-        assert may_delete.wait(30)
-        delete(name)
+    def end_the_pass(_: Operation) -> None:
+        gate.open()
+        passing.join(30)
 
-    def listing(prefix: str, *, after: str | None = None) -> list[StoredObject]:
-        if prefix == "control/retention" and threading.current_thread() is not passing:
-            may_delete.set()
-            passing.join(30)
-        return objects(prefix, after=after)
-
-    passing = threading.Thread(target=lambda: retain(storage, _ALL))
-    storage.delete, storage.objects = waiting, listing  # type: ignore[method-assign]
     passing.start()
-    assert looked.wait(30)
+    assert gate.reached.wait(30)
     with pytest.raises((MissingVersionError, NoSnapshotError, CorruptPartError)):
-        pin_version(storage, 3)
+        pin_version(WrappedStorage(storage, calls(on("objects", name="control/retention"), before=end_the_pass)), 3)
+    assert not passing.is_alive()
     newest = newest_pin(storage)
     assert newest is not None
     assert newest.kind == "release"
@@ -310,22 +280,14 @@ def test_a_pin_between_the_look_and_the_deletions_of_a_pass_ends_the_pass() -> N
     writer = stream()
     for _ in range(2):
         writer.snapshot()
-    reads = 0
     storage = writer.storage
-    size = storage.size
 
-    def counted(name: str) -> int | None:
-        nonlocal reads
-        if name == pin_name(1):
-            reads += 1
-            if reads == 2:
-                storage.size = size  # type: ignore[method-assign]
-                with pytest.raises(RetentionRunningError):
-                    pin_version(storage, 3)
-        return size(name)
+    def pin(_: Operation) -> None:
+        with pytest.raises(RetentionRunningError):
+            pin_version(storage, 3)
 
-    storage.size = counted  # type: ignore[method-assign]
-    assert retain(storage, _ALL).versions == 0
+    second_look = nth(2, on("size", name=pin_name(1)))
+    assert retain(WrappedStorage(storage, calls(second_look, before=pin)), _ALL).versions == 0
     assert running(storage) == []
     assert pin_version(storage, 3).counter == 3
 
@@ -335,11 +297,9 @@ def test_a_pin_whose_versions_are_deleted_meanwhile_is_undone() -> None:
         writer = stream()
         if has_pin:
             pin_version(writer.storage, 4)
-        writer.storage.on = lambda what, _, writer=writer: (  # type: ignore[attr-defined, misc]
-            writer.storage.delete(entry_name(2)) if what == "create" else None
-        )
+        deletes = calls(on("create"), before=lambda _, inner=writer.storage: inner.delete(entry_name(2)))
         with pytest.raises(MissingVersionError):
-            pin_version(writer.storage, 2, replaces=True)
+            pin_version(WrappedStorage(writer.storage, deletes), 2, replaces=True)
         newest = newest_pin(writer.storage)
         assert newest is not None
         assert (newest.kind, newest.version) == (("pin", 4) if has_pin else ("release", 1))

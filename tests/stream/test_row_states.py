@@ -35,6 +35,7 @@ from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import StateSpec, TableSpec, TableStates
+from tests.stores.wrapped import WrappedStorage
 from tests.stream import states_stream
 from tests.stream.golden import reader as page
 from tests.stream.states_stream import same_tree
@@ -55,25 +56,13 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(digests_module, "PIECE_BYTES", _PIECE_BYTES)
 
 
-class _Counting(Storage):
-    """A store that records the byte ranges that are read."""
-
-    def __init__(self) -> None:
-        super().__init__("memory://")
-        self.ranges: list[tuple[str, int, int]] = []
-        self.wholes: list[str] = []
-
-    def read_range(self, name: str, begin: int, end: int) -> Any:
-        self.ranges.append((name, begin, end))
-        return super().read_range(name, begin, end)
-
-    def read(self, name: str, **options: Any) -> Any:
-        self.wholes.append(name)
-        return super().read(name, **options)
+def _ranges(storage: WrappedStorage) -> list[tuple[str, int, int]]:
+    """Return the names and bounds of the ranges that were read."""
+    return [(each.name, *each.arguments.values()) for each in storage.operations if each.kind == "read_range"]
 
 
 def _writer(num_rows: int = 20) -> Writer:
-    writer = Writer(_Counting(), num_rows, states=STATES)
+    writer = Writer(WrappedStorage(Storage("memory://")), num_rows, states=STATES)
     writer.dense = {"w": torch.randn(3), "mask": torch.tensor([True, False])}
     writer.training = [b"rank 0", bytes(range(200))]
     return writer
@@ -147,7 +136,7 @@ def test_a_predictor_needs_no_states() -> None:
     predictor = Predictor(model, writer.storage, dense=False)
     predictor.sync()
     assert torch.equal(model[FQN], writer.table)
-    read = {name for name, *_ in writer.storage.ranges} | set(writer.storage.wholes)
+    read = {each.name for each in writer.storage.operations if each.kind in ("read", "read_range")}
     assert not [name for name in read if "r0s" in name or "r0t" in name]
 
 
@@ -188,11 +177,11 @@ def test_a_training_state_is_decoded_in_parts() -> None:
     tree = {"training": {"opt": torch.randn(100)}, "rank": {"x": 3}, "data": None, "more": [1]}
     writer.training = [pack(tree, "state"), b"no state" * 30]
     first, second = writer.delta([1]).training
-    writer.storage.ranges.clear()
+    writer.storage.take()
     reader = read_training(writer.storage, first)
     assert reader.keys() == ["training", "rank", "data", "more"]
     assert reader.load("rank") == {"x": 3}
-    assert sum(end - begin for _, begin, end in writer.storage.ranges) < first.num_bytes - 300
+    assert sum(end - begin for _, begin, end in _ranges(writer.storage)) < first.num_bytes - 300
     assert torch.equal(reader.load("training", "opt"), tree["training"]["opt"])
     with pytest.raises(CorruptPartError, match="ValueError") as caught:
         read_training(writer.storage, second)
@@ -203,17 +192,17 @@ def test_only_the_pieces_that_are_needed_are_read() -> None:
     writer = _writer(1000)
     manifest = writer.snapshot()
     part = manifest.parts[0]
-    writer.storage.ranges.clear()
+    writer.storage.take()
     _, rows = _reader(writer.storage, manifest, "ranges", blocks=[1])
     (only,) = rows
     assert only.block.columns == (3, 4)
     # Only the digests and the headers were read.
-    assert all(begin < 600 or begin in (part.body, part.states.body) for _, begin, _ in writer.storage.ranges)
-    writer.storage.ranges.clear()
+    assert all(begin < 600 or begin in (part.body, part.states.body) for _, begin, _ in _ranges(writer.storage))
+    writer.storage.take()
     near = only.within((100, 110), (3, 4))
     assert torch.equal(near.read(0, 10), writer.table[100:110, 3:4])
     assert torch.equal(near.states[0](0, 10), writer.held_states[0][100:110, 1:2])
-    found = writer.storage.ranges
+    found = _ranges(writer.storage)
     assert all(begin % _PIECE_BYTES == 0 and end - begin == _PIECE_BYTES for _, begin, end in found)
     assert len(found) <= 4  # at most two pieces of each object
 
@@ -377,7 +366,7 @@ def test_a_compaction_keeps_the_states_with_their_rows(fold: float) -> None:
 
 def test_a_fold_reads_the_parts_with_only_listed_rows_of_a_snapshot_once() -> None:
     """Such a part of each rank has the rows that changed while the others were copied."""
-    storage = _Counting()
+    storage = WrappedStorage(Storage("memory://"))
     writer = Writer(storage, states=STATES)
     whole = writer.snapshot()
     writer.change([1, 2])
@@ -386,12 +375,12 @@ def test_a_fold_reads_the_parts_with_only_listed_rows_of_a_snapshot_once() -> No
     writer.claim.commit(replace(whole, parts=(*whole.parts, listed)))
     writer.delta([2, 3])
     writer.delta([4])
-    storage.wholes.clear()
+    storage.take()
     merged = compact(storage, fold=1e-9)
     assert merged is not None
     assert merged.kind == "snapshot"
-    assert not set(names) & set(storage.wholes)
-    assert {name for name, *_ in storage.ranges} == set(names)
+    assert not any(storage.count("read", name=name) for name in names)
+    assert {name for name, *_ in _ranges(storage)} == set(names)
     rows = [each for reader in read_parts(storage, merged) for each in reader.with_states()]
     _check(sorted(rows, key=lambda each: each.block.columns), writer, list(range(20)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 
@@ -13,6 +14,8 @@ from delta_tracker.stream.maintenance.retention import Retention
 from delta_tracker.stream.maintenance.upkeep import Upkeep
 from delta_tracker.stream.storage.storage import Storage
 from tests.raised import has_frames
+from tests.stores.rules import Gate, fails, on
+from tests.stores.wrapped import WrappedStorage
 from tests.stream.streams import Writer
 
 
@@ -43,58 +46,40 @@ def test_a_stream_stays_small_while_it_is_written() -> None:
 
 
 def test_one_pass_at_a_time_and_close_waits_for_it() -> None:
-    started, go_on = threading.Event(), threading.Event()
-    passes = []
-
-    class Slow(Storage):
-        def objects(self, prefix, *, after=None):
-            if threading.current_thread().name == "upkeep" and prefix == "parts":
-                passes.append(prefix)
-                started.set()
-                assert go_on.wait(60)
-            return super().objects(prefix, after=after)
-
-    storage = Slow("memory://")
-    writer = Writer(storage)
+    gate = Gate(on("objects", name="parts"))
+    storage = WrappedStorage(Storage("memory://"), gate)
+    writer = Writer(storage.inner)
     upkeep = Upkeep(storage, Retention(versions=1), retain_every=1)
     upkeep.after(writer.snapshot().version)
-    assert started.wait(60)
+    assert gate.reached.wait(60)
     upkeep.after(writer.delta([1]).version)
-    assert len(passes) == 1
+    assert storage.count("objects", name="parts") == 1
     (thread,) = _passes()
     assert not thread.daemon
-    go_on.set()
+    gate.open()
     upkeep.close()
     assert not thread.is_alive()
     upkeep.after(writer.delta([1]).version)
-    assert len(passes) == 1
+    assert storage.count("objects", name="parts") == 1
 
 
 def test_a_failure_is_logged_once_and_cleared_when_a_pass_succeeds(caplog: pytest.LogCaptureFixture) -> None:
-    class Failing(Storage):
-        fails = True
-        num_failures = 0
-
-        def objects(self, prefix, *, after=None):
-            if self.fails and threading.current_thread().name == "upkeep":
-                self.num_failures += 1
-                raise OSError(f"no route for {self.num_failures * 1.37:.2f} s")
-            return super().objects(prefix, after=after)
-
-    storage = Failing("memory://")
-    writer = Writer(storage)
+    seconds = itertools.count(1.37, 1.37)
+    outage = fails(on("objects"), lambda _: OSError(f"no route for {next(seconds):.2f} s"))
+    storage = WrappedStorage(Storage("memory://"), outage)
+    writer = Writer(storage.inner)
     failures: list[str] = []
     upkeep = Upkeep(storage, Retention(versions=1), retain_every=1, on_failure=failures.append)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             upkeep.after(writer.snapshot().version)
             _wait_for_the_pass()
-            assert str(upkeep.error) == f"no route for {storage.num_failures * 1.37:.2f} s"
+            assert str(upkeep.error) == f"no route for {storage.count('objects') * 1.37:.2f} s"
     assert [record.getMessage() for record in caplog.records] == [
         "upkeep failed, the next pass retries: url=memory:// error=no route for 1.37 s"
     ]
     assert failures == ["retention"] * 3, "each is reported"
-    storage.fails = False
+    storage.rules.clear()
     with caplog.at_level(logging.WARNING):
         upkeep.after(writer.snapshot().version)
         upkeep.close()
@@ -104,29 +89,16 @@ def test_a_failure_is_logged_once_and_cleared_when_a_pass_succeeds(caplog: pytes
 
 
 def test_a_retention_pass_does_not_clear_the_error_of_a_compaction(caplog: pytest.LogCaptureFixture) -> None:
-    class Failing(Storage):
-        fails_put = True
-        fails_list = False
-
-        def put(self, name, buffers):
-            if self.fails_put and threading.current_thread().name == "upkeep":
-                raise OSError("no space")
-            super().put(name, buffers)
-
-        def objects(self, prefix, *, after=None):
-            if self.fails_list and prefix == "merged":
-                raise OSError("no route")
-            return super().objects(prefix, after=after)
-
-    storage = Failing("memory://")
-    writer = Writer(storage)
+    full = fails(on("put"), lambda _: OSError("no space"))
+    unreachable = fails(on("names", "objects", name="merged"), lambda _: OSError("no route"))
+    storage = WrappedStorage(Storage("memory://"))
+    writer = Writer(storage.inner)
     upkeep = Upkeep(storage, Retention(), compact_every=4, retain_every=1)
     writer.snapshot()
     errors = []
     with caplog.at_level(logging.WARNING):
         for row in range(12):  # passes 4, 8 and 12 compact
-            storage.fails_put = row < 10
-            storage.fails_list = row == 5
+            storage.rules[:] = [full] * (row < 10) + [unreachable] * (row == 5)
             upkeep.after(writer.delta([row]).version)
             _wait_for_the_pass()
             errors.append(None if upkeep.error is None else str(upkeep.error))
@@ -139,14 +111,8 @@ def test_a_retention_pass_does_not_clear_the_error_of_a_compaction(caplog: pytes
 
 
 def test_versions_are_removed_although_the_compaction_before_fails() -> None:
-    class Full(Storage):
-        def put(self, name, buffers):
-            if threading.current_thread().name == "upkeep":
-                raise OSError("no space")
-            super().put(name, buffers)
-
-    storage = Full("memory://")
-    writer = Writer(storage)
+    storage = WrappedStorage(Storage("memory://"), fails(on("put"), lambda _: OSError("no space")))
+    writer = Writer(storage.inner)
     writer.snapshot()
     upkeep = Upkeep(storage, Retention(versions=1, grace_seconds=0), compact_every=4, retain_every=4)
     for row in range(12):  # the passes after every fourth version compact and retain
@@ -176,14 +142,8 @@ def test_an_error_to_start_a_pass_ends_with_the_next_one(monkeypatch: pytest.Mon
 
 
 def test_the_memory_of_a_failed_pass_is_freed() -> None:
-    class Failing(Storage):
-        def put(self, name, buffers):
-            if threading.current_thread().name == "upkeep":
-                raise OSError("no space")
-            super().put(name, buffers)
-
-    storage = Failing("memory://")
-    writer = Writer(storage)
+    storage = WrappedStorage(Storage("memory://"), fails(on("put"), lambda _: OSError("no space")))
+    writer = Writer(storage.inner)
     upkeep = Upkeep(storage, None, compact_every=2)
     for manifest in (writer.snapshot(), writer.delta([1]), writer.delta([2])):
         upkeep.after(manifest.version)
