@@ -18,7 +18,7 @@ from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.storage.storage import Storage
 from tests.stores.rules import When, always, fails, on
 from tests.stores.wrapped import WrappedStorage
-from tests.stream.histories import Clock, ClockedStorage, History
+from tests.stream.histories import Clock, History, clocked
 
 _PATIENCE_SECONDS = 60
 
@@ -177,7 +177,7 @@ def read(storage: Storage, name: str) -> bytes:
 
 
 def a_history(seed: int, num_steps: int, clock: Clock | None = None) -> History:
-    history = History(Storage("memory://") if clock is None else ClockedStorage(clock), seed)
+    history = History(Storage("memory://") if clock is None else clocked(clock), seed)
     chance = random.Random(seed)
     for _ in range(num_steps):
         kind = chance.choice(["delta"] * 5 + ["claim", "snapshot", "compact"])

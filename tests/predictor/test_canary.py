@@ -23,7 +23,7 @@ from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from tests.predictor.serving import empty_model, eventually, same
-from tests.stream.histories import Clock, ClockedStorage, History
+from tests.stream.histories import Clock, History, clocked
 from tests.stream.streams import FQN, Writer
 from tests.sweeps import SWEEPS_ARE_WHOLE
 
@@ -88,7 +88,7 @@ def test_a_canary_stays_some_versions_behind(writer: Writer) -> None:
 def test_a_canary_stays_some_seconds_behind() -> None:
     clock = Clock()
     with clock.of_the_log():
-        writer = Writer(ClockedStorage(clock))
+        writer = Writer(clocked(clock))
         for number in range(10):
             clock.seconds += 10
             if number % 4 == 0:
@@ -105,7 +105,7 @@ def test_a_canary_stays_some_seconds_behind() -> None:
 
 def test_an_entry_of_a_clock_that_is_ahead_does_not_let_later_versions_pass() -> None:
     clock = Clock()
-    writer = Writer(ClockedStorage(clock))
+    writer = Writer(clocked(clock))
     bound = CanaryBound(Canary(seconds=600.0), StreamCursor(StreamLog(writer.storage)))
     with clock.of_the_log():
         first = writer.snapshot()
@@ -119,7 +119,7 @@ def test_an_entry_of_a_clock_that_is_ahead_does_not_let_later_versions_pass() ->
 def test_a_canary_waits_while_the_clock_of_the_next_publisher_is_behind() -> None:
     clock = Clock()
     with clock.of_the_log():
-        writer = Writer(ClockedStorage(clock))
+        writer = Writer(clocked(clock))
         writer.snapshot()
         clock.seconds += 100
         newest = writer.delta([1])
@@ -215,7 +215,7 @@ class _Run:
         self.chance, self.clock = random.Random(seed), clock
         choose = self.chance
         self.canary = choose.choice([Canary(versions=choose.randrange(1, 12)), Canary(seconds=choose.uniform(1, 300))])
-        self.history = History(ClockedStorage(clock), seed)
+        self.history = History(clocked(clock), seed)
         self.model = empty_model()
         self.predictor = Predictor(self.model, self.history.storage, canary=self.canary)
 

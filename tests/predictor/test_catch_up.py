@@ -20,7 +20,7 @@ from tests.monitor.figures import Figures
 from tests.predictor.serving import Breakable, empty_model, same
 from tests.stores.rules import fails, on
 from tests.stores.wrapped import WrappedStorage
-from tests.stream.histories import Clock, ClockedStorage, History
+from tests.stream.histories import Clock, History, clocked
 from tests.stream.streams import FQN, Writer
 from tests.sweeps import SWEEPS_ARE_WHOLE
 
@@ -272,7 +272,7 @@ def _steps(history: History, chance: random.Random, clock: Clock) -> Iterator[No
 def test_random_histories_end_with_the_rows_of_reading_each_version(seed: int) -> None:
     chance, clock = random.Random(seed), Clock()
     with clock.of_the_log():
-        history = History(ClockedStorage(clock), seed)
+        history = History(clocked(clock), seed)
         history.snapshot()
         late = [(model := empty_model(), Predictor(model, history.storage)) for _ in range(2)]
         for _ in _steps(history, chance, clock):

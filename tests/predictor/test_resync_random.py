@@ -17,7 +17,8 @@ from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from tests.predictor.serving import Follower, a_history, read
 from tests.predictor.waits import shorten_waits
-from tests.stream.histories import Clock, History, Killed
+from tests.stores.rules import Killed
+from tests.stream.histories import Clock, History, dies
 from tests.sweeps import num_examples
 
 
@@ -270,7 +271,6 @@ class Sleepers(Schedule):
         "sleep",
         "wake",
         "wake",
-        "busy",
         "sync",
         "newcomer",
     )
@@ -294,14 +294,9 @@ class Sleepers(Schedule):
         self.history.snapshot()
 
     def wake(self) -> None:
-        self.storage.dies = True
         for sleeper in self.asleep:
-            with contextlib.suppress(FencedError, Killed):
+            with self.storage.under(dies), contextlib.suppress(FencedError, Killed):
                 sleeper.delta()
-        self.storage.dies = False
-
-    def busy(self) -> None:
-        self.storage.refusals = 1
 
     def sync(self) -> None:
         self.one.sync(1)

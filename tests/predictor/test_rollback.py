@@ -30,7 +30,7 @@ from tests.predictor.breaking import Breaking
 from tests.predictor.serving import assert_holds, empty_model, eventually
 from tests.stores.rules import after, fails
 from tests.stores.wrapped import WrappedStorage
-from tests.stream.histories import Clock, ClockedStorage, History
+from tests.stream.histories import Clock, History, clocked
 from tests.stream.streams import FQN, Writer
 
 
@@ -69,7 +69,7 @@ def followed(history: History) -> tuple[Predictor, dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("is_compacted", [False, True])
 def test_rollback_to_every_version_and_forward(clock: Clock, seed: int, is_compacted: bool) -> None:
-    history = History(ClockedStorage(clock), seed)
+    history = History(clocked(clock), seed)
     history.fqns = ["a", "b", "c"]
     history.snapshot()
     chance = random.Random(seed)
@@ -97,7 +97,7 @@ def test_rollback_to_every_version_and_forward(clock: Clock, seed: int, is_compa
 
 
 def test_it_stays_there_while_following_until_it_is_released(clock: Clock, caplog) -> None:
-    history = History(ClockedStorage(clock), 1)
+    history = History(clocked(clock), 1)
     for _ in range(3):
         history.delta()
     predictor, model = followed(history)
@@ -119,7 +119,7 @@ def test_it_stays_there_while_following_until_it_is_released(clock: Clock, caplo
 
 
 def test_a_version_that_the_stream_lacks_changes_nothing(clock: Clock) -> None:
-    history = History(ClockedStorage(clock), 2)
+    history = History(clocked(clock), 2)
     for kind in ("delta", "snapshot", "delta", "delta"):
         clock.seconds += 10
         getattr(history, kind)()
@@ -144,7 +144,7 @@ def test_a_version_that_the_stream_lacks_changes_nothing(clock: Clock) -> None:
 
 def test_rollback_over_merged_versions(clock: Clock) -> None:
     """The versions in the middle were removed; a merged version replaces them."""
-    history = History(ClockedStorage(clock), 3)
+    history = History(clocked(clock), 3)
     for _ in range(4):
         history.delta()
     predictor, model = followed(history)
@@ -162,7 +162,7 @@ def test_rollback_over_merged_versions(clock: Clock) -> None:
 @pytest.mark.parametrize("kept", ["entry", "parts", "damaged"])
 def test_a_merged_snapshot_replaces_the_versions_before_it(clock: Clock, kept: str) -> None:
     """Retention keeps the entry before a claim, without its parts and without the entries before it."""
-    history = History(ClockedStorage(clock), 3)
+    history = History(clocked(clock), 3)
     for _ in range(3):
         history.delta()
     last = history.log.read(history.version)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from delta_tracker import Predictor, Storage
-from tests.stream.histories import Clock, ClockedStorage
+from tests.stream.histories import Clock, clocked
 from tests.stream.slow_s3 import slow_s3
 from tests.stream.streams import Writer
 
@@ -21,7 +21,7 @@ def clock() -> Iterator[Clock]:
 
 
 def test_the_status_counts_what_was_applied(clock: Clock) -> None:
-    writer = Writer(ClockedStorage(clock))
+    writer = Writer(clocked(clock))
     manifests = [writer.snapshot(), writer.delta([1, 2, 3])]
     predictor = Predictor(writer.model(), writer.storage)
     status = predictor.status()
@@ -40,7 +40,7 @@ def test_the_status_counts_what_was_applied(clock: Clock) -> None:
 def test_the_lag_does_not_depend_on_the_publishers_clock(clock: Clock, ahead: float) -> None:
     clock.seconds = time.time()
     with clock.of_the_log(ahead):
-        writer = Writer(ClockedStorage(clock))
+        writer = Writer(clocked(clock))
         writer.snapshot()
         predictor = Predictor(writer.model(), writer.storage)
         predictor.sync()
@@ -62,7 +62,7 @@ def test_the_lag_does_not_depend_on_the_publishers_clock(clock: Clock, ahead: fl
 
 
 def test_the_lag_behind_a_log_that_is_gone_is_unknown(clock: Clock) -> None:
-    writer = Writer(ClockedStorage(clock))
+    writer = Writer(clocked(clock))
     writer.snapshot()
     predictor = Predictor(writer.model(), writer.storage)
     predictor.sync()

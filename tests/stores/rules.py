@@ -58,6 +58,10 @@ def after(count: int, when: When = always) -> When:
     return nth(range(count + 1, sys.maxsize), when)
 
 
+class Killed(BaseException):
+    """Simulates a killed process, whose exception handlers do not run."""
+
+
 Fault: TypeAlias = str | type[BaseException] | Callable[[Operation], BaseException]
 """Reason of a :class:`StorageError`, type of an exception, or function that makes one."""
 

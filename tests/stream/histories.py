@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -21,8 +22,10 @@ from delta_tracker.stream.format.manifest import Block, DenseSpec, Manifest, Par
 from delta_tracker.stream.format.part_reader import read_parts
 from delta_tracker.stream.format.part_writer import PartWriter
 from delta_tracker.stream.log import Merged, StreamLog, part_name
-from delta_tracker.stream.storage.storage import Storage, StoredObject
+from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableSpec
+from tests.stores.rules import Dated, Killed
+from tests.stores.wrapped import Operation, Perform, WrappedStorage
 from tests.stream.streams import chunks_of
 
 State = dict[str, Tensor]
@@ -59,66 +62,17 @@ class Clock:
             yield
 
 
-class Killed(BaseException):
-    """Simulates a killed publisher process, whose exception handlers do not run."""
+def clocked(clock: Clock, resolution: float = 0.0) -> WrappedStorage:
+    """Return a store in memory that dates its objects by a clock, whose resolution is in seconds."""
+    return WrappedStorage(Storage("memory://"), Dated(clock, resolution))
 
 
-class ClockedStorage(Storage):
-    """A store in memory that dates its objects by a clock.
-
-    ``dies`` kills the publisher right after it creates the next object. ``refusals`` is how often the store answers
-    "try again" when an object is created. ``resolution`` is that of modification times in seconds, 0 for exact ones.
-    """
-
-    dies = False
-    refusals = 0
-
-    def __init__(self, clock: Clock, resolution: float = 0.0) -> None:
-        super().__init__("memory://")
-        self.clock = clock
-        self.resolution = resolution
-        self.times: dict[str, float] = {}
-
-    def _time(self) -> float:
-        return self.clock() // self.resolution * self.resolution if self.resolution else self.clock()
-
-    def put(self, name, buffers) -> None:
-        super().put(name, buffers)
-        self.times[name] = self._time()
-
-    def replace(self, name, data) -> None:
-        super().replace(name, data)
-        self.times[name] = self._time()
-
-    def create(self, name, data) -> bool:
-        created = super().create(name, data)
-        if created:
-            self.times[name] = self._time()
-            if self.dies:
-                raise Killed
-        return created
-
-    def _create_once(self, name, data) -> bool:
-        if self.refusals:
-            self.refusals -= 1
-            return False
-        return super()._create_once(name, data)
-
-    def read(self, name, *, transfer=None, **options):
-        data = super().read(name, transfer=transfer, **options)
-        if transfer is not None and data is not None:
-            transfer.modified = self.times.get(name, self.clock())
-        return data
-
-    def stat(self, name):
-        found = super().stat(name)
-        return None if found is None else StoredObject(name, found.num_bytes, self.times[name])
-
-    def objects(self, prefix, *, after=None) -> list[StoredObject]:
-        return [replace(each, modified=self.times[each.name]) for each in super().objects(prefix, after=after)]
-
-    def everything(self) -> list[str]:
-        return [name for prefix in ("drafts", "log", "merged", "parts") for name in self.names(prefix)]
+def dies(operation: Operation, perform: Perform) -> Any:
+    """Rule that kills the publisher right after it has created an object."""
+    answer = perform(operation)
+    if operation.kind == "create" and answer:
+        raise Killed
+    return answer
 
 
 def apply(state: State, storage: Storage, manifest: Manifest) -> State:

@@ -18,7 +18,9 @@ from delta_tracker.stream.log import Merged, StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.storage.storage import Storage
-from tests.stream.histories import Clock, ClockedStorage, History, Reader, State, apply, assert_equal
+from tests.stores.rules import calls, fails, nth, on
+from tests.stores.wrapped import WrappedStorage
+from tests.stream.histories import Clock, History, Reader, State, apply, assert_equal, clocked
 from tests.stream.streams import FQN, Writer
 
 _STEPS = ["delta"] * 6 + [
@@ -35,9 +37,8 @@ _STEPS = ["delta"] * 6 + [
 ]
 
 
-def step(name: str, history: History, readers: list[Reader], chance: random.Random) -> None:
+def step(name: str, history: History, readers: list[Reader], chance: random.Random, clock: Clock) -> None:
     """Run one step of a schedule."""
-    clock = getattr(history.storage, "clock", None)
     if name in ("delta", "claim", "snapshot"):
         getattr(history, name)()
     elif name == "fuzzy":
@@ -64,11 +65,11 @@ def test_every_reader_equals_a_reader_of_the_versions(steps: list[str], seed: in
     clock = Clock()
     chance = random.Random(seed)
     with clock.of_the_log():
-        history = History(ClockedStorage(clock), seed)
+        history = History(clocked(clock), seed)
         readers = [Reader(history)]
         readers[0].sync()
         for name in steps:
-            step(name, history, readers, chance)
+            step(name, history, readers, chance, clock)
             newcomer = Reader(history, chance.random())
             newcomer.sync()
             assert newcomer.resyncs == 0
@@ -235,35 +236,20 @@ def test_rows_that_do_not_fit_the_snapshots_blocks_are_in_separate_blocks(encodi
 
 
 def test_of_two_racing_compactions_one_wins_and_the_other_deletes_its_parts() -> None:
-    class Raced(Storage):
-        rival = None
-
-        def create(self, name, data):
-            if self.rival is not None:
-                rival, self.rival = self.rival, None
-                rival()
-            return super().create(name, data)
-
-    storage = Raced("memory://")
+    storage = Storage("memory://")
     history = History(storage, 2)
     history.delta(3)
     history.delta(3)
     won = []
-    storage.rival = lambda: won.append(compact(storage, fold=1e9))
-    assert [compact(storage, fold=1e9)] == won
+    rival = calls(nth(1, on("create")), before=lambda _: won.append(compact(storage, fold=1e9)))
+    assert [compact(WrappedStorage(storage, rival), fold=1e9)] == won
     named = {part.name for version in range(4) for part in history.log.read(version).parts}
     assert set(storage.names("parts")) == named | {part.name for part in won[0].parts}
     catch_up(history)
 
 
 def test_an_interrupt_leaves_orphans_only() -> None:
-    class Interrupted(Storage):
-        def create(self, name, data):
-            if name.startswith("merged/"):
-                raise KeyboardInterrupt
-            return super().create(name, data)
-
-    storage = Interrupted("memory://")
+    storage = WrappedStorage(Storage("memory://"), fails(on("create", name="merged/"), KeyboardInterrupt))
     history = History(storage, 2)
     history.delta(3)
     history.delta(3)

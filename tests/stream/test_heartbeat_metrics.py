@@ -10,7 +10,7 @@ from delta_tracker.stream.heartbeat import Heartbeat, leave_heartbeat
 from delta_tracker.stream.heartbeat_metrics import show_heartbeats
 from delta_tracker.stream.storage.storage import Storage
 from tests.monitor.clocks import ManualClock
-from tests.stream.histories import Clock, ClockedStorage
+from tests.stream.histories import Clock, clocked
 from tests.stream.streams import Writer
 
 
@@ -33,7 +33,7 @@ def beat(name: str, time: float, **changes) -> Heartbeat:
 def test_each_predictor_is_shown_and_a_dead_one_ages_out() -> None:
     clock, host = Clock(), ManualClock()
     clock.seconds = host.time_ns() / 1e9
-    storage, monitor = ClockedStorage(clock), Monitor(host)
+    storage, monitor = clocked(clock), Monitor(host)
 
     def go(seconds: float) -> None:
         clock.seconds += seconds
@@ -72,7 +72,7 @@ def test_wrong_clocks_change_no_age(ahead: float, who: str, caplog: pytest.LogCa
 
     clock, host = Clock(), WrongClock()
     clock.seconds = ManualClock().time_ns() / 1e9
-    storage, monitor = ClockedStorage(clock, resolution=1.0), Monitor(host)
+    storage, monitor = clocked(clock, resolution=1.0), Monitor(host)
     show_heartbeats(storage, monitor)
     for number in range(6):
         time = clock.seconds + (ahead if who == "predictor" else 0.0)

@@ -27,7 +27,9 @@ from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import HEARTBEAT_SECONDS, ORPHAN_SECONDS, Retained, Retention, retain
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import StateSpec, TableStates
-from tests.stream.histories import Clock, ClockedStorage, History, Reader
+from tests.stores.rules import Dated, calls, fails, nth, on
+from tests.stores.wrapped import Operation, WrappedStorage
+from tests.stream.histories import Clock, History, Reader, clocked
 from tests.stream.streams import Writer
 from tests.sweeps import SWEEPS_ARE_WHOLE
 
@@ -42,7 +44,7 @@ def clock():
 @pytest.fixture
 def history(clock: Clock) -> History:
     """Make the versions 0 claim, 1 snapshot, 2..5 deltas, 6 snapshot, 7..9 deltas, ten seconds apart."""
-    history = History(ClockedStorage(clock), 1)
+    history = History(clocked(clock), 1)
     for kind in ["delta"] * 4 + ["snapshot"] + ["delta"] * 3:
         clock.seconds += 10
         getattr(history, kind)()
@@ -58,6 +60,10 @@ def named(history: History) -> set[str]:
     log = history.log
     manifests = [log.read(version) for version in log.versions()] + [log.read_merged(each) for each in log.merged()]
     return {part.name for manifest in manifests for part in manifest.parts}
+
+
+def everything(storage: Storage) -> list[str]:
+    return [name for prefix in ("drafts", "log", "merged", "parts") for name in storage.names(prefix)]
 
 
 def assert_follows(history: History) -> None:
@@ -160,7 +166,7 @@ def test_superseded_merged_deltas_are_removed(history: History, clock: Clock) ->
 
 
 def test_consecutive_merged_deltas_are_kept(clock: Clock) -> None:
-    history = History(ClockedStorage(clock), 1)
+    history = History(clocked(clock), 1)
     for _ in range(5):
         history.delta(1)
     for log in (_Until(history.storage, 3), StreamLog(history.storage)):
@@ -210,7 +216,7 @@ def test_a_clock_that_was_put_back_makes_no_gap(history: History, clock: Clock) 
 def test_a_wrong_clock_of_a_publisher_changes_no_age(clock: Clock, ahead: float) -> None:
     clock.seconds = time.time() - 1000
     with clock.of_the_log(ahead):
-        history = History(ClockedStorage(clock), 1)
+        history = History(clocked(clock), 1)
         for kind in ["delta"] * 4 + ["snapshot"] + ["delta"] * 3:
             clock.seconds += 10
             getattr(history, kind)()
@@ -240,7 +246,8 @@ def test_an_object_dated_in_the_future_changes_no_age(clock: Clock, name: str) -
 def assert_nothing_expires(clock: Clock, name: str, began: float) -> None:
     """Check that a stream written from ``began`` on stays whole if ``name`` is dated 7000 s after its end."""
     clock.seconds = began
-    history = History(ClockedStorage(clock), 1)
+    dated = Dated(clock)
+    history = History(WrappedStorage(Storage("memory://"), dated), 1)
     for kind in ("delta", "snapshot", "delta"):
         for _ in range(3):
             getattr(history, kind)()
@@ -250,7 +257,7 @@ def assert_nothing_expires(clock: Clock, name: str, began: float) -> None:
     clock.seconds += 10
     if storage.size(name) is None:
         storage.replace(name, b"123")
-    storage.times[name] = clock.seconds + 7000
+    dated.times[name] = clock.seconds + 7000
     assert retain(storage, Retention(versions=1, grace_seconds=600)) == Retained()
     assert storage.size(in_flight) == 3
 
@@ -260,7 +267,7 @@ def test_a_clock_of_this_host_may_delay_retention_but_expires_nothing_early(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, ahead: float, num_versions: int
 ) -> None:
     clock.seconds = 1e9
-    history = History(ClockedStorage(clock), 1)
+    history = History(clocked(clock), 1)
     for kind in ["delta"] * 4 + ["snapshot"] + ["delta"] * 3:
         clock.seconds += 10
         getattr(history, kind)()
@@ -285,7 +292,7 @@ def test_no_reader_within_the_grace_period_loses_its_next_version(seed: int) -> 
     The lag of a reader is never negative, and is 0 only if no version is missing.
     """
     chance, clock = random.Random(seed), Clock()
-    storage = ClockedStorage(clock, resolution=chance.choice([0.0, 1.0]))
+    storage = clocked(clock, resolution=chance.choice([0.0, 1.0]))
 
     def skewed() -> float:
         return chance.choice([-7200.0, -3600.0, 0.0, 30.0, 3600.0])
@@ -331,7 +338,7 @@ def _check_lag(history: History, reader: Reader, cursor: StreamCursor) -> None:
 
 
 def test_claims_and_the_entries_before_them_stay_without_parts(clock: Clock) -> None:
-    history = History(ClockedStorage(clock), 1)
+    history = History(clocked(clock), 1)
     clock.seconds += 10
     for kind in ("delta", "claim", "claim", "delta", "delta", "claim", "snapshot", "delta"):
         getattr(history, kind)()
@@ -348,21 +355,13 @@ def test_claims_and_the_entries_before_them_stay_without_parts(clock: Clock) -> 
 
 
 def test_parts_that_a_pass_left_of_an_entry_that_stays_go_with_the_next_one(clock: Clock) -> None:
-    history = History(ClockedStorage(clock), 1)
+    history = History(clocked(clock), 1)
     for kind in ("claim", "snapshot", "delta"):
         getattr(history, kind)()
-    storage, delete = history.storage, history.storage.delete
+    storage = history.storage
     (part,) = history.log.read(1).parts
-
-    def dies(name: str) -> None:
-        if name == part.name:
-            raise KeyboardInterrupt
-        delete(name)
-
-    storage.delete = dies
-    with pytest.raises(KeyboardInterrupt):
+    with storage.under(fails(on("delete", name=part.name), KeyboardInterrupt)), pytest.raises(KeyboardInterrupt):
         retain(storage, Retention(versions=1, grace_seconds=0), clock)
-    storage.delete = delete
     assert storage.size(part.name) is not None
     assert retain(storage, Retention(versions=1, grace_seconds=0), clock).num_bytes == part.num_bytes
     assert storage.size(part.name) is None
@@ -440,30 +439,18 @@ def test_the_draft_of_a_running_upload_stays(tmp_path: Path) -> None:
 
 def test_parts_of_an_entry_that_comes_while_orphans_are_listed_stay(clock: Clock) -> None:
     """Parts are listed before entries are read: a commit in between references parts that were listed."""
-
-    class Late(ClockedStorage):
-        commit = None
-
-        def objects(self, prefix, *, after=None):
-            found = super().objects(prefix, after=after)
-            if prefix == "parts" and self.commit is not None:
-                commit, self.commit = self.commit, None
-                commit()
-            return found
-
-    storage = Late(clock)
+    dated = Dated(clock)
+    storage = WrappedStorage(Storage("memory://"), dated)
     history = History(storage, 3)
-    put = storage.put
 
-    def slow_put(name, buffers):
-        put(name, buffers)
-        storage.times[name] -= 2 * ORPHAN_SECONDS  # it was written long ago
+    def age(operation: Operation, _: object) -> None:
+        dated.times[operation.name] -= 2 * ORPHAN_SECONDS  # it was written long ago
 
-    storage.put = slow_put
-    storage.commit = lambda: compact(storage, fold=1e9, now=clock)
+    storage.rules.insert(0, calls(on("put"), after=age))
     history.delta()
     history.delta()
-    assert retain(storage, Retention(), clock) == Retained()
+    commits = calls(nth(1, on("objects", name="parts")), after=lambda *_: compact(storage, fold=1e9, now=clock))
+    assert retain(WrappedStorage(storage, commits), Retention(), clock) == Retained()
     assert_follows(history)
 
 
@@ -472,10 +459,10 @@ def test_an_entry_that_cannot_be_read_stops_it_before_it_begins(history: History
     storage = history.storage
     storage.delete(name)
     storage.create(name, b"{}")
-    before = storage.everything()
+    before = everything(storage)
     with pytest.raises(MalformedError):
         retain(storage, Retention(versions=1, grace_seconds=0), clock)
-    assert storage.everything() == before
+    assert everything(storage) == before
 
 
 def test_nothing_is_removed_from_an_empty_store() -> None:
@@ -487,7 +474,7 @@ def test_nothing_is_removed_from_an_empty_store() -> None:
 
 @pytest.mark.parametrize("num_later", [1, 2, 5])
 def test_a_sleeper_past_retention_is_fenced_and_leaves_nothing(clock: Clock, num_later: int) -> None:
-    history = History(ClockedStorage(clock), 4)
+    history = History(clocked(clock), 4)
     sleeper = history.held
     history.claim()
     history.snapshot()
@@ -506,7 +493,7 @@ def test_a_sleeper_past_retention_is_fenced_and_leaves_nothing(clock: Clock, num
 
 def test_two_sleepers_of_neighboring_versions_are_both_fenced(clock: Clock) -> None:
     """For a moment the entry of one has the name of the other's parent, but not its bytes."""
-    history = History(ClockedStorage(clock), 4)
+    history = History(clocked(clock), 4)
     first = history.held
     history.claim()
     second = history.held
@@ -535,12 +522,11 @@ def test_two_sleepers_of_neighboring_versions_are_both_fenced(clock: Clock) -> N
 @pytest.mark.parametrize("kind", ["claim", "snapshot", "delta"])
 def test_a_sleeper_between_entry_and_answer_deletes_nothing(clock: Clock, kind: str) -> None:
     """Its entry is part of the log, although its parent was removed before it wakes up."""
-    history = History(ClockedStorage(clock), 5)
+    history = History(clocked(clock), 5)
     storage, history.states[2] = history.storage, history.state
     kept = [0, 1, 2, 3, 4, 5] if kind == "claim" else [0, 2, 3, 4, 5]  # a claim, and the entry before it
 
-    def sleep(name: str) -> None:
-        storage.wakes = lambda name: None
+    def sleep(*_: object) -> None:
         clock.seconds += 1000
         other = History.__new__(History)
         other.__dict__ |= history.__dict__
@@ -551,15 +537,7 @@ def test_a_sleeper_between_entry_and_answer_deletes_nothing(clock: Clock, kind: 
         retain(storage, Retention(versions=4), clock)
         assert history.log.versions() == kept
 
-    storage.wakes = sleep
-    create = storage.create
-
-    def sleepy_create(name, data):
-        created = create(name, data)
-        storage.wakes(name)
-        return created
-
-    storage.create = sleepy_create
+    storage.rules.append(calls(nth(1, on("create")), after=sleep))
     if kind == "claim":
         assert history.log.claim().head.version == 2
     else:
@@ -569,7 +547,7 @@ def test_a_sleeper_between_entry_and_answer_deletes_nothing(clock: Clock, kind: 
 
 def test_a_head_whose_parent_was_removed_is_kept(clock: Clock) -> None:
     """Retention keeps the parent of the head, so a publisher that slept after its last entry continues."""
-    history = History(ClockedStorage(clock), 6)
+    history = History(clocked(clock), 6)
     history.snapshot()
     clock.seconds += 1000
     retain(history.storage, Retention(versions=1), clock)
@@ -579,23 +557,18 @@ def test_a_head_whose_parent_was_removed_is_kept(clock: Clock) -> None:
 
 
 def test_a_claim_of_a_store_that_was_empty_starts_no_second_stream(clock: Clock) -> None:
-    storage = ClockedStorage(clock)
-    log = StreamLog(storage)
-    create = storage.create
+    storage = clocked(clock)
 
-    def sleepy_create(name, data):
-        storage.create = create
+    def sleep(_: Operation) -> None:
         history = History(storage, 7)
         history.snapshot()
         history.delta()
         clock.seconds += 1000
         retain(storage, Retention(versions=1), clock)
-        return create(name, data)
 
-    storage.create = sleepy_create
-    held = log.claim()
+    held = StreamLog(WrappedStorage(storage, calls(nth(1, on("create")), before=sleep))).claim()
     assert (held.head.version, held.head.generation) == (4, 2)
-    assert log.versions() == [0, 2, 3, 4]
+    assert StreamLog(storage).versions() == [0, 2, 3, 4]
 
 
 def test_entries_that_a_sleeper_left_below_the_log_are_removed(history: History, clock: Clock) -> None:
@@ -621,16 +594,8 @@ def test_a_listing_that_misses_an_entry_makes_no_gap(history: History, clock: Cl
 def test_two_concurrent_passes_remove_what_one_removes(history: History, clock: Clock, count: int) -> None:
     """A complete second pass runs in the middle of the first."""
     storage, retention = history.storage, Retention(versions=1, grace_seconds=0)
-    delete, left = storage.delete, [count]
-
-    def interrupted(name):
-        left[0] -= 1
-        if left[0] == 0:
-            retain(storage, retention, clock)
-        delete(name)
-
-    storage.delete = interrupted
-    retain(storage, retention, clock)
+    rival = calls(nth(count, on("delete")), before=lambda _: retain(storage, retention, clock))
+    retain(WrappedStorage(storage, rival), retention, clock)
     assert versions(history) == [0, 6, 7, 8, 9]
     assert set(storage.names("parts")) == named(history)
     assert_follows(history)
@@ -657,17 +622,15 @@ def test_invalid_bounds_are_refused(name: str, value: object) -> None:
 
 @pytest.mark.advice("StorageError: _Compaction._create")
 def test_a_compaction_that_takes_too_long_names_no_parts(history: History, clock: Clock) -> None:
-    storage, put = history.storage, history.storage.put
+    storage = history.storage
 
-    def slow_put(name, buffers):
+    def wait(_: Operation) -> None:
         clock.seconds += ORPHAN_SECONDS / 2 + 1
-        put(name, buffers)
 
-    storage.put = slow_put
-    with pytest.raises(StorageError, match=r"took 1801 s.*Compact more often"):
+    slow = calls(on("put"), before=wait)
+    with storage.under(slow), pytest.raises(StorageError, match=r"took 1801 s.*Compact more often"):
         compact(storage, now=clock)
     assert history.log.merged() == []
-    storage.put = put
     assert compact(storage, now=clock)
     assert history.log.merged()
 
@@ -729,7 +692,7 @@ def test_a_pass_syncs_before_and_between_its_deletions(
 def states_writer(clock: Clock) -> Writer:
     """Make the versions 0 claim, 1 snapshot, 2 delta, 3 snapshot, 4 delta of format 2, ten seconds apart."""
     states = TableStates("EXACT_TEST", ((0, 4),), (StateSpec("sum", torch.float32, "range"),))
-    writer = Writer(ClockedStorage(clock), states=states)
+    writer = Writer(clocked(clock), states=states)
     writer.training = [pack({"rank": rank}, "state") for rank in range(2)]
     for number in range(4):
         clock.seconds += 10

@@ -14,7 +14,7 @@ from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import ORPHAN_SECONDS, Retained, Retention, RetentionPasses, retain
 from delta_tracker.stream.storage.storage import Storage
 from tests.stores.wrapped import WrappedStorage
-from tests.stream.histories import Clock, ClockedStorage, History
+from tests.stream.histories import Clock, History, clocked
 from tests.stream.streams import Writer
 from tests.sweeps import SWEEPS_ARE_WHOLE
 
@@ -39,7 +39,7 @@ def test_a_pass_that_deletes_nothing_reads_only_new_entries(num_versions: int) -
 def test_orphans_are_deleted_by_a_pass_after_ten_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     with clock.of_the_log():
-        history = History(ClockedStorage(clock), 1)
+        history = History(clocked(clock), 1)
         passes = RetentionPasses(history.log, Retention(), clock)
         assert passes.run() == Retained()
         part = f"parts/{1:020d}-g1-r0-{'a' * 16}.safetensors"
@@ -99,7 +99,7 @@ def test_passes_of_one_process_delete_what_separate_ones_delete_within_the_grace
     """After each pass, a separate pass finds nothing to delete. Other processes run passes at the same time."""
     choose, clock = random.Random(seed), Clock()
     with clock.of_the_log():
-        history = History(ClockedStorage(clock), seed)
+        history = History(clocked(clock), seed)
         retention = _bounds(choose, bound)
         passes = RetentionPasses(StreamLog(history.storage), retention, clock)
         for _ in range(30):

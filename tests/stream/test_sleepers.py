@@ -8,9 +8,12 @@ import copy
 import pytest
 
 from delta_tracker.errors import FencedError
+from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from tests.predictor.serving import Follower
-from tests.stream.histories import Clock, ClockedStorage, History, Killed
+from tests.stores.rules import Killed, calls, nth, on
+from tests.stores.wrapped import Operation, WrappedStorage
+from tests.stream.histories import Clock, History, clocked, dies
 from tests.stream.interleavings import explore
 
 _IN_LONG_SWEEPS = pytest.mark.sweep("long", only=True)  # up to a minute
@@ -36,7 +39,7 @@ def assert_reads_the_history(follower: Follower, history: History) -> None:
 def test_what_a_fenced_publisher_leaves_when_it_is_killed_is_never_served(is_answer_lost: bool) -> None:
     clock = Clock()
     with clock.of_the_log():
-        storage = ClockedStorage(clock)
+        storage = clocked(clock)
         history = History(storage, 4)
         slow = Follower(history)
         if is_answer_lost:  # its newest version is in the log, but it got no answer
@@ -51,10 +54,9 @@ def test_what_a_fenced_publisher_leaves_when_it_is_killed_is_never_served(is_ans
         late = Follower(history)
         assert late.sync(1) is None
         go_on(history, clock)
-        storage.dies = True
-        with contextlib.suppress(Killed, FencedError):  # fenced if it could not create its entry
+        # It is fenced if it could not create its entry.
+        with storage.under(dies), contextlib.suppress(Killed, FencedError):
             sleeper.delta(3)
-        storage.dies = False
         for follower in (slow, late):
             assert_reads_the_history(follower, history)
 
@@ -62,26 +64,21 @@ def test_what_a_fenced_publisher_leaves_when_it_is_killed_is_never_served(is_ans
 def test_the_claim_of_a_publisher_that_is_killed_is_never_served() -> None:
     clock = Clock()
     with clock.of_the_log():
-        storage = ClockedStorage(clock)
+        storage = clocked(clock)
         history = History(storage, 4)
         slow = Follower(history)
         assert slow.sync() is None
-        create = storage.create
 
-        def sleep(name: str, data: bytes) -> bool:
-            storage.create = create
+        def sleep(_: Operation) -> None:
             history.delta(3)  # at the name of the next claim
             history.snapshot()
             history.delta(3)
             clock.seconds += 1000
             retain(storage, Retention(versions=1), clock)
-            storage.dies = True
-            return create(name, data)
 
-        storage.create = sleep
+        sleeper = WrappedStorage(storage, dies, calls(nth(1, on("create")), before=sleep))
         with pytest.raises(Killed):
-            history.log.claim()
-        storage.dies = False
+            StreamLog(sleeper).claim()
         assert_reads_the_history(slow, history)
 
 

@@ -12,57 +12,23 @@ import pytest
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.storage.storage import Storage
-from tests.stream.histories import Clock, ClockedStorage, History, Reader
-
-
-class Killed(ClockedStorage):
-    """Fails before or after its n-th operation and at all later ones, like a killed process."""
-
-    left = -1
-    is_after = False
-    num_operations = 0
-
-    def _around(self, call):
-        self.num_operations += 1
-        if self.left == 0:
-            raise KeyboardInterrupt
-        if self.left > 0:
-            self.left -= 1
-        if self.left == 0 and not self.is_after:
-            raise KeyboardInterrupt
-        found = call()
-        if self.left == 0:
-            raise KeyboardInterrupt
-        return found
-
-    def put(self, name, buffers):
-        self._around(lambda: super(Killed, self).put(name, buffers))
-
-    def create(self, name, data):
-        return self._around(lambda: super(Killed, self).create(name, data))
-
-    def read(self, name, **bound):
-        return self._around(lambda: super(Killed, self).read(name, **bound))
-
-    def read_range(self, name, begin, end):
-        return self._around(lambda: super(Killed, self).read_range(name, begin, end))
-
-    def size(self, name):
-        return self._around(lambda: super(Killed, self).size(name))
-
-    def delete(self, name):
-        self._around(lambda: super(Killed, self).delete(name))
-
-    def objects(self, prefix, *, after=None):
-        return self._around(lambda: super(Killed, self).objects(prefix, after=after))
+from tests.stores.rules import after, fails, loses_answers, nth
+from tests.stores.wrapped import Rule
+from tests.stream.histories import Clock, History, Reader, clocked
 
 
 def _compacted(fold: float):
-    return lambda storage: compact(storage, fold=fold, now=storage.clock)
+    return lambda storage, clock: compact(storage, fold=fold, now=clock)
 
 
-def _retained(storage: Storage) -> None:
-    retain(storage, Retention(versions=1, grace_seconds=0), storage.clock)
+def _retained(storage: Storage, clock: Clock) -> None:
+    retain(storage, Retention(versions=1, grace_seconds=0), clock)
+
+
+def _killed(number: int, *, is_after: bool) -> tuple[Rule, ...]:
+    """Return rules that fail before or after an operation, and at all later ones."""
+    later = fails(after(number if is_after else number - 1), KeyboardInterrupt)
+    return (later, loses_answers(nth(number), KeyboardInterrupt)) if is_after else (later,)
 
 
 @pytest.mark.parametrize("work", [_compacted(1e9), _compacted(1e-9), _retained], ids=["delta", "snapshot", "retention"])
@@ -73,21 +39,21 @@ def test_after_a_kill_anywhere_readers_continue_and_another_pass_finishes(work, 
     while not is_through:
         clock = Clock()
         with clock.of_the_log():
-            storage = Killed(clock)
+            storage = clocked(clock)
             history = History(storage, 8)
-            behind = _readers_on_the_way(history)
-            storage.num_operations, storage.left, storage.is_after = 0, count + 1, is_after
-            try:
-                work(storage)
-                is_through = True
-            except KeyboardInterrupt:
-                assert storage.num_operations == count + 1
-            storage.left = -1
+            behind = _readers_on_the_way(history, clock)
+            storage.take()
+            with storage.under(*_killed(count + 1, is_after=is_after)):
+                try:
+                    work(storage, clock)
+                    is_through = True
+                except KeyboardInterrupt:
+                    assert storage.count() == count + 1
             for reader in [copy.copy(each) for each in behind] + [Reader(history)]:
                 reader.sync()
                 assert reader.held.version == history.version
             clock.seconds += 4000
-            work(storage)
+            work(storage, clock)
             storage.replace("predictors/live.json", b"")
             for _ in range(2):  # the second pass removes what the first superseded
                 retain(storage, Retention(versions=1), clock)
@@ -99,18 +65,18 @@ def test_after_a_kill_anywhere_readers_continue_and_another_pass_finishes(work, 
     assert count > 10
 
 
-def _readers_on_the_way(history: History) -> list[Reader]:
+def _readers_on_the_way(history: History, clock: Clock) -> list[Reader]:
     """Return readers at three versions of a stream with merged versions and a fuzzy snapshot before its head."""
     readers = [Reader(history, seed) for seed in range(3)]
     for reader, fold in zip(readers, [1e9, 1e-9, 1e9], strict=True):
         reader.sync()
         history.delta(2)
         history.delta(2)
-        compact(history.storage, fold=fold, now=history.storage.clock)
+        compact(history.storage, fold=fold, now=clock)
     history.snapshot(is_fuzzy=True)
     history.delta(2)
     history.delta(2)
-    history.storage.clock.seconds += 10
+    clock.seconds += 10
     return readers
 
 
