@@ -56,12 +56,12 @@ class KernelMemory:
         Flushes the kernel's caches first, without overlapping a prefetch. Inside ``with one_cut()``, only the first
         call for a kernel flushes them.
         """
-        flushed = _THREAD.flushed
-        if flushed is None or self not in flushed:
+        cut = _THREAD.cut()
+        if cut is None or self not in cut.flushed:
             with between_prefetches(tbe_of(self._module)):
                 self._module.flush()
-        if flushed is not None:
-            flushed.add(self)
+        if cut is not None:
+            cut.flushed.add(self)
         return self._weights()[slot][0]
 
     def rows(self, slot: int, ids: Tensor) -> Tensor:
@@ -149,25 +149,26 @@ class _Statement:
         self.flushed: set[KernelMemory] = set()
 
 
+_ENDED = ref(_Statement())
+
+
 class _Thread(threading.local):
     """State of the ``with`` statements of this module that are active in this thread.
 
     The statements are held by their frames only: one whose end is interrupted must not count as active for ever.
+
+    Attributes:
+        cut: the active ``with one_cut()``.
+        in_place: the innermost active ``with reading_in_place()``.
     """
 
-    cut: ref[_Statement] | None = None
-    in_place: ref[_Statement] | None = None
-
-    @property
-    def flushed(self) -> set[KernelMemory] | None:
-        """Kernels that were flushed inside ``with one_cut()``; None outside of it."""
-        statement = None if self.cut is None else self.cut()
-        return None if statement is None else statement.flushed
+    cut: ref[_Statement] = _ENDED
+    in_place: ref[_Statement] = _ENDED
 
     @property
     def reads_in_place(self) -> bool:
         """True inside ``with reading_in_place()``."""
-        return self.in_place is not None and self.in_place() is not None
+        return self.in_place() is not None
 
 
 _THREAD = _Thread()
@@ -183,7 +184,7 @@ def one_cut() -> AbstractContextManager[None]:
     the cache was flushed. Writes of other threads count as changes after the cut. Nested calls have no effect, and
     neither have calls inside :func:`reading_in_place`, where :meth:`KernelMemory.rows` flushes nothing.
     """
-    if _THREAD.flushed is None and not _THREAD.reads_in_place:
+    if _THREAD.cut() is None and not _THREAD.reads_in_place:
         return _outermost_cut()
     return _NESTED  # avoids a generator: hooks call this function for each table of each batch
 
@@ -195,7 +196,7 @@ def _outermost_cut() -> Iterator[None]:
     try:
         yield
     finally:
-        _THREAD.cut = None
+        _THREAD.cut = _ENDED
 
 
 @contextmanager
