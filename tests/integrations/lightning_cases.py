@@ -264,7 +264,7 @@ class _Counts(lightning.Callback):
         return tracker
 
     def publish(self, tracker: ModelDeltaTracker) -> Publisher:
-        return Publisher(tracker, self.url, cadence=Cadence(batches=1), timeout=timedelta(seconds=10))
+        return Publisher(tracker, self.url, cadence=Cadence(batches=1), timeout=timedelta(seconds=60))
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         self.seen.append([held(self.counters), totals(self.counters)])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-import time
 from collections.abc import Callable
 
 import torch
@@ -19,8 +18,7 @@ from delta_tracker.stream.storage.storage import Storage
 from tests.stores.rules import When, always, fails, on
 from tests.stores.wrapped import WrappedStorage
 from tests.stream.histories import Clock, History, clocked
-
-_PATIENCE_SECONDS = 60
+from tests.waiting import eventually
 
 
 def empty_model() -> dict[str, Tensor]:
@@ -60,14 +58,6 @@ def assert_is_between(model: dict[str, Tensor], history: History, version: int, 
         states = [history.states[each].get(name, held) for each in versions]
         matches = torch.stack([_equal_elements(found, state) for state in states])
         assert matches.any(0).all(), f"{name} has rows that are older than version {version} or newer than {begun}"
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    """Wait for a condition that another thread makes true; fail after a timeout."""
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.001)
 
 
 class PanicException(BaseException):

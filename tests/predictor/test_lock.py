@@ -9,13 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from delta_tracker.predictor.lock import TableLock
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.0005)
+from tests.waiting import eventually
 
 
 def _start(*works: Callable[[], None]) -> list[threading.Thread]:
@@ -27,7 +21,7 @@ def _start(*works: Callable[[], None]) -> list[threading.Thread]:
 
 def _join(threads: list[threading.Thread]) -> None:
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive(), "it waits for ever"
 
 
@@ -76,18 +70,18 @@ def test_readers_that_wait_for_a_write_enter_before_the_next_write() -> None:
         with lock.writing():
             order.append(name)
             if may_end is not None:
-                assert may_end.wait(20)
+                assert may_end.wait(60)
 
     def read() -> None:
         with lock.reading():
             order.append("read")
 
     threads = _start(lambda: write("first", first_may_end))
-    _until(lambda: order == ["first"])
+    eventually(lambda: order == ["first"])
     threads += _start(read, read)
-    _until(lambda: _waiting(lock) == (2, 0))
+    eventually(lambda: _waiting(lock) == (2, 0))
     threads += _start(lambda: write("second", None))
-    _until(lambda: _waiting(lock) == (2, 1))
+    eventually(lambda: _waiting(lock) == (2, 1))
     first_may_end.set()
     _join(threads)
     assert order == ["first", "read", "read", "second"]
@@ -101,18 +95,18 @@ def test_a_waiting_writer_enters_before_later_readers() -> None:
         with lock.reading():
             order.append(name)
             if may_end is not None:
-                assert may_end.wait(20)
+                assert may_end.wait(60)
 
     def write() -> None:
         with lock.writing():
             order.append("write")
 
     threads = _start(lambda: read("first", first_may_end))
-    _until(lambda: order == ["first"])
+    eventually(lambda: order == ["first"])
     threads += _start(write)
-    _until(lambda: _waiting(lock) == (0, 1))
+    eventually(lambda: _waiting(lock) == (0, 1))
     threads += _start(lambda: read("second", None))
-    _until(lambda: _waiting(lock) == (1, 1))
+    eventually(lambda: _waiting(lock) == (1, 1))
     first_may_end.set()
     _join(threads)
     assert order == ["first", "write", "second"]
@@ -126,10 +120,10 @@ def test_an_interrupted_reader_blocks_no_other_thread(monkeypatch: pytest.Monkey
     def write() -> None:
         with lock.writing():
             held.set()
-            hold.wait(20)
+            hold.wait(60)
 
     threads = _start(write)
-    assert held.wait(20)
+    assert held.wait(60)
     ordinary = lock._may_read.wait
 
     def interrupted(timeout: float | None = None) -> None:
@@ -156,26 +150,26 @@ def test_an_interrupted_writer_blocks_no_other_thread(monkeypatch: pytest.Monkey
     def first() -> None:
         with lock.reading():
             held.set()
-            hold.wait(20)
+            hold.wait(60)
 
     def second() -> None:
         with lock.reading():
             read.append(True)
 
     threads = _start(first)
-    assert held.wait(20)
+    assert held.wait(60)
 
     def interrupted(timeout: float | None = None) -> None:
         lock._mutex.release()
         threads.extend(_start(second))
-        _until(lambda: _waiting(lock)[0] == 1)
+        eventually(lambda: _waiting(lock)[0] == 1)
         lock._mutex.acquire()
         raise KeyboardInterrupt
 
     monkeypatch.setattr(lock._may_write, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt), lock.writing():
         pass
-    _until(lambda: bool(read))
+    eventually(lambda: bool(read))
     hold.set()
     _join(threads)
     assert _waiting(lock) == (0, 0)

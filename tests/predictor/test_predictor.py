@@ -35,6 +35,7 @@ from delta_tracker.stream.format.part_writer import PartWriter
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableSpec
 from tests.stream.streams import FQN, Writer
+from tests.waiting import eventually
 
 
 @pytest.fixture
@@ -254,21 +255,20 @@ def test_follow_applies_in_the_background_and_readers_see_whole_rows(tmp_path: P
 
     def read() -> None:
         while not done.is_set():
-            with predictor.reading() as version:
+            with predictor.reading() as served:
                 rows = model[FQN].clone()
-            versions.add(version)
+            versions.add(served.version)
             torn.extend((rows.amin(dim=1) != rows.amax(dim=1)).nonzero().tolist())
 
-    reader = threading.Thread(target=read)
+    reader = threading.Thread(target=read, daemon=True)
     reader.start()
+    eventually(lambda: versions)
     for value in range(30):
         writer.table.fill_(value)
         last = writer.snapshot()
-    deadline = time.monotonic() + 30
-    while predictor.version != last.version and time.monotonic() < deadline:
-        time.sleep(0.001)
+    eventually(lambda: last.version in versions)
     done.set()
-    reader.join(30)
+    reader.join()
     predictor.stop()
     predictor.stop()
     assert not torn
@@ -281,10 +281,7 @@ def test_an_error_in_the_background_reaches_the_caller(writer: Writer, tmp_path:
     _truncate(tmp_path / part.name)
     predictor = Predictor(writer.model(), writer.storage)
     predictor.follow(poll_seconds=0.001)
-    deadline = time.monotonic() + 30
-    while predictor.error is None and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert isinstance(predictor.error, CorruptPartError)
+    eventually(lambda: isinstance(predictor.error, CorruptPartError))
     with pytest.raises(CorruptPartError):
         predictor.stop()
 
@@ -427,7 +424,7 @@ def test_readers_read_together_and_may_nest_but_not_wait_for_themselves(writer: 
     writer.snapshot()
     predictor = Predictor(writer.model(), writer.storage)
     predictor.sync()
-    together = threading.Barrier(3, timeout=20)
+    together = threading.Barrier(3, timeout=60)
 
     def read() -> None:
         with predictor.reading(), predictor.reading():
@@ -437,7 +434,7 @@ def test_readers_read_together_and_may_nest_but_not_wait_for_themselves(writer: 
     for reader in readers:
         reader.start()
     for reader in readers:
-        reader.join(30)
+        reader.join()
     assert not together.broken
     predictor.follow()
     with predictor.reading():
@@ -447,23 +444,16 @@ def test_readers_read_together_and_may_nest_but_not_wait_for_themselves(writer: 
     predictor.stop()
 
 
-def _wait(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def test_following_continues_once_a_fault_is_repaired(writer: Writer, tmp_path: Path) -> None:
     part = tmp_path / writer.snapshot().parts[0].name
     content = part.read_bytes()
     _truncate(part)
     predictor = Predictor(writer.model(), writer.storage)
     predictor.follow(poll_seconds=0.001)
-    _wait(lambda: isinstance(predictor.error, CorruptPartError))
+    eventually(lambda: isinstance(predictor.error, CorruptPartError))
     part.write_bytes(content)
-    _wait(lambda: predictor.version == 1)
-    _wait(lambda: predictor.error is None)
+    eventually(lambda: predictor.version == 1)
+    eventually(lambda: predictor.error is None)
     predictor.stop()
     for seconds in (-1, float("nan"), float("inf"), 1e30):
         with pytest.raises(InvalidArgumentError, match="poll_seconds"):

@@ -16,7 +16,7 @@ from delta_tracker.stream.storage.storage import Storage
 from tests.predictor.serving import Breakable, eventually
 from tests.stream.streams import FQN, Writer
 
-_LONG_SECONDS = 10.0
+_LONG_SECONDS = 60.0
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterable, Iterator
 from concurrent import futures
 from typing import Any
@@ -27,8 +26,9 @@ from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import DeltaRows
 from tests.models import Spec, Table, batch, ordinary_optimizer, shard
 from tests.publisher.publishing_cases import attempt, empty_model
+from tests.waiting import eventually
 
-_PATIENCE = 30.0
+_PATIENCE = 60.0
 
 
 class Trainer:
@@ -327,9 +327,7 @@ def kept_up(rank: int, world_size: int, url: str) -> dict[str, Any]:
             if rank == 0 and upkeep is not None and upkeep._thread is not None:
                 upkeep._thread.join()
         dist.barrier()
-        deadline = time.monotonic() + _PATIENCE
-        while predictor.version != last.version and time.monotonic() < deadline:
-            time.sleep(0.001)
+        eventually(lambda: predictor.version == last.version)
         predictor.stop()
         trainer.assert_equal(last, follower)
         publisher.close()

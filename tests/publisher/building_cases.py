@@ -39,8 +39,8 @@ from tests.publisher.publishing_cases import attempt, is_interrupted
 
 _TIMEOUT = timedelta(seconds=1)
 _GROUP_TIMEOUT = timedelta(seconds=90)  # of the default group: far above the time in which a rank must raise
-_SLACK_SECONDS = 15.0
-_LIFE_SECONDS = 60
+_SLACK_SECONDS = 45.0
+_LIFE_SECONDS = 120
 _FILES = ("distributed_c10d.py", "process_group.py", "exchange.py", "coordinator.py")
 _MAX_STEPS = 150
 _MAX_DELAY = 0.03
@@ -52,7 +52,7 @@ def interrupted(rank: int, world_size: int, url: str) -> int:
     with ModelDeltaTracker(shard(spec)) as tracker:
 
         def build() -> Publisher:
-            return Publisher(tracker, url, timeout=timedelta(seconds=15))
+            return Publisher(tracker, url, timeout=timedelta(seconds=60))
 
         assert rank or is_interrupted(build)
         dist.barrier()
@@ -62,12 +62,12 @@ def interrupted(rank: int, world_size: int, url: str) -> int:
 
 def failed_callback(rank: int, world_size: int) -> str:
     """An error of the function that is called during a wait is raised, and the wait can be repeated."""
-    group = RankGroup("callback", "failed_callback()", timedelta(seconds=15))
+    group = RankGroup("callback", "failed_callback()", timedelta(seconds=60))
     dist.barrier()
     message = "not called"
     if rank:
         store: Any = dist.distributed_c10d._get_default_store()
-        store.wait(["callback failed"], timedelta(seconds=15))
+        store.wait(["callback failed"], timedelta(seconds=60))
         return str(float(group.all_gather(torch.ones(1))[0]))
     gathering = group.start_all_gather(torch.zeros(1))
 
@@ -92,7 +92,7 @@ def lone(rank: int, world_size: int, url: str) -> dict[str, Any]:
         for _ in range(2 if rank == 0 else 0):
             begin = time.monotonic()
             messages.append(attempt(lambda: Publisher(tracker, url, timeout=timedelta(seconds=0.5))))
-            assert time.monotonic() - begin < 10
+            assert time.monotonic() - begin < 60
             assert tracker.get_delta(commit=False).num_rows == 0, "the consumer is free"
             assert set(threading.enumerate()) == threads
         dist.barrier()

@@ -106,7 +106,7 @@ def version_source(
     """
     every: Any = tracker
     recorder = Recorder("publisher", tracker, monitor=Monitor())
-    exchange = Exchange(timedelta(seconds=20))
+    exchange = Exchange(timedelta(seconds=60))
     source = VersionSource(every, None, top_k=None, dense=None, encoding=encoding, exchange=exchange, recorder=recorder)
     source._dense = lambda: dict(dense or {})  # type: ignore[method-assign]  # the choice of tensors needs TorchRec
     return source

@@ -556,7 +556,7 @@ def interrupted_among_ranks(rank: int, world_size: int, url: str, top_k: int | N
     generator = torch.Generator().manual_seed(rank)
     with ModelDeltaTracker(model, mode=TrackingMode.EMBEDDING) as tracker:
         budget = None if top_k is None else TopK(rows=top_k)
-        publisher = Publisher(tracker, url, top_k=budget, timeout=timedelta(seconds=20))
+        publisher = Publisher(tracker, url, top_k=budget, timeout=timedelta(seconds=60))
         held = empty_model(tracker)
         predictor = Predictor(held, url)
         publisher.publish()
@@ -584,7 +584,7 @@ def interrupted_score(rank: int, world_size: int, url: str) -> str:
     once = _Once(lambda fqn, rows: torch.zeros(len(rows)), KeyboardInterrupt)
     once.has_raised = rank == 0
     with ModelDeltaTracker(model) as tracker:
-        publisher = Publisher(tracker, url, top_k=TopK(rows=30, score=once), timeout=timedelta(seconds=20))
+        publisher = Publisher(tracker, url, top_k=TopK(rows=30, score=once), timeout=timedelta(seconds=60))
         publisher.publish()
         model(batch(spec, generator)).backward()
         tracker.step()
@@ -608,7 +608,7 @@ def interrupted_message(rank: int, world_size: int, url: str, then: str) -> str:
     model = shard(spec)
     generator = torch.Generator().manual_seed(rank)
     with ModelDeltaTracker(model) as tracker:
-        publisher = Publisher(tracker, url, timeout=timedelta(seconds=20))
+        publisher = Publisher(tracker, url, timeout=timedelta(seconds=60))
         publisher.publish()
         model(batch(spec, generator)).backward()
         tracker.step()
@@ -719,7 +719,7 @@ def interrupted_cut(rank: int, world_size: int, url: str) -> None:
         for _ in range(2):
             tracker.step()
             publisher.step()
-        assert storage.has_part.wait(30)
+        assert storage.has_part.wait(60)
         model(batch(spec, generator, size=8)).backward()  # after the copy
         with mock.patch.object(torch, "index_select", _Once(torch.index_select, KeyboardInterrupt)) as once:
             for _ in range(40):
@@ -743,7 +743,7 @@ def unsupported_dense(rank: int, world_size: int, url: str) -> list[str]:
     generator = torch.Generator().manual_seed(rank)
     dense = nn.Linear(3, 2)
     with ModelDeltaTracker(model, mode=TrackingMode.EMBEDDING) as tracker:
-        publisher = Publisher(tracker, url, dense=dense, top_k=TopK(rows=30), timeout=timedelta(seconds=10))
+        publisher = Publisher(tracker, url, dense=dense, top_k=TopK(rows=30), timeout=timedelta(seconds=60))
         publisher.publish()
         model(batch(spec, generator)).backward()
         tracker.step()
@@ -781,7 +781,7 @@ def interrupted_repair(rank: int, world_size: int, url: str) -> list[int]:
     model.load_state_dict(saved[0])
     with ModelDeltaTracker(model, mode=TrackingMode.EMBEDDING) as tracker:
         tracker.load_state_dict(saved[1])
-        publisher = Publisher(tracker, url, top_k=TopK(rows=2), timeout=timedelta(seconds=10))
+        publisher = Publisher(tracker, url, top_k=TopK(rows=2), timeout=timedelta(seconds=60))
         held = empty_model(tracker)
         predictor = Predictor(held, url)
         once = _Once(coordinator.parse_manifest, KeyboardInterrupt)
@@ -831,7 +831,7 @@ def interrupted_step(rank: int, world_size: int, url: str) -> list[int]:
     model = shard(spec)
     generator = torch.Generator().manual_seed(rank)
     with ModelDeltaTracker(model) as tracker:
-        publisher = Publisher(tracker, url, cadence=Cadence(batches=1), timeout=timedelta(seconds=10))
+        publisher = Publisher(tracker, url, cadence=Cadence(batches=1), timeout=timedelta(seconds=60))
         publisher.publish()
         once = _Once(publisher._still.look, KeyboardInterrupt)
         once.has_raised = rank == 0
@@ -996,7 +996,7 @@ def dropped(rank: int, world_size: int, url: str, during: str) -> None:
         dist.barrier()
         alive = weakref.ref(publisher)
         del publisher
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while alive() is not None or any(each.name.startswith("publisher") for each in threading.enumerate()):
             gc.collect()
             assert time.monotonic() < deadline, gc.get_referrers(alive())
@@ -1021,7 +1021,7 @@ def unable_to_vote(rank: int, world_size: int, url: str, broken_rank: int) -> li
     """A rank that fails before its vote reports it, so that the other ranks do not wait, and all can continue."""
     spec = Spec([Table("t", 6, "row")])
     tracker = ModelDeltaTracker(shard(spec))
-    with Publisher(tracker, url, timeout=timedelta(seconds=20)) as publisher:
+    with Publisher(tracker, url, timeout=timedelta(seconds=60)) as publisher:
         messages = []
         for call in (publisher.publish, publisher.snapshot):
             tables = mock.patch.object(

@@ -328,7 +328,7 @@ def shared_reads(rank: int, world_size: int, path: str, spec: dict[str, Any]) ->
 def interrupted(rank: int, world_size: int, path: str, spec: dict[str, Any], where: str) -> list[str]:
     """A restore that fails on rank 0 while it writes leaves a model that says so, until a restore completes."""
     trainer = warm(spec_of(**spec), rank)
-    call = partial(trainer.restore, path, timeout=timedelta(seconds=15))
+    call = partial(trainer.restore, path, timeout=timedelta(seconds=60))
     before = trainer.held()
     fault = StorageError("file:///gone", "the disk is gone")
     kind, name = {

@@ -117,7 +117,7 @@ def test_a_batch_that_is_fetched_while_the_position_is_restored_is_refused() -> 
             for batch in super().__iter__():
                 if batch == 1:
                     fetching.set()
-                    assert loaded.wait(20)
+                    assert loaded.wait(60)
                 yield batch
 
     fetching, loaded = threading.Event(), threading.Event()
@@ -132,7 +132,7 @@ def test_a_batch_that_is_fetched_while_the_position_is_restored_is_refused() -> 
 
     thread = threading.Thread(target=fetch)
     thread.start()
-    assert fetching.wait(20)
+    assert fetching.wait(60)
     data.load_state_dict({"batches": 7, "event_time": None, "loader": {"next": 7}})
     loaded.set()
     thread.join()

@@ -23,7 +23,7 @@ class _Threads:
     """Ranks as threads, whose collectives are barriers."""
 
     def __init__(self, world_size: int) -> None:
-        self._barrier = threading.Barrier(world_size, timeout=20)
+        self._barrier = threading.Barrier(world_size, timeout=60)
         self._counts: list[Tensor] = [torch.empty(0)] * world_size
         self.num_calls = 0
 
@@ -62,7 +62,7 @@ def agree(top_k: TopK, ranks: list[Any]) -> tuple[list[Any], int]:
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(30)
+        worker.join()
     return answers, threads.num_calls
 
 

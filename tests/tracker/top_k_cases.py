@@ -30,5 +30,5 @@ def failing_rank(rank: int, world_size: int, how: str) -> list[str]:
             tracker.get_delta(top_k=TopK(rows=3))
         except DeltaTrackerError as error:
             messages.append(f"{type(error).__name__}: {error}")
-        assert time.monotonic() - begin < 30
+        assert time.monotonic() - begin < 60
     return messages
