@@ -18,9 +18,10 @@ from tests.forked import start
 from tests.stores.rules import calls, on
 from tests.stores.wrapped import Operation, WrappedStorage
 from tests.stream.streams import FQN, Writer
+from tests.waiting import eventually
 
 _ROWS, _DIM = 330_000, 16  # 21 MB: three pieces
-_SECONDS = 30.0
+_SECONDS = 120.0
 
 
 def read(directory: str, patience: float, stops_after: int = -1) -> None:
@@ -65,13 +66,6 @@ def seen(root: Path) -> list[str]:
     return (root / "seen").read_text().split()
 
 
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + _SECONDS
-    while not path.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def test_the_processes_of_a_host_fetch_each_part_once(tmp_path: Path) -> None:
     written(tmp_path)
     processes = [start(read, str(tmp_path), _SECONDS) for _ in range(8)]
@@ -85,7 +79,7 @@ def test_the_fetch_of_a_killed_process_is_completed_by_another(tmp_path: Path, n
     written(tmp_path)
     (tmp_path / "go").touch()
     killed = start(read, str(tmp_path), _SECONDS, num_ranges)
-    wait_for(tmp_path / "stopped")
+    eventually((tmp_path / "stopped").exists)
     others = [start(read, str(tmp_path), _SECONDS) for _ in range(2)]
     os.kill(killed.pid, signal.SIGKILL)  # type: ignore[arg-type]
     assert [ended(process) for process in (killed, *others)] == [-signal.SIGKILL, 0, 0]
@@ -97,7 +91,7 @@ def test_a_suspended_process_does_not_block_the_others(tmp_path: Path) -> None:
     written(tmp_path)
     (tmp_path / "go").touch()
     suspended = start(read, str(tmp_path), _SECONDS, 1)
-    wait_for(tmp_path / "stopped")
+    eventually((tmp_path / "stopped").exists)
     os.kill(suspended.pid, signal.SIGSTOP)  # type: ignore[arg-type]
     try:
         others = [start(read, str(tmp_path), 0.2) for _ in range(2)]

@@ -6,8 +6,8 @@ import json
 import multiprocessing
 import os
 import signal
-import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, cast
 
@@ -39,6 +39,7 @@ from tests.stores.wrapped import WrappedStorage
 from tests.stream.streams import FQN as TABLE
 from tests.stream.streams import Writer
 from tests.sweeps import SWEEPS_ARE_WHOLE
+from tests.waiting import eventually
 
 _STREAM = "0" * 32
 
@@ -185,22 +186,23 @@ def _hold(target: str, ready: Any) -> None:
     signal.pause()
 
 
+def _is_opened(sink: Any) -> bool:
+    with suppress(SinkBusyError):
+        sink.open()
+        return True
+    return False
+
+
 def test_the_store_of_a_killed_writer_can_be_opened(target) -> None:
     ready = multiprocessing.get_context("forkserver").Event()
     process = forked.start(_hold, target, ready)
-    assert ready.wait(60)
+    assert ready.wait(120)
     sink = sink_at(target)
     with pytest.raises(SinkBusyError):
         sink.open()
     process.kill()
     process.join()
-    deadline = threading.Event()
-    for _ in range(500):
-        try:
-            sink.open()
-            break
-        except SinkBusyError:
-            deadline.wait(0.02)
+    eventually(lambda: _is_opened(sink))
     assert sink.current() is None
     sink.close()
 

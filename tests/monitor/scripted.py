@@ -10,7 +10,7 @@ from unittest import mock
 from delta_tracker.monitor.batch import Batch
 from delta_tracker.monitor.sinks.sink import Sink
 
-_PATIENCE_SECONDS = 10
+_PATIENCE_SECONDS = 60
 
 
 class ScriptedSink(Sink):

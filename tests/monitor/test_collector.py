@@ -8,14 +8,14 @@ from datetime import timedelta
 
 from delta_tracker.monitor import Monitor
 from tests.monitor.recording import Kept
+from tests.waiting import eventually
 
 
 def test_the_interval_collects_automatically() -> None:
     monitor = Monitor()
     sink = Kept()
     monitor.start([sink], interval=timedelta(milliseconds=2), system=True)
-    while len(sink.batches) < 3:
-        time.sleep(0.002)
+    eventually(lambda: len(sink.batches) >= 3)
     monitor.stop()
     assert {each.definition.name for each in sink.batches[-1].totals} >= {"process_cpu_seconds", "process_memory_bytes"}
 
@@ -36,18 +36,18 @@ def test_a_thread_that_outlives_stop_does_not_affect_the_next_start() -> None:
     class Blocking(Kept):
         def deliver(self, batch) -> None:
             entered.set()
-            go_on.wait(10)
+            go_on.wait(60)
             super().deliver(batch)
 
     monitor = Monitor()
     monitor.start([Blocking()], interval=timedelta(milliseconds=1), system=False)
-    assert entered.wait(10)
+    assert entered.wait(60)
     (old,) = (each for each in threading.enumerate() if each.name == "delta_tracker-collector")
     assert not monitor.stop(timedelta(milliseconds=1))
     second = Kept()
     monitor.start([second], interval=timedelta(hours=1), system=False)
     go_on.set()
-    old.join(10)
+    old.join(60)
     assert not old.is_alive(), "it ends by itself"
     assert monitor.stop()
     assert sum(batch.is_last for batch in second.batches) == 1
@@ -66,10 +66,7 @@ def test_a_busy_handler_does_not_keep_the_collector_from_collecting() -> None:
     thread = threading.Thread(target=work)
     thread.start()
     try:
-        deadline = time.monotonic() + 5
-        while len(sink.batches) < 5:
-            assert time.monotonic() < deadline, f"{len(sink.batches)} collections"
-            time.sleep(0.01)
+        eventually(lambda: len(sink.batches) >= 5)
     finally:
         is_over.set()
         thread.join()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import signal
 import threading
-import time
 from datetime import timedelta
 
 import pytest
@@ -14,6 +13,7 @@ from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor import Monitor, Window
 from tests.monitor.figures import total
 from tests.monitor.recording import Kept
+from tests.waiting import eventually
 
 
 def test_windows_lose_no_record_between_threads() -> None:
@@ -81,8 +81,7 @@ def test_start_and_stop() -> None:
         assert monitor.is_running
         assert monitor.stop()
         assert sink.is_closed
-    time.sleep(0.05)
-    assert set(threading.enumerate()) <= before
+    eventually(lambda: set(threading.enumerate()) <= before)
     for interval in (timedelta(0), 3):
         with pytest.raises(InvalidArgumentError, match="interval"):
             monitor.start(interval=interval)
@@ -107,7 +106,7 @@ def test_a_full_stat_does_not_deadlock_with_configuration() -> None:
     full._hooks.overflowed = slowly
 
     def configure() -> None:
-        counts.wait(10)
+        counts.wait(60)
         monitor.configure("full", enabled=True)
         configures.set()
 
@@ -115,5 +114,5 @@ def test_a_full_stat_does_not_deadlock_with_configuration() -> None:
     for each in threads:
         each.start()
     for each in threads:
-        each.join(10)
+        each.join(60)
     assert not any(each.is_alive() for each in threads)

@@ -76,7 +76,7 @@ def test_the_age_is_read_at_the_scrape_while_the_store_hangs(monkeypatch: pytest
 
     monkeypatch.setattr(gauges, "_PATIENCE_SECONDS", 0.0)
     gate = Gate(on("read", "stat"))
-    writer, monitor = Writer(WrappedStorage(Storage("memory://"))), Monitor(deadline=timedelta(seconds=0.2))
+    writer, monitor = Writer(WrappedStorage(Storage("memory://"))), Monitor(deadline=timedelta(seconds=1))
     committed = writer.snapshot()
     predictor = Predictor(writer.model(), writer.storage, monitor=monitor)
     predictor.sync()
