@@ -88,11 +88,16 @@ def test_a_rank_that_dies_or_hangs_affects_no_other_case(tmp_path: Path) -> None
         "    pass\n"
     )
     (tmp_path / "program.py").write_text(
-        "import sys\n"
+        "import sys, time\n"
         f"sys.path[:0] = [{str(_ROOT)!r}, {str(tmp_path)!r}]\n"
         "from benchmarks.faults import ranks\n"
         "ranks.CASE_MODULES = ('bad_cases',)\n"
-        "ranks._CASE_SECONDS = 3\n"  # counted from the start of the case
+        "class Run(ranks._Run):\n"  # on a busy machine, other ranks may be slow
+        "    def is_over(self):\n"
+        "        if self.job[0] != 'hangs' or 0 in self.pipes:\n"
+        "            self._deadline = time.monotonic() + ranks._CASE_SECONDS\n"
+        "        return super().is_over()\n"
+        "ranks._Run, ranks._CASE_SECONDS = Run, 3\n"
         "if __name__ == '__main__':\n"
         "    ranks.load_cases()\n"
         "    for job, verdict in ranks.run_all([(name, 'TorchRec') for name in ('dies', 'hangs', 'fine')], 2):\n"
