@@ -53,7 +53,7 @@ def test_a_stream_on_s3_takes_the_planned_requests(s3: S3) -> None:
                 assert predictor.wait(newest, timeout=60.0)
                 time.sleep(2 * _POLL_SECONDS)
             made, seconds = _billed(predictors.seen), time.monotonic() - begin
-            parts, entries = ([each for each in predictors.seen if f"/{folder}/" in each] for folder in ("parts", "log"))
+            parts, entries = ([each for each in predictors.seen if f"/{part}/" in each] for part in ("parts", "log"))
     job.publisher.close()
     assert len(parts) == newest - first == _NUM_VERSIONS
     # Polls come later on a slow machine; the waits between them vary by a quarter.
