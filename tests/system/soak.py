@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from tests.system import watched_locks
 
-_WAITS = watched_locks.install(limit_seconds=1.0)
+_WAITS = watched_locks.install(limit_seconds=5.0)
 
 import argparse
 import gc
@@ -41,8 +41,8 @@ from delta_tracker.publisher.cadence import Cadence
 from delta_tracker.stream.maintenance.retention import Retention
 from tests.models import Spec, batch, shard
 
-_CHILD_SECONDS = 20
-_JOIN_SECONDS = 10.0
+_CHILD_SECONDS = 60
+_JOIN_SECONDS = 60.0
 _NUM_READERS = 2
 _NUM_LOOKUPS = 20
 
@@ -85,12 +85,12 @@ class Soak:
         self._readers = [threading.Thread(target=self._read, name=f"soak-{number}") for number in range(_NUM_READERS)]
 
     def run(self, seconds: float) -> None:
-        """Train for some seconds, and stop everything."""
+        """Train for some seconds and some versions, forks and lookups; stop everything."""
         for thread in self._readers:
             thread.start()
         end = time.monotonic() + seconds
         try:
-            while time.monotonic() < end:
+            while time.monotonic() < end or self._is_too_short():
                 self._train()
                 if self._draw.random() < 0.05:
                     self._fork(self._draw.choice(self._actions))
@@ -99,6 +99,10 @@ class Soak:
             for thread in self._readers:
                 thread.join()
         self._end()
+
+    def _is_too_short(self) -> bool:
+        num_forks = self.counts["forks: load"] + self.counts["forks: serve"]
+        return num_forks < 2 or self.counts["lookups"] < 20 or (self._predictor.version or 0) < 4
 
     def _train(self) -> None:
         with MONITOR.span("soak.batch"):
