@@ -1,6 +1,6 @@
 """The fault sweep: each storage operation of a claim, a snapshot and a delta is killed, failed and overtaken.
 
-The failures of a restore are swept, too. Runs one point in twelve, and one in fourteen of the kills;
+The failures of a restore are swept, too. Runs one point in forty, and one in 48 of the kills;
 ``make test-long-sweeps`` runs all of them.
 """
 
@@ -20,7 +20,7 @@ from tests.sweeps import SWEEPS_ARE_WHOLE
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mode", ["kills", "failures", "races"])
 def test_every_operation(tmp_path: Path, mode: str) -> None:
-    every = "1" if SWEEPS_ARE_WHOLE else "24" if mode == "kills" else "20"
+    every = "1" if SWEEPS_ARE_WHOLE else "48" if mode == "kills" else "40"
     run = forked.run("tests.system.fault_sweep", mode, str(tmp_path), "--every", every, timeout_seconds=590)
     assert run.returncode == 0, run.stderr
     counts = json.loads(run.stdout)

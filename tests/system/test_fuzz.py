@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-_ROOT = Path(__file__).parent.parent.parent
+from tests import forked
 
 
 @pytest.mark.promise("unpickled")
 def test_mutated_manifests_and_parts_are_refused_or_right() -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "tests.stream.fuzz_stream", "--mutations", "1500", "--seed", "1"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=_ROOT, check=False)
+    run = forked.run("tests.stream.fuzz_stream", "--mutations", "1500", "--seed", "1", timeout_seconds=240)
     assert run.returncode == 0, run.stdout + run.stderr
     counts = re.findall(r"^ *(\d+) (.+)$", run.stdout, flags=re.MULTILINE)
     found = {outcome: int(count) for count, outcome in counts}

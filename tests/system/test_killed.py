@@ -1,4 +1,7 @@
-"""SIGKILL at every step of an apply, a resync and a rollback: a predictor restarted from its files is correct."""
+"""SIGKILL at every step of an apply, a resync and a rollback: a predictor restarted from its files is correct.
+
+``make test`` kills at every fourth step.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from delta_tracker.stream.storage.storage import Storage
 from tests import forked
 from tests.predictor.serving import assert_holds, empty_model
 from tests.stream.histories import History
+from tests.sweeps import SWEEPS_ARE_WHOLE
 from tests.system import killed_cases as killed
 
 
@@ -25,6 +29,7 @@ def _keep(directory: Path, model: dict[str, torch.Tensor], predictor: Predictor)
     (directory / "place.json").write_text(json.dumps(predictor.state_dict()))
 
 
+@pytest.mark.sweep("short")
 @pytest.mark.promise("atomic")
 def test_a_predictor_killed_at_any_step_ends_with_the_right_tables(tmp_path: Path) -> None:
     history = History(Storage(f"file://{tmp_path}/stream", create=True, fsync=False), 1)
@@ -43,7 +48,8 @@ def test_a_predictor_killed_at_any_step_ends_with_the_right_tables(tmp_path: Pat
     assert predictor.sync() == history.version
     assert_holds(model, history, history.version)
     _keep(tmp_path / "expected", model, predictor)
-    done = forked.run("tests.system.killed_cases", str(tmp_path), timeout_seconds=200)
+    every = "1" if SWEEPS_ARE_WHOLE else "4"
+    done = forked.run("tests.system.killed_cases", str(tmp_path), every, timeout_seconds=200)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     kinds = {"before a read", "before a listing", "before a chunk", "within a chunk"}
