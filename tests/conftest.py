@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import shutil
 import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -25,6 +26,15 @@ os.environ.setdefault("PYTHONHASHSEED", "0")
 settings.register_profile(
     "reverts", derandomize=True, phases=[Phase.explicit, Phase.generate], report_multiple_bugs=False
 )
+
+# An object of a stream is flushed with its directory, for which a disk takes milliseconds and memory nothing.
+_MEMORY, _NEEDED_BYTES = Path("/dev/shm"), 4 << 30
+if (
+    not os.environ.keys() & {"TMPDIR", "PYTEST_DEBUG_TEMPROOT"}
+    and os.access(_MEMORY, os.W_OK)
+    and shutil.disk_usage(_MEMORY).free > _NEEDED_BYTES
+):
+    os.environ["PYTEST_DEBUG_TEMPROOT"] = str(_MEMORY)
 
 # A shell that starts the tests in the background disables SIGINT for them and for every program that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
