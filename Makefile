@@ -20,7 +20,7 @@ DEVICE := cuda
 PYTHON := $(if $(filter cuda,$(DEVICE)),python3,$(BIN)/python)
 INSTALLED := $(if $(filter cuda,$(DEVICE)),,$(VENV)/.installed)
 
-.PHONY: help demo demo-failover test test-gpu test-triton test-matrix test-no-extras test-reverts test-sweeps test-long-sweeps bench bench-gpu docs lint types format clean
+.PHONY: help demo demo-failover check test test-area test-gpu test-triton test-matrix test-no-extras test-reverts test-sweeps test-long-sweeps bench bench-gpu docs lint types format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,6 +30,12 @@ demo: $(VENV)/.installed  ## train on MovieLens while a predictor follows; write
 
 demo-failover: $(VENV)/.installed  ## kill the trainer of the demo twice; a standby takes over; writes failover-output/
 	@$(BIN)/python -W ignore -m examples.movielens.failover
+
+check: lint types  ## before a commit, in 90 s: lint, types, and the tests of what changed since BASE, by default upstream or HEAD
+	@$(BIN)/python -W ignore -m tests.check $(BASE)
+
+test-area: $(VENV)/.installed  ## run the tests of AREA, such as predictor; without AREA, show the areas
+	@$(BIN)/python -m tests.areas $(AREA)
 
 test: $(VENV)/.installed  ## run the tests
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
