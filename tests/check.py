@@ -17,7 +17,7 @@ from tests.areas import areas_of
 from tests.changed import select
 
 _ROOT = Path(__file__).parent.parent
-_SECONDS = 60
+_SECONDS = 50
 _NO_TESTS = 5  # pytest's exit status if a file has no test, or only sweeps
 
 
