@@ -81,13 +81,13 @@ class _References:
         return self._paths.get(name)
 
     def of_test(self, test: str) -> dict[str, int]:
-        """Return what a test file refers to, also through other files in ``tests/``, and through how many of them."""
+        """Return what a test file refers to, also through files outside the package, and through how many of them."""
         fixtures = [str(folder / "conftest.py") for folder in PurePosixPath(test).parents]
         found, new, distance = dict[str, int](), {test, *(path for path in fixtures if path in self._sources)}, 0
         while new:
             found |= dict.fromkeys(new, distance)
-            helpers = {path for path in new & self._sources.keys() if path.startswith("tests/")}
-            new = set[str]().union(*(self.of(path) for path in helpers if path == test or not _is_test(path)))
+            helpers = {path for path in new & self._sources.keys() if path == test or not _is_test(path)}
+            new = set[str]().union(*(self.of(path) for path in helpers if not _in_package(path)))
             new, distance = new - found.keys(), distance + 1
         return found
 
@@ -120,18 +120,18 @@ def select(changed: AbstractSet[str], sources: Mapping[str, str]) -> Selection:
             reasons.setdefault(each, reason)
             untested.discard(path)
 
-    def add_users(path: str) -> None:
-        add((test for test, found in tests.items() if path in found), f"uses {path}", path)
+    def users(path: str) -> list[str]:
+        return [test for test, found in tests.items() if path in found]
 
     for path in modules:
         add(own_tests(path, sources), f"tests {path}", path)
         add([path] if ">>>" in sources.get(path, "") else [], "has examples")
     for path in others:
-        add_users(path)
+        add(users(path), f"uses {path}", path)
     top = [path for path in tests if path.count("/") == 1]
     add((path for path in top if path.replace("tests/test_", "delta_tracker/") not in sources), "checks the house")
-    for path in modules:
-        add_users(path)
+    for path in sorted(modules, key=lambda path: len(users(path))):  # a module of few tests says most about them
+        add(users(path), f"uses {path}", path)
     for path in (*modules, *others):
         for user in sorted(user for user in sources if _in_package(user) and path in references.of(user)):
             add(own_tests(user, sources), f"tests {user}, which uses {path}", path)
