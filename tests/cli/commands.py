@@ -23,7 +23,10 @@ HOSTILE = "[red]\x1b[31m\x1b[2J\r\nnext line\x9b1m\u202e"
 
 
 class Cli:
-    """Runs commands in this process."""
+    """Runs commands in this process: ``cli("tail", url, code=1)`` checks the exit code and returns the output.
+
+    :attr:`err` is the error output of the last command.
+    """
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys = capsys
