@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 import delta_tracker
+from tests.changed import own_tests
 
 _ROOT = Path(__file__).parent.parent
 
@@ -154,12 +155,11 @@ def test_a_test_file_names_the_torchrec_and_the_processes_that_it_loads(name: st
     assert not watched & {each.split(".")[0] for each in loaded} - {each.split(".")[0] for each in named}
 
 
-def _tests_of(name: str) -> set[str]:
+def _tests_of(name: str) -> list[str]:
     """Return the test files that a module's name leads to."""
-    *packages, stem = name.split(".")
-    names = [stem, *packages[1:]]
-    found = {".".join([*packages[:1], f"test_{each}"]) for each in names} | {f"contract.test_{each}" for each in names}
-    return found & set(_TESTS)
+    return own_tests(
+        f"delta_tracker/{name.replace('.', '/')}.py", {f"tests/{each.replace('.', '/')}.py" for each in _TESTS}
+    )
 
 
 def test_a_module_has_a_test_file_of_its_name_or_is_imported_by_one_that_has() -> None:
