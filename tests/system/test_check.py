@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.alone import runs
-from tests.areas import areas
+from tests.areas import areas, minutes, rows
 
 _ROOT = Path(__file__).parent.parent.parent
 _FILES = {
@@ -89,6 +89,22 @@ def test_what_is_not_complete_in_time_is_interrupted(tmp_path: Path) -> None:
     assert [(run.path, run.status) for run in runs(paths, seconds=5)] == [(path, None) for path in paths]
     assert time.monotonic() - begin < 300
     assert not (tmp_path / "open").exists()
+
+
+def test_the_minutes_of_areas_are_those_of_a_report(tmp_path: Path) -> None:
+    cases = [
+        ("tests.predictor.test_gate", 70),
+        ("delta_tracker.predictor.gate", 60),
+        ("tests.contract.test_row_sinks", 20),
+        ("tests.test_house", 1),
+    ]
+    lines = [f'<testcase classname="{name}" name="test" time="{seconds}"/>' for name, seconds in cases]
+    (tmp_path / "report.xml").write_text(f"<testsuites><testsuite>{''.join(lines)}</testsuite></testsuites>")
+    assert minutes(tmp_path / "report.xml") == {"predictor": 2, "contract": 1, "sinks": 1, "root": 1}
+
+
+def test_the_guide_for_contributors_has_the_minutes_of_each_area() -> None:
+    assert areas().keys() <= rows((_ROOT / ".github" / "CONTRIBUTING.md").read_text()).keys()
 
 
 def test_each_area_runs_tests_and_an_unknown_one_is_rejected() -> None:
