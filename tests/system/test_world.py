@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import delta_tracker
 from tests.sweeps import SWEEPS_ARE_WHOLE
 from tests.world.shrink import shrink
 from tests.world.values import WEIGHTS, Operation, Schedule, generate
 
 _ROOT = Path(__file__).parents[2]
+# One pass of retention: the publisher's own passes come after 16 versions.
+_UNADVERTISED = {"delta_tracker.stream.maintenance.retention.retain"}
 
 
 def run_worlds(*arguments: str) -> dict[str, Any]:
@@ -67,3 +73,24 @@ def test_a_minimised_schedule_has_only_the_operations_that_are_needed() -> None:
 
     small = shrink(schedule.with_operations(operations), has_all)
     assert [operation.kind for operation in small.operations] == ["lose", "promote", "lose"]
+
+
+def _imports(tree: ast.AST) -> Iterator[str]:
+    """Yield the names of the library that a module imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (each.name for each in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{each.name}" for each in node.names)
+
+
+@pytest.mark.parametrize("path", sorted((_ROOT / "tests" / "world").glob("*.py")), ids=lambda path: path.name)
+def test_a_world_uses_public_names_only(path: Path) -> None:
+    text = path.read_text()
+    tree = ast.parse(text)
+    public = {f"delta_tracker.{name}" for name in delta_tracker.__all__} | _UNADVERTISED
+    imported = {name for name in _imports(tree) if name.startswith("delta_tracker")}
+    assert {name for name in imported - public if not name.startswith("delta_tracker.errors.")} == set()
+    own = set(re.findall(r"def (_\w+)|^ +(?:self\.)?(_\w+)(?::.*)? =|self\.(_\w+)", text, re.MULTILINE))
+    private = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr)}
+    assert private - {name for names in own for name in names} == set()

@@ -8,10 +8,13 @@ from __future__ import annotations
 import random
 import secrets
 import sys
+import threading
 import time
 
 _EPOCH = 4e9  # later than any real time, so that a file with a real modification time is recognised
+_SHORT_SECONDS = 0.01
 _real_sleep = time.sleep
+_real_wait = threading.Event.wait
 
 
 def wait_for_threads() -> None:
@@ -29,6 +32,10 @@ class Clock:
     def restart(self, seed: int) -> None:
         """Begin a run."""
         self.now = _EPOCH
+        self.draw_again(seed)
+
+    def draw_again(self, seed: int) -> None:
+        """Begin the random numbers again, for example after a thread has drawn some."""
         self._ids = random.Random(seed)
         random.seed(seed)
 
@@ -54,10 +61,22 @@ class Clock:
 CLOCK = Clock()
 
 
+def _wait(event: threading.Event, timeout: float | None = None) -> bool:
+    """Wait until an event is set, or until the clock has advanced by ``timeout``. Short waits take real time."""
+    if timeout is None or timeout <= _SHORT_SECONDS:
+        return _real_wait(event, timeout)
+    end = CLOCK.now + timeout
+    while not _real_wait(event, 0.001):
+        if end <= CLOCK.now:
+            return False
+    return True
+
+
 def install() -> None:
-    """Replace the clocks and the random ids of this process."""
+    """Replace the clocks, the waits for events and the random ids of this process."""
     if any(name.partition(".")[0] == "delta_tracker" for name in sys.modules):
         raise RuntimeError("the library was imported before the clock was installed")
     time.monotonic = time.time = CLOCK._time
     time.sleep = CLOCK._sleep
     secrets.token_hex = CLOCK._token
+    setattr(threading.Event, "wait", _wait)  # noqa: B010  a method cannot be assigned to

@@ -6,23 +6,17 @@ here: its rule then holds for every schedule.
 
 from __future__ import annotations
 
-from tests.world.values import Operation, Schedule
+from tests.world.values import Schedule, operations
 
 
-def _schedule(*operations: str, has_web: bool = False) -> Schedule:
-    words = [each.split() for each in operations]
+def _schedule(*texts: str, has_web: bool = False) -> Schedule:
     return Schedule(
-        seed=0,
-        states=False,
-        encoding=None,
-        skips_unchanged=False,
-        operations=tuple(Operation(kind, int(who), int(choice)) for kind, who, choice in words),
-        has_web=has_web,
+        seed=0, states=False, encoding=None, skips_unchanged=False, operations=operations(texts), has_web=has_web
     )
 
 
 # Numbers of ``join`` for a predictor with the stores [a, b], and of ``restart`` with its state and with [b, a].
-_JOIN, _TURN = "join 0 37", "restart 0 2"
+_JOIN, _TURN = "join 0 1", "restart 0 2"
 
 KNOWN: dict[str, tuple[str, Schedule]] = {
     # The predictor has a version that the mirror lacks when it is promoted. No source qualifies ever after.
@@ -59,13 +53,13 @@ KNOWN: dict[str, tuple[str, Schedule]] = {
     "a pointer that was forged once": (
         "behind a forged pointer",
         _schedule(
-            "publish 0 0", "join 0 36", "sync 0 0", "forge 0 2", "sync 0 0", "advance 0 1", "sync 0 0", has_web=True
+            "publish 0 0", "join 0 0", "sync 0 0", "forge 0 2", "sync 0 0", "advance 0 1", "sync 0 0", has_web=True
         ),
     ),
     # The mirror begins above the pinned version and so never gets the pin. The other url of the predictor has it.
     "a pin that a mirror cannot copy": (
         "beyond a pin",
-        _schedule("publish 0 0", "snapshot 0 0", "mirror 0 0", "join 0 2", "pin 0 1"),
+        _schedule("publish 0 0", "snapshot 0 0", "mirror 0 0", "join 0 11", "pin 1 1"),
     ),
 }
 """Words for what happens, to the rule that it breaks and a schedule."""

@@ -10,11 +10,15 @@ from torch import Tensor
 
 from delta_tracker import Canary, Gate, Predictor
 from tests.predictor.memory_sink import MemorySink, Stored
+from tests.world.history import Place
 from tests.world.stores import Store
 from tests.world.trainer import NUM_BAGS, NUM_PLAIN, Model, empty_model
 from tests.world.web import Web
 
 _ORDERS = ((0,), (0, 1), (1, 0), (0, 1), (1, 0), (1,), (0, 1, 2), (2, 1), (1, 2))
+_CANARIES = (None, None, None, None, Canary(versions=1), Canary(versions=2), Canary(seconds=10.0))
+_GATES = (None, None, None, Gate(), Gate(max_drift=99.0, min_rows=1))
+_KINDS = ("", "", "", "follows", "row store", "cache")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,35 +27,53 @@ class Settings:
 
     Args:
         stores: the stores, in the order of their urls.
-        canary: versions of the distance, None for no canary.
-        has_gate: True for a gate.
+        canary: the distance, None for no canary.
+        gate: the bounds, None for no gate.
         follows_pins: True to follow pins.
-        has_row_store: True to write to a row store instead of a model.
-        cache: directory of the host cache, None for none.
+        kind: ``row store`` to write to one instead of a model, ``cache`` for a host cache, ``follows`` to reach the end
+            by the thread of :meth:`Predictor.follow`, or an empty text.
+        cache: directory of the host cache.
         web: server to read through, None for none.
     """
 
     stores: tuple[Store, ...]
-    canary: int | None
-    has_gate: bool
+    canary: Canary | None
+    gate: Gate | None
     follows_pins: bool
-    has_row_store: bool
-    cache: Path | None
+    kind: str
+    cache: Path
     web: Web | None
 
     @classmethod
     def of(cls, who: int, choice: int, stores: list[Store], cache: Path, web: Web | None) -> Settings:
+        """Return the settings of two numbers: 0 and a number below 9 have none, and one url or several."""
         order = _ORDERS[(choice + who) % len(_ORDERS)]
-        kind = choice // len(_ORDERS) % 7  # 4 and 5 have nothing
+        choice, follows_pins = divmod(choice // len(_ORDERS), 2)
+        choice, kind = divmod(choice, len(_KINDS))
+        choice, canary = divmod(choice, len(_CANARIES))
+        choice, gate = divmod(choice, len(_GATES))
         return cls(
             stores=tuple(stores[index] for index in order),
-            canary=1 + choice % 2 if kind == 2 else None,
-            has_gate=kind == 3,
-            follows_pins=kind in (0, 1),
-            has_row_store=kind == 6,
-            cache=cache if choice % 7 == 0 else None,
-            web=None if choice % 5 == 0 else web,
+            canary=_CANARIES[canary],
+            gate=_GATES[gate],
+            follows_pins=bool(follows_pins),
+            kind=_KINDS[kind],
+            cache=cache,
+            web=None if choice % 5 == 4 else web,
         )
+
+    @property
+    def is_bounded(self) -> bool:
+        """True if a newest version may be beyond what the predictor may apply."""
+        return self.canary is not None or self.gate is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """Position and tables of a predictor at one time."""
+
+    state: dict[str, str | int]
+    tables: dict[str, Tensor]
 
 
 @dataclass
@@ -59,11 +81,15 @@ class Reader:
     """A predictor, its model, and what it may do next.
 
     Attributes:
-        floor: order of the stream and version below which it may not go; None before the first version.
-        own: version of its own rollback, None without one.
-        num_orders: number of pins and releases that were written before its own rollback.
-        is_free: True if its own release may have ended a pin.
+        floor: place below which it may not go; None before the first version.
+        own: place of its own rollback, None without one.
+        own_time: time of its own rollback.
+        seen: number of orders when it was called last.
+        known: number of orders that existed at its own rollback.
+        excused: counter of the newest order that its own release may have ended.
+        pinned: counter of the pin that it has followed, 0 without one.
         may_serve_held: True if an accepted version or a rollback has led past the gate.
+        kinds: kinds of versions since its gate has no baseline.
         is_restored: True from a restart with a saved position until the version changes.
     """
 
@@ -71,50 +97,65 @@ class Reader:
     settings: Settings
     model: Model = field(default_factory=empty_model)
     rows: Stored = field(default_factory=Stored)
-    floor: tuple[int, int] | None = None
-    own: int | None = None
-    num_orders: int = 0
-    is_free: bool = False
+    floor: Place | None = None
+    own: Place | None = None
+    own_time: float = 0.0
+    seen: int = 0
+    known: int = 0
+    excused: int = 0
+    pinned: int = 0
     may_serve_held: bool = False
+    kinds: set[str] = field(default_factory=set)
     is_restored: bool = False
 
     def __post_init__(self) -> None:
         settings = self.settings
         self.predictor = Predictor(
-            MemorySink(self.rows) if settings.has_row_store else self.model,
+            MemorySink(self.rows) if self.has_row_store else self.model,
             [store.url if settings.web is None else settings.web.url_of(store) for store in settings.stores],
-            gate=Gate() if settings.has_gate else None,
-            canary=None if settings.canary is None else Canary(versions=settings.canary),
+            gate=settings.gate,
+            canary=settings.canary,
             follows_pins=settings.follows_pins,
-            cache=settings.cache,
+            cache=settings.cache if settings.kind == "cache" else None,
         )
 
-    def restarted(self, *, keeps: bool, turns: bool) -> Reader:
+    @property
+    def has_row_store(self) -> bool:
+        return self.settings.kind == "row store"
+
+    def save(self) -> Saved:
+        """Return what a restart needs. A row store keeps its own position."""
+        return Saved({} if self.has_row_store else self.predictor.state_dict(), self.model.copy())
+
+    def restarted(self, saved: Saved | None, *, turns: bool) -> Reader:
         """Return the reader after a restart of its process.
 
         Args:
-            keeps: True to load the saved tables and position, False to start from nothing.
+            saved: position and tables to continue with, None to start from nothing.
             turns: True to reverse the order of the urls.
         """
         stores = self.settings.stores[::-1] if turns else self.settings.stores
         settings = replace(self.settings, stores=stores)
-        if self.settings.has_row_store:
-            after = Reader(self.name, settings, rows=self.rows if keeps else Stored())
+        if saved is None or not (self.has_row_store or saved.state):
+            return Reader(self.name, settings)
+        if self.has_row_store:
+            after = Reader(self.name, settings, rows=self.rows)
         else:
             after = Reader(self.name, settings)
-            state, tables = self.predictor.state_dict(), self.model.copy()
-            keeps = keeps and bool(state)
-            if keeps:
-                after.predictor.load_state_dict(state)
-                after.model.assign(tables)
-        if keeps:
-            after.is_restored = True
-            after.floor, after.may_serve_held = self.floor, self.may_serve_held
+            after.predictor.load_state_dict(saved.state)
+            after.model.assign(saved.tables)
+        after.is_restored = True
+        after.floor, after.may_serve_held = self.floor, self.may_serve_held
         return after
+
+    def released(self) -> None:
+        """End its own rollback, and the pins that it may have followed."""
+        self.predictor.release()
+        self.own, self.pinned, self.excused = None, 0, self.seen
 
     def held(self) -> dict[str, Tensor]:
         """Return what lookups read."""
-        if not self.settings.has_row_store:
+        if not self.has_row_store:
             return self.model.copy()
         found = {}
         for table, name, count in (("bag", "bag.weight", NUM_BAGS), ("plain", "plain.weight", NUM_PLAIN)):
@@ -126,6 +167,7 @@ class Reader:
         settings = self.settings
         words = [self.name, "[" + ", ".join(store.path.name for store in settings.stores) + "]"]
         words += ["over http"] if settings.web is not None else []
-        words += [f"canary={settings.canary}"] if settings.canary else []
-        words += [name for name in ("has_gate", "follows_pins", "has_row_store") if getattr(settings, name)]
-        return " ".join(words)
+        words += [f"canary of {settings.canary.text}"] if settings.canary is not None else []
+        words += [repr(settings.gate)] if settings.gate is not None else []
+        words += ["with pins"] if settings.follows_pins else []
+        return " ".join([*words, settings.kind]).strip()

@@ -39,8 +39,8 @@ def _without(schedule: Schedule, size: int, is_found: Callable[[Schedule], bool]
 
 def _plain(schedule: Schedule, is_found: Callable[[Schedule], bool]) -> Schedule:
     """Replace numbers of operations by 0 where this keeps the finding."""
-    for number, operation in enumerate(schedule.operations):
-        for plain in (Operation(operation.kind, 0, 0), operation._replace(choice=0), operation._replace(who=0)):
+    for number, (kind, who, choice) in enumerate(schedule.operations):
+        for plain in (Operation(kind, 0, 0), Operation(kind, who, 0), Operation(kind, 0, choice)):
             operations = list(schedule.operations)
             operations[number] = plain
             simpler = schedule.with_operations(operations)

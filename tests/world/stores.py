@@ -27,7 +27,7 @@ class Entry:
         version: last version that it covers.
         kind: ``claim``, ``snapshot`` or ``delta``.
         is_merged: True for a merged entry.
-        forked_from: id of the former stream, for the claim of a promotion.
+        created: time in seconds.
     """
 
     stream: str
@@ -35,7 +35,7 @@ class Entry:
     version: int
     kind: str
     is_merged: bool
-    forked_from: str | None
+    created: float
 
 
 @dataclass
@@ -205,10 +205,24 @@ class Store:
             path = self.path / part["name"]
             if not path.is_file() or path.stat().st_size != part["num_bytes"]:
                 return None
-        parent, fork = fields["parent"], fields.get("forked_from")
-        first = fields["version"] if not is_merged else 0 if parent is None else parent["version"] + 1
-        former = None if fork is None else fork["stream"]
-        return Entry(fields["stream"], first, fields["version"], fields["kind"], is_merged, former)
+        return self._described(fields, is_merged=is_merged)
+
+    def _described(self, fields: dict[str, Any], *, is_merged: bool) -> Entry:
+        parent, version = fields["parent"], fields["version"]
+        first = version if not is_merged else 0 if parent is None else parent["version"] + 1
+        return Entry(fields["stream"], first, version, fields["kind"], is_merged, fields["created"])
+
+    def following(self, version: int) -> list[Entry]:
+        """Return the entries of the log after a version, up to the first one that is missing."""
+        found: list[Entry] = []
+        while (path := self.path / "log" / f"{version + 1 + len(found):020d}.json").is_file():
+            found.append(self._described(json.loads(path.read_bytes()), is_merged=False))
+        return found
+
+    def has_entry(self, stream: str, version: int) -> bool:
+        """Return True if the log has the entry of a version."""
+        path = self.path / "log" / f"{version:020d}.json"
+        return path.is_file() and json.loads(path.read_bytes())["stream"] == stream
 
     def orders(self) -> list[dict[str, Any]]:
         """Return the pins and releases, the oldest first."""

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from delta_tracker import Encoding, ModelDeltaTracker, Publisher, restore
+from delta_tracker import Encoding, ModelDeltaTracker, Publisher, Retention, Standby, restore
 from delta_tracker.errors import DeltaTrackerError
 from tests.world.values import Schedule
 
 NUM_BAGS, NUM_PLAIN = 12, 10
 _TABLES = ("bag.weight", "plain.weight")
+_LARGE = 1e4
 
 
 class Model(nn.Module):
@@ -55,6 +57,11 @@ class Copy:
     def is_finite(self) -> bool:
         return all(bool(tensor.isfinite().all()) for tensor in self.tensors.values())
 
+    @property
+    def is_healthy(self) -> bool:
+        """True without NaN, infinite and large values."""
+        return all(bool((tensor.abs() < _LARGE).all()) for tensor in self.tensors.values())
+
     def difference(self, held: Mapping[str, Tensor], encoding: str | None) -> str | None:
         """Return which rows of a reader differ from these, None if none do. A row store has no dense tensors."""
         for name, other in held.items():
@@ -70,7 +77,9 @@ def _is_equal(trained: Tensor, held: Tensor, encoding: str | None) -> Tensor:
     """Return a mask of the values that are equal bit for bit, or within the rounding of a quantised row."""
     if encoding == "INT8":
         step = (trained.amax(1) - trained.amin(1)) / 255
-        return ((trained - held).abs() <= 0.51 * step[:, None] + 1e-6) | (trained.isnan() & held.isnan())
+        return ((trained - held).abs() <= 0.51 * step[:, None] + 1e-6 * (1 + trained.abs())) | (
+            trained.isnan() & held.isnan()
+        )
     expected = trained.half().float() if encoding == "F16" else trained
     return (expected.view(torch.int32) == held.contiguous().view(torch.int32)) | (expected.isnan() & held.isnan())
 
@@ -90,10 +99,11 @@ class Trainer:
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self._tracker = ModelDeltaTracker(self.model)
         self.publisher: Publisher | None = None
+        self.has_published = False  # since the publisher was built
 
     @property
-    def is_finite(self) -> bool:
-        return Copy(self.model.copy()).is_finite
+    def is_healthy(self) -> bool:
+        return Copy(self.model.copy()).is_healthy
 
     def train(self, choice: int, *, scale: float = 1.0) -> None:
         """Train one to three batches of random ids."""
@@ -108,8 +118,8 @@ class Trainer:
             self._optimizer.step()
             self._tracker.step()
 
-    def open(self, url: str) -> Publisher:
-        """Return the publisher, built at the url if there is none."""
+    def open(self, url: Any) -> Publisher:
+        """Return the publisher, built if there is none."""
         if self.publisher is None:
             schedule = self._schedule
             self.publisher = Publisher(
@@ -120,6 +130,8 @@ class Trainer:
                 states="optimizer" if schedule.states else None,
                 training_state={"optimizer": self._optimizer} if schedule.states else None,
                 skip_unchanged="bytes" if schedule.skips_unchanged else None,
+                retention=Retention(versions=3, grace_seconds=10.0) if schedule.has_upkeep else None,
+                compact_every=3 if schedule.has_upkeep else None,
                 heartbeat_seconds=None,
                 pointer_seconds=0.001 if schedule.has_web else None,
             )
@@ -130,8 +142,12 @@ class Trainer:
         restored = restore(self.model, url, tracker=self._tracker, training_state={"optimizer": self._optimizer})
         return restored.stream, restored.version
 
+    def stand_by(self, url: str) -> Standby:
+        """Return a standby of the trainer at the url."""
+        return Standby(self.model, url, tracker=self._tracker, training_state={"optimizer": self._optimizer})
+
     def close(self) -> None:
-        publisher, self.publisher = self.publisher, None
+        publisher, self.publisher, self.has_published = self.publisher, None, False
         if publisher is not None:
             publisher.close()
 

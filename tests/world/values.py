@@ -9,22 +9,26 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 # Weight of each kind of operation.
 WEIGHTS = {
     "train": 4,
     "publish": 14,
+    "burst": 1,
     "snapshot": 4,
     "restart_trainer": 3,
     "publish_former": 1,
     "spoil": 1,
+    "stand_by": 2,
+    "take_over": 1,
+    "fault": 6,
     "mirror": 7,
     "compact": 2,
     "retain": 3,
-    "pin": 2,
-    "release_pin": 1,
+    "pin": 3,
+    "release_pin": 2,
     "join": 4,
     "sync": 18,
     "restart": 5,
@@ -39,6 +43,7 @@ WEIGHTS = {
     "advance": 7,
     "lose": 1,
     "promote": 3,
+    "settle": 2,
 }
 # Sequences that are rare among independent operations.
 _EPISODES = (
@@ -65,6 +70,12 @@ class Operation(NamedTuple):
     choice: int
 
 
+def operations(texts: Sequence[str]) -> tuple[Operation, ...]:
+    """Return operations that are written as ``kind who choice``."""
+    words = [each.split() for each in texts]
+    return tuple(Operation(kind, int(who), int(choice)) for kind, who, choice in words)
+
+
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """Description of a run, which is a pure function of it.
@@ -76,6 +87,7 @@ class Schedule:
         skips_unchanged: True to leave unchanged rows out of versions.
         operations: what happens.
         has_web: True for predictors that read through a caching web server.
+        has_upkeep: True for publishers that compact and delete versions.
     """
 
     seed: int
@@ -84,25 +96,26 @@ class Schedule:
     skips_unchanged: bool
     operations: tuple[Operation, ...]
     has_web: bool = False
+    has_upkeep: bool = False
 
     def with_operations(self, operations: Sequence[Operation]) -> Schedule:
         return replace(self, operations=tuple(operations))
 
     def to_json(self) -> str:
-        fields = {name: getattr(self, name) for name in ("seed", "states", "encoding", "skips_unchanged", "has_web")}
-        return json.dumps({**fields, "operations": [" ".join(map(str, each)) for each in self.operations]})
+        settings = {each.name: getattr(self, each.name) for each in fields(self)}
+        return json.dumps({**settings, "operations": [" ".join(map(str, each)) for each in self.operations]})
 
     @classmethod
     def from_json(cls, text: str) -> Schedule:
-        fields = json.loads(text)
-        words = [each.split() for each in fields.pop("operations")]
-        return cls(operations=tuple(Operation(kind, int(who), int(choice)) for kind, who, choice in words), **fields)
+        settings = json.loads(text)
+        return cls(operations=operations(settings.pop("operations")), **settings)
 
 
 def generate(seed: int) -> Schedule:
     """Return the schedule of a seed."""
     chance = random.Random(seed)
     states = chance.random() < 0.5
+    has_web = chance.random() < 0.25
     weights = {kind: weight * chance.choice([0.3, 1.0, 1.0, 2.0]) for kind, weight in WEIGHTS.items()}
     kinds = chance.choice([["publish", "mirror", "join", "join"], ["join", "publish", "join"]])
     count = chance.randrange(_LEAST, _MOST)
@@ -118,6 +131,7 @@ def generate(seed: int) -> Schedule:
         states=states,
         encoding=None if states else chance.choice([None, None, "F16", "INT8"]),
         skips_unchanged=chance.random() < 0.2,
-        operations=tuple(Operation(kind, chance.randrange(4), chance.randrange(1000)) for kind in kinds),
-        has_web=chance.random() < 0.25,
+        operations=tuple(Operation(kind, chance.randrange(5), chance.randrange(20000)) for kind in kinds),
+        has_web=has_web,
+        has_upkeep=not has_web and chance.random() < 0.3,
     )

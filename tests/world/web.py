@@ -63,7 +63,10 @@ class Web:
         if store is None or store.is_failing:
             return 403, b""
         file = store.path / name
-        return (200, file.read_bytes()) if file.is_file() else (404, b"")
+        try:
+            return (200, file.read_bytes()) if file.is_file() else (404, b"")
+        except OSError:  # a fault in the middle of a call
+            return 403, b""
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):

@@ -1,36 +1,40 @@
-"""The run of a schedule, and the rules that hold in it.
+"""The run of a schedule.
 
-- Each served row is the trainer's at the version that the predictor states.
-- A predictor never goes back, in (stream, version), without an order: a pin, its own rollback or a promotion.
-- When faults end, it reaches its target without an operator.
-- A failed call raises an error of the library, and changes no version.
+Besides the rules of ``rules.py``, a predictor reaches its target without an operator when faults end, and a failed call
+raises an error of the library and changes no version.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-import json
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from delta_tracker import Retention, Storage
-from delta_tracker.cli.main import main
+from delta_tracker import Retention, Standby, Storage
 from delta_tracker.errors import DeltaTrackerError, FencedError, StorageError
 from delta_tracker.stream.maintenance.retention import retain
 from tests.world.clock import CLOCK, wait_for_threads
-from tests.world.reader import Reader, Settings
-from tests.world.stores import Entry, Store
+from tests.world.disk import FAULTS, Fault, disk
+from tests.world.history import History, RuleError
+from tests.world.reader import Reader, Saved, Settings
+from tests.world.rules import check
+from tests.world.stores import Store
+from tests.world.targets import reached, targets
 from tests.world.trainer import Copy, Trainer
 from tests.world.values import Operation, Schedule
 from tests.world.web import web
 
 _MOST_READERS = 5
 _ROUNDS, _ROUND_SECONDS = 90, 15.0  # longer than all pauses of a reader together
+_FOLLOW_ROUNDS, _FOLLOW_SECONDS = 800, 2.0
 _SECONDS = (1.0, 6.0, 12.0, 35.0, 120.0, 700.0)
 _FOLDER = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
@@ -48,14 +52,6 @@ class Finding:
     rule: str
     text: str
     number: int
-
-
-class RuleError(Exception):
-    """Raised when a rule does not hold."""
-
-    def __init__(self, rule: str, text: str) -> None:
-        super().__init__(f"{rule}: {text}")
-        self.rule, self.text = rule, text
 
 
 def run(schedule: Schedule, say: Callable[[str], None] = lambda _: None) -> list[Finding]:
@@ -92,6 +88,8 @@ class World:
 
     def __init__(self, folder: Path, schedule: Schedule, say: Callable[[str], None]) -> None:
         CLOCK.restart(schedule.seed)
+        self._disk = disk()
+        self._disk.folder = folder
         self._schedule, self._say = schedule, say
         self._stores = [Store(folder / name) for name in "abc"]
         self._primary = self._stores[0]
@@ -99,21 +97,20 @@ class World:
         self._web = web() if schedule.has_web else None
         if self._web is not None:
             self._web.serve(self._stores)
-        self._copies: dict[tuple[str, int], Copy] = {}
-        self._claims: set[tuple[str, int]] = set()
-        self._streams: list[str] = []  # each was forked from the one before it
-        self._head: tuple[str, int] | None = None  # newest entry of the trainer's stream
-        self._orders: list[dict[str, Any]] = []
+        self._history = History()
         self._readers: list[Reader] = []
         self._former: list[Trainer] = []  # replaced, with a publisher
+        self._standby: tuple[Standby, Trainer] | None = None
         self._num_joined = self._num_done = 0
         self.findings: list[Finding] = []
         self.trainer = Trainer(schedule, schedule.seed)
 
     def close(self) -> None:
         """Close all publishers."""
+        self._disk.fault = None
         for trainer in (*self._former, self.trainer):
             trainer.discard()
+        self._disk.folder = None
 
     def found(self, rule: str, text: str) -> None:
         """Keep that a rule does not hold."""
@@ -122,11 +119,34 @@ class World:
 
     def apply(self, operation: Operation) -> None:
         """Run one operation. An operation that cannot apply does nothing."""
+        fault = self._disk.fault
         said = getattr(self, f"_{operation.kind}")(operation.who, operation.choice)
+        if fault is not None:
+            self._disk.fault = None
+            said = f"{said} ({fault.kind}{'' if fault.has_begun else ' not reached'})"
         for store in self._stores:
             store.date()
         self._say(f"{self._num_done} {' '.join(map(str, operation))}: {said or 'nothing'}")
         self._num_done += 1
+
+    def _fault(self, who: int, choice: int) -> None:
+        """Let the next operation fail in the middle of its first call."""
+        self._disk.fault = Fault(FAULTS[who % len(FAULTS)], choice % 9 if choice % 3 else choice % 40)
+
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[list[DeltaTrackerError]]:
+        """Context manager that keeps an error of the library, which the call may raise."""
+        errors: list[DeltaTrackerError] = []
+        with self._disk.call():
+            try:
+                yield errors
+            except DeltaTrackerError as error:
+                errors.append(error)
+
+    def _dies(self) -> bool:
+        """Return True if the process of the last call has died in it. It is discarded with its requests failing."""
+        fault = self._disk.fault
+        return fault is not None and fault.kind == "death" and fault.has_begun
 
     # The trainer
 
@@ -135,48 +155,54 @@ class World:
         return "trained"
 
     def _spoil(self, who: int, choice: int) -> str:
-        self.trainer.train(choice, scale=float("nan"))
-        return "trained with NaN"
+        self.trainer.train(choice, scale=float("nan") if who % 2 else 1e8)
+        return "trained with NaN" if who % 2 else "trained with large values"
 
     def _publish(self, who: int, choice: int) -> str:
         self.trainer.train(choice)
         return str(self._commit("publish"))
 
+    def _burst(self, who: int, choice: int) -> str:
+        """Publish several versions, enough for the upkeep of a publisher."""
+        for number in range(4 + choice % 14):
+            self.trainer.train(choice + number)
+            answer = self._commit("publish")
+        return str(answer)
+
     def _snapshot(self, who: int, choice: int) -> str:
         return str(self._commit("snapshot"))
 
     def _commit(self, call: str) -> Exception | str:
-        """Publish a version and keep its copy. Return the error, or what was published."""
-        trainer = self.trainer
+        """Publish a version. Return the error, or what was published."""
+        trainer, history = self.trainer, self._history
         if self._primary.is_unmounted and trainer.publisher is None:
             return "unmounted"  # a publisher that starts would create the directory
-        try:
-            if trainer.publisher is None:
-                self._claimed(trainer.open(self._primary.url).version)
+        copy = Copy(trainer.model.copy())
+        if self._web is not None and trainer.publisher is not None:
+            self._disk.fault = None  # a thread of the publisher writes the pointer meanwhile
+        threads = set(threading.enumerate())
+        manifest = None
+        with self._call() as errors:
+            trainer.open(self._primary.url)
             manifest = getattr(trainer.publisher, call)()
-        except FencedError as error:
-            raise RuleError("publisher", f"fenced without another publisher: {error}") from error
-        except DeltaTrackerError as error:
-            return error
-        key = manifest.stream, manifest.version
-        if self._head is None:
-            self._streams.append(manifest.stream)
-        elif key != (self._head[0], self._head[1] + 1):
-            raise RuleError("publisher", f"published {key} after {self._head}")
-        self._head, self._copies[key] = key, Copy(trainer.model.copy())
-        self._wait_for_pointer(key[1])
+        if trainer.has_published:  # the first version starts a thread that stays
+            for thread in set(threading.enumerate()) - threads:
+                thread.join(10.0)
+        if not self._primary.is_failing:
+            history.absorb(self._primary, copy)
+        if self._dies():
+            trainer.discard()
+            self.trainer = Trainer(self._schedule, self._schedule.seed + self._num_done)
+            return ChildProcessError("the trainer has died")
+        if errors and isinstance(errors[0], FencedError):
+            raise RuleError("publisher", f"fenced without another publisher: {errors[0]}")
+        if manifest is None:
+            return errors[0]
+        if (manifest.stream, manifest.version) != history.head:
+            raise RuleError("publisher", f"published version {manifest.version}, and the log ends at {history.head}")
+        trainer.has_published = self._schedule.has_upkeep
+        self._wait_for_pointer(manifest.version)
         return f"{manifest.kind} {manifest.version}"
-
-    def _claimed(self, version: int) -> None:
-        """Record a claim, which changes no row."""
-        if self._head is None:
-            return
-        stream, before = self._head
-        if version != before + 1:
-            raise RuleError("publisher", f"claimed version {version} after {before}")
-        self._copies[stream, version] = self._copies[self._head]
-        self._claims.add((stream, version))
-        self._head = stream, version
 
     def _wait_for_pointer(self, version: int) -> None:
         """Wait until the publisher's thread has written the pointer, so that each run is the same."""
@@ -190,7 +216,7 @@ class World:
     def _restart_trainer(self, who: int, choice: int) -> str:
         mode = choice % 4
         if mode == 3:
-            return self._succeed_alive(choice)
+            return self._succeed_alive(choice) or "nothing"
         self.trainer.discard()
         if mode == 1 and self._schedule.states and not self._primary.is_lost:
             return self._restore(self._primary, choice)
@@ -201,7 +227,7 @@ class World:
 
     def _succeed_alive(self, choice: int) -> str | None:
         """Start another trainer while the publisher of this one lives, as if it had been taken for dead."""
-        former = self.trainer
+        former, head = self.trainer, self._history.head
         if former.publisher is None:
             return None
         self.trainer = Trainer(self._schedule, self._schedule.seed + choice)
@@ -210,14 +236,11 @@ class World:
             self._former.append(former)
             return f"new weights, {answer}"
         self.trainer.discard()
-        if self._is_claimed_since(former):
-            former.discard()
-        else:
+        if head == self._history.head:
             self.trainer = former
+        else:
+            former.discard()
         return f"failed: {answer}"
-
-    def _is_claimed_since(self, former: Trainer) -> bool:
-        return self._head is None or former.publisher is None or former.publisher.version != self._head[1]
 
     def _publish_former(self, who: int, choice: int) -> str | None:
         """Let a trainer publish that another one has replaced."""
@@ -225,24 +248,66 @@ class World:
             return None
         former = self._former[who % len(self._former)]
         former.train(choice)
-        try:
+        manifest = None
+        with self._call() as errors:
             manifest = former.publisher.publish() if former.publisher is not None else None
-        except DeltaTrackerError as error:
-            return f"refused: {type(error).__name__}"
-        raise RuleError("fence", f"a replaced publisher has published {manifest}")
+        if manifest is not None:
+            raise RuleError("fence", f"a replaced publisher has published {manifest}")
+        return f"refused: {errors}"
 
     def _restore(self, store: Store, choice: int) -> str:
         trainer = Trainer(self._schedule, self._schedule.seed + choice)
-        try:
+        with self._call() as errors:
             key = trainer.restore(store.url)
-        except DeltaTrackerError as error:
-            return f"not restored: {error}"
+        if errors:
+            return f"not restored: {errors[0]}"
         self.trainer.discard()
         self.trainer = trainer
-        difference = self._copies[key].difference(trainer.model.copy(), None)
+        self._check_restored(key)
+        return f"restored version {key[1]}"
+
+    def _check_restored(self, key: tuple[str, int]) -> None:
+        difference = self._history.copies[key].difference(self.trainer.model.copy(), None)
         if difference is not None:
             raise RuleError("restore", f"version {key[1]} is restored, but {difference}")
-        return f"restored version {key[1]}"
+
+    def _stand_by(self, who: int, choice: int) -> str | None:
+        """Start a standby, or let it apply the new versions."""
+        if not self._schedule.states or self._primary.is_unmounted:
+            return None
+        with self._call() as errors:
+            if self._standby is None:
+                trainer = Trainer(self._schedule, self._schedule.seed + choice)
+                self._standby = trainer.stand_by(self._primary.url), trainer
+            self._standby[0].sync()
+        if self._dies():
+            self._standby = None
+        return f"standby: {errors or 'follows'}"
+
+    def _take_over(self, who: int, choice: int) -> str | None:
+        """Let the standby take the place of the trainer, by force or after a silence."""
+        if self._standby is None:
+            return None
+        (standby, trainer), former = self._standby, self.trainer
+        self._standby, taken = None, None
+        with self._call() as errors:
+            if choice % 2 or not self._primary.is_healthy:
+                taken = standby.take_over(force=choice % 4 == 1)
+            else:
+                taken = standby.follow(silence=20.0)
+        if not self._primary.is_failing:
+            self._history.absorb(self._primary, Copy(trainer.model.copy()))
+        if taken is None or self._dies():
+            if former.publisher is not None and errors:
+                former.discard()  # it may be fenced
+            return f"not taken over: {errors}"
+        self.trainer = trainer
+        self._check_restored((taken.restored.stream, taken.restored.version))
+        if former.publisher is not None:
+            self._former.append(former)
+        with self._call() as errors:
+            trainer.open(taken.recovery)
+        return f"took over after version {taken.restored.version} {errors or ''}"
 
     # Maintenance and operators
 
@@ -261,50 +326,64 @@ class World:
         if not self._primary.is_healthy:
             return None
         bounds = Retention(versions=1 + choice % 3, grace_seconds=(0.0, 10.0, 600.0)[choice // 3 % 3])
-        return f"deleted {retain(Storage(self._primary.url), bounds).versions} versions"
+        could_start = self._can_start()
+        with self._call() as errors:
+            deleted = retain(Storage(self._primary.url), bounds).versions
+        if could_start and not self._can_start():
+            raise RuleError("retention", f"no entries lead to version {self._history.head} after a pass")
+        return str(errors or f"deleted {deleted} versions")
+
+    def _can_start(self) -> bool:
+        """Return True if entries lead a new predictor to the newest version."""
+        head = self._history.head
+        return head is not None and head[1] in reached(self._primary.entries(), None)
 
     def _pin(self, who: int, choice: int) -> str | None:
-        if self._head is None:
+        if self._history.head is None:
             return None
-        return self._order("rollback", self._primary.url, str(max(0, self._head[1] - choice % 5)), "--replace")
+        version = max(0, self._history.head[1] - choice % 5)
+        return self._order("rollback", self._primary.url, str(version), *(["--replace"] if who else []))
 
     def _release_pin(self, who: int, choice: int) -> str:
         return self._order("release", self._primary.url)
 
     def _order(self, *words: str) -> str:
+        """Write a pin or a release. If the call fails, it may have been written."""
+        pin = self._history.pin
         code, text = self._command(*words, "--json")
-        if code == 0:
-            self._orders.append(json.loads(text))
+        found = [] if self._primary.is_failing else self._history.absorb_orders(self._primary)
+        if code == 0 and not found:
+            raise RuleError("order", f"{words} has written nothing: {text}")
+        if found and found[0].kind == "release" and pin is not None and found[0].version <= pin.bad:
+            raise RuleError("order", f"{found[0]} leads to a bad version of {pin}")
         return text
 
     def _promote(self, who: int, choice: int) -> str | None:
         """Continue at a mirror of the lost primary."""
         found = [store for store in self._stores if store.is_healthy and store.has_log()]
-        if not self._primary.is_lost or not found or self._head is None:
+        head = self._history.head
+        if not self._primary.is_lost or not found or head is None:
             return None
         store = found[who % len(found)]
-        self.trainer.discard()
-        said = self._restore(store, choice) if self._schedule.states and choice % 2 else "continues"
         newest = max((each for each in store.entries() if not each.is_merged), key=lambda each: each.version)
-        if newest.stream != self._head[0]:
+        if newest.stream != head[0]:
             return None  # a mirror of a former stream
+        self.trainer.discard()
+        self._standby = None
+        said = self._restore(store, choice) if self._schedule.states and choice % 2 else "continues"
         code, text = self._command("mirror", "--promote", store.url, "--json")
-        if code != 0:
-            raise RuleError("promotion", text)
-        fork = json.loads(text)
+        if code != 0 and not store.following(newest.version):
+            return text
+        fork = store.following(newest.version)[0]
         self._primary = store
-        self._streams.append(fork["stream"])
-        key = fork["stream"], fork["version"]
-        self._copies[key] = self._copies[newest.stream, newest.version]
-        self._claims.add(key)
-        self._head = key
+        self._history.promoted(store, fork.stream, fork.version)
         return f"{store.path.name} after version {newest.version}, trainer {said}"
 
     def _command(self, *words: str) -> tuple[int, str]:
         """Run the command line; return its exit code, and the last line of its output or errors."""
         output, errors = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-            code = main(words)
+        with self._call(), contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+            code = _program()(words)
         lines = (output if code == 0 else errors).getvalue().splitlines()
         return code, lines[-1] if lines else "done"
 
@@ -343,7 +422,7 @@ class World:
         if len(self._readers) == _MOST_READERS:
             return None
         settings = Settings.of(who, choice, self._stores, self._cache, self._web)
-        with self._answers() as errors:
+        with self._call() as errors:
             self._readers.append(Reader(f"r{self._num_joined}", settings))
             self._num_joined += 1
         return str(errors or self._readers[-1].describe())
@@ -352,20 +431,25 @@ class World:
         reader = self._reader(who)
         if reader is None:
             return None
-        keeps, turns = choice % 3 != 0, choice % 2 == 0
+        return self._restarted(reader, reader.save() if choice % 3 else None, turns=choice % 2 == 0)
+
+    def _restarted(self, reader: Reader, saved: Saved | None, *, turns: bool) -> str:
         index = self._readers.index(reader)
-        with self._answers() as errors:
-            self._readers[index] = reader.restarted(keeps=keeps, turns=turns)
-        return f"{self._readers[index].describe()} {'with' if keeps else 'without'} its state {errors or ''}"
+        with self._call() as errors:
+            self._readers[index] = reader.restarted(saved, turns=turns)
+        return f"{self._readers[index].describe()} {'without' if saved is None else 'with'} its state {errors or ''}"
 
     def _sync(self, who: int, choice: int) -> str | None:
         reader = self._reader(who)
         return None if reader is None else self._synced(reader, (None, None, 1, 2)[choice % 4])
 
     def _synced(self, reader: Reader, limit: int | None = None) -> str:
-        with self._answers() as errors:
+        saved = reader.save() if self._disk.fault is not None else None
+        with self._call() as errors:
             reader.predictor.sync(limit)
-        self._check(reader)
+        if self._dies():
+            return f"died; {self._restarted(reader, saved, turns=False)}"
+        self._check(reader, is_complete=limit is None and not errors)
         return f"{reader.name} at {reader.floor} {errors or ''}"
 
     def _roll_back(self, who: int, choice: int) -> str | None:
@@ -373,27 +457,30 @@ class World:
         if reader is None or reader.floor is None:
             return None
         before, version = reader.predictor.version, max(0, reader.floor[1] - choice % 4)
-        with self._answers() as errors:
+        with self._call() as errors:
             reader.predictor.rollback(version)
+        if self._dies():
+            return f"died; {self._restarted(reader, None, turns=False)}"  # no position was saved before the call
         if not errors:
-            reader.own, reader.num_orders, reader.is_free = version, len(self._orders), False
-            reader.floor, reader.may_serve_held = (reader.floor[0], version), True
+            reader.own, reader.own_time, reader.known = (reader.floor[0], version), CLOCK.now, len(self._history.orders)
+            reader.floor, reader.may_serve_held, reader.pinned = reader.own, True, 0
         elif not isinstance(errors[0], StorageError) and reader.predictor.version != before:
             raise RuleError("failed call", f"rollback to {version} raised {errors[0]} and changed the version")
-        self._check(reader)
+        elif reader.predictor.version != before or reader.predictor.status().pinned == version:
+            return f"interrupted; {self._restarted(reader, None, turns=False)}"
+        self._check(reader, is_complete=False)
         return f"{reader.name} to {version} {errors or ''}"
 
     def _release(self, who: int, choice: int) -> str | None:
         reader = self._reader(who)
         if reader is None:
             return None
-        reader.predictor.release()
-        reader.own, reader.is_free = None, True
+        reader.released()
         return reader.name
 
     def _accept(self, who: int, choice: int) -> str | None:
         reader = self._reader(who)
-        if reader is None or not reader.settings.has_gate or reader.floor is None:
+        if reader is None or reader.settings.gate is None or reader.floor is None:
             return None
         reader.predictor.accept(reader.floor[1] + 1)
         reader.may_serve_held = True
@@ -402,75 +489,37 @@ class World:
     def _reader(self, who: int) -> Reader | None:
         return self._readers[who % len(self._readers)] if self._readers else None
 
-    @contextlib.contextmanager
-    def _answers(self) -> Iterator[list[DeltaTrackerError]]:
-        """Context manager that keeps an error of the library, which the call may raise."""
-        errors: list[DeltaTrackerError] = []
-        try:
-            yield errors
-        except DeltaTrackerError as error:
-            errors.append(error)
-
-    # Rules
-
-    def _check(self, reader: Reader) -> None:
+    def _check(self, reader: Reader, *, is_complete: bool) -> None:
         """Check a predictor after a call, and remove it if a rule does not hold."""
         try:
-            self._check_rules(reader)
+            check(reader, self._history, self._schedule.encoding, is_complete=is_complete)
         except RuleError as error:
             self._readers.remove(reader)
             self.found(error.rule, error.text)
 
-    def _check_rules(self, reader: Reader) -> None:
-        version, stream = reader.predictor.version, reader.predictor.status().stream
-        if version is None or stream is None:
-            if reader.floor is not None:
-                raise RuleError("backwards", f"{reader.describe()} from {reader.floor} to no version")
-            return
-        copy = self._copies.get((stream, version))
-        if copy is None:
-            raise RuleError("rows", f"{reader.describe()} states version {version}, which was not committed")
-        held = reader.held()
-        difference = copy.difference(held, self._schedule.encoding)
-        if difference is not None:
-            raise RuleError("rows", f"{reader.describe()} at version {version}: {difference}")
-        if reader.settings.has_gate and not reader.may_serve_held and not Copy(held).is_finite:
-            raise RuleError("gate", f"{reader.describe()} serves the NaN of version {version}")
-        key = self._streams.index(stream), version
-        if reader.floor is not None and key < reader.floor and not self._is_pinned_to(reader, stream, version):
-            is_first = reader.is_restored and len(reader.settings.stores) > 1
-            rule = "backwards after a restart" if is_first else "backwards"
-            raise RuleError(rule, f"{reader.describe()} from {reader.floor} to {key} without an order")
-        self._check_bounds(reader, stream, version)
-        reader.is_restored = reader.is_restored and key == reader.floor
-        reader.floor = key
-
-    def _is_pinned_to(self, reader: Reader, stream: str, version: int) -> bool:
-        """Return True if an order has sent a predictor to a version."""
-        return reader.settings.follows_pins and any(
-            (each["kind"], each["stream"], each["version"]) == ("pin", stream, version) for each in self._orders
-        )
-
-    def _check_bounds(self, reader: Reader, stream: str, version: int) -> None:
-        canary, own = reader.settings.canary, reader.own
-        later = self._streams[self._streams.index(stream) :]  # a canary counts the versions of the log
-        newest = max(each for name, each in self._copies if name in later)
-        if canary is not None and own is None and version + canary > newest:
-            raise RuleError("canary", f"{reader.describe()} at version {version} of {newest}")
-        stays = own is not None and not reader.settings.follows_pins and stream == self._streams[0]
-        if stays and version != own:
-            raise RuleError("rollback", f"{reader.describe()} left version {own} for {version}")
-
     # The end
+
+    def _settle(self, who: int, choice: int) -> str:
+        """End all faults, and wait until each predictor reaches its target."""
+        self._repair_all()
+        self._wait_for_all(is_clean=False)
+        return "all at their targets"
 
     def finish(self) -> None:
         """End all faults, publish once more, and wait until each predictor reaches its target."""
-        for store in self._stores:
-            store.repair()
+        self._disk.fault = None
+        self._repair_all()
         is_clean = self._publish_last()
         self._wait_for_all(is_clean=is_clean)
         if not self._primary.is_lost and self._release_all():
             self._wait_for_all(is_clean=is_clean)
+
+    def _repair_all(self) -> None:
+        for store in self._stores:
+            store.repair()
+        CLOCK.advance(8.0 if self._web is None else 700.0)  # the pointer follows deletions after ten minutes
+        if self._web is not None:
+            self._web.forget()
 
     def _wait_for_all(self, *, is_clean: bool) -> None:
         """Let the mirrors copy everything, and wait for each predictor."""
@@ -480,14 +529,12 @@ class World:
         for store in self._stores:
             store.date()
         for reader in list(self._readers):
-            if is_clean or not reader.settings.has_gate:
+            if is_clean or reader.settings.gate is None:
                 self._wait(reader)
 
     def _release_all(self) -> bool:
         """End all pins and rollbacks, after a snapshot. Return False if there are none."""
-        order = self._primary.orders()[-1:]
-        is_pinned = bool(order) and self._head is not None and order[0]["stream"] == self._head[0]
-        is_pinned = is_pinned and order[0]["kind"] == "pin"
+        is_pinned = self._history.pin is not None
         rolled_back = [reader for reader in self._readers if reader.own is not None]
         if not is_pinned and not rolled_back:
             return False
@@ -495,27 +542,33 @@ class World:
         if is_pinned:
             text = self._order("release", self._primary.url)
             self._say(f"last release: {text}")
-            if self._orders[-1]["kind"] != "release":
+            if self._history.pin is not None:
                 raise RuleError("release", text)
+        self._publish_for_bounds()
         for reader in rolled_back:
-            reader.predictor.release()
-            reader.own, reader.is_free = None, True
+            reader.released()
         return True
 
     def _publish_last(self) -> bool:
         """Publish a last version without NaN. Return False if no trainer can."""
-        CLOCK.advance(1.0 if self._web is None else 700.0)  # the pointer follows deletions after ten minutes
-        if self._web is not None:
-            self._web.forget()
         if self._primary.is_lost:
             return False
-        if not self.trainer.is_finite:
+        if not self.trainer.is_healthy:
             self.trainer.discard()
             self.trainer = Trainer(self._schedule, self._schedule.seed + 1)
-        needs_snapshot = any(each.settings.has_gate or each.settings.canary for each in self._readers)
-        for call in ["snapshot", "publish", "publish"] if needs_snapshot else ["publish"]:
-            self._commit_last(call)
+        self._commit_last("snapshot" if self._has_bounds else "publish")
+        self._publish_for_bounds()
         return True
+
+    @property
+    def _has_bounds(self) -> bool:
+        return any(each.settings.is_bounded for each in self._readers)
+
+    def _publish_for_bounds(self) -> None:
+        """Let each canary reach the last snapshot."""
+        for _ in range(2 if self._has_bounds else 0):
+            CLOCK.advance(11.0)  # more than the seconds of a canary
+            self._commit_last("publish")
 
     def _commit_last(self, call: str) -> None:
         """Publish a version; a call that fails is repeated."""
@@ -533,24 +586,45 @@ class World:
             code, text = self._command("mirror", "--once", self._primary.url, store.url)
             self._say(f"last mirror to {store.path.name}: {code} {text}")
             if code == 0:
-                return
-            if is_first and "empty destination" in text:
-                store.clear()
-        raise RuleError("mirror", text)
+                break
+            if not is_first or "empty destination" not in text:
+                raise RuleError("mirror", text)
+            store.clear()
+        orders = self._history.orders
+        if orders and store.has_entry(orders[-1].stream, orders[-1].version) and len(store.orders()) < len(orders):
+            raise RuleError("mirror", f"{store.path.name} has the version of {orders[-1]}, but not the order")
 
     def _wait(self, reader: Reader) -> None:
-        targets = self._targets(reader)
+        goals = targets(reader, self._history)
         said = ""
+        if goals is not None and reader.settings.kind == "follows":
+            said = self._followed(reader, goals)
         for _ in range(_ROUNDS):
-            if targets is None or self._whole(reader) in targets or reader not in self._readers:
+            if goals is None or self._whole(reader) in goals or reader not in self._readers:
                 break
             said = self._synced(reader)
             CLOCK.advance(_ROUND_SECONDS)
-        self._say(f"{reader.describe()} ends at {reader.floor} of {targets}: {said}")
-        if targets is not None and self._whole(reader) not in targets and reader in self._readers:
-            rule = self._cause(reader, max(targets), said)
+        self._say(f"{reader.describe()} ends at {reader.floor} of {goals}: {said}")
+        if goals is not None and self._whole(reader) not in goals and reader in self._readers:
+            rule = self._cause(reader, max(goals), said)
             self._readers.remove(reader)
-            self.found(rule, f"{reader.describe()} at {reader.floor} instead of {sorted(targets)}: {said}")
+            self.found(rule, f"{reader.describe()} at {reader.floor} instead of {sorted(goals)}: {said}")
+
+    def _followed(self, reader: Reader, goals: set[tuple[int, int]]) -> str:
+        """Let the thread of ``follow()`` reach the target, while the clock advances."""
+        history, predictor = self._history, reader.predictor
+        with self._call() as errors:
+            predictor.follow(0.005)
+            for _ in range(_FOLLOW_ROUNDS):
+                stream, version = predictor.status().stream, predictor.version
+                if stream and version is not None and history.without_claims(history.place(stream, version)) in goals:
+                    break
+                CLOCK.advance(_FOLLOW_SECONDS)
+                wait_for_threads()
+            predictor.stop()
+        CLOCK.draw_again(self._schedule.seed + self._num_done + 1)
+        self._check(reader, is_complete=False)
+        return f"followed to {reader.floor} {errors or ''}"
 
     def _cause(self, reader: Reader, target: tuple[int, int], said: str) -> str:
         """Return the rule that a predictor breaks which does not reach its target."""
@@ -563,66 +637,24 @@ class World:
             "behind a forged pointer": reader.settings.web is not None and any(store.was_forged for store in stores),
             "behind over http": reader.settings.web is not None,
             "beyond a pin": floor is not None and floor > target and has_others,
-            "behind at a shorter mirror": has_others and "Error" not in said,
+            "behind at a shorter mirror": has_others and "Error" not in said and self._is_at_an_end(reader),
         }
         return next((rule for rule, is_it in causes.items() if is_it), "behind")
 
+    def _is_at_an_end(self, reader: Reader) -> bool:
+        """Return True if one of the stores of a predictor has nothing after its version."""
+        stores = [store for store in reader.settings.stores if not store.is_lost]
+        heads = [max((each.version for each in store.entries()), default=-1) for store in stores]
+        return reader.floor is None or reader.floor[1] in heads
+
     def _whole(self, reader: Reader) -> tuple[int, int] | None:
         """Return the stream and version of a predictor, without the claims that change no row."""
-        return None if reader.floor is None else self._without_claims(*reader.floor)
-
-    def _without_claims(self, order: int, version: int) -> tuple[int, int]:
-        while (self._streams[order], version) in self._claims:
-            order -= (self._streams[order], version - 1) not in self._copies
-            version -= 1
-        return order, version
-
-    def _targets(self, reader: Reader) -> set[tuple[int, int]] | None:
-        """Return the streams and versions at which a predictor may end, None if nothing leads it anywhere."""
-        stores = [store for store in reader.settings.stores if not store.is_lost]
-        entries = [entry for store in stores for entry in store.entries()]
-        orders = [self._streams.index(each.stream) for each in entries if each.kind == "snapshot"]
-        if not orders or (reader.floor is not None and reader.floor[0] > max(orders)):
-            return None
-        order = max(orders)
-        stream = self._streams[order]
-        entries = [each for each in entries if each.stream == stream]
-        newest = max(each.version for each in entries)
-        start = reader.floor[1] if reader.floor is not None and reader.floor[0] == order else None
-        reached = _reached(entries, start, newest - (reader.settings.canary or 0))
-        own = reader.floor if reader.own is not None else None
-        found = {self._without_claims(order, max(reached))} if reached and own is None else set()
-        if own is not None:
-            found.add(self._without_claims(*own))
-            if own[0] != order and reached:
-                found.add(self._without_claims(order, max(reached)))
-        if reader.settings.follows_pins:
-            found |= self._pinned(reader, stores, order, found)
-        return found or None
-
-    def _pinned(
-        self, reader: Reader, stores: list[Store], order: int, found: set[tuple[int, int]]
-    ) -> set[tuple[int, int]]:
-        """Return the targets of the newest order of all, and of the newest one that the stores have."""
-        shown = [each for store in stores for each in store.orders()]
-        visible = max(shown, key=lambda each: each["counter"], default=None)
-        newest = [each for each in (visible, *self._orders[-1:]) if each is not None]
-        stream = self._streams[order]
-        pinned = {(order, each["version"]) for each in newest if (each["kind"], each["stream"]) == ("pin", stream)}
-        is_certain = len(pinned) == 1 and visible == newest[-1] and not reader.is_free
-        if is_certain and reader.own is None:
-            found.clear()
-        return pinned
+        return None if reader.floor is None else self._history.without_claims(reader.floor)
 
 
-def _reached(entries: list[Entry], start: int | None, bound: int) -> set[int]:
-    """Return all versions up to a bound to which entries lead, by brute force."""
-    found = {each.version for each in entries if each.kind == "snapshot" and each.version <= bound}
-    found |= set() if start is None else {start}
-    size = -1
-    while size < len(found):
-        size = len(found)
-        for each in entries:
-            if each.version <= bound and any(each.first - 1 <= before < each.version for before in found):
-                found.add(each.version)
-    return found
+@cache
+def _program() -> Callable[[tuple[str, ...]], int]:
+    """Return the function of the command line program."""
+    (found,) = entry_points(group="console_scripts", name="delta-tracker")
+    program: Any = found.load()
+    return program  # type: ignore[no-any-return]

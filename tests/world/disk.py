@@ -1,0 +1,102 @@
+"""File operations below the directory of a world, of which one can fail in the middle of a call.
+
+They are found by Python's audit events, so that this needs nothing of the library. A hook stays until the process
+ends, so there is one for all worlds.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tests.world.clock import CLOCK
+
+_CHANGES = {"os.link": os.link, "os.rename": os.replace, "os.remove": os.remove}
+_EVENTS = {"open", "os.scandir", "os.mkdir", *_CHANGES}
+_SLOW_SECONDS = 40.0
+FAULTS = ("error", "outage", "slow", "lost answer", "death")
+
+
+@dataclass
+class Fault:
+    """What happens at one operation of a call.
+
+    Args:
+        kind: one of ``FAULTS``. An ``outage`` lasts until the end of the call, and so does a ``death``, after which
+            the process of the call is discarded. With a ``lost answer``, a change is made and raises nevertheless.
+        number: number of operations, or of changes for a lost answer, that succeed before it.
+        has_begun: True once it has happened.
+    """
+
+    kind: str
+    number: int
+    has_begun: bool = False
+
+
+class Disk:
+    """Observer of the file operations below a directory, by all threads of this process.
+
+    Attributes:
+        folder: the directory, None for no world.
+        fault: fault of the next call, None for none.
+    """
+
+    def __init__(self) -> None:
+        self.folder: Path | None = None
+        self.fault: Fault | None = None
+        self._is_armed = self._is_inside = False
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Context manager for a call of the library, in which the fault happens."""
+        self._is_armed = True
+        try:
+            yield
+        finally:
+            self._is_armed = False
+
+    def observe(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """Date a file that gets its name, and let the operation fail if it is its turn."""
+        if event not in _EVENTS or self.folder is None or self._is_inside:
+            return
+        path = arguments[0]
+        if not isinstance(path, str | os.PathLike) or not os.fspath(path).startswith(f"{self.folder}{os.sep}"):
+            return
+        self._is_inside = True
+        try:
+            if event in ("os.link", "os.rename"):
+                os.utime(path, (CLOCK.now, CLOCK.now))
+            if self._is_armed and self.fault is not None:
+                self._fail(self.fault, event, arguments)
+        finally:
+            self._is_inside = False
+
+    def _fail(self, fault: Fault, event: str, arguments: tuple[Any, ...]) -> None:
+        if fault.kind == "lost answer" and event not in _CHANGES:
+            return
+        fault.number -= 1
+        is_over = fault.has_begun and fault.kind not in ("outage", "death")
+        if fault.number >= 0 or is_over:
+            return
+        fault.has_begun = True
+        if fault.kind == "slow":
+            CLOCK.advance(_SLOW_SECONDS)
+            return
+        if fault.kind == "lost answer":
+            _CHANGES[event](*arguments[: 1 if event == "os.remove" else 2])
+        raise OSError(errno.EIO, os.strerror(errno.EIO), os.fspath(arguments[0]))
+
+
+@cache
+def disk() -> Disk:
+    """Return the observer of this process."""
+    found = Disk()
+    sys.addaudithook(found.observe)
+    return found

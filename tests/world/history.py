@@ -1,0 +1,130 @@
+"""What was committed and ordered in a world, which is the truth that predictors are compared with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.world.clock import CLOCK
+from tests.world.stores import Entry, Store
+from tests.world.trainer import Copy
+
+Key = tuple[str, int]
+"""Stream and version."""
+Place = tuple[int, int]
+"""Number of the stream, in the order of the promotions, and version."""
+
+
+class RuleError(Exception):
+    """Raised when a rule does not hold."""
+
+    def __init__(self, rule: str, text: str) -> None:
+        super().__init__(f"{rule}: {text}")
+        self.rule, self.text = rule, text
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A pin or a release.
+
+    Args:
+        counter: number of the order, 1 for the first.
+        kind: ``pin`` or ``release``.
+        stream: id of the stream.
+        version: version to stay at, or that of the snapshot to continue from.
+        bad: newest version when the pin was written, or that of the pin that it replaces.
+        time: time in seconds.
+    """
+
+    counter: int
+    kind: str
+    stream: str
+    version: int
+    bad: int
+    time: float
+
+    @classmethod
+    def of(cls, fields: dict[str, Any], former: Order | None, head: Key | None) -> Order:
+        """Return what the object of an order says, for the pin that applied before and the newest version."""
+        newest = -1 if head is None or fields["kind"] == "release" else head[1]
+        bad = max(newest, -1 if former is None else former.bad)
+        return cls(fields["counter"], fields["kind"], fields["stream"], fields["version"], bad, CLOCK.now)
+
+
+@dataclass
+class History:
+    """All versions and orders.
+
+    Attributes:
+        copies: the trainer's tables at each version; those of a claim are those of the version before.
+        created: time at which each version was created.
+        kinds: kind of each version. A claim has no rows.
+        streams: ids of the streams. Each was forked from the one before it.
+        head: newest version of the trainer's stream, None for none.
+        orders: pins and releases, the oldest first.
+    """
+
+    copies: dict[Key, Copy] = field(default_factory=dict)
+    created: dict[Key, float] = field(default_factory=dict)
+    kinds: dict[Key, str] = field(default_factory=dict)
+    streams: list[str] = field(default_factory=list)
+    head: Key | None = None
+    orders: list[Order] = field(default_factory=list)
+
+    def absorb(self, store: Store, copy: Copy) -> list[Entry]:
+        """Record the entries that a store has after the head, and return them.
+
+        Args:
+            store: store of the trainer.
+            copy: tables of the trainer.
+        """
+        found = store.following(-1 if self.head is None else self.head[1])
+        for entry in found:
+            key = entry.stream, entry.version
+            if entry.stream not in self.streams:
+                self.streams.append(entry.stream)
+            if entry.kind != "claim":
+                self.copies[key] = copy
+            elif self.head in self.copies:
+                self.copies[key] = self.copies[self.head]
+            self.created[key], self.kinds[key], self.head = entry.created, entry.kind, key
+        return found
+
+    def place(self, stream: str, version: int) -> Place:
+        return self.streams.index(stream), version
+
+    def without_claims(self, place: Place) -> Place:
+        """Return the place of the version whose rows are those of a place."""
+        number, version = place
+        while self.kinds[self.streams[number], version] == "claim":
+            number -= (self.streams[number], version - 1) not in self.copies
+            version -= 1
+        return number, version
+
+    def newest(self, place: Place) -> int:
+        """Return the newest version of the log, by which a canary counts, for a predictor at a place."""
+        later = self.streams[place[0] :]
+        return max(version for stream, version in self.copies if stream in later)
+
+    @property
+    def pin(self) -> Order | None:
+        """The pin that applies, None if there is none."""
+        order = self.orders[-1] if self.orders else None
+        is_pin = order is not None and self.head is not None and (order.kind, order.stream) == ("pin", self.head[0])
+        return order if is_pin else None
+
+    def absorb_orders(self, store: Store) -> list[Order]:
+        """Record the pins and releases that a store has after the newest one, and return them."""
+        found = [Order.of(each, self.pin, self.head) for each in store.orders()[len(self.orders) :]]
+        self.orders += found
+        return found
+
+    def promoted(self, store: Store, stream: str, version: int) -> None:
+        """Continue with a stream that was forked at a mirror, whose orders count from now on."""
+        assert self.head is not None, "a mirror has a version"
+        key = stream, version
+        before = next(former for former in reversed(self.streams) if (former, version - 1) in self.copies)
+        self.copies[key], self.created[key] = self.copies[before, version - 1], CLOCK.now
+        self.streams.append(stream)
+        self.kinds[key], self.head = "claim", key
+        del self.orders[len(store.orders()) :]

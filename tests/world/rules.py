@@ -1,0 +1,105 @@
+"""Rules that hold after each call of a predictor.
+
+- Each served row is the trainer's at the version that the predictor states.
+- A predictor never goes back, in (stream, version), without an order: a pin, its own rollback or a promotion.
+- It serves nothing that its gate rejects, that is closer than its canary, or that a pin has called bad.
+- It stays at its own rollback.
+"""
+
+from __future__ import annotations
+
+from tests.world.clock import CLOCK
+from tests.world.history import History, Key, Place, RuleError
+from tests.world.reader import Reader
+from tests.world.targets import LOOK_SECONDS
+from tests.world.trainer import Copy
+
+
+def check(reader: Reader, history: History, encoding: str | None, *, is_complete: bool) -> None:
+    """Check a predictor after a call. Raise RuleError if a rule does not hold.
+
+    Args:
+        reader: the predictor, whose ``floor`` is changed.
+        history: what was committed.
+        encoding: encoding of the versions.
+        is_complete: True if the call applied whatever it found.
+    """
+    version, stream = reader.predictor.version, reader.predictor.status().stream
+    if version is None or stream is None:
+        if reader.floor is not None:
+            raise RuleError("backwards", f"{reader.describe()} from {reader.floor} to no version")
+        return
+    key = stream, version
+    if key not in history.copies:
+        raise RuleError("rows", f"{reader.describe()} states version {version}, which was not committed")
+    held = reader.held()
+    difference = history.copies[key].difference(held, encoding)
+    if difference is not None:
+        raise RuleError("rows", f"{reader.describe()} at version {version}: {difference}")
+    place = history.place(*key)
+    if reader.floor is not None and place < reader.floor:
+        reader.kinds.clear()
+    _check_gate(reader, Copy(held), version)
+    _check_direction(reader, place, history, key)
+    _check_canary(reader, place, history, key)
+    _check_orders(reader, place, history, key)
+    reader.kinds |= {history.kinds[key]} - {"claim"}
+    reader.is_restored = reader.is_restored and place == reader.floor
+    reader.floor = place
+    newest = history.pin
+    if newest is not None and is_complete and _is_at(newest.version, place, reader):
+        # It may be there by chance, before it has looked for the pin.
+        reader.pinned = newest.counter if CLOCK.now > newest.time + LOOK_SECONDS else reader.pinned
+    reader.seen = len(history.orders)
+
+
+def _is_at(version: int, place: Place, reader: Reader) -> bool:
+    return reader.settings.follows_pins and reader.own is None and place[1] == version
+
+
+def _check_gate(reader: Reader, held: Copy, version: int) -> None:
+    gate = reader.settings.gate
+    if gate is None or reader.may_serve_held:
+        return
+    if not held.is_finite:
+        raise RuleError("gate", f"{reader.describe()} serves the NaN of version {version}")
+    if gate.max_drift is not None and not held.is_healthy and reader.kinds == {"snapshot", "delta"}:
+        raise RuleError("gate", f"{reader.describe()} serves the large values of version {version}")
+
+
+def _check_direction(reader: Reader, place: Place, history: History, key: Key) -> None:
+    is_pinned = reader.settings.follows_pins and any(
+        (each.kind, each.stream, each.version) == ("pin", *key) for each in history.orders
+    )
+    if reader.floor is not None and place < reader.floor and not is_pinned:
+        is_first = reader.is_restored and len(reader.settings.stores) > 1
+        rule = "backwards after a restart" if is_first else "backwards"
+        raise RuleError(rule, f"{reader.describe()} from {reader.floor} to {place} without an order")
+
+
+def _check_canary(reader: Reader, place: Place, history: History, key: Key) -> None:
+    canary = reader.settings.canary
+    if canary is None or reader.own is not None:
+        return
+    if canary.versions is not None:
+        is_too_close = place[1] + canary.versions > history.newest(place)
+    else:
+        assert canary.seconds is not None, "one of both"
+        is_too_close = history.created[key] + canary.seconds > max(history.created.values())
+    if is_too_close:
+        raise RuleError("canary", f"{reader.describe()} at {place} of {history.head}")
+
+
+def _check_orders(reader: Reader, place: Place, history: History, key: Key) -> None:
+    own = reader.own
+    is_free = own is None or place[0] != own[0] or place == own
+    if not is_free and len(history.orders) == reader.known:
+        raise RuleError("rollback", f"{reader.describe()} left {own} for {place}")
+    if not 0 < reader.pinned <= len(history.orders) or own is not None:
+        return
+    pin = history.orders[reader.pinned - 1]
+    has_orders = all(len(store.orders()) == len(history.orders) for store in reader.settings.stores)
+    if has_orders and key[0] == pin.stream and pin.version < key[1] <= pin.bad and reader.floor != place:
+        ordered = [each.version for each in history.orders[reader.pinned :]]
+        if key[1] not in ordered:
+            raise RuleError("bad version", f"{reader.describe()} has left {pin} for {place}")
