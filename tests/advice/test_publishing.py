@@ -34,6 +34,8 @@ from delta_tracker.stream.mirror import Mirror
 from delta_tracker.stream.rollback import pin_version, release_pin
 from delta_tracker.stream.storage import storage as storage_module
 from tests.advice.jobs import Job, refused, small_model
+from tests.stores.rules import alters, answers, calls, on
+from tests.stores.wrapped import WrappedStorage
 
 
 def _is_served(job: Job) -> bool:
@@ -113,27 +115,16 @@ def test_a_version_is_published_again_once_the_disk_can_be_flushed(
     assert _is_served(job)
 
 
-class _Altering(Storage):
-    """A remote store on the way to which entries are altered while ``alters`` is True."""
-
-    is_remote = True
-    alters = False
-
-    def create(self, name: str, data: bytes) -> bool:
-        return super().create(name, data + b" " if self.alters else data)
-
-
 @pytest.mark.advice(
     "AlteredEntryError: StreamLog._altered Claim._attempt", "StorageError: StreamLog._altered StreamLog._create"
 )
 def test_a_snapshot_follows_an_altered_entry(tmp_path: Path) -> None:
-    storage = _Altering("memory://")
+    storage = WrappedStorage(Storage("memory://"), is_remote=True)
     model = small_model()
     with Publisher(ModelDeltaTracker(model), storage) as publisher:
         publisher.snapshot()
-        storage.alters = True
-        refused(AlteredEntryError, publisher.publish, "Find out what alters objects", "try again")
-        storage.alters = False
+        with storage.under(alters(lambda data: data + b" ")):
+            refused(AlteredEntryError, publisher.publish, "Find out what alters objects", "try again")
         assert publisher.publish().kind == "snapshot"
 
 
@@ -158,33 +149,17 @@ def test_a_store_is_repaired_and_the_call_made_again(tmp_path: Path) -> None:
 
 @pytest.mark.advice("StorageError: StreamLog.claim")
 def test_the_other_publishers_of_a_stream_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Raced(Storage):
-        has_rivals = True
-
-        def create(self, name: str, data: bytes) -> bool:
-            if self.has_rivals:
-                self.has_rivals = False
-                StreamLog(self).claim()
-                self.has_rivals = True
-            return super().create(name, data)
-
     monkeypatch.setattr(log_module, "back_off", lambda _: None)
-    storage = Raced("memory://")
-    refused(StorageError, lambda: StreamLog(storage).claim(), "Stop the other publishers of this stream")
-    storage.has_rivals = False
+    storage = Storage("memory://")
+    raced = WrappedStorage(storage, calls(on("create"), before=lambda _: StreamLog(storage).claim()))
+    refused(StorageError, lambda: StreamLog(raced).claim(), "Stop the other publishers of this stream")
     assert StreamLog(storage).claim().head.kind == "claim"
 
 
 @pytest.mark.advice("UnsafeStoreError: Storage.probe")
 def test_a_store_with_an_atomic_create_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Unsafe(Storage):
-        def create(self, name: str, data: bytes) -> bool:
-            self.put(name, [memoryview(data)])
-            return True
-
-    refused(
-        UnsafeStoreError, lambda: Publisher(ModelDeltaTracker(small_model()), Unsafe("memory://")), "a local directory"
-    )
+    unsafe = WrappedStorage(Storage("memory://"), answers(True, on("create")))
+    refused(UnsafeStoreError, lambda: Publisher(ModelDeltaTracker(small_model()), unsafe), "a local directory")
     assert _is_served(Job(tmp_path))
 
 

@@ -10,10 +10,11 @@ import pytest
 
 from delta_tracker.cli import watch as watch_module
 from delta_tracker.cli.watch import View, Watch
-from delta_tracker.errors import StorageError
 from delta_tracker.stream import log as log_module
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage
+from tests.stores.rules import Dated
+from tests.stores.wrapped import WrappedStorage
 from tests.stream.streams import FQN, Writer
 
 
@@ -30,41 +31,13 @@ class Clock:
         return self.now
 
 
-class Counting(Storage):
-    """A store that counts its operations, and dates its objects by a clock."""
-
-    def __init__(self, url: str, clock: Clock) -> None:
-        super().__init__(url, create=True, fsync=False)
-        self.clock = clock
-        self.times: dict[str, float] = {}
-        self.asked: Counter[str] = Counter()
-        self.is_broken = False
-
-    def read(self, name, **options):
-        self.asked[name.split("/")[0]] += 1
-        if self.is_broken:
-            raise StorageError(self.url, "connection refused")
-        data = super().read(name, **options)
-        if "transfer" in options and name in self.times:
-            options["transfer"].modified = self.times[name]
-        return data
-
-    def create(self, name, data):
-        self.times[name] = self.clock.now
-        return super().create(name, data)
-
-    def objects(self, prefix, **options):
-        self.asked[f"list {prefix}"] += 1
-        return super().objects(prefix, **options)
-
-    def names(self, prefix, **options):
-        self.asked[f"list {prefix}"] += 1
-        return super().names(prefix, **options)
-
-    def calls(self) -> dict[str, int]:
-        """Return the numbers of operations since the last call."""
-        asked, self.asked = self.asked, Counter()
-        return dict(asked)
+def asked(storage: WrappedStorage) -> dict[str, int]:
+    """Return the numbers of listings by prefix, and of reads by folder, since the last call."""
+    return Counter(
+        f"list {each.name}" if each.kind in ("names", "objects") else each.name.split("/")[0]
+        for each in storage.take()
+        if each.kind in ("names", "objects", "read")
+    )
 
 
 @pytest.fixture
@@ -76,8 +49,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def storage(tmp_path: Path, clock: Clock) -> Counting:
-    return Counting((tmp_path / "stream").as_uri(), clock)
+def storage(tmp_path: Path, clock: Clock) -> WrappedStorage:
+    return WrappedStorage(Storage(tmp_path / "stream", create=True, fsync=False), Dated(clock.time))
 
 
 def publish(writer: Writer, clock: Clock, count: int, seconds: float = 1.0) -> None:
@@ -86,27 +59,27 @@ def publish(writer: Writer, clock: Clock, count: int, seconds: float = 1.0) -> N
         writer.delta([number % 20, 19] if number % 20 != 19 else [19])
 
 
-def test_a_refresh_reads_what_is_new_and_nothing_else(storage: Counting, clock: Clock) -> None:
+def test_a_refresh_reads_what_is_new_and_nothing_else(storage: WrappedStorage, clock: Clock) -> None:
     writer = Writer(storage)
     writer.snapshot()
     publish(writer, clock, 300, 0.5)
     watch = Watch(StreamLog(storage), window_seconds=20)
-    storage.calls()
+    asked(storage)
     watch.refresh(clock.now)
     # Without a pointer, one listing finds the head; then downwards until the window is full: 100 entries are kept.
-    assert storage.calls() == {"control": 1, "list log": 1, "log": 100}
+    assert asked(storage) == {"control": 1, "list log": 1, "log": 100}
     assert len(watch.recent(clock.now)) == 40
     for _ in range(3):
         watch.refresh(clock.now)
-        assert storage.calls() == {"log": 1}, "the name of the next version, and that is not there"
+        assert asked(storage) == {"log": 1}, "the name of the next version, and that is not there"
     publish(writer, clock, 3)
-    storage.calls()
+    asked(storage)
     watch.refresh(clock.now)
-    assert storage.calls() == {"log": 4}
+    assert asked(storage) == {"log": 4}
     assert watch.head == writer.claim.head
     clock.now += 11
     watch.refresh(clock.now)
-    assert storage.calls() == {"log": 2, "list log": 1}, "now and then it looks whether the log goes on behind a gap"
+    assert asked(storage) == {"log": 2, "list log": 1}, "now and then it looks whether the log goes on behind a gap"
     assert watch.starts == 1
     publish(writer, clock, 400, 0.5)
     for _ in range(3):
@@ -115,26 +88,26 @@ def test_a_refresh_reads_what_is_new_and_nothing_else(storage: Counting, clock: 
     assert watch.head == writer.claim.head
 
 
-def test_a_long_window_is_read_in_bounds(storage: Counting, clock: Clock, monkeypatch) -> None:
+def test_a_long_window_is_read_in_bounds(storage: WrappedStorage, clock: Clock, monkeypatch) -> None:
     monkeypatch.setattr(watch_module, "_MAX_READS", 50)
     monkeypatch.setattr(watch_module, "_MIN_KEPT", 10)
     writer = Writer(storage)
     publish(writer, clock, 120, 0.01)
     watch = Watch(StreamLog(storage), window_seconds=86_400)
-    storage.calls()
+    asked(storage)
     watch.refresh(clock.now)
-    assert storage.calls()["log"] <= 50
+    assert asked(storage)["log"] <= 50
     assert watch.seconds(clock.now) == 1.0, "of the window it knows only the part that it has read"
     publish(writer, clock, 120, 0.01)
-    storage.calls()
+    asked(storage)
     watch.refresh(clock.now)
-    assert storage.calls() == {"log": 50}
+    assert asked(storage) == {"log": 50}
     for _ in range(3):
         watch.refresh(clock.now)
     assert watch.head == writer.claim.head
 
 
-def test_the_rates_are_those_of_the_window(storage: Counting, clock: Clock) -> None:
+def test_the_rates_are_those_of_the_window(storage: WrappedStorage, clock: Clock) -> None:
     writer = Writer(storage)
     writer.snapshot()
     publish(writer, clock, 30, 2.0)
@@ -162,7 +135,7 @@ def test_the_rates_are_those_of_the_window(storage: Counting, clock: Clock) -> N
     assert (late["versions_per_second"], late["head"]["age_seconds"]) == (0, 100)
 
 
-def test_it_restarts_when_the_stream_does(storage: Counting, clock: Clock, tmp_path: Path) -> None:
+def test_it_restarts_when_the_stream_does(storage: WrappedStorage, clock: Clock, tmp_path: Path) -> None:
     writer = Writer(storage)
     writer.snapshot()
     publish(writer, clock, 20)

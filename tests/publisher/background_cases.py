@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
 from concurrent import futures
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import distributed as dist
 
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher, TopK, TrackingMode
 from delta_tracker.distributed import Gathering
-from delta_tracker.errors import FencedError, StorageError
+from delta_tracker.errors import FencedError
 from delta_tracker.publisher.cadence import Cadence
 from delta_tracker.publisher.exchange import Vote
 from delta_tracker.stream.format.encoding import Encoding, decode_rows, encode_rows
@@ -26,6 +25,8 @@ from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import DeltaRows
 from tests.models import Spec, Table, batch, ordinary_optimizer, shard
 from tests.publisher.publishing_cases import attempt, empty_model
+from tests.stores.rules import fails, on, trickles
+from tests.stores.wrapped import WrappedStorage
 from tests.waiting import eventually
 
 _PATIENCE = 60.0
@@ -69,26 +70,21 @@ class Trainer:
                 assert torch.equal(model[fqn][rows, first:end], view), (fqn, manifest.version)
 
 
-class Slow(Storage):
-    """A store that blocks before each buffer of a part until it is released."""
+class Slow:
+    """Lets the writes of parts wait before each buffer until they are released."""
 
-    def __init__(self, url: str) -> None:
-        super().__init__(url, create=True)
+    def __init__(self) -> None:
         self.gate = threading.Semaphore(0)
-        self.is_open = True
         self.is_waiting = threading.Event()
-        self.fails = False
+        self.rule = trickles(self._wait)
 
-    def put(self, name: str, buffers: Iterable[memoryview]) -> None:
-        if self.fails:
-            raise StorageError(self.url, "the network is unreachable")
-        super().put(name, buffers if self.is_open else self._slowed(buffers))
+    def _wait(self, _: int) -> None:
+        self.is_waiting.set()
+        assert self.gate.acquire(timeout=_PATIENCE)
 
-    def _slowed(self, buffers: Iterable[memoryview]) -> Iterator[memoryview]:
-        for buffer in buffers:
-            self.is_waiting.set()
-            assert self.gate.acquire(timeout=_PATIENCE)
-            yield buffer
+    def end(self) -> None:
+        for _ in range(1000):
+            self.gate.release()
 
 
 def follow(trainer: Trainer, url: str) -> list[Manifest]:
@@ -139,22 +135,20 @@ def slow_store(rank: int, world_size: int, url: str) -> dict[str, Any]:
     """While a version waits for the store, training continues, no other version starts, and no row is lost."""
     trainer = Trainer(rank, world_size)
     with trainer.tracker:
-        storage = Slow(url)
+        storage, slow = WrappedStorage(Storage(url, create=True)), Slow()
         publisher = Publisher(trainer.tracker, storage, cadence=Cadence(batches=1))
         for _ in range(3):
             trainer.step(publisher)
         publisher.flush()
-        storage.is_open = False
+        storage.rules.append(slow.rule)
         version = publisher.version
-        storage.is_waiting.clear()
         for _ in range(30):
             trainer.step(publisher)
-        assert storage.is_waiting.wait(_PATIENCE)
+        assert slow.is_waiting.wait(_PATIENCE)
         waited = publisher.version - version
-        for _ in range(1000):
-            storage.gate.release()
+        slow.end()
         publisher.flush()
-        storage.is_open = True
+        storage.rules.clear()
         trainer.remember()
         publisher.publish()
         dist.barrier()
@@ -167,21 +161,20 @@ def copied_while_training(rank: int, world_size: int, url: str) -> dict[str, Any
     """A snapshot whose rows change while they are copied equals the trainer at its cut."""
     trainer = Trainer(rank, world_size)
     with trainer.tracker:
-        storage = Slow(url)
-        storage.is_open = False
+        slow = Slow()
+        storage = WrappedStorage(Storage(url, create=True), slow.rule)
         publisher = Publisher(
             trainer.tracker, storage, dense=["dense.weight", "dense.bias", "dense.calls"], cadence=Cadence(batches=2)
         )
         for _ in range(4):
             trainer.step(publisher)
-        assert storage.is_waiting.wait(_PATIENCE)
+        assert slow.is_waiting.wait(_PATIENCE)
         num_steps = 0
-        while storage.is_waiting.is_set() and num_steps < 60:
-            storage.gate.release()
+        while slow.is_waiting.is_set() and num_steps < 60:
+            slow.gate.release()
             trainer.step(publisher)
             num_steps += 1
-        for _ in range(1000):
-            storage.gate.release()
+        slow.end()
         publisher.flush()
         trainer.remember()
         publisher.publish()
@@ -201,19 +194,20 @@ def broken_store(rank: int, world_size: int, url: str) -> dict[str, Any]:
     """A temporary store failure affects neither training nor the stream; a fenced publisher stops permanently."""
     trainer = Trainer(rank, world_size, ["first", "second"])
     with trainer.tracker:
-        storage = Slow(url)
+        storage = WrappedStorage(Storage(url, create=True))
         publisher = Publisher(trainer.tracker, storage, "first", cadence=Cadence(batches=2))
         for _ in range(6):
             trainer.step(publisher)
         publisher.flush()
         version = publisher.version
-        storage.fails = rank == world_size - 1
+        if rank == world_size - 1:
+            storage.rules.append(fails(on("put"), "the network is unreachable"))
         for _ in range(8):
             trainer.step(publisher)
         attempt(publisher.flush)
         error = str(publisher.error)
         assert publisher.version == version
-        storage.fails = False
+        storage.rules.clear()
         for _ in range(8):
             trainer.step(publisher)
         publisher.flush()

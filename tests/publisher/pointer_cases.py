@@ -11,30 +11,15 @@ from unittest import mock
 import pytest
 
 from delta_tracker import ModelDeltaTracker, Publisher
-from delta_tracker.errors import InvalidArgumentError, StorageError
+from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.stream.pointer import POINTER_NAME, read_pointer
 from delta_tracker.stream.storage.storage import Storage
 from tests.models import Spec, shard
+from tests.stores.rules import Gate, calls, fails, on
+from tests.stores.wrapped import WrappedStorage
 from tests.waiting import eventually
 
 _DEADLINE = 60.0
-
-
-class _Faulty(Storage):
-    """A store that does not write the pointer object before ``ends`` is set."""
-
-    def __init__(self, url: str, *, hangs: bool) -> None:
-        super().__init__(url, create=True)
-        self.hangs = hangs
-        self.tried, self.ends = threading.Event(), threading.Event()
-
-    def replace(self, name: str, data: bytes) -> None:
-        if name == POINTER_NAME:
-            self.tried.set()
-            if self.hangs:
-                self.ends.wait(_DEADLINE)
-            raise StorageError(self.url, "it is full")
-        super().replace(name, data)
 
 
 def _threads() -> set[threading.Thread]:
@@ -43,16 +28,18 @@ def _threads() -> set[threading.Thread]:
 
 def publishes_without_the_pointer(rank: int, world_size: int, url: str, hangs: bool) -> None:
     """Check that versions are published while the pointer cannot be written."""
-    storage = _Faulty(url, hangs=hangs)
+    is_pointer = on("replace", name=POINTER_NAME)
+    tried, gate = threading.Event(), Gate(is_pointer)
+    rules = [calls(is_pointer, before=lambda _: tried.set()), *[gate] * hangs, fails(is_pointer, "it is full")]
+    storage = WrappedStorage(Storage(url, create=True), *rules)
     with ModelDeltaTracker(shard(Spec.every_sharding(world_size))) as tracker:
         publisher = Publisher(tracker, storage, pointer_seconds=0.001)
         for _ in range(3):
             publisher.publish()
-        assert storage.tried.wait(_DEADLINE) is (rank == 0)
+        assert tried.wait(_DEADLINE) is (rank == 0)
         publisher.publish()
-        assert not storage.ends.is_set()
         assert publisher.error is None
-        storage.ends.set()
+        gate.open()
         publisher.close()
     assert read_pointer(storage) is None
 

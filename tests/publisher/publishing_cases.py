@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from concurrent import futures
 from datetime import timedelta
 from typing import Any
@@ -32,6 +32,8 @@ from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.storage.storage import Storage
 from tests.models import Spec, Table, batch, ordinary_optimizer, shard
 from tests.raised import frames_of_each, has_frames
+from tests.stores.rules import alters, calls, disconnects, fails, nth, on
+from tests.stores.wrapped import Operation, Rule, WrappedStorage
 
 
 def empty_model(tracker: ModelDeltaTracker) -> dict[str, torch.Tensor]:
@@ -111,20 +113,11 @@ def equal(rank: int, world_size: int, url: str, spec: dict[str, Any], num_versio
         }
 
 
-class _Failing(Storage):
-    """A store that a test can break on one rank."""
-
-    fails: Sequence[str] = ()
-
-    def put(self, name: str, buffers: Sequence[memoryview]) -> None:
-        if "put" in self.fails:
-            raise StorageError(self.url, f"No space left on device for {name}")
-        super().put(name, buffers)
-
-    def create(self, name: str, data: bytes) -> bool:
-        if "create" in self.fails:
-            raise StorageError(self.url, "No space left on device")
-        return super().create(name, data)
+def _full(kind: str) -> Rule:
+    """Return a rule that fails operations of a kind, each with another text."""
+    return fails(
+        on(kind), lambda operation: StorageError(operation.url, f"No space left on device for {operation.name}")
+    )
 
 
 def failing_rank(rank: int, world_size: int, url: str, broken_rank: int, operation: str) -> list[str]:
@@ -132,7 +125,7 @@ def failing_rank(rank: int, world_size: int, url: str, broken_rank: int, operati
     spec = Spec.every_sharding(world_size)
     model = shard(spec)
     with ModelDeltaTracker(model) as tracker:
-        storage = _Failing(url, create=True)
+        storage = WrappedStorage(Storage(url, create=True))
         publisher = Publisher(tracker, storage)
         held = empty_model(tracker)
         predictor = Predictor(held, url)
@@ -143,10 +136,10 @@ def failing_rank(rank: int, world_size: int, url: str, broken_rank: int, operati
             model(batch(spec, generator)).backward()
             tracker.step()
             if rank == broken_rank:
-                storage.fails = [operation]
+                storage.rules.append(_full(operation))
             before = predictor.sync()
             messages.append(attempt(publisher.publish))
-            storage.fails = ()
+            storage.rules.clear()
             assert predictor.sync() == before == publisher.version
         manifest = publisher.publish()
         assert manifest.version == before + 1
@@ -190,11 +183,11 @@ def forgotten_errors(rank: int, world_size: int, url: str) -> None:
     spec = Spec([Table("t", 6, "row")])
     model = shard(spec)
     with ModelDeltaTracker(model, ["first", "second"]) as tracker:
-        storage = _Failing(url, create=True)
+        storage = WrappedStorage(Storage(url, create=True))
         publisher = Publisher(tracker, storage, "first")
         publisher.publish()
         if rank == 0:
-            storage.fails = ["put"]
+            storage.rules.append(_full("put"))
         model(batch(spec, torch.Generator().manual_seed(rank))).backward()
         lengths = frames_of_each(publisher.publish, StorageError if rank == 0 else PublishError)
         assert len(set(lengths[1:])) == 1, lengths
@@ -203,7 +196,7 @@ def forgotten_errors(rank: int, world_size: int, url: str) -> None:
         assert not has_frames(publisher.error)
         gc.collect()
         assert not [each for each in gc.get_objects() if type(each) is Draft], "the rows of a version that failed"
-        storage.fails = ()
+        storage.rules.clear()
         second = Publisher(tracker, url, "second")
         lengths = frames_of_each(publisher.publish, FencedError)
         assert len(set(lengths[1:])) == 1, lengths
@@ -223,17 +216,17 @@ def logged_once(rank: int, world_size: int, url: str) -> list[str]:
     logger = logging.getLogger("delta_tracker")
     logger.addHandler(handler)
     with ModelDeltaTracker(model) as tracker:
-        storage = _Failing(url, create=True)
+        storage = WrappedStorage(Storage(url, create=True))
         publisher = Publisher(tracker, storage, cadence=Cadence(batches=1))
         publisher.publish()
         for call in (publisher.publish, publisher.step):
-            storage.fails = ["put"]
+            storage.rules.append(_full("put"))
             for _ in range(10):
                 model(batch(spec, torch.Generator().manual_seed(rank))).backward()
                 tracker.step()
                 attempt(call)
             attempt(publisher.flush)  # the worker may still be writing
-            storage.fails = ()
+            storage.rules.clear()
             publisher.publish()
         dist.barrier()
         publisher.close()
@@ -428,25 +421,6 @@ def replicated(rank: int, world_size: int, url: str) -> None:
         publisher.close()
 
 
-class _Interrupting(Storage):
-    """A store that interrupts the thread that waits for a part, and writes the part only once released."""
-
-    interrupts = False
-
-    def __init__(self, url: str) -> None:
-        super().__init__(url, create=True)
-        self.is_heard, self.goes_on = threading.Event(), threading.Event()
-
-    def put(self, name: str, buffers: Iterable[memoryview]) -> None:
-        if self.interrupts:
-            self.interrupts = False
-            # Python misses a signal that arrives just as the thread begins to wait, so send it again.
-            while not self.is_heard.wait(0.05):
-                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-            self.goes_on.wait()
-        super().put(name, buffers)
-
-
 def interrupted(rank: int, world_size: int, url: str) -> int:
     """A version whose wait is interrupted is finished before the next one gathers rows into the same memory."""
     spec = Spec([Table("t", 40, "row")])
@@ -454,7 +428,7 @@ def interrupted(rank: int, world_size: int, url: str) -> int:
     generator = torch.Generator().manual_seed(rank)
     with ModelDeltaTracker(model) as tracker:
         (fqn,) = tracker.tables
-        storage = _Interrupting(url)
+        storage = WrappedStorage(Storage(url, create=True))
         publisher = Publisher(tracker, storage)
         publisher.snapshot()
         for _ in range(3):  # grows the buffers to their final size
@@ -467,10 +441,19 @@ def interrupted(rank: int, world_size: int, url: str) -> int:
         model(batch(spec, generator, size=2)).backward()
         tracker.step()
         cut = tracker.column_views(fqn)[0].clone()
-        storage.interrupts = True
+        is_heard, goes_on = threading.Event(), threading.Event()
+
+        def interrupt_the_wait(_: Operation) -> None:
+            """Interrupt the thread that waits for the part."""
+            # Python misses a signal that arrives just as the thread begins to wait, so send it again.
+            while not is_heard.wait(0.05):
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            goes_on.wait()
+
+        storage.rules.append(calls(nth(1, on("put")), before=interrupt_the_wait))
 
         def interrupt(number: int, frame: object) -> None:
-            storage.is_heard.set()
+            is_heard.set()
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             raise KeyboardInterrupt
 
@@ -483,7 +466,7 @@ def interrupted(rank: int, world_size: int, url: str) -> int:
             raise AssertionError("it was not interrupted")
         finally:
             signal.signal(signal.SIGINT, ignored)
-        threading.Timer(0.2, storage.goes_on.set).start()
+        threading.Timer(0.2, goes_on.set).start()
         model(batch(spec, generator, size=2)).backward()
         tracker.step()
         publisher.publish()
@@ -696,30 +679,19 @@ def fails_between_collectives(rank: int, world_size: int, url: str) -> list[str]
     return messages
 
 
-class _Noting(Storage):
-    """A store that notes when a part is written."""
-
-    def __init__(self, url: str) -> None:
-        super().__init__(url, create=True)
-        self.has_part = threading.Event()
-
-    def put(self, name: str, buffers: Iterable[memoryview]) -> None:
-        super().put(name, buffers)
-        self.has_part.set()
-
-
 def interrupted_cut(rank: int, world_size: int, url: str) -> None:
     """A snapshot whose cut is interrupted, and made again, has the rows that changed while it was copied."""
     spec = Spec([Table("t", 40, "row")])
     model = shard(spec)
     generator = torch.Generator().manual_seed(rank)
     with ModelDeltaTracker(model) as tracker:
-        storage = _Noting(url)
+        has_part = threading.Event()
+        storage = WrappedStorage(Storage(url, create=True), calls(on("put"), after=lambda *_: has_part.set()))
         publisher = Publisher(tracker, storage, cadence=Cadence(batches=1))
         for _ in range(2):
             tracker.step()
             publisher.step()
-        assert storage.has_part.wait(60)
+        assert has_part.wait(60)
         model(batch(spec, generator, size=8)).backward()  # after the copy
         with mock.patch.object(torch, "index_select", _Once(torch.index_select, KeyboardInterrupt)) as once:
             for _ in range(40):
@@ -856,25 +828,13 @@ def interrupted_step(rank: int, world_size: int, url: str) -> list[int]:
         return versions
 
 
-class _Altering(Storage):
-    """A store that stores other bytes than it is sent, once, in place of an entry."""
-
-    is_remote = True
-    alters = False
-
-    def create(self, name: str, data: bytes) -> bool:
-        if self.alters and name.startswith("log/"):
-            self.alters, data = False, data.replace(b"{", b"[", 1)
-        return super().create(name, data)
-
-
 def altered_entry(rank: int, world_size: int, url: str) -> list[str]:
     """The version fails on every rank. The next one is a snapshot on every rank, which readers continue from."""
     model_spec = Spec.every_sharding(world_size)
     model = shard(model_spec)
     errors, kinds = [], []
     with ModelDeltaTracker(model) as tracker:
-        storage = _Altering(url, create=True)
+        storage = WrappedStorage(Storage(url, create=True), is_remote=True)
         publisher = Publisher(tracker, storage)
         held = empty_model(tracker)
         predictor = Predictor(held, url)
@@ -882,7 +842,9 @@ def altered_entry(rank: int, world_size: int, url: str) -> list[str]:
             model(batch(model_spec, torch.Generator().manual_seed(10 * step + rank))).backward()
             tracker.step()
             if step == 1:
-                storage.alters = rank == 0
+                if rank == 0:
+                    altered = nth(1, on("create", name="log/"))
+                    storage.rules.append(alters(lambda data: data.replace(b"{", b"[", 1), altered))
                 errors.append(attempt(publisher.publish))
                 assert sum(tracker.num_pending().values()) > 0
             kinds.append(publisher.publish().kind)
@@ -933,25 +895,6 @@ def lost_entry(rank: int, world_size: int, url: str, call: str) -> list[str]:
     return messages
 
 
-class _LosesAnswers(Storage):
-    """A store that loses its answers from the creation of the next entry on, while ``loses`` is True."""
-
-    loses = False
-    has_lost = False
-
-    def create(self, name: str, data: bytes) -> bool:
-        created = super().create(name, data)
-        if self.loses and name.startswith("log/"):
-            self.has_lost = True
-            raise StorageError(self.url, "connection reset")
-        return created
-
-    def read(self, name: str, **options: Any) -> Any:
-        if self.loses and self.has_lost:
-            raise StorageError(self.url, "connection reset")
-        return super().read(name, **options)
-
-
 def unknown_outcome(rank: int, world_size: int, url: str) -> list[str]:
     """The answer to a commit is lost. No rank reports that the version was not published, and the next follows it."""
     spec = Spec([Table("t", 6, "row")])
@@ -961,13 +904,12 @@ def unknown_outcome(rank: int, world_size: int, url: str) -> list[str]:
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("delta_tracker.publisher")
     with ModelDeltaTracker(model) as tracker:
-        storage = _LosesAnswers(url, create=True)
+        storage = WrappedStorage(Storage(url, create=True))
         publisher = Publisher(tracker, storage)
         first = publisher.publish().version
         logger.addHandler(handler)
-        storage.loses = True
-        messages.append(attempt(publisher.publish))
-        storage.loses = False
+        with storage.under(disconnects(on("create", name="log/"))):
+            messages.append(attempt(publisher.publish))
         logger.removeHandler(handler)
         assert publisher.publish().version == first + 2
         dist.barrier()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from unittest import TestCase
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher, TopK, restore
-from delta_tracker.errors import DeltaTrackerError, StorageError
+from delta_tracker.errors import DeltaTrackerError
 from delta_tracker.monitor import Monitor
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Manifest
@@ -29,40 +28,20 @@ from tests.publisher.identities_cases import Served
 from tests.publisher.publishing_cases import assert_equal, attempt, empty_model
 from tests.publisher.states_cases import Trainer
 from tests.recovery.collision_cases import answers
+from tests.stores.rules import alters, fails, loses_answers, nth, on
+from tests.stores.wrapped import Rule, WrappedStorage
 from tests.tracker.collision_cases import collision_batch, shard_collision
 
 _ENCODINGS = (None, Encoding.F16, Encoding.BF16, Encoding.INT8, Encoding.INT4)
 _FAULTS = (None, None, None, "put", "after put", "create", "after create", "altered")
 
 
-class _Faulty(Storage):
-    """A store that fails once."""
-
-    is_remote = True
-    fault: str | None = None
-
-    def put(self, name: str, buffers: Iterable[memoryview]) -> None:
-        if self._takes("put"):
-            raise StorageError(self.url, "No space left on device")
-        super().put(name, buffers)
-        if self._takes("after put"):
-            raise StorageError(self.url, "The answer was lost")
-
-    def create(self, name: str, data: bytes) -> bool:
-        if not name.startswith("log/"):
-            return super().create(name, data)
-        if self._takes("create"):
-            raise StorageError(self.url, "No space left on device")
-        is_created = super().create(name, data.replace(b"{", b"[", 1) if self._takes("altered") else data)
-        if self._takes("after create"):
-            raise StorageError(self.url, "The answer was lost")
-        return is_created
-
-    def _takes(self, fault: str) -> bool:
-        is_it = self.fault == fault
-        if is_it:
-            self.fault = None
-        return is_it
+def _once(fault: str) -> Rule:
+    """Return a rule for a store that fails once."""
+    when = nth(1, on("put") if "put" in fault else on("create", name="log/"))
+    if fault == "altered":
+        return alters(lambda data: data.replace(b"{", b"[", 1), when)
+    return loses_answers(when) if "after" in fault else fails(when, "No space left on device")
 
 
 class _Run:
@@ -88,7 +67,7 @@ class _Run:
         )
         directory = Path(root) / str(seed)
         self.url, plain = (directory / "skips").as_uri(), (directory / "plain").as_uri()
-        self.storage = _Faulty(self.url, create=True, fsync=False)
+        self.storage = WrappedStorage(Storage(self.url, create=True, fsync=False), is_remote=True)
         self.encoding = self.chance.choice(_ENCODINGS)
         self.choice = self.chance.choice(["bytes", "digest"])
         self.top_k = TopK(rows=7, score=_score) if self.chance.random() < 0.3 else None
@@ -145,8 +124,8 @@ class _Run:
         """Publish on both streams, on one of them with a fault, and compare the predictors if no row is pending."""
         fault = self.chance.choice(_FAULTS)
         victim = self.chance.randrange(self.world_size)
-        if self.rank == (victim if fault in {"put", "after put"} else 0):
-            self.storage.fault = fault
+        if fault is not None and self.rank == (victim if fault in {"put", "after put"} else 0):
+            self.storage.rules.append(_once(fault))
         name = self.chance.choice(["publish"] * 4 + ["snapshot"])
         manifest: Manifest | None = None
         try:
@@ -156,7 +135,7 @@ class _Run:
                 raise AssertionError(f"seed {self.seed}: {error}") from error
             if fault == "altered":  # otherwise no publisher can claim the stream
                 self.skips.publish()
-        self.storage.fault = None
+        self.storage.rules.clear()
         getattr(self.plain, name)()
         with contextlib.nullcontext() if manifest is not None else contextlib.suppress(DeltaTrackerError):
             self.predictor.sync()  # also a version whose publisher saw an error
@@ -215,7 +194,7 @@ def random_runs(rank: int, world_size: int, root: str, seeds: list[int]) -> int:
 
 def counts(rank: int, world_size: int, root: str, encoding: str | None, choice: Any) -> dict[str, list[int]]:
     """Only rows whose stored bytes changed are sent; a row that failed is sent again."""
-    storage = _Faulty(f"file://{root}", create=True, fsync=False)
+    storage = WrappedStorage(Storage(f"file://{root}", create=True, fsync=False), is_remote=True)
     chosen = None if encoding is None else Encoding(encoding)
     spec = Spec.every_sharding(world_size)
     found: dict[str, list[int]] = {"sent": [], "unchanged": [], "counted": []}
@@ -225,15 +204,15 @@ def counts(rank: int, world_size: int, root: str, encoding: str | None, choice: 
         held = empty_model(tracker)
         predictor = Predictor(held, f"file://{root}")
 
-        def publish(change: float, *, fails: bool = False) -> None:
+        def publish(change: float, *, is_failing: bool = False) -> None:
             for fqn, place in tracker.shards.items():
                 if place.num_rows:
                     for view in tracker.column_views(fqn):
                         view.data[0] += change * torch.arange(view.shape[1])
                     tracker.mark_changed(fqn, torch.arange(place.num_rows))
             tracker.step()
-            storage.fault = "put" if fails and rank == world_size - 1 else None
-            if fails:
+            storage.rules[:] = [_once("put")] if is_failing and rank == world_size - 1 else []
+            if is_failing:
                 assert "PublishError" in (said := attempt(publisher.publish)) or "StorageError" in said
                 return
             manifest = publisher.publish()
@@ -247,7 +226,7 @@ def counts(rank: int, world_size: int, root: str, encoding: str | None, choice: 
 
         for change in (0.0, 0.0, 1e-12, 0.5, 0.0):
             publish(change)
-        publish(0.5, fails=True)
+        publish(0.5, is_failing=True)
         publish(0.0)  # the rows that the version did not bring to the stream
         publish(0.0)
         found["bytes"] = [publisher.stored_bytes]

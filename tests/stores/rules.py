@@ -96,6 +96,23 @@ def loses_answers(when: When = always, fault: Fault = "connection reset") -> Rul
     return rule
 
 
+def disconnects(when: When, fault: Fault = "connection reset") -> Rule:
+    """Lose the answer of the first operation that ``when`` finds, and fail all later ones."""
+    is_cut_off = threading.Event()
+
+    def rule(operation: Operation, perform: Perform) -> Any:
+        if is_cut_off.is_set():
+            _raise(fault, operation)
+        is_last = when(operation)
+        answer = perform(operation)
+        if is_last:
+            is_cut_off.set()
+            _raise(fault, operation)
+        return answer
+
+    return rule
+
+
 def calls(
     when: When = always,
     *,

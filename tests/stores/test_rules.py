@@ -16,6 +16,7 @@ from tests.stores.rules import (
     alters,
     answers,
     calls,
+    disconnects,
     fails,
     hides,
     loses_answers,
@@ -89,6 +90,17 @@ def test_a_store_loses_answers(storage: WrappedStorage) -> None:
         storage.create("a", b"1")
     assert not storage.create("a", b"2")
     assert _read(storage, "a") == b"1"
+
+
+def test_a_store_that_disconnects_has_performed_the_last_operation(storage: WrappedStorage) -> None:
+    with storage.under(disconnects(on("create"))):
+        assert storage.size("a") is None
+        for _ in range(2):
+            with pytest.raises(StorageError, match="reset"):
+                storage.create("a", b"1")
+        with pytest.raises(StorageError, match="reset"):
+            storage.size("a")
+    assert storage.size("a") == 1
 
 
 def test_functions_are_called_around_an_operation(storage: WrappedStorage) -> None:

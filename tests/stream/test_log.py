@@ -11,7 +11,6 @@ from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -40,6 +39,8 @@ from delta_tracker.stream.log import Merged, StreamLog, entry_name
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableStates
 from tests.raised import frames_of_each, has_frames
+from tests.stores.rules import alters, answers, calls, disconnects, fails, hides, loses_answers, nth, on
+from tests.stores.wrapped import Rule, WrappedStorage
 from tests.stream.streams import FQN, Writer
 
 
@@ -158,33 +159,21 @@ def test_a_publisher_that_is_overtaken_by_format_2_is_fenced() -> None:
 
 def test_an_entry_of_a_newer_format_is_not_taken_for_an_altered_one() -> None:
     """A commit that finds its name taken by a newer release does not continue after it."""
-    storage = _Alters("memory://")
+    storage = WrappedStorage(Storage("memory://"), is_remote=True)
     writer = Writer(storage)
     head = writer.snapshot()
     newer = replace(head, version=2, parent=head.link, kind="delta").to_json()
-    Storage.create(storage, entry_name(2), newer.replace(b'"format":1', b'"format":3', 1))
+    storage.create(entry_name(2), newer.replace(b'"format":1', b'"format":3', 1))
     for _ in range(2):
         with pytest.raises(NewerFormatError):
             writer.delta([1])
         assert (writer.claim.head, writer.claim.needs_snapshot) == (head, False)
 
 
-class _LosesAnswers(Storage):
-    """A store whose answers are lost after the object was written."""
-
-    loses = False
-
-    def create(self, name: str, data: bytes) -> bool:
-        created = super().create(name, data)
-        if self.loses:
-            raise StorageError(self.url, "connection reset")
-        return created
-
-
 def test_a_commit_whose_answer_was_lost_succeeds() -> None:
-    storage = _LosesAnswers("memory://")
+    storage = WrappedStorage(Storage("memory://"))
     writer = Writer(storage)
-    storage.loses = True
+    storage.rules.append(loses_answers(on("create")))
     assert writer.snapshot().version == 1
     assert writer.delta([3]).version == 2
 
@@ -264,52 +253,22 @@ def test_a_claim_with_another_parent_creates_nothing() -> None:
 
 
 def test_a_claim_that_loses_a_race_for_its_parent_creates_nothing() -> None:
-    class Raced(Storage):
-        writer: Writer | None = None
-
-        def create(self, name: str, data: bytes) -> bool:
-            writer, self.writer = self.writer, None
-            if writer is not None:
-                writer.delta([1])
-            return super().create(name, data)
-
-    storage = Raced("memory://")
+    storage = Storage("memory://")
     writer = Writer(storage)
     head = writer.snapshot()
-    storage.writer = writer
+    raced = WrappedStorage(storage, calls(nth(1, on("create")), before=lambda _: writer.delta([1])))
     with pytest.raises(LivePublisherError):
-        StreamLog(storage).claim(after=head.link)
+        StreamLog(raced).claim(after=head.link)
     assert StreamLog(storage).versions() == [0, 1, 2]
     writer.delta([2])
 
 
-class _IsLostAfterACreation(Storage):
-    """A store that cannot be reached any more after ``is_lost`` was set and an object was created."""
-
-    is_lost = False
-    is_reachable = True
-
-    def create(self, name: str, data: bytes) -> bool:
-        created = super().create(name, data)
-        if self.is_lost:
-            self.is_reachable = False
-            raise StorageError(self.url, "connection reset")
-        return created
-
-    def read(self, name: str, **kwargs: Any) -> Any:
-        if not self.is_reachable:
-            raise StorageError(self.url, "connection reset")
-        return super().read(name, **kwargs)
-
-
 @pytest.mark.parametrize("is_overtaken", [False, True])
 def test_a_claim_whose_answer_was_lost_is_adopted(is_overtaken: bool) -> None:
-    storage, own = _IsLostAfterACreation("memory://"), "a" * 32
+    storage, own = WrappedStorage(Storage("memory://")), "a" * 32
     log, head = StreamLog(storage), Writer(storage).snapshot()
-    storage.is_lost = True
-    with pytest.raises(StorageError):
+    with storage.under(disconnects(on("create"))), pytest.raises(StorageError):
         log.claim(after=head.link, writer=own)
-    storage.is_lost, storage.is_reachable = False, True
     if is_overtaken:
         Writer(storage)
         with pytest.raises(LivePublisherError):
@@ -335,30 +294,13 @@ def test_an_altered_claim_is_not_adopted() -> None:
     assert log.claim(writer=own).head.version == 3
 
 
-class _LosesAnswersAndReads(_LosesAnswers):
-    """Reads fail, too, after the first lost answer."""
-
-    has_lost = False
-
-    def create(self, name: str, data: bytes) -> bool:
-        self.has_lost = self.loses
-        return super().create(name, data)
-
-    def read(self, name: str, **kwargs: Any) -> Any:
-        if self.loses and self.has_lost:
-            raise StorageError(self.url, "connection reset")
-        return super().read(name, **kwargs)
-
-
 @pytest.mark.advice("UnknownOutcomeError: StreamLog._append _read_back")
 def test_a_commit_of_unknown_outcome_is_followed_by_the_next_one() -> None:
-    storage = _LosesAnswersAndReads("memory://")
+    storage = WrappedStorage(Storage("memory://"))
     writer = Writer(storage)
     writer.snapshot()
-    storage.loses = True
-    with pytest.raises(UnknownOutcomeError, match=entry_name(2)):
+    with storage.under(disconnects(on("create"))), pytest.raises(UnknownOutcomeError, match=entry_name(2)):
         writer.delta([3])
-    storage.loses = False
     assert writer.delta([3]).version == 3
     assert StreamLog(storage).versions() == [0, 1, 2, 3]
 
@@ -384,26 +326,15 @@ def test_a_publisher_that_slept_past_retention_is_fenced_and_leaves_no_entry() -
 
 def test_a_publisher_whose_check_failed_is_fenced_later() -> None:
     """The name is free, so the entry is created; the check of its parent fails; no entry may follow it."""
-
-    class Blind(Storage):
-        is_blind = False
-
-        def read(self, name: str, **options: Any) -> Any:
-            if self.is_blind:
-                raise StorageError(self.url, "connection reset")
-            return super().read(name, **options)
-
-    storage = Blind("memory://")
+    storage = WrappedStorage(Storage("memory://"))
     sleeper = Writer(storage)
     sleeper.snapshot()
     second = Writer(storage)
     newest = second.snapshot()
     for version in range(newest.version):
         storage.delete(entry_name(version))
-    storage.is_blind = True
-    with pytest.raises(StorageError):
+    with storage.under(fails(on("read"))), pytest.raises(StorageError):
         sleeper.delta([1])
-    storage.is_blind = False
     with pytest.raises(FencedError) as caught:
         sleeper.delta([1])
     assert (caught.value.owner, caught.value.version) == (2, newest.version)
@@ -411,19 +342,10 @@ def test_a_publisher_whose_check_failed_is_fenced_later() -> None:
 
 
 def test_a_claim_whose_head_is_overtaken_restarts() -> None:
-    class Overtaken(Storage):
-        """Storage in which another publisher claims between the read of the head and the claim."""
-
-        rivals = 2
-
-        def create(self, name: str, data: bytes) -> bool:
-            if self.rivals:
-                self.rivals -= 1
-                Writer(self)
-            return super().create(name, data)
-
-    storage = Overtaken("memory://")
-    entry = Writer(storage).claim.head
+    """Another publisher claims between the read of the head and the claim, twice."""
+    storage = Storage("memory://")
+    overtaken = WrappedStorage(storage, calls(nth({1, 2}, on("create", name="log/")), before=lambda _: Writer(storage)))
+    entry = Writer(overtaken).claim.head
     assert (entry.version, entry.generation) == (2, 3)
     assert len({StreamLog(storage).read(version).writer for version in range(3)}) == 3
 
@@ -513,22 +435,7 @@ def test_an_entry_that_no_reader_would_accept_is_never_committed() -> None:
 
 @pytest.mark.parametrize("kind", ["dangling link", "pipe", "hidden"])
 def test_a_claim_whose_name_is_unavailable_fails(tmp_path: Path, kind: str) -> None:
-    class Hides(Storage):
-        """A store whose listings always lack an object."""
-
-        num_lists = 0
-
-        def objects(self, prefix: str, **options: Any) -> Any:
-            self.num_lists += 1
-            if self.num_lists > 300:
-                pytest.fail("it goes on for ever")
-            found = super().objects(prefix, **options)
-            return [each for each in found if kind != "hidden" or not each.name.endswith("2.json")]
-
-        def names(self, prefix: str, **options: Any) -> Any:
-            return [each.name for each in self.objects(prefix, **options)]
-
-    storage = Hides(f"file://{tmp_path}", fsync=False)
+    storage = WrappedStorage(Storage(tmp_path, fsync=False))
     writer = Writer(storage)
     writer.snapshot()
     path = tmp_path / entry_name(2)
@@ -538,37 +445,28 @@ def test_a_claim_whose_name_is_unavailable_fails(tmp_path: Path, kind: str) -> N
         path.symlink_to(tmp_path / "nothing")
     else:
         writer.delta([1])
+        storage.rules.append(hides(entry_name(2).__eq__, on("names", "objects")))
+    storage.take()
     with pytest.raises(NameConflictError, match="00000000000000000002") as caught:
         StreamLog(storage).claim()
+    assert storage.count("names", "objects") < 300
     assert caught.value.name == entry_name(2)
     path.unlink()
-    assert Writer(storage).claim.head.version == 2
+    assert Writer(storage.inner).claim.head.version == 2
 
 
-class _Alters(Storage):
-    """A remote store that alters the creations with the numbers in ``altered``, and refuses those in ``refused``."""
-
-    is_remote = True
-    altered: Container[int] = ()
-    refused: Container[int] = ()
-    num_created = 0
-
-    def create(self, name: str, data: bytes) -> bool:
-        self.num_created += 1
-        if self.num_created in self.refused:
-            return False
-        return super().create(name, data + b" " if self.num_created in self.altered else data)
+def _altering(numbers: int | Container[int]) -> Rule:
+    return alters(lambda data: data + b" ", nth(numbers, on("create")))
 
 
 def test_a_claim_in_a_store_that_alters_every_write_ends_after_three(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each altered claim stays in the log, so they must be few; the error says what happened."""
     pauses: list[int] = []
     monkeypatch.setattr(log_module, "back_off", pauses.append)
-    storage = _Alters("memory://")
-    storage.altered = range(1000)
+    storage = WrappedStorage(Storage("memory://"), _altering(range(1000)), is_remote=True)
     with pytest.raises(AlteredEntryError, match=r"log/0{19}2.json has other bytes"):
         StreamLog(storage).claim()
-    assert storage.num_created == len(storage.names("log")) == 3
+    assert storage.count("create") == len(storage.names("log")) == 3
     assert pauses == [1, 2]
 
 
@@ -578,8 +476,8 @@ def test_a_claim_continues_after_two_altered_ones(
 ) -> None:
     found: list[int] = []
     monkeypatch.setattr(log_module, "back_off", found.append)
-    storage = _Alters("memory://")
-    storage.altered, storage.refused = altered, refused
+    refuses = answers(False, nth(refused, on("create")))
+    storage = WrappedStorage(Storage("memory://"), _altering(altered), refuses, is_remote=True)
     claim = StreamLog(storage).claim()
     assert claim.needs_snapshot
     assert claim.head.version == len(altered)
@@ -652,13 +550,11 @@ def test_a_log_that_lost_its_newest_entries_continues_with_a_claim_and_a_snapsho
 
 def test_the_name_of_a_version_of_unknown_outcome_is_not_used_for_a_claim() -> None:
     """It may have been created, read and deleted."""
-    storage = _LosesAnswersAndReads("memory://")
+    storage = WrappedStorage(Storage("memory://"))
     writer = Writer(storage)
     writer.snapshot()
-    storage.loses = True
-    with pytest.raises(UnknownOutcomeError, match=entry_name(2)):
+    with storage.under(disconnects(on("create"))), pytest.raises(UnknownOutcomeError, match=entry_name(2)):
         writer.delta([3])
-    storage.loses = False
     unknown = StreamLog(storage).read(2)
     for version in (1, 2):
         storage.delete(entry_name(version))

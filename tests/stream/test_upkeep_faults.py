@@ -16,7 +16,7 @@ from delta_tracker.stream.format.parse import parse_manifest
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.storage.storage import Storage
-from tests.stores.rules import after, fails, loses_answers, nth
+from tests.stores.rules import Killed, after, disconnects, fails, nth
 from tests.stores.wrapped import Rule, WrappedStorage
 from tests.stream.histories import Clock, History, Reader, clocked
 
@@ -29,10 +29,9 @@ def _retained(storage: Storage, clock: Clock) -> None:
     retain(storage, Retention(versions=1, grace_seconds=0), clock)
 
 
-def _killed(number: int, *, is_after: bool) -> tuple[Rule, ...]:
-    """Return rules that fail before or after an operation, and at all later ones."""
-    later = fails(after(number if is_after else number - 1), KeyboardInterrupt)
-    return (later, loses_answers(nth(number), KeyboardInterrupt)) if is_after else (later,)
+def _killed(number: int, *, is_after: bool) -> Rule:
+    """Return a rule that fails before or after an operation, and at all later ones."""
+    return disconnects(nth(number), Killed) if is_after else fails(after(number - 1), Killed)
 
 
 @pytest.mark.parametrize("work", [_compacted(1e9), _compacted(1e-9), _retained], ids=["delta", "snapshot", "retention"])
@@ -50,11 +49,11 @@ def test_after_a_kill_anywhere_readers_continue_and_another_pass_finishes(work, 
         while not is_through:
             start.restore()
             storage.take()
-            with storage.under(*_killed(count + 1, is_after=is_after)):
+            with storage.under(_killed(count + 1, is_after=is_after)):
                 try:
                     work(storage, clock)
                     is_through = True
-                except KeyboardInterrupt:
+                except Killed:
                     assert storage.count() == count + 1
             for reader in [*map(_copied, behind), Reader(history)]:
                 reader.sync()
