@@ -78,7 +78,7 @@ class Slow:
         self.is_waiting = threading.Event()
         self.rule = trickles(self._wait)
 
-    def _wait(self, _: int) -> None:
+    def _wait(self, *_: object) -> None:
         self.is_waiting.set()
         assert self.gate.acquire(timeout=_PATIENCE)
 

@@ -6,9 +6,9 @@ import copy
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import replace
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias
 
 from delta_tracker.errors import StorageError
 from delta_tracker.stream.storage.storage import StoredObject
@@ -135,18 +135,35 @@ def calls(
     return rule
 
 
-def trickles(before_each: Callable[[int], object], when: When = always) -> Rule:
+def trickles(before_each: Callable[[Operation, int], object], when: When = always) -> Rule:
     """Call a function before each buffer of an object that is put, with the number of the buffer from 0."""
 
-    def slowed(buffers: Iterable[memoryview]) -> Iterator[memoryview]:
-        for number, buffer in enumerate(buffers):
-            before_each(number)
+    def slowed(operation: Operation) -> Iterator[memoryview]:
+        for number, buffer in enumerate(operation.arguments["buffers"]):
+            before_each(operation, number)
             yield buffer
 
     def rule(operation: Operation, perform: Perform) -> Any:
         if operation.kind != "put" or not when(operation):
             return perform(operation)
-        return perform(operation.having(buffers=slowed(operation.arguments["buffers"])))
+        return perform(operation.having(buffers=slowed(operation)))
+
+    return rule
+
+
+Moment: TypeAlias = Literal["before", "within", "after"]
+"""Moment of an operation; ``"within"`` is between the first two buffers of an object that is put."""
+
+
+def watches(reached: Callable[[Operation, Moment], object]) -> Rule:
+    """Call a function at each moment of each operation."""
+    within = trickles(lambda operation, number: number == 1 and reached(operation, "within"))
+
+    def rule(operation: Operation, perform: Perform) -> Any:
+        reached(operation, "before")
+        answer = within(operation, perform)
+        reached(operation, "after")
+        return answer
 
     return rule
 

@@ -24,6 +24,7 @@ from tests.stores.rules import (
     on,
     reads,
     trickles,
+    watches,
 )
 from tests.stores.wrapped import Operation, WrappedStorage
 
@@ -117,11 +118,20 @@ def test_functions_are_called_around_an_operation(storage: WrappedStorage) -> No
 
 def test_a_store_writes_buffer_by_buffer(storage: WrappedStorage) -> None:
     sizes: list[tuple[int, int | None]] = []
-    storage.rules.append(trickles(lambda number: sizes.append((number, storage.inner.size("a"))), on(name="a")))
+    storage.rules.append(trickles(lambda _, number: sizes.append((number, storage.inner.size("a"))), on(name="a")))
     for name in ("a", "b"):
         storage.put(name, (memoryview(each) for each in (b"1", b"2")))
         assert _read(storage, name) == b"12"
     assert sizes == [(0, None), (1, None)]
+
+
+def test_each_moment_of_an_operation_is_watched(storage: WrappedStorage) -> None:
+    found: list[tuple[str, int, str]] = []
+    storage.rules.append(watches(lambda operation, when: found.append((operation.kind, operation.number, when))))
+    storage.put("a", [memoryview(each) for each in (b"1", b"2", b"3")])
+    storage.size("a")
+    put = [("put", 1, when) for when in ("before", "within", "after")]
+    assert found == [*put, ("size", 2, "before"), ("size", 2, "after")]
 
 
 def test_a_store_alters_what_it_writes(storage: WrappedStorage) -> None:

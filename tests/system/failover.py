@@ -57,9 +57,10 @@ from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.stream.takeover_request import request_takeover
+from tests.stores.wrapped import WrappedStorage
 from tests.stream.bounds import bound
 from tests.system.crash import import_early
-from tests.system.partition import Cut, CutStorage, Switch
+from tests.system.partition import Cut, CutOff, Switch
 from tests.system.resume import ahead, check_state, warm_up
 from tests.system.resumed_trainer import Job, Loader, Trainer, differences, whole_tables
 
@@ -206,7 +207,8 @@ class Member:
         self._tracker.attach_data(self._position)
         self._rank_state = self._trainer.rank_state | {"random": RandomStates()}
         self._stores = {
-            name: CutStorage(f"file://{root}/{name}", slot.switches[rank], create=True) for name in _STREAMS
+            name: WrappedStorage(Storage(f"file://{root}/{name}", create=True), CutOff(slot.switches[rank]))
+            for name in _STREAMS
         }
         self._num_batches = 0
         self._num_published = 0

@@ -19,10 +19,10 @@ import sys
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,10 +44,11 @@ from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.pointer_writer import PointerWriter
-from delta_tracker.stream.storage.storage import Storage, StoredObject
+from delta_tracker.stream.storage.storage import Storage
 from tests.models import Spec, Table, batch, kernels_of, shard
+from tests.stores.rules import Moment, watches
+from tests.stores.wrapped import Operation, WrappedStorage
 
-When = Literal["before", "within", "after"]
 _SPEC = Spec([Table("row", 17, "row"), Table("column", 9, "column:0,0"), Table("first", 10, "table:0")])
 _TIMEOUT_SECONDS = 60
 
@@ -58,67 +59,7 @@ class Point:
 
     scenario: str
     number: int
-    when: When
-
-
-class Watched(Storage):
-    """Storage that, once armed, calls ``reached`` before, within and after every operation."""
-
-    def __init__(self, url: str, reached: Callable[[int, str, When], None]) -> None:
-        super().__init__(url, create=True, fsync=False)
-        self._reached = reached
-        self._depth = threading.local()
-        self.is_armed = False
-        self.operations: list[str] = []
-
-    def _around(self, name: str, call: Callable[[], Any]) -> Any:
-        if not self.is_armed or getattr(self._depth, "inside", False):
-            return call()
-        number = len(self.operations)
-        self.operations.append(name)
-        self._reached(number, name, "before")
-        self._depth.inside = True
-        try:
-            result = call()
-        finally:
-            self._depth.inside = False
-        self._reached(number, name, "after")
-        return result
-
-    def put(self, name: str, buffers: Iterable[memoryview]) -> None:
-        number = len(self.operations)
-
-        def watched() -> Iterator[memoryview]:
-            for index, buffer in enumerate(buffers):
-                if index == 1 and self.is_armed:
-                    self._reached(number, "put", "within")
-                yield buffer
-
-        self._around("put", lambda: super(Watched, self).put(name, watched()))
-
-    def create(self, name: str, data: bytes) -> bool:
-        return self._around("create", lambda: super(Watched, self).create(name, data))
-
-    def replace(self, name: str, data: bytes) -> None:
-        self._around("replace", lambda: super(Watched, self).replace(name, data))
-
-    def read(self, name: str, **options: Any) -> Any:
-        return self._around("read", lambda: super(Watched, self).read(name, **options))
-
-    def read_range(self, name: str, begin: int, end: int) -> Any:
-        return self._around("read_range", lambda: super(Watched, self).read_range(name, begin, end))
-
-    def size(self, name: str) -> int | None:
-        return self._around("size", lambda: super(Watched, self).size(name))
-
-    def delete(self, name: str) -> None:
-        self._around("delete", lambda: super(Watched, self).delete(name))
-
-    def objects(self, prefix: str, *, after: str | None = None) -> list[StoredObject]:
-        return self._around("objects", lambda: super(Watched, self).objects(prefix, after=after))
-
-    def names(self, prefix: str, *, after: str | None = None) -> list[str]:
-        return self._around("names", lambda: super(Watched, self).names(prefix, after=after))
+    when: Moment
 
 
 class Trainer:
@@ -307,10 +248,16 @@ def _read_states(storage: Storage, manifest: Manifest) -> None:
 class Stage:
     """The objects that a scenario uses."""
 
-    storage: Watched
+    storage: WrappedStorage
     reader: Reader
     trainer: Trainer
+    reached: Callable[[Operation, Moment], None]
     is_over: bool = False  # all swept operations are done
+
+    def arm(self) -> None:
+        """Call ``reached`` at each moment of each later operation."""
+        self.storage.take()
+        self.storage.rules.append(watches(self.reached))
 
     def publish(self, kind: str = "publish") -> None:
         """Publish with the trainer's publisher, after the reader recorded the expected tables."""
@@ -327,7 +274,7 @@ class Stage:
 
 
 def _claim(stage: Stage) -> None:
-    stage.storage.is_armed = True
+    stage.arm()
     stage.try_again(stage.trainer.claim)
 
 
@@ -335,13 +282,13 @@ def _second_claim(stage: Stage) -> None:
     stage.trainer.claim()
     stage.publish()
     stage.trainer.publisher.close()
-    stage.storage.is_armed = True
+    stage.arm()
     stage.try_again(stage.trainer.claim)
 
 
 def _snapshot(stage: Stage) -> None:
     stage.trainer.claim()
-    stage.storage.is_armed = True
+    stage.arm()
     stage.try_again(stage.publish)
 
 
@@ -349,7 +296,7 @@ def _second_snapshot(stage: Stage) -> None:
     stage.trainer.claim()
     stage.publish()
     stage.trainer.train()
-    stage.storage.is_armed = True
+    stage.arm()
     stage.try_again(lambda: stage.publish("snapshot"))
 
 
@@ -357,7 +304,7 @@ def _delta(stage: Stage) -> None:
     stage.trainer.claim()
     stage.publish()
     stage.trainer.train()
-    stage.storage.is_armed = True
+    stage.arm()
     stage.try_again(stage.publish)
 
 
@@ -371,13 +318,13 @@ def _some_versions(stage: Stage) -> None:
 
 def _compaction(stage: Stage) -> None:
     _some_versions(stage)
-    stage.storage.is_armed = True
+    stage.arm()
     stage.try_again(lambda: compact(stage.storage, fold=10.0))
 
 
 def _fold(stage: Stage) -> None:
     _some_versions(stage)
-    stage.storage.is_armed = True
+    stage.arm()
     stage.try_again(lambda: compact(stage.storage, fold=1e-9))
 
 
@@ -385,21 +332,21 @@ def _retention(stage: Stage) -> None:
     _some_versions(stage)
     compact(stage.storage, fold=10.0)
     stage.publish("snapshot")
-    stage.storage.is_armed = True
+    stage.arm()
     stage.try_again(lambda: retain(stage.storage, Retention(versions=1, grace_seconds=0.0)))
 
 
 def _pointer(stage: Stage) -> None:
     _some_versions(stage)
     head = StreamLog(Storage(stage.storage.url)).head()
-    stage.storage.is_armed = True
+    stage.arm()
     stage.try_again(lambda: PointerWriter(stage.storage).write_now(head))
 
 
 def _states(stage: Stage) -> None:
     stage.trainer.has_states = True
     stage.trainer.claim()
-    stage.storage.is_armed = True
+    stage.arm()
     stage.try_again(stage.publish)
     stage.trainer.train()
     stage.try_again(stage.publish)
@@ -414,7 +361,7 @@ def _restore(stage: Stage) -> None:
     expected = stage.trainer.state()
     trainer = Trainer(stage.storage, seed=1)
     before = trainer.state()
-    stage.storage.is_armed = True
+    stage.arm()
     try:
         trainer.restore()
     except (StorageError, RestoreFailedError):
@@ -454,32 +401,35 @@ def _play(stage: Stage, scenario: str) -> None:
     stage.is_over = True
 
 
-def _stage(root: Path, act: Callable[[int, str, When], None]) -> Stage:
-    url = f"file://{root}/stream"
-    reader = Reader(url, root / "expected")
+def _ignore(_operation: Operation, _when: Moment) -> None:
+    """Do nothing at a moment of an operation."""
 
-    def reached(number: int, name: str, when: When) -> None:
+
+def _stage(root: Path, act: Callable[[Operation, Moment], None]) -> Stage:
+    storage = WrappedStorage(Storage(root / "stream", create=True, fsync=False))
+    reader = Reader(storage.url, root / "expected")
+
+    def reached(operation: Operation, when: Moment) -> None:
         if when != "within":  # the store is busy then and cannot be read from its own threads
             reader.poll()
-        act(number, name, when)
+        act(operation, when)
 
-    storage = Watched(url, reached)
-    return Stage(storage, reader, Trainer(storage, seed=0))
+    return Stage(storage, reader, Trainer(storage, seed=0), reached)
 
 
 def _dry(root: Path, scenario: str) -> dict[str, Any]:
     """Return the operations of a scenario with their moments, and the modules that it loaded."""
     passed: list[list[Any]] = []
-    stage = _stage(root, lambda number, name, when: passed.append([number, name, when]))
+    stage = _stage(root, lambda operation, when: passed.append([operation.number, operation.kind, when]))
     _play(stage, scenario)
-    stage.storage.is_armed = False
+    stage.storage.rules.clear()
     assert stage.reader.num_polls >= sum(when != "within" for _, _, when in passed)
     return {"passed": passed, "modules": sorted(sys.modules)}
 
 
 def _killed(root: Path, point: Point) -> None:
-    def act(number: int, _name: str, when: When) -> None:
-        if (number, when) == (point.number, point.when):
+    def act(operation: Operation, when: Moment) -> None:
+        if (operation.number, when) == (point.number, point.when):
             (root / "fired").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -489,7 +439,7 @@ def _killed(root: Path, point: Point) -> None:
 
 def _restarted(root: Path) -> None:
     """Check after a kill that the stream is readable and that a new life continues from it."""
-    stage = _stage(root, lambda _number, _name, _when: None)
+    stage = _stage(root, _ignore)
     stage.reader.poll()
     check_log(stage.storage.url)
     stage.reader.check_restored()
@@ -498,7 +448,7 @@ def _restarted(root: Path) -> None:
 
 def _go_on(stage: Stage, seed: int) -> None:
     """Claim and publish with another trainer, which has other rows; the reader follows."""
-    stage.storage.is_armed = False
+    stage.storage.rules.clear()
     stage.trainer = Trainer(stage.storage, seed)
     stage.trainer.claim()
     for _ in range(2):
@@ -511,10 +461,10 @@ def _go_on(stage: Stage, seed: int) -> None:
 def _failed(root: Path, point: Point) -> None:
     """Make the store fail at the point; ``after`` means that the operation was done and only its answer is lost."""
 
-    def act(number: int, name: str, when: When) -> None:
-        if (number, when) == (point.number, point.when):
+    def act(operation: Operation, when: Moment) -> None:
+        if (operation.number, when) == (point.number, point.when):
             (root / "fired").touch()
-            raise StorageError("file:///", f"connection reset {when} {name}")
+            raise StorageError(operation.url, f"connection reset {when} {operation.kind}")
 
     stage = _stage(root, act)
     _play(stage, point.scenario)
@@ -565,8 +515,8 @@ def _overtaken(root: Path, point: Point) -> tuple[Stage, Stage, str]:
     stages: list[Stage] = []
     fates: list[str] = []
 
-    def act(number: int, _name: str, when: When) -> None:
-        if (number, when) == (point.number, point.when):
+    def act(operation: Operation, when: Moment) -> None:
+        if (operation.number, when) == (point.number, point.when):
             (root / "fired").touch()
             stopped.set()
             assert go_on.wait(_TIMEOUT_SECONDS)
@@ -583,14 +533,14 @@ def _overtaken(root: Path, point: Point) -> tuple[Stage, Stage, str]:
     thread.start()
     assert stopped.wait(_TIMEOUT_SECONDS), "the first one never came to the point"
     (first,) = stages
-    plain = Watched(first.storage.url, lambda _number, _name, _when: None)
-    second = Stage(plain, Reader(plain.url, root / "expected"), Trainer(plain, seed=3))
+    plain = WrappedStorage(Storage(first.storage.url, fsync=False))
+    second = Stage(plain, Reader(plain.url, root / "expected"), Trainer(plain, seed=3), _ignore)
     second.trainer.claim()
     for _ in range(3):
         second.publish()
         second.reader.finish(second.trainer)
         second.trainer.train()
-    first.storage.is_armed = False
+    first.storage.rules.clear()
     go_on.set()
     thread.join(_TIMEOUT_SECONDS)
     assert len(fates) == 1, "the first one neither finished nor was fenced"

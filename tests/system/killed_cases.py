@@ -27,6 +27,8 @@ from delta_tracker.predictor.apply import Receiver
 from delta_tracker.row_target import TensorTarget
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.storage.storage import Storage
+from tests.stores.rules import calls, on
+from tests.stores.wrapped import WrappedStorage
 
 SHAPES = {"a": (12, 4), "b": (7, 8), "w": (3,), "x": (3,)}
 DTYPES = {"a": torch.float32, "b": torch.bfloat16, "w": torch.float32, "x": torch.int64}
@@ -47,24 +49,6 @@ class Steps:
         self.counts[kind] += self.is_counting
         if self.is_counting and self.counts.total() == self.last:
             os.kill(os.getpid(), signal.SIGKILL)
-
-
-class _Store(Storage):
-    def __init__(self, url: str, steps: Steps) -> None:
-        super().__init__(url)
-        self.steps = steps
-
-    def read(self, name, **bound):
-        self.steps("before a read")
-        return super().read(name, **bound)
-
-    def objects(self, prefix, **bound):
-        self.steps("before a listing")
-        return super().objects(prefix, **bound)
-
-    def names(self, prefix, **bound):
-        self.steps("before a listing")
-        return super().names(prefix, **bound)
 
 
 class _Target(TensorTarget):
@@ -94,7 +78,12 @@ def live(root: Path, scenario: str, last: int | None) -> Counter[str]:
     for name in ("a", "b"):
         model[name] = _Target.of(model[name])
         model[name].steps = steps
-    predictor = Predictor(model, _Store(f"file://{root}/stream", steps), chunk_rows=12)
+    storage = WrappedStorage(
+        Storage(root / "stream"),
+        calls(on("read"), before=lambda _: steps("before a read")),
+        calls(on("names", "objects"), before=lambda _: steps("before a listing")),
+    )
+    predictor = Predictor(model, storage, chunk_rows=12)
 
     def write_dense_between_steps(receiver: Receiver, contents: Contents) -> None:
         steps("before dense tensors")

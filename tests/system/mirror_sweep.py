@@ -14,9 +14,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -30,84 +29,19 @@ from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.mirror import Mirror
-from delta_tracker.stream.storage.storage import Storage, StoredObject
+from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import StateSpec, TableStates
+from tests.stores.rules import Moment, hides, watches
+from tests.stores.wrapped import Operation, Rule, WrappedStorage
 from tests.stream.streams import FQN, Writer
 
-When = Literal["before", "within", "after"]
-Reached = Callable[[int, When], None]
 _STATES = TableStates("ADAM", ((0, 4),), (StateSpec("momentum1", torch.float32, "columns"),))
 _OLD = Retention(versions=1, grace_seconds=0.0)
 
 
-class Killed(BaseException):
-    """Simulates a killed process, whose exception handlers do not run."""
-
-
-class Watched(Storage):
-    """A store that calls ``reached`` with the number of each operation, before, within and after it."""
-
-    def __init__(self, url: str, reached: Reached | None = None) -> None:
-        is_file = url.startswith("file:")
-        super().__init__(url, create=is_file, fsync=not is_file)
-        self.reached = reached
-        self.num_operations = 0
-        self._is_inside = False
-
-    def _around(self, call: Callable[[], Any]) -> Any:
-        if self.reached is None or self._is_inside:
-            return call()
-        number, self.num_operations = self.num_operations, self.num_operations + 1
-        self.reached(number, "before")
-        self._is_inside = True
-        try:
-            result = call()
-        finally:
-            self._is_inside = False
-        self.reached(number, "after")
-        return result
-
-    def put(self, name: str, buffers: Iterable[memoryview]) -> None:
-        number = self.num_operations
-
-        def watched() -> Iterator[memoryview]:
-            for index, buffer in enumerate(buffers):
-                if index == 1 and self.reached is not None:
-                    self.reached(number, "within")
-                yield buffer
-
-        self._around(lambda: super(Watched, self).put(name, watched()))
-
-    def create(self, name: str, data: bytes) -> bool:
-        return self._around(lambda: super(Watched, self).create(name, data))
-
-    def read(self, name: str, **options: Any) -> Any:
-        return self._around(lambda: super(Watched, self).read(name, **options))
-
-    def read_range(self, name: str, begin: int, end: int) -> Any:
-        return self._around(lambda: super(Watched, self).read_range(name, begin, end))
-
-    def size(self, name: str) -> int | None:
-        return self._around(lambda: super(Watched, self).size(name))
-
-    def delete(self, name: str) -> None:
-        self._around(lambda: super(Watched, self).delete(name))
-
-    def objects(self, prefix: str, *, after: str | None = None) -> list[StoredObject]:
-        return self._around(lambda: super(Watched, self).objects(prefix, after=after))
-
-
-class Source(Watched):
-    """A source of which only the versions up to ``limit`` were published yet."""
-
-    limit = 1 << 30
-
-    def read(self, name: str, **options: Any) -> Any:
-        return None if name.startswith("log/") and name > entry_name(self.limit) else super().read(name, **options)
-
-    def objects(self, prefix: str, *, after: str | None = None) -> list[StoredObject]:
-        found = super().objects(prefix, after=after)
-        return [each for each in found if prefix != "log" or each.name <= entry_name(self.limit)]
+def watched(url: str, *rules: Rule) -> WrappedStorage:
+    """Return a destination with rules around it."""
+    return WrappedStorage(Storage(url, create=True, fsync=False), *rules)
 
 
 class Scenario:
@@ -119,7 +53,8 @@ class Scenario:
 
     def __init__(self, *, is_merged: bool) -> None:
         torch.manual_seed(0)
-        self.source = Source("memory://")
+        self.source = WrappedStorage(Storage("memory://"), hides(self._is_later))
+        self.limit = 1 << 30  # the newest version that was published yet
         self.tables: dict[int, Tensor] = {}
         writer = Writer(self.source, states=_STATES)
         writer.training = [b"rank 0"]
@@ -150,8 +85,11 @@ class Scenario:
         """Copy the source up to each of the versions ``stages``, with a new mirror for each."""
         with mock.patch.object(mirror_module, "_PIECE_BYTES", 100):
             for version in self.stages if stages is None else stages:
-                self.source.limit = version
+                self.limit = version
                 mirror().run(stop=threading.Event(), poll_seconds=0.001, once=True)
+
+    def _is_later(self, name: str) -> bool:
+        return name.startswith("log/") and name > entry_name(self.limit)
 
     def check_prefix(self, url: str) -> int:
         """Check that the destination is a prefix of the source, and return its newest version, -1 if it is empty."""
@@ -194,26 +132,26 @@ class Scenario:
         self.tables[writer.claim.head.version] = writer.table.clone()
 
 
-def points_of(scenario: Scenario, root: Path) -> tuple[list[tuple[int, When]], list[tuple[int, When]]]:
+def points_of(scenario: Scenario, root: Path) -> tuple[list[tuple[int, Moment]], list[tuple[int, Moment]]]:
     """Return the points of the destination and of the source, of an undisturbed run."""
-    found: tuple[list[tuple[int, When]], list[tuple[int, When]]] = ([], [])
-    destination = Watched((root / "dry").as_uri(), lambda number, when: found[0].append((number, when)))
-    scenario.source.num_operations = 0
-    scenario.source.reached = lambda number, when: found[1].append((number, when))
-    scenario.play(lambda: scenario.mirror(destination))
-    scenario.source.reached = None
+    found: tuple[list[tuple[int, Moment]], list[tuple[int, Moment]]] = ([], [])
+    rules = [watches(lambda operation, when, to=to: to.append((operation.number, when))) for to in found]
+    destination = watched((root / "dry").as_uri(), rules[0])
+    scenario.source.take()
+    with scenario.source.under(rules[1]):
+        scenario.play(lambda: scenario.mirror(destination))
     assert scenario.check_prefix(destination.url) == scenario.stages[-1]
     return found
 
 
-def kill_at(scenario: Scenario, root: Path, point: tuple[int, When], act: Callable[[], None]) -> None:
+def kill_at(scenario: Scenario, root: Path, point: tuple[int, Moment], act: Callable[[], None]) -> None:
     """Disturb a mirror at a point of its destination with ``act``, which does not return."""
 
-    def reached(number: int, when: When) -> None:
-        if (number, when) == point:
+    def reached(operation: Operation, when: Moment) -> None:
+        if (operation.number, when) == point:
             act()
 
-    destination = Watched(root.as_uri(), reached)
+    destination = watched(root.as_uri(), watches(reached))
     scenario.play(lambda: scenario.mirror(destination))
     raise AssertionError("it outlived the point")
 
@@ -226,27 +164,29 @@ def check_killed(scenario: Scenario, root: Path) -> None:
     assert scenario.check_prefix(root.as_uri()) == scenario.stages[-1]
 
 
-def fail_at(scenario: Scenario, root: Path, point: tuple[int, When], *, is_source: bool) -> None:
+def fail_at(scenario: Scenario, root: Path, point: tuple[int, Moment], *, is_source: bool) -> None:
     """Let a store fail at a point, once, and check that the same mirror continues."""
 
-    def reached(number: int, when: When) -> None:
-        if (number, when) == point:
+    def reached(operation: Operation, when: Moment) -> None:
+        if (operation.number, when) == point and not fired:
             fired.append(point)
-            raise StorageError("file:///", "connection reset")
+            raise StorageError(operation.url, "connection reset")
 
-    fired: list[tuple[int, When]] = []
-    destination = Watched(root.as_uri(), None if is_source else reached)
-    scenario.source.num_operations = 0
-    scenario.source.reached = reached if is_source else None
+    fired: list[tuple[int, Moment]] = []
+    rule = watches(reached)
+    destination = watched(root.as_uri(), *[rule] * (not is_source))
+    scenario.source.take()
+    if is_source:
+        scenario.source.rules.append(rule)
     for stage in scenario.stages:
         mirror = scenario.mirror(destination)
         try:
             scenario.play(lambda mirror=mirror: mirror, [stage])
         except StorageError:
-            scenario.source.reached = None  # it fails once
             scenario.check_prefix(root.as_uri())
             scenario.play(lambda mirror=mirror: mirror, [stage])
-    scenario.source.reached = None
+    if is_source:
+        scenario.source.rules.remove(rule)
     assert fired == [point]
     assert scenario.check_prefix(root.as_uri()) == scenario.stages[-1]
 

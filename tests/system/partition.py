@@ -1,17 +1,15 @@
-"""A store that can be cut off: :class:`CutStorage`, with a switch in memory that processes share."""
+"""Rule for a store that can be cut off, with a switch in memory that processes share."""
 
 from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Callable, Iterable
 from enum import IntEnum
-from typing import Any, TypeVar
+from typing import Any
 
 from delta_tracker.errors import StorageError
-from delta_tracker.stream.storage.storage import Storage, StoredObject
+from tests.stores.wrapped import Operation, Perform
 
-T = TypeVar("T")
 _POLL_SECONDS = 0.002
 
 
@@ -46,81 +44,31 @@ class Switch:
         self._memory[0] = cut
 
 
-class CutStorage(Storage):
-    """Store whose requests fail or wait while it is cut off.
+class CutOff:
+    """Rule that fails requests or lets them wait while the store of a process is cut off.
 
     Args:
-        url: url of the store.
         switch: the current cut.
-        create: True to create a missing local directory.
     """
 
-    def __init__(self, url: str, switch: Switch, *, create: bool = False) -> None:
-        super().__init__(url, create=create)
+    def __init__(self, switch: Switch) -> None:
         self._switch = switch
         self._has_lost_an_answer = False
 
-    def reopened(self) -> Storage:
-        """Return this object: its directory is never replaced."""
-        return self
-
-    def put(self, name: str, buffers: Iterable[memoryview]) -> None:
-        """Write an object, see :class:`Storage`."""
-        self._ask_cut(name, lambda: super(CutStorage, self).put(name, buffers))
-
-    def create(self, name: str, data: bytes) -> bool:
-        """Create an object, see :class:`Storage`."""
-        return self._ask_cut(name, lambda: super(CutStorage, self).create(name, data), is_entry=name.startswith("log/"))
-
-    def replace(self, name: str, data: bytes) -> None:
-        """Replace an object, see :class:`Storage`."""
-        self._ask_cut(name, lambda: super(CutStorage, self).replace(name, data))
-
-    def read(self, name: str, **options: Any) -> Any:
-        """Read an object, see :class:`Storage`."""
-        return self._ask_cut(name, lambda: super(CutStorage, self).read(name, **options))
-
-    def read_range(self, name: str, begin: int, end: int) -> Any:
-        """Read a part of an object, see :class:`Storage`."""
-        return self._ask_cut(name, lambda: super(CutStorage, self).read_range(name, begin, end))
-
-    def size(self, name: str) -> int | None:
-        """Return the size of an object, see :class:`Storage`."""
-        return self._ask_cut(name, lambda: super(CutStorage, self).size(name))
-
-    def delete(self, name: str) -> None:
-        """Delete an object, see :class:`Storage`."""
-        self._ask_cut(name, lambda: super(CutStorage, self).delete(name))
-
-    def sync(self, prefix: str) -> None:
-        """Wait until names are on disk, see :class:`Storage`."""
-        self._ask_cut(prefix, lambda: super(CutStorage, self).sync(prefix))
-
-    def has_directory(self, prefix: str) -> bool:
-        """Return True if there is a directory, see :class:`Storage`."""
-        return self._ask_cut(prefix, lambda: super(CutStorage, self).has_directory(prefix))
-
-    def objects(self, prefix: str, *, after: str | None = None) -> list[StoredObject]:
-        """List objects, see :class:`Storage`."""
-        return self._ask_cut(prefix, lambda: super(CutStorage, self).objects(prefix, after=after))
-
-    def names(self, prefix: str, *, after: str | None = None) -> list[str]:
-        """List the names of objects, see :class:`Storage`."""
-        return self._ask_cut(prefix, lambda: super(CutStorage, self).names(prefix, after=after))
-
-    def _ask_cut(self, name: str, request: Callable[[], T], *, is_entry: bool = False) -> T:
-        cut = self._switch.cut
+    def __call__(self, operation: Operation, perform: Perform) -> Any:
+        """Perform an operation, or fail it."""
+        cut, name = self._switch.cut, operation.name
         if cut is Cut.REFUSED or (cut is Cut.UNANSWERED and self._has_lost_an_answer):
-            raise StorageError(self.url, f"{name}: the store is cut off")
-        if cut is Cut.UNANSWERED and is_entry:
-            request()
+            raise StorageError(operation.url, f"{name}: the store is cut off")
+        if cut is Cut.UNANSWERED and operation.kind == "create" and name.startswith("log/"):
+            perform(operation)
             self._has_lost_an_answer = True
-            raise StorageError(self.url, f"{name}: the answer was lost")
+            raise StorageError(operation.url, f"{name}: the answer was lost")
         if cut in (Cut.LATE, Cut.LOST):
             while self._switch.cut is not Cut.NONE:
                 time.sleep(_POLL_SECONDS)
             if cut is Cut.LOST:
-                raise StorageError(self.url, f"{name}: the request was lost")
+                raise StorageError(operation.url, f"{name}: the request was lost")
         if cut is Cut.NONE:
             self._has_lost_an_answer = False
-        return request()
+        return perform(operation)

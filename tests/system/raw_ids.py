@@ -44,7 +44,7 @@ from torch import distributed as dist
 from torchrec import JaggedTensor, KeyedJaggedTensor
 
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher, TopK, TrackingMode
-from delta_tracker.errors import DeltaTrackerError, StorageError, StreamError
+from delta_tracker.errors import DeltaTrackerError, StreamError
 from delta_tracker.predictor.model_writer import ModelWriter
 from delta_tracker.publisher.cadence import Cadence
 from delta_tracker.raw_id_index import RawIdIndex
@@ -56,39 +56,12 @@ from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.storage.storage import Storage
 from tests.ranks import RankPool
+from tests.stores.rules import fails, nth, on
+from tests.stores.wrapped import WrappedStorage
 from tests.system.raw_id_models import DIM, TABLES, Model, Shape, answers, collision, local_rows, quantized, shard
 
 _BLANK = -1.0  # value of the rows of a table before the first version
 _WORLD_SIZES = (1, 2, 4)
-
-
-class Faulty(Storage):
-    """Store of one process whose writes and reads can fail."""
-
-    failing_writes: str = ""
-    failing_reads: int = 0  # number of the next reads that fail
-    reads_before: int = 0  # number of reads that succeed before them
-
-    def put(self, name: str, buffers: Any) -> None:
-        """Write an object, or fail."""
-        if self.failing_writes == "put":
-            raise StorageError(self.url, "No space left on device")
-        super().put(name, buffers)
-
-    def create(self, name: str, data: bytes) -> bool:
-        """Create an object, or fail."""
-        if self.failing_writes == "create":
-            raise StorageError(self.url, "No space left on device")
-        return super().create(name, data)
-
-    def read(self, name: str, **bound: Any) -> Any:
-        """Read an object, or fail."""
-        if self.reads_before:
-            self.reads_before -= 1
-        elif self.failing_reads:
-            self.failing_reads -= 1
-            raise StorageError(self.url, "503 service unavailable")
-        return super().read(name, **bound)
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +113,7 @@ class Trainer:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.shape = shape = Shape.of(seed, self.world_size)
         self.url = f"file://{root}"
-        self.storage = Faulty(self.url, create=True)
+        self.storage = WrappedStorage(Storage(self.url, create=True))
         self.draw = random.Random(f"trainer {seed} {self.world_size}")  # the same on all ranks
         self._generator = torch.Generator().manual_seed(1000 * seed + self.rank)
         count = 5 * shape.num_rows
@@ -272,13 +245,13 @@ class Trainer:
         """Try to publish while the store of a rank fails."""
         rank, kind = self.draw.randrange(self.world_size), self.draw.choice(["put", "create"])
         if self.rank == rank:
-            self.storage.failing_writes = kind
+            self.storage.rules.append(fails(on(kind), "No space left on device"))
         try:
             self.publish()
         except DeltaTrackerError:
             self.counts["failed publishes"] += 1
         self.finish()
-        self.storage.failing_writes = ""
+        self.storage.rules.clear()
 
     def finish(self) -> None:
         """In the style ``"step"``, wait for a version; it may have failed, and its rows are then pending."""
@@ -458,7 +431,7 @@ class Reader:
         self.draw = random.Random(seed) if kept is None else kept.draw
         self.counts = trainer.counts
         self.faults: list[str] = []
-        self.storage = Faulty(trainer.url)
+        self.storage = WrappedStorage(Storage(trainer.url))
         shape = trainer.shape
         self.tables: dict[str, Tensor] = {}
         self.index: dict[str, RawIdIndex] = {}
@@ -648,9 +621,9 @@ class Reader:
 
     def unreadable(self) -> None:
         """Fail to read the store."""
-        self.storage.reads_before, self.storage.failing_reads = self.draw.randrange(6), 3
-        self.sync(1)
-        self.storage.reads_before = self.storage.failing_reads = 0
+        begin = self.draw.randrange(6)
+        with self.storage.under(fails(nth(range(begin + 1, begin + 4), on("read")))):
+            self.sync(1)
 
     def roll_back(self) -> None:
         """Return to an older version, perhaps with a failure."""

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests import forked
+from tests.stores.rules import Killed
 from tests.sweeps import SWEEPS_ARE_WHOLE
-from tests.system.mirror_sweep import Killed, Scenario, check_killed, fail_at, kill_at, points_of
+from tests.system.mirror_sweep import Scenario, check_killed, fail_at, kill_at, points_of
 
 _EVERY = 1 if SWEEPS_ARE_WHOLE else 9
 
