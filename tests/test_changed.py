@@ -51,6 +51,21 @@ def test_files_directly_in_the_folder_of_tests_check_every_change() -> None:
     assert select({"README.md"}, _SOURCES).reasons == {"tests/test_house.py": "checks the house"}
 
 
+def test_the_tests_that_say_most_about_a_change_come_first() -> None:
+    users = {
+        "tests/tracker/test_z.py": "import delta_tracker.flow.valve",
+        "tests/tracker/test_y.py": "import delta_tracker.flow.valve, delta_tracker.errors, delta_tracker.flow.page",
+        "tests/tracker/test_x.py": "import tests.servers",
+        "tests/system/test_w.py": "import delta_tracker.flow.valve",
+    }
+    modules = {path: text for path, text in _SOURCES.items() if "test_" not in path}
+    found = select({"delta_tracker/flow/valve.py"}, {**modules, **users}).reasons
+    assert [path for path in found if path in users] == list(users)
+    errors = dict.fromkeys(map("tests/tracker/test_{}.py".format, "abc"), "import delta_tracker.errors")
+    found = select({"delta_tracker/errors.py", "delta_tracker/flow/page.py"}, {**modules, **users, **errors}).reasons
+    assert next(path for path in found if path.startswith("tests/tracker")) == "tests/tracker/test_y.py"
+
+
 def test_a_public_name_leads_to_the_module_that_defines_it() -> None:
     reasons = _tests("delta_tracker/flow/pump.py", without=("tests/flow/test_pump.py",))
     assert not reasons
