@@ -22,37 +22,37 @@ _NUM_AREAS = 4  # above which their command is longer than it helps
 _NO_TESTS = 5  # pytest's exit status if a file has no test, or only sweeps
 
 
-def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=_ROOT, check=True, capture_output=True, text=True)
+def _git(root: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=root, check=True, capture_output=True, text=True)
     return done.stdout
 
 
-def _base() -> str:
+def base_of(root: Path) -> str:
     """Return the commit at which the branch left its upstream, or HEAD."""
     try:
-        return _git("merge-base", "HEAD", "@{upstream}").strip()
+        return _git(root, "merge-base", "HEAD", "@{upstream}").strip()
     except subprocess.CalledProcessError:
         return "HEAD"
 
 
-def _changed(base: str) -> set[str]:
+def changed_since(root: Path, base: str) -> set[str]:
     """Return the paths that differ from a commit; both paths of a file that was moved."""
-    tracked = _git("diff", "--name-only", "--no-renames", "--relative", "-z", base, "--")
-    untracked = _git("ls-files", "--others", "--exclude-standard", "-z")
+    tracked = _git(root, "diff", "--name-only", "--no-renames", "--relative", "-z", base, "--")
+    untracked = _git(root, "ls-files", "--others", "--exclude-standard", "-z")
     return set(f"{tracked}{untracked}".split("\0")) - {""}
 
 
-def _sources() -> dict[str, str]:
-    folders = [_ROOT / name for name in ("delta_tracker", "tests", "benchmarks", "examples")]
+def _sources(root: Path) -> dict[str, str]:
+    folders = [root / name for name in ("delta_tracker", "tests", "benchmarks", "examples")]
     paths = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
-    return {str(path.relative_to(_ROOT)): path.read_text() for path in paths}
+    return {str(path.relative_to(root)): path.read_text() for path in paths}
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str], root: Path = _ROOT) -> int:
     """Run the tests of what changed and print their outcomes; return the exit code."""
     try:
-        base = arguments[0] if arguments else _base()
-        changed = _changed(base)
+        base = arguments[0] if arguments else base_of(root)
+        changed = changed_since(root, base)
     except (FileNotFoundError, subprocess.CalledProcessError) as error:
         reason = getattr(error, "stderr", None) or str(error)
         print(f"git does not know what changed: {reason.strip()}", file=sys.stderr)
@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> int:
         print(f"Nothing differs from {base}. For earlier commits, run `make check BASE=COMMIT`.")
         return 0
     begin = time.monotonic()
-    selection = select(changed, _sources())
+    selection = select(changed, _sources(root))
     print(
         f"{len(changed)} files differ from {base}; test files to run, for up to {_SECONDS} s: {len(selection.reasons)}"
     )

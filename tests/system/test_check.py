@@ -12,6 +12,7 @@ import pytest
 
 from tests.alone import runs
 from tests.areas import areas, minutes, rows
+from tests.check import base_of, changed_since, main
 
 _ROOT = Path(__file__).parent.parent.parent
 _FILES = {
@@ -33,6 +34,8 @@ def _git(folder: Path, *arguments: str) -> None:
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """A project of two modules, whose tests are like ours; the tests of one of them fail."""
+    if shutil.which("git") is None:
+        pytest.skip("git is not installed")
     for name, text in _FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -41,36 +44,44 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _check(project: Path, *arguments: str) -> tuple[int, str]:
-    command = [sys.executable, "-W", "ignore", "-m", "tests.check", *arguments]
-    done = subprocess.run(command, cwd=project, check=False, capture_output=True, text=True)
-    return done.returncode, done.stdout + done.stderr
+def _commit(project: Path) -> None:
+    _git(project, "add", ".")
+    _git(project, "commit", "-m", "Change")
+
+
+def test_what_changed_since_the_last_commit_or_upstream(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([], project) == 2
+    assert "make test-area AREA=" in capsys.readouterr().err
+    _git(project, "init", "--initial-branch", "main")
+    _commit(project)
+    assert main([], project) == 0
+    assert capsys.readouterr().out.startswith("Nothing differs from HEAD.")
+    _git(project, "checkout", "--track", "-b", "change")
+    (project / "delta_tracker/flow/valve.py").rename(project / "delta_tracker/flow/gate.py")
+    _commit(project)
+    moved = {"delta_tracker/flow/valve.py", "delta_tracker/flow/gate.py"}
+    assert changed_since(project, base_of(project)) == moved
+    (project / "tests/flow/test_pump.py").unlink()
+    (project / "a b").write_text("")
+    assert changed_since(project, base_of(project)) == {*moved, "tests/flow/test_pump.py", "a b"}
+    assert changed_since(project, "HEAD") == {"tests/flow/test_pump.py", "a b"}
+    _git(project, "checkout", "main", "--force")
+    (project / "delta_tracker/flow/pump.py").write_text("SPEED = 2\n")
+    _commit(project)
+    _git(project, "checkout", "change")
+    assert changed_since(project, base_of(project)) == moved, "not what changed upstream"
 
 
 def test_the_tests_of_what_changed_run(project: Path) -> None:
-    _git(project, "init", "--initial-branch", "main")
-    _git(project, "add", ".")
-    _git(project, "commit", "-m", "Begin")
-    status, output = _check(project)
-    assert (status, output.splitlines()[0][:26]) == (0, "Nothing differs from HEAD.")
-    (project / "delta_tracker/flow/valve.py").write_text("OPEN = 2 - 1\n")
-    (project / "NOTES").write_text("")
-    status, output = _check(project)
-    assert (status, "1 test files passed" in output) == (0, True), output
-    assert output.endswith("run `make test`: NOTES\n")
-    (project / "delta_tracker/flow/valve.py").rename(project / "delta_tracker/flow/gate.py")
-    _git(project, "add", ".")
-    _git(project, "commit", "-m", "Move a module")
-    status, output = _check(project, "HEAD~1")
-    assert (status, "No module named 'delta_tracker.flow.valve'" in output) == (1, True), output
-    _git(project, "branch", "before", "HEAD~1")
-    _git(project, "branch", "--set-upstream-to", "before")
-    assert _check(project)[0] == 1
-
-
-def test_without_git_the_message_names_other_targets(project: Path) -> None:
-    status, output = _check(project)
-    assert (status, "make test-area AREA=" in output) == (2, True), output
+    _git(project, "init")
+    _commit(project)
+    for name in ("delta_tracker/flow/valve.py", "delta_tracker/flow/pump.py", "NOTES"):
+        (project / name).write_text("OPEN = 2 - 1\n")
+    command = [sys.executable, "-W", "ignore", "-m", "tests.check"]
+    done = subprocess.run(command, cwd=project, check=False, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert "1 test files passed and 1 failed" in done.stdout
+    assert done.stdout.endswith("run `make test`: NOTES\n")
 
 
 def test_what_is_not_complete_in_time_is_interrupted(tmp_path: Path) -> None:
