@@ -20,7 +20,7 @@ from tests.stream.streams import FQN, Writer
 _NUM_ROWS = 16_384  # parts of 1 to 4 MiB
 _LOST_BYTES = 300 << 10  # an interruption loses at most 256 KiB
 _ABANDONED_BYTES = 1 << 20  # bytes in flight when stop() abandons a request
-_PROMPT_SECONDS = 5.0
+_PROMPT_SECONDS = 30.0
 _STEPS = ["snapshot", "delta", "sync", "sync", "follow", "follow"]
 
 
@@ -32,7 +32,7 @@ class Schedule:
         self.random = random.Random(seed)
         server.max_retries = 0
         self.model = writer.model()
-        self.predictor = Predictor(self.model, server.storage(read_timeout="12s"))
+        self.predictor = Predictor(self.model, server.storage(read_timeout="60s"))
         self.num_empty = self.num_stops = 0
 
     def fault(self, name: str, kinds: str, share: float) -> Fault | None:
