@@ -89,7 +89,7 @@ def train(url: str) -> None:
         print(f"trainer: version {manifest.version}, {manifest.num_rows} rows, {manifest.num_bytes} bytes", flush=True)
     publisher.close()
 
-    *lines, found = predictor.communicate(timeout=60)[0].splitlines()
+    *lines, found = predictor.communicate(timeout=240)[0].splitlines()
     print("\n".join(lines))
     assert predictor.returncode == 0
     assert found == digest([tracker.read_rows("0.embedding_bags.user"), dense.weight, dense.bias])

@@ -44,7 +44,7 @@ def main() -> None:
         tracker.step()
         version = publisher.publish()
         # --once ends when the rows have the newest version; as a service, the command runs until SIGTERM
-        subprocess.run([*service, "--once"], check=True, capture_output=True, timeout=60)
+        subprocess.run([*service, "--once"], check=True, capture_output=True, timeout=240)
 
         rows = LmdbRows(str(rows_folder)) if rows is None else rows
         found = rows.rows("user", users)  # one read transaction: all rows are of one moment

@@ -26,7 +26,7 @@ import delta_tracker
 from delta_tracker.errors import StorageError
 from delta_tracker.stream.storage.storage import Storage
 
-_START_SECONDS = 60
+_START_SECONDS = 240
 _HOST = "127.0.0.1"
 _CONF = Path(delta_tracker.__file__).parent / "stream" / "nginx.conf"
 REQUIRED = "DELTA_TRACKER_REQUIRE_SERVERS"

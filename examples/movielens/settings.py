@@ -38,7 +38,7 @@ class Settings:
     """Rows of the tables of users and movies as a share of their ids, with managed collisions; 0 without them."""
     silence_seconds: float = 2.0
     """Seconds without a sign of the trainer after which a standby takes over, in the failover demo."""
-    patience_seconds: float = 60.0
+    patience_seconds: float = 240.0
     """Seconds that a process waits for another one before it raises."""
 
     def __post_init__(self) -> None:

@@ -454,7 +454,7 @@ def test_a_large_object_is_streamed(
 ) -> None:
     s3 = request.getfixturevalue("s3") if kind == "s3" else S3(f"file://{tmp_path}", None)
     command = [sys.executable, "-W", "ignore", "-c", _PUT_A_LOT, s3.url, json.dumps(s3.options), str(piece_bytes)]
-    grown = int(subprocess.run(command, check=True, timeout=120, capture_output=True, text=True).stdout)
+    grown = int(subprocess.run(command, check=True, timeout=240, capture_output=True, text=True).stdout)
     assert grown < 2 * piece_bytes // 1024 + (8 << 10 if kind == "file" else 112 << 10)  # kilobytes
 
 

@@ -298,7 +298,7 @@ def test_a_compiled_server_that_is_killed_has_the_trainers_tensors(package: str,
         server.kill()
         server.communicate()
         out = tmp_path / f"{number}.pt"
-        subprocess.run([*program, str(out), "--once"], check=True, timeout=100, cwd=Path(__file__).parent.parent.parent)
+        subprocess.run([*program, str(out), "--once"], check=True, timeout=240, cwd=Path(__file__).parent.parent.parent)
         held = torch.load(out)
         assert held["version"] == version.version
         for name, tensor in trained.state_dict().items():

@@ -15,7 +15,7 @@ from tests.models import Spec, Table, batch, shard
 from tests.predictor.serving_cases import clear, whole_tables
 from tests.tracker.conformance_cases import hosts
 
-_PATIENCE_SECONDS = 60
+_PATIENCE_SECONDS = 120
 
 
 def _spec(shardings: list[str], local_size: int) -> Spec:

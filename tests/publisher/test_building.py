@@ -41,6 +41,6 @@ def test_an_error_of_a_callback_during_a_wait_does_not_lose_the_group(two_ranks:
 
 
 def test_a_rank_killed_while_it_builds_a_publisher_is_reported() -> None:
-    done = forked.run(_CASES, "--seeds", "2", timeout_seconds=200)
+    done = forked.run(_CASES, "--seeds", "2", timeout_seconds=240)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout)["RankLostError"] >= 3

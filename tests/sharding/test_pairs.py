@@ -29,7 +29,7 @@ def _said(folder: Path, name: str = "ModelDeltaTracker") -> str:
     root = str(Path(__file__).parent.parent.parent)
     command = [sys.executable, "-W", "ignore", "-c", _FIRST_USE.format(name=name)]
     done = subprocess.run(
-        command, check=True, capture_output=True, text=True, timeout=60, env={"PYTHONPATH": f"{folder}:{root}"}
+        command, check=True, capture_output=True, text=True, timeout=240, env={"PYTHONPATH": f"{folder}:{root}"}
     )
     return done.stdout.strip()
 

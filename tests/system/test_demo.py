@@ -25,12 +25,14 @@ from examples.movielens.settings import Settings
 from examples.movielens.verify import TablesDifferError, compare, verify_run
 from tests import forked
 
+pytestmark = pytest.mark.timeout(900)  # on a busy machine
+
 REPOSITORY = Path(__file__).parents[2]
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
 def python_m(*command: str) -> subprocess.CompletedProcess[str]:
-    return forked.run(*command, timeout_seconds=200)
+    return forked.run(*command, timeout_seconds=850)
 
 
 _scraped: dict[str, set[str]] = defaultdict(set)

@@ -24,7 +24,7 @@ from tests.servers import S3, free_ports, installed, redis_server
 _ROOT = Path(__file__).parent.parent.parent
 _EXAMPLES = sorted(path for path in (_ROOT / "examples").glob("*.py") if path.name != "__init__.py")
 _ENVIRON = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-_LIMIT_SECONDS = 120
+_LIMIT_SECONDS = 280
 _LOAD_SECONDS = 3
 
 Run = Callable[..., str]
@@ -167,7 +167,7 @@ def started(folder: Path, role: str, *arguments: str) -> Iterator[None]:
     try:
         yield
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0, output.read_text()
+        assert process.wait(240) == 0, output.read_text()
     finally:
         process.kill()
 
@@ -237,7 +237,7 @@ def following(folder: Path, *arguments: str, environ: dict[str, str]) -> Iterato
     try:
         yield wait_for
         predictor.send_signal(signal.SIGINT)
-        assert predictor.wait(30) == 0, output.read_text()
+        assert predictor.wait(240) == 0, output.read_text()
         assert output.read_text().splitlines()[-1].startswith("stopped at version ")
     finally:
         predictor.kill()

@@ -27,7 +27,7 @@ def in_child(work):
     pid = os.fork()
     if pid:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    signal.alarm(30)
+    signal.alarm(120)
     try:
         work()
     except BaseException as error:
@@ -134,7 +134,7 @@ def inside():
         pid = os.fork()
         if pid:
             return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        signal.alarm(30)
+        signal.alarm(120)
     publish(2)
     predictor.sync()  # the block of the parent that the child has left holds it up no more
     os._exit(0)
@@ -195,7 +195,7 @@ from delta_tracker.errors import ForkedError
 model = writer.model()
 with Predictor(model, writer.storage) as predictor:
     predictor.follow()
-    assert predictor.wait(timeout=60) == 1
+    assert predictor.wait(timeout=240) == 1
 
     def child():
         try:
@@ -205,13 +205,13 @@ with Predictor(model, writer.storage) as predictor:
         else:
             raise AssertionError("nothing was raised")
         predictor.follow(poll_seconds=0.001)
-        assert predictor.wait(2, timeout=60) == 2
+        assert predictor.wait(2, timeout=240) == 2
         predictor.stop()
         assert torch.equal(model[FQN], writer.table)
 
     publish(3)
     assert in_child(child) == 0
-    assert predictor.wait(2, timeout=60) == 2
+    assert predictor.wait(2, timeout=240) == 2
 """
 
 

@@ -31,6 +31,7 @@ def _keep(directory: Path, model: dict[str, torch.Tensor], predictor: Predictor)
 
 @pytest.mark.sweep("short")
 @pytest.mark.promise("atomic")
+@pytest.mark.timeout(900)  # on a busy machine
 def test_a_predictor_killed_at_any_step_ends_with_the_right_tables(tmp_path: Path) -> None:
     history = History(Storage(f"file://{tmp_path}/stream", create=True, fsync=False), 1)
     model = empty_model()
@@ -49,7 +50,7 @@ def test_a_predictor_killed_at_any_step_ends_with_the_right_tables(tmp_path: Pat
     assert_holds(model, history, history.version)
     _keep(tmp_path / "expected", model, predictor)
     every = "1" if SWEEPS_ARE_WHOLE else "4"
-    done = forked.run("tests.system.killed_cases", str(tmp_path), every, timeout_seconds=200)
+    done = forked.run("tests.system.killed_cases", str(tmp_path), every, timeout_seconds=850)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     kinds = {"before a read", "before a listing", "before a chunk", "within a chunk"}

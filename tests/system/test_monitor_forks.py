@@ -25,7 +25,7 @@ _ROOT = Path(__file__).parent.parent.parent
 def test_no_child_hangs_or_writes_its_parents_data(tmp_path: Path) -> None:
     pytest.importorskip("prometheus_client")
     program = [sys.executable, "-W", "ignore", "-m", "tests.monitor.forking", str(tmp_path), "100"]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=90, cwd=_ROOT, check=False)
+    done = subprocess.run(program, capture_output=True, text=True, timeout=240, cwd=_ROOT, check=False)
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)
     assert (figures["hung"], figures["failed"], figures["forked"]) == (0, 0, 100)
@@ -185,7 +185,7 @@ assert applied.collect_total() == 5
 
 
 def test_a_forked_child_records_its_own_and_shows_no_gauges_of_its_parent() -> None:
-    subprocess.run([sys.executable, "-W", "ignore", "-c", _FORKING], check=True, timeout=60, cwd=_ROOT)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", _FORKING], check=True, timeout=240, cwd=_ROOT)
 
 
 def _scrape(port: int) -> str:

@@ -29,7 +29,7 @@ from tests.row_stores import RowStoreReader, copy_stream, reader_of, sink_at
 from tests.servers import _process, free_ports, installed, redis_server
 from tests.sweeps import SWEEPS_ARE_WHOLE
 
-_PATIENCE_SECONDS = 60
+_PATIENCE_SECONDS = 120
 _NUM_READERS = 3
 
 

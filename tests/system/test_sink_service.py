@@ -47,7 +47,7 @@ def _service(writer: Writer) -> subprocess.Popen[bytes]:
 
 
 def _await(file: Path, version: int) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 240
     sink = SqliteSink(file)
     sink.open()
     while not any(state.version == version and state.applying is None for state in sink.states()):
@@ -63,7 +63,7 @@ def test_a_service_follows_until_a_signal(cli: Cli, writer: Writer, file: Path) 
         writer.delta([1, 2])
         _await(file, 5)
         service.send_signal(signal.SIGTERM)
-        assert service.wait(60) == 143
+        assert service.wait(240) == 143
     finally:
         service.kill()
         service.wait()
