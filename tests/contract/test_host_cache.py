@@ -79,7 +79,7 @@ def test_the_fetch_of_a_killed_process_is_completed_by_another(tmp_path: Path, n
     written(tmp_path)
     (tmp_path / "go").touch()
     killed = start(read, str(tmp_path), _SECONDS, num_ranges)
-    eventually((tmp_path / "stopped").exists)
+    eventually((tmp_path / "stopped").exists, seconds=_SECONDS)
     others = [start(read, str(tmp_path), _SECONDS) for _ in range(2)]
     os.kill(killed.pid, signal.SIGKILL)  # type: ignore[arg-type]
     assert [ended(process) for process in (killed, *others)] == [-signal.SIGKILL, 0, 0]
@@ -91,7 +91,7 @@ def test_a_suspended_process_does_not_block_the_others(tmp_path: Path) -> None:
     written(tmp_path)
     (tmp_path / "go").touch()
     suspended = start(read, str(tmp_path), _SECONDS, 1)
-    eventually((tmp_path / "stopped").exists)
+    eventually((tmp_path / "stopped").exists, seconds=_SECONDS)
     os.kill(suspended.pid, signal.SIGSTOP)  # type: ignore[arg-type]
     try:
         others = [start(read, str(tmp_path), 0.2) for _ in range(2)]
