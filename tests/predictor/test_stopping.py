@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -31,10 +31,16 @@ def _threads() -> list[str]:
 
 
 @contextmanager
-def _interrupting(handler: object) -> Iterator[None]:
+def _interrupting(handler: Callable[..., None]) -> Iterator[None]:
     """Call ``handler`` in the main thread after a short delay."""
-    former = signal.signal(signal.SIGALRM, handler)
-    signal.setitimer(signal.ITIMER_REAL, 0.2)
+
+    def once(*arguments: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        handler(*arguments)
+
+    former = signal.signal(signal.SIGALRM, once)
+    # Python misses a signal that arrives just as the thread begins to wait, so send it again.
+    signal.setitimer(signal.ITIMER_REAL, 0.2, 0.2)
     try:
         yield
     finally:
