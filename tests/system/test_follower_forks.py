@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-_ROOT = Path(__file__).parent.parent.parent
+from tests import forked
 
 # Each child has a watchdog: an alarm, whose default action ends the process.
 _PRELUDE = """
@@ -183,10 +181,9 @@ assert code == 0, code
 
 
 def _run(program: str, tmp_path: Path, prelude: str = _PRELUDE) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", prelude + program, f"file://{tmp_path}/stream"],
-        cwd=_ROOT, timeout=240, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    path = tmp_path / "program.py"
+    path.write_text(prelude + program)
+    done = forked.run(str(path), f"file://{tmp_path}/stream", timeout_seconds=240)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
 
 

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.servers import installed
-
-_ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.mark.promise("atomic")
 @pytest.mark.timeout(300)
 def test_every_system_call_of_a_delta(tmp_path: Path) -> None:
     installed("strace")
-    command = [sys.executable, "-W", "ignore", "-m", "tests.system.syscall_sweep", "delta", "--faults", "KILL", "EIO"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=290, cwd=_ROOT, check=False)
+    run = forked.run("tests.system.syscall_sweep", "delta", "--faults", "KILL", "EIO", timeout_seconds=290)
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)
     assert found["points"]["delta"] > 40
