@@ -16,6 +16,7 @@ import pytest
 
 import delta_tracker
 from tests.sweeps import SWEEPS_ARE_WHOLE
+from tests.world.disk import FAULTS
 from tests.world.shrink import shrink
 from tests.world.values import WEIGHTS, Operation, Schedule, generate
 
@@ -39,13 +40,20 @@ def run_worlds(*arguments: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.sweep("long")
-@pytest.mark.timeout(1800)
+@pytest.mark.sweep("short")
+@pytest.mark.timeout(600)
 def test_random_worlds_break_no_rule_but_the_known_ones() -> None:
-    count = 400 if SWEEPS_ARE_WHOLE else 12
+    count = 60 if SWEEPS_ARE_WHOLE else 12
     seen = run_worlds("--known", "--shrinks", "0", "--seeds", str(count))
     assert seen["schedules"] == count
     assert seen["known_but_not_found"] == []
+    assert seen["faults"].keys() == set(FAULTS) if SWEEPS_ARE_WHOLE else seen["faults"]
+
+
+@pytest.mark.sweep("long", only=True)
+@pytest.mark.timeout(1800)
+def test_many_random_worlds_break_no_rule_but_the_known_ones() -> None:
+    assert run_worlds("--shrinks", "0", "--first", "1000", "--seeds", "400")["schedules"] == 400
 
 
 def test_a_schedule_is_its_text() -> None:

@@ -20,6 +20,7 @@ from tests.world import clock  # noqa: E402
 
 clock.install()
 
+from tests.world.disk import disk  # noqa: E402
 from tests.world.known import KNOWN, KNOWN_RULES  # noqa: E402
 from tests.world.shrink import shrink  # noqa: E402
 from tests.world.values import Schedule, generate  # noqa: E402
@@ -66,6 +67,7 @@ def _sweep(arguments: argparse.Namespace) -> dict[str, object]:
         "minutes": round((_now() - began) / 60, 2),
         "known": {rule: number for rule, number in rules.items() if rule in KNOWN_RULES},
         "findings": {rule: number for rule, number in rules.items() if rule not in KNOWN_RULES},
+        "faults": disk().reached,
     }
 
 

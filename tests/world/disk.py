@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,11 +47,13 @@ class Disk:
     Attributes:
         folder: the directory, None for no world.
         fault: fault of the next call, None for none.
+        reached: number of faults that happened, by kind.
     """
 
     def __init__(self) -> None:
         self.folder: Path | None = None
         self.fault: Fault | None = None
+        self.reached: Counter[str] = Counter()
         self._is_armed = self._is_inside = False
 
     @contextmanager
@@ -85,6 +88,7 @@ class Disk:
         is_over = fault.has_begun and fault.kind not in ("outage", "death")
         if fault.number >= 0 or is_over:
             return
+        self.reached[fault.kind] += not fault.has_begun
         fault.has_begun = True
         if fault.kind == "slow":
             CLOCK.advance(_SLOW_SECONDS)

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from tests.world.clock import CLOCK
-from tests.world.history import History, Key, Place, RuleError
+from tests.world.history import History, Key, Order, Place, RuleError
 from tests.world.reader import Reader
 from tests.world.targets import LOOK_SECONDS
 from tests.world.trainer import Copy
@@ -95,11 +95,26 @@ def _check_orders(reader: Reader, place: Place, history: History, key: Key) -> N
     is_free = own is None or place[0] != own[0] or place == own
     if not is_free and len(history.orders) == reader.known:
         raise RuleError("rollback", f"{reader.describe()} left {own} for {place}")
-    if not 0 < reader.pinned <= len(history.orders) or own is not None:
+    if own is not None or not all(len(store.orders()) == len(history.orders) for store in reader.settings.stores):
+        return
+    if reader.floor is None:
+        _check_start(reader, key, history.pin)
+    if not 0 < reader.pinned <= len(history.orders):
         return
     pin = history.orders[reader.pinned - 1]
-    has_orders = all(len(store.orders()) == len(history.orders) for store in reader.settings.stores)
-    if has_orders and key[0] == pin.stream and pin.version < key[1] <= pin.bad and reader.floor != place:
+    if _is_after(key, pin) and key[1] <= pin.bad and reader.floor != place:
         ordered = [each.version for each in history.orders[reader.pinned :]]
         if key[1] not in ordered:
             raise RuleError("bad version", f"{reader.describe()} has left {pin} for {place}")
+
+
+def _check_start(reader: Reader, key: Key, pin: Order | None) -> None:
+    """Check that the first version of a predictor is not one after a pin."""
+    if not reader.settings.follows_pins or reader.settings.canary is not None or pin is None:
+        return
+    if pin.counter > reader.excused and pin.time + LOOK_SECONDS < CLOCK.now and _is_after(key, pin):
+        raise RuleError("bad version", f"{reader.describe()} begins with {key[1]} in spite of {pin}")
+
+
+def _is_after(key: Key, pin: Order) -> bool:
+    return key[0] == pin.stream and key[1] > pin.version

@@ -21,6 +21,8 @@ def targets(reader: Reader, history: History) -> set[Place] | None:
     if not numbers or (floor is not None and floor[0] > max(numbers)):
         return None
     number = max(numbers)
+    if any(history.streams.index(each.stream) > number for each in entries):
+        return None  # a stream that a promotion has started waits for its first snapshot
     stream = history.streams[number]
     entries = [each for each in entries if each.stream == stream]
     allowed = [each for each in entries if is_allowed(each, entries, reader.settings.canary)]
@@ -31,25 +33,45 @@ def targets(reader: Reader, history: History) -> set[Place] | None:
     if reader.own is not None:
         own = history.without_claims(reader.own)
         found = {own} | (found if own[0] != number else set())
-    if reader.settings.follows_pins:
-        # The one that the stores show. A mirror that cannot copy the newest one shows an older one.
-        shown = max((each["counter"] for store in stores for each in store.orders()), default=0)
-        for order in {*history.orders[-1:], *history.orders[max(0, shown - 1) : shown]}:
-            pinned = (number, order.version)
-            is_there = any(each.version == order.version for each in allowed)
-            if (order.kind, order.stream) == ("release", stream):
-                found |= newest if reader.own is not None else set()
-                if floor is not None and floor < pinned and not is_there:
-                    found.add(history.without_claims(floor))  # a canary waits for the snapshot of the release
-            elif order.stream == stream and pinned not in found:
-                is_newest = order.counter == len(history.orders) == shown
-                if is_newest and is_there and _must_follow(reader, order):
-                    found = {pinned}
-                elif is_newest and _has_overruled(reader, order):
-                    continue
-                else:
-                    found.add(pinned)
+    if not reader.settings.follows_pins:
+        return found or None
+    # The one that the stores show. A mirror that cannot copy the newest one shows an older one.
+    shown = max((each["counter"] for store in stores for each in store.orders()), default=0)
+    for order in {*history.orders[-1:], *history.orders[max(0, shown - 1) : shown]}:
+        is_known = order.counter == len(history.orders) == shown
+        is_there = any(each.version == order.version for each in allowed)
+        pinned = (number, order.version)
+        if order.stream != stream:
+            continue
+        if order.kind == "pin":
+            found = _pinned(reader, order, found, pinned, is_certain=is_known and is_there, is_known=is_known)
+        else:
+            found |= newest if reader.own is not None else set()
+        if not is_there and floor is None:
+            return None  # a canary waits for the version of the order
+        if not is_there and floor is not None and floor < pinned:
+            found.add(history.without_claims(floor))
     return found or None
+
+
+def _pinned(
+    reader: Reader, pin: Order, found: set[Place], pinned: Place, *, is_certain: bool, is_known: bool
+) -> set[Place]:
+    """Return the places at which a predictor may end that may see a pin.
+
+    Args:
+        reader: the predictor.
+        pin: the pin.
+        found: where it may end without the pin.
+        pinned: where it ends with the pin.
+        is_certain: True if all its stores show the pin, and lead to it.
+        is_known: True if they show it.
+    """
+    if is_certain and _must_follow(reader, pin):
+        return {pinned}
+    if not found or (is_known and _has_overruled(reader, pin)):
+        return found
+    return found | {pinned}
 
 
 def _must_follow(reader: Reader, order: Order) -> bool:

@@ -45,7 +45,7 @@ WEIGHTS = {
     "promote": 3,
     "settle": 2,
 }
-# Sequences that are rare among independent operations.
+# Sequences that are rare among independent operations, of one predictor or one store.
 _EPISODES = (
     ("mirror", "publish", "sync", "sync", "lose", "promote", "snapshot", "publish"),
     ("publish", "mirror", "lose", "promote", "publish", "sync"),
@@ -54,11 +54,33 @@ _EPISODES = (
     ("publish", "pin", "advance", "sync", "snapshot", "release_pin", "advance", "sync"),
     ("publish", "publish", "sync", "pin", "sync", "advance", "sync", "publish", "restart", "sync"),
     ("publish", "pin", "restart", "snapshot", "release_pin", "sync", "restart", "sync", "advance", "sync"),
+    ("sync", "pin", "roll_back", "release", "settle"),
+    ("sync", "pin", "advance", "roll_back", "settle", "release", "settle"),
+    ("sync", "roll_back", "pin", "settle", "release", "settle"),
+    ("publish", "pin", "settle", "publish", "restart", "settle"),
+    ("pin", "publish", "publish", "pin", "snapshot", "release_pin", "settle"),
+    ("pin", "settle", "fault", "sync", "restart", "settle", "snapshot", "release_pin", "settle"),
+    ("snapshot", "publish", "pin", "snapshot", "advance", "retain", "join", "settle"),
+    ("publish", "pin", "settle", "mirror", "lose", "promote", "snapshot", "settle"),
     ("fail", "sync", "sync", "publish", "repair", "sync"),
     ("publish", "sync", "publish", "forge", "sync", "advance", "sync", "publish", "sync"),
     ("publish", "publish", "compact", "join", "sync"),
     ("spoil", "publish", "sync", "restart_trainer", "snapshot"),
 )
+# Operations that meet in one schedule: two of these are frequent in each.
+_THEMES = (
+    ("pin", "release_pin", "advance", "restart", "snapshot", "settle"),
+    ("pin", "release_pin", "roll_back", "release", "sync", "settle"),
+    ("pin", "release_pin", "retain", "compact", "snapshot", "join", "settle"),
+    ("pin", "mirror", "lose", "promote", "settle"),
+    ("mirror", "lose", "promote", "restart", "sync"),
+    ("fail", "unmount", "damage", "repair", "fault", "sync"),
+    ("forge", "advance", "sync", "publish"),
+    ("restart_trainer", "stand_by", "take_over", "publish_former", "fault"),
+    ("spoil", "accept", "join", "snapshot", "settle"),
+    ("compact", "retain", "burst", "join", "sync"),
+)
+_EMPHASIS = 5
 _LEAST, _MOST = 12, 60
 
 
@@ -116,22 +138,25 @@ def generate(seed: int) -> Schedule:
     chance = random.Random(seed)
     states = chance.random() < 0.5
     has_web = chance.random() < 0.25
-    weights = {kind: weight * chance.choice([0.3, 1.0, 1.0, 2.0]) for kind, weight in WEIGHTS.items()}
+    frequent = {kind for theme in chance.sample(_THEMES, 2) for kind in theme}
+    weights = {kind: weight * (_EMPHASIS if kind in frequent else 1) for kind, weight in WEIGHTS.items()}
     kinds = chance.choice([["publish", "mirror", "join", "join"], ["join", "publish", "join"]])
     count = chance.randrange(_LEAST, _MOST)
-    while len(kinds) < count:
-        if chance.random() < 0.07:
-            kinds.extend(chance.choice(_EPISODES))
-        else:
-            kinds.extend(chance.choices(list(weights), list(weights.values())))
+    steps = [(kind, chance.randrange(5)) for kind in kinds]
+    while len(steps) < count:
+        kinds = chance.choices(list(weights), list(weights.values()))
+        if chance.random() < 0.1:
+            kinds = list(chance.choice(_EPISODES))
         if kinds[-1] == "lose" and chance.random() < 0.7:  # the trainer can do nothing else
             kinds.append("promote")
+        who = chance.randrange(5)
+        steps.extend((kind, who) for kind in kinds)
     return Schedule(
         seed=seed,
         states=states,
         encoding=None if states else chance.choice([None, None, "F16", "INT8"]),
         skips_unchanged=chance.random() < 0.2,
-        operations=tuple(Operation(kind, chance.randrange(5), chance.randrange(20000)) for kind in kinds),
+        operations=tuple(Operation(kind, who, chance.randrange(20000)) for kind, who in steps),
         has_web=has_web,
         has_upkeep=not has_web and chance.random() < 0.3,
     )
