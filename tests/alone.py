@@ -74,11 +74,17 @@ def _wait(processes: Iterable[_Process], seconds: float | None) -> list[_Process
     return [ends[end] for end in ready]
 
 
-def _end(process: _Process) -> None:
-    """Interrupt a file, so that its fixtures are closed, and kill what is left."""
-    os.kill(process.pid, signal.SIGINT)
-    _wait([process], _SECONDS_TO_END)
-    os.killpg(process.pid, signal.SIGKILL)
+def _end(processes: Sequence[_Process]) -> None:
+    """Interrupt files, so that their fixtures are closed, and kill what is left."""
+    deadline = time.monotonic() + _SECONDS_TO_END
+    running = list(processes)
+    for process in running:
+        os.kill(process.pid, signal.SIGINT)
+    while running and (left := deadline - time.monotonic()) > 0:
+        for process in _wait(running, left):
+            running.remove(process)
+    for process in processes:
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _outcome(process: _Process, *, is_complete: bool) -> Run:
@@ -111,8 +117,7 @@ def runs(
                 running.remove(process)
                 yield _outcome(process, is_complete=True)
     finally:
-        for process in running:
-            _end(process)
+        _end(running)
     yield from (_outcome(process, is_complete=False) for process in running)
     yield from (Run(path, None, 0, "") for path in waiting)
 
