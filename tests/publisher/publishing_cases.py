@@ -61,16 +61,28 @@ def attempt(action: Any) -> str:
 
 def is_interrupted(action: Callable[[], object]) -> bool:
     """Call ``action``, send Ctrl-C to this process after half a second, and return True if that ended the call."""
-    main = threading.main_thread().ident
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    timer = threading.Timer(0.5, signal.pthread_kill, (main, signal.SIGINT))
-    timer.start()
+    main, is_heard = threading.main_thread().ident, threading.Event()
+
+    def interrupt(*_: object) -> None:
+        if not is_heard.is_set():
+            is_heard.set()
+            raise KeyboardInterrupt
+
+    def send() -> None:
+        # Python misses a signal that arrives just as the thread begins to wait, so send it again.
+        while not is_heard.wait(0.5):
+            signal.pthread_kill(main, signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    sending = threading.Thread(target=send)
+    sending.start()
     try:
         action()
     except KeyboardInterrupt:
         return True
     finally:
-        timer.join()
+        is_heard.set()
+        sending.join()
         signal.signal(signal.SIGINT, before)
     return False
 
@@ -486,7 +498,7 @@ def forked(rank: int, world_size: int, url: str) -> str:
         reader, answer = os.pipe()
         pid = os.fork()
         if not pid:
-            signal.alarm(10)
+            signal.alarm(60)
             os.write(answer, attempt(publisher.publish).encode())
             os._exit(0)
         os.close(answer)
@@ -698,6 +710,8 @@ def interrupted_cut(rank: int, world_size: int, url: str) -> None:
                 tracker.step()
                 with contextlib.suppress(KeyboardInterrupt):
                     publisher.step()
+                if publisher._flight is not None:
+                    futures.wait([publisher._flight.job])
         assert once.has_raised
         publisher.flush()
         held = empty_model(tracker)
@@ -814,6 +828,8 @@ def interrupted_step(rank: int, world_size: int, url: str) -> list[int]:
                 tracker.step()
                 with contextlib.suppress(KeyboardInterrupt):
                     publisher.step()
+                if publisher._flight is not None:
+                    futures.wait([publisher._flight.job])  # the number of calls must not depend on the worker's speed
                 dist.barrier()
                 versions.append(publisher.version)
         assert once.has_raised

@@ -52,7 +52,7 @@ from tests.stream.states_stream import same_tree
 from tests.stream.streams import chunks_of
 
 _STREAM = Path(__file__).parent / "golden" / "format-1" / "stream"
-_SECONDS = 10  # per mutation, which takes a millisecond
+_SECONDS = 60  # per mutation, which takes a millisecond
 # Memory that a reader may use per byte of a file: parsed JSON takes some 20 times its text, ids 8 bytes per packed one.
 TIMES_FILE, AND_BYTES = 40, 1 << 20
 _ADDRESS_SPACE = 512 << 20  # in addition to what the imported libraries have mapped

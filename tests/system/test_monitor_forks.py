@@ -95,7 +95,7 @@ def test_a_child_waits_for_no_lock_that_a_thread_of_the_parent_holds() -> None:
         for lock in locks:
             lock.acquire()
         held.set()
-        may_go.wait(60)
+        may_go.wait(120)
         for lock in locks:
             lock.release()
 
@@ -104,7 +104,7 @@ def test_a_child_waits_for_no_lock_that_a_thread_of_the_parent_holds() -> None:
     assert held.wait(60)
 
     def child() -> None:
-        signal.alarm(20)  # ends a child that waits
+        signal.alarm(60)  # ends a child that waits
         for _ in range(2000):
             cell.add(1)
         stat.cell(k=2).add(1)

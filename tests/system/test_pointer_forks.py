@@ -28,17 +28,17 @@ def test_a_forked_process_reads_the_pointer_while_a_thread_of_its_parent_does(
     def waits(*args: Any, **options: Any) -> Any:
         if not reads.is_set():
             reads.set()
-            ends.wait(20)
+            ends.wait(60)
         return read(*args, **options)
 
     monkeypatch.setattr(storage, "read", waits)
     view = PointerView(storage, seconds=0.0)
     thread = threading.Thread(target=view.newest)
     thread.start()
-    assert reads.wait(20)
+    assert reads.wait(60)
     pid = os.fork()
     if pid == 0:
-        signal.alarm(20)
+        signal.alarm(60)
         os._exit(0 if view.newest(past_cache=True) == pointer else 1)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     ends.set()
