@@ -28,6 +28,7 @@ import torch
 _ROOT = Path(__file__).parent.parent
 # What most of the processes import; a name that is not installed is left out.
 _PRELOAD = [
+    "tests.paused_collection",
     "pytest",
     "hypothesis",
     "torch.distributed.checkpoint",
@@ -150,6 +151,7 @@ def run(
 
 def _call(environ: dict[str, str], body: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     gc.freeze()  # a collection would write to, and so copy, the memory that is shared with the server
+    gc.enable()
     os.environ.clear()
     os.environ.update(environ)
     tempfile.tempdir = None  # the server may have asked for it in another environment
