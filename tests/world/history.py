@@ -107,6 +107,11 @@ class History:
         return max(version for stream, version in self.copies if stream in later)
 
     @property
+    def has_snapshot(self) -> bool:
+        """True if the stream of the head has a snapshot; a promotion starts one without."""
+        return any(key[0] == self.head[0] and kind == "snapshot" for key, kind in self.kinds.items() if self.head)
+
+    @property
     def pin(self) -> Order | None:
         """The pin that applies, None if there is none."""
         order = self.orders[-1] if self.orders else None

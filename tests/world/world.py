@@ -34,6 +34,7 @@ from tests.world.web import web
 
 _MOST_READERS = 5
 _ROUNDS, _ROUND_SECONDS = 90, 15.0  # longer than all pauses of a reader together
+_SINGLE_ROUNDS = 3  # in which one version is applied, so that the rules see it
 _FOLLOW_ROUNDS, _FOLLOW_SECONDS = 200, 10.0
 _SECONDS = (1.0, 6.0, 12.0, 35.0, 120.0, 700.0)
 _FOLDER = "/dev/shm" if Path("/dev/shm").is_dir() else None
@@ -526,8 +527,9 @@ class World:
 
     def _wait_for_all(self, *, is_clean: bool) -> None:
         """Let the mirrors copy everything, and wait for each predictor."""
-        for store in self._stores:
-            if store is not self._primary and store.has_log() and not store.is_lost and not self._primary.is_lost:
+        mirrors = [store for store in self._stores if store is not self._primary and store.has_log()]
+        for store in mirrors if self._history.has_snapshot and not self._primary.is_lost else []:
+            if not store.is_lost:
                 self._mirror_last(store)
         for store in self._stores:
             store.date()
@@ -603,10 +605,10 @@ class World:
         said = ""
         if goals is not None and reader.settings.kind == "follows":
             said = self._followed(reader, goals)
-        for _ in range(_ROUNDS):
+        for number in range(_ROUNDS):
             if goals is None or self._whole(reader) in goals or reader not in self._readers:
                 break
-            said = self._synced(reader)
+            said = self._synced(reader, 1 if number < _SINGLE_ROUNDS else None)
             CLOCK.advance(_ROUND_SECONDS)
         self._say(f"{reader.describe()} ends at {reader.floor} of {goals}: {said}")
         if goals is not None and self._whole(reader) not in goals and reader in self._readers:
