@@ -22,15 +22,16 @@ from delta_tracker.errors import (
 )
 from delta_tracker.predictor.canary import Canary
 from delta_tracker.stream.format.manifest import Manifest
-from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.pin import PinFollower, newest_pin, pin_name
 from delta_tracker.stream.rollback import pin_version, release_pin
-from delta_tracker.stream.storage.storage import Storage
 from tests.predictor.breaking import Breaking
 from tests.predictor.pin_fleet import Fleet
 from tests.predictor.serving import eventually
+from tests.stores.rules import calls, nth, on
+from tests.stores.wrapped import WrappedStorage
 from tests.stream.streams import FQN, Writer
 from tests.sweeps import SWEEPS_ARE_WHOLE
 
@@ -325,36 +326,22 @@ def test_retention_keeps_a_merged_snapshot_that_a_pin_needs(fleet: Fleet) -> Non
     fleet.assert_holds(predictor, 5)
 
 
-def test_a_pin_written_during_a_retention_pass_ends_the_pass(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pin_written_during_a_retention_pass_ends_the_pass(fleet: Fleet) -> None:
     for _ in range(3):
         fleet.published("snapshot")
-    sync = Storage.sync
-
-    def pinned_sync(storage: Storage, prefix: str) -> None:
-        if prefix == "log" and newest_pin(storage) is None:
-            pin_version(storage, 3)
-        sync(storage, prefix)
-
-    monkeypatch.setattr(Storage, "sync", pinned_sync)  # after the pass has chosen what to delete
-    retain(fleet.storage, Retention(versions=1, grace_seconds=0.0))
+    has_chosen = nth(1, on("sync", name="log"))  # what to delete
+    pins = calls(has_chosen, before=lambda _: pin_version(fleet.storage, 3))
+    retain(WrappedStorage(fleet.storage, pins), Retention(versions=1, grace_seconds=0.0))
     predictor = fleet.join()
     predictor.sync()
     fleet.assert_holds(predictor, 3)
 
 
-def test_a_pin_whose_path_is_deleted_meanwhile_is_corrected(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pin_whose_path_is_deleted_meanwhile_is_corrected(fleet: Fleet) -> None:
     newest = fleet.published("snapshot")
-    create = Storage.create
-
-    def late_create(storage: Storage, name: str, data: bytes) -> bool:
-        created = create(storage, name, data)
-        if name == pin_name(1):
-            storage.delete("log/00000000000000000002.json")
-        return created
-
-    monkeypatch.setattr(Storage, "create", late_create)
+    deletes = calls(on("create", name=pin_name(1)), after=lambda *_: fleet.storage.delete(entry_name(2)))
     with pytest.raises(MissingVersionError):
-        pin_version(fleet.storage, 3)
+        pin_version(WrappedStorage(fleet.storage, deletes), 3)
     pin = newest_pin(fleet.storage)
     assert pin is not None
     assert (pin.counter, pin.kind, pin.version) == (2, "release", newest)
@@ -364,17 +351,10 @@ def test_a_pin_whose_path_is_deleted_meanwhile_is_corrected(fleet: Fleet, monkey
 
 
 @pytest.mark.advice("PinConflictError: _create", "PinnedError: _former")
-def test_one_of_two_operators_is_refused(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    create = Storage.create
-
-    def raced_create(storage: Storage, name: str, data: bytes) -> bool:
-        monkeypatch.setattr(Storage, "create", create)
-        pin_version(storage, 2)
-        return create(storage, name, data)
-
-    monkeypatch.setattr(Storage, "create", raced_create)
+def test_one_of_two_operators_is_refused(fleet: Fleet) -> None:
+    races = calls(nth(1, on("create")), before=lambda _: pin_version(fleet.storage, 2))
     with pytest.raises(PinConflictError):
-        pin_version(fleet.storage, 3)
+        pin_version(WrappedStorage(fleet.storage, races), 3)
     with pytest.raises(PinnedError):
         pin_version(fleet.storage, 3)
     assert pin_version(fleet.storage, 3, replaces=True).counter == 2

@@ -23,6 +23,7 @@ from delta_tracker.stream.format.part_reader import read_parts
 from delta_tracker.stream.format.part_writer import PartWriter
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
+from tests.stores.wrapped import WrappedStorage
 from tests.stream.streams import FQN, Writer
 
 _TESTS = Path(__file__).parent.parent
@@ -321,18 +322,16 @@ def test_a_parent_that_is_not_the_last_entry_is_not_applied() -> None:
     assert predictor.version == head
 
 
-def test_a_compaction_syncs_what_it_merges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    storage = Storage(tmp_path.as_uri())
+def test_a_compaction_syncs_what_it_merges(tmp_path: Path) -> None:
+    storage = WrappedStorage(Storage(tmp_path))
     writer = Writer(storage)
     writer.snapshot()
     writer.delta([1])
     writer.delta([2])
-    calls: list[str] = []
-    sync, create = storage.sync, storage.create
-    monkeypatch.setattr(storage, "sync", lambda prefix: (calls.append(f"sync {prefix}"), sync(prefix)))
-    monkeypatch.setattr(storage, "create", lambda name, data: (calls.append(name[:6]), create(name, data))[1])
+    storage.take()
     assert compact(storage, fold=10.0) is not None
-    assert calls == ["sync log", "merged"]
+    found = [(each.kind, each.name.split("/")[0]) for each in storage.operations if each.kind in ("sync", "create")]
+    assert found == [("sync", "log"), ("create", "merged")]
 
 
 def test_metadata_in_a_part_is_refused() -> None:

@@ -18,7 +18,7 @@ from delta_tracker.stream.heartbeat import Heartbeat, Pulse, leave_heartbeat, re
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.mirror import Mirror
 from delta_tracker.stream.storage.storage import Storage
-from tests.stores.rules import fails, on
+from tests.stores.rules import calls, fails, on
 from tests.stores.wrapped import WrappedStorage
 from tests.stream.streams import FQN, Writer
 
@@ -215,18 +215,11 @@ def test_the_first_heartbeat_after_a_failover_is_not_late(clock: _Clock) -> None
     assert (beat.name, beat.version) == ("p", 1)
 
 
-def test_a_heartbeat_to_the_former_store_does_not_delay_the_next(
-    clock: _Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_heartbeat_to_the_former_store_does_not_delay_the_next(clock: _Clock) -> None:
     fields = {key: value for key, value in _FIELDS.items() if key not in ("name", "time")}
-    former, later = Storage("memory://"), Storage("memory://")
+    former, later = WrappedStorage(Storage("memory://"), fails(on("replace"))), Storage("memory://")
     pulse = Pulse(former, "p")
-
-    def refuse(name: str, data: bytes) -> None:
-        pulse.move_to(later)  # as another thread does during the request
-        raise StorageError("memory://", "down")
-
-    monkeypatch.setattr(former, "replace", refuse)
+    former.rules.insert(0, calls(on("replace"), before=lambda _: pulse.move_to(later)))  # as another thread does
     pulse.leave(**fields)
     assert pulse.is_due()
     pulse.leave(**fields)

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 
-from delta_tracker.errors import StorageError
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
@@ -22,6 +18,8 @@ from delta_tracker.stream.pointer import POINTER_NAME, HeadPointer, PointedSnaps
 from delta_tracker.stream.pointer_writer import PointerWriter
 from delta_tracker.stream.storage.storage import Storage
 from tests.ranks import RankPool
+from tests.stores.rules import Gate, fails, nth, on
+from tests.stores.wrapped import WrappedStorage
 from tests.stream.streams import Writer
 from tests.sweeps import SWEEPS_ARE_WHOLE
 from tests.waiting import eventually
@@ -111,46 +109,27 @@ def test_the_pointer_follows_the_commits() -> None:
             eventually(lambda: _read(writer.storage) == _expected(writer.storage))
 
 
-def test_many_commits_are_one_write_and_nothing_is_written_at_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = Writer(Storage("memory://"))
+def test_many_commits_are_one_write_and_nothing_is_written_at_rest() -> None:
+    storage = WrappedStorage(Storage("memory://"))
+    writer = Writer(storage)
     writer.snapshot()
-    num_writes = 0
-    replaces = writer.storage.replace
-
-    def counted(name: str, data: bytes) -> None:
-        nonlocal num_writes
-        num_writes += 1
-        replaces(name, data)
-
-    monkeypatch.setattr(writer.storage, "replace", counted)
     with _pointing(writer.storage, seconds=3600.0) as pointer:
         pointer.after(writer.delta([1]))
-        eventually(lambda: num_writes == 1)
+        eventually(lambda: storage.count("replace") == 1)
         for row in range(20):
             pointer.after(writer.delta([row]))
-        assert num_writes == 1
-    assert num_writes == 2, "the newest one is written at the end"
+        assert storage.count("replace") == 1
+    assert storage.count("replace") == 2, "the newest one is written at the end"
     assert _read(writer.storage) == _expected(writer.storage)
     pointer.write_now()
-    assert num_writes == 2
+    assert storage.count("replace") == 2
 
 
 def test_failures_are_logged_once_and_retried(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("delta_tracker.stream.pointer_writer._MAX_PAUSE_SECONDS", 0.001)
-    writer = Writer(Storage("memory://"))
-    num_failures = 0
-    replaces = writer.storage.replace
-
-    def fails(name: str, data: bytes) -> None:
-        nonlocal num_failures
-        num_failures += 1
-        if num_failures <= 5:
-            raise StorageError(writer.storage.url, "it is full")
-        replaces(name, data)
-
-    monkeypatch.setattr(writer.storage, "replace", fails)
+    writer = Writer(WrappedStorage(Storage("memory://"), fails(nth(range(1, 6), on("replace")), "it is full")))
     with _pointing(writer.storage) as pointer:
         pointer.after(writer.snapshot())
         eventually(lambda: _read(writer.storage) is not None)
@@ -184,19 +163,14 @@ def test_a_pointer_that_another_publisher_moved_back_is_repaired_by_the_next_lis
 
 
 def test_close_interrupts_a_write_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    writer, hangs, ends = Writer(Storage("memory://")), threading.Event(), threading.Event()
-
-    def hang(*_: Any) -> None:
-        hangs.set()
-        ends.wait(_DEADLINE)
-
+    gate = Gate(on("replace"))
+    writer = Writer(WrappedStorage(Storage("memory://"), gate))
     monkeypatch.setattr("delta_tracker.stream.pointer_writer._CLOSE_SECONDS", 0.2)
-    monkeypatch.setattr(writer.storage, "replace", hang)
     pointer = PointerWriter(writer.storage)
     pointer.after(writer.snapshot())
-    assert hangs.wait(_DEADLINE)
+    assert gate.reached.wait(_DEADLINE)
     pointer.close()
-    ends.set()
+    gate.open()
 
 
 @pytest.mark.parametrize("hangs", [False, True], ids=["fails", "hangs"])
