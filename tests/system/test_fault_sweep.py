@@ -32,9 +32,9 @@ def test_every_operation(tmp_path: Path, mode: str) -> None:
     # With states, a version has two more objects: the states of its rows, and the training state of the rank.
     expected["states"] = 49
     if mode == "kills":
-        # Retention looks for pins twice, and announces its deletions.
+        # Retention looks for pins twice, announces its deletions, and waits four times until names are on disk.
         # The pointer takes two listings, a look at the one before, and a write.
-        expected |= {"compaction": 33, "fold": 40, "retention": 56, "pointer": 8}
+        expected |= {"compaction": 35, "fold": 42, "retention": 64, "pointer": 8}
     if mode == "failures":
         expected["restore"] = 58  # of them six for the sizes of objects
     assert counts == expected
