@@ -72,11 +72,13 @@ class Trial:
         code = os.waitstatus_to_exitcode(status)
         self.why: str | None = None
         """Reason why the defect was not found; None if its generator found it."""
+        lines = self._output.read_text(errors="replace").splitlines()
+        self.error = next((line for line in lines if line.startswith("E ")), "")
+        """Error by which the generator found it. An error in a mutation shows here too."""
         if not pid:
             os.waitpid(self._pid, 0)
             self.why = f"no answer within {_TIMEOUT_SECONDS:.0f} s"
         elif code != _TESTS_FAILED:
-            lines = self._output.read_text(errors="replace").splitlines()
             self.why = "\n".join([f"pytest exited with {code}", *lines[-_NUM_SHOWN:]])
         self._folder.cleanup()
         return True
@@ -128,8 +130,7 @@ def main(words: Sequence[str]) -> int:
                 missed.append(trial)
             verdict = "NOT FOUND" if trial.why else "found"
             print(f"{verdict} in {trial.seconds:.0f} s: {trial.name}", flush=True)
-            if trial.why:
-                print(trial.why, flush=True)
+            print(trial.why or trial.error, flush=True)
     for trial in missed:  # once more at the end, where a log that was cut off has them
         print(f"NOT FOUND: {trial.name}", flush=True)
     print(f"{len(chosen) - len(missed)} passed, {len(missed)} failed", flush=True)
