@@ -67,9 +67,9 @@ def test_every_entry_names_the_one_before_it_and_the_newest_snapshot() -> None:
     log = StreamLog(storage)
     entries = [log.read(version) for version in log.versions()]
     assert entries[0].parent is None
-    for before, after in itertools.pairwise(entries):
-        data = storage.read(entry_name(before.version), max_bytes=1 << 20).tobytes()
-        assert (after.parent.version, after.parent.xxh3) == (before.version, xxhash.xxh3_128_hexdigest(data))
+    for earlier, later in itertools.pairwise(entries):
+        data = storage.read(entry_name(earlier.version), max_bytes=1 << 20).tobytes()
+        assert (later.parent.version, later.parent.xxh3) == (earlier.version, xxhash.xxh3_128_hexdigest(data))
     assert [entry.snapshot for entry in entries] == [None, None, 2, 2, 2]
 
 
