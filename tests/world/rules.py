@@ -39,8 +39,15 @@ def check(reader: Reader, history: History, encoding: str | None, *, is_complete
     place = history.place(*key)
     if reader.floor is not None and place < reader.floor:
         reader.kinds.clear()
+    is_pinned = reader.settings.follows_pins and any(
+        (each.kind, each.stream, each.version) == ("pin", *key) for each in history.orders
+    )
+    reader.may_serve_held |= is_pinned  # an order bypasses the gate
     _check_gate(reader, Copy(held), version)
-    _check_direction(reader, place, history, key)
+    if reader.floor is not None and place < reader.floor and not is_pinned:
+        is_first = reader.is_restored and len(reader.settings.stores) > 1
+        rule = "backwards after a restart" if is_first else "backwards"
+        raise RuleError(rule, f"{reader.describe()} from {reader.floor} to {place} without an order")
     _check_canary(reader, place, history, key)
     _check_orders(reader, place, history, key)
     reader.kinds |= {history.kinds[key]} - {"claim"}
@@ -65,16 +72,6 @@ def _check_gate(reader: Reader, held: Copy, version: int) -> None:
         raise RuleError("gate", f"{reader.describe()} serves the NaN of version {version}")
     if gate.max_drift is not None and not held.is_healthy and reader.kinds == {"snapshot", "delta"}:
         raise RuleError("gate", f"{reader.describe()} serves the large values of version {version}")
-
-
-def _check_direction(reader: Reader, place: Place, history: History, key: Key) -> None:
-    is_pinned = reader.settings.follows_pins and any(
-        (each.kind, each.stream, each.version) == ("pin", *key) for each in history.orders
-    )
-    if reader.floor is not None and place < reader.floor and not is_pinned:
-        is_first = reader.is_restored and len(reader.settings.stores) > 1
-        rule = "backwards after a restart" if is_first else "backwards"
-        raise RuleError(rule, f"{reader.describe()} from {reader.floor} to {place} without an order")
 
 
 def _check_canary(reader: Reader, place: Place, history: History, key: Key) -> None:
