@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from torch import distributed as dist
 
 from delta_tracker import ModelDeltaTracker, Publisher
 from delta_tracker.errors import InvalidArgumentError
@@ -57,6 +58,7 @@ def points_at_the_head(rank: int, world_size: int, url: str) -> dict[str, Any]:
             publisher.close()
         assert _threads() <= before
         head = publisher.version
+    dist.barrier()  # only rank 0 writes the pointer
     pointer = read_pointer(storage)
     assert pointer is not None
     return {"head": head, "pointer": replace(pointer, time=0.0).to_json().decode()}
