@@ -375,28 +375,40 @@ def _raising(error: type[BaseException]) -> Callable[..., Any]:
 
 
 class _Locked:
-    """Context manager in which another thread holds the lock of a tracker's log, and Ctrl-C arrives."""
+    """Context manager in which another thread holds the lock of a tracker's log, and Ctrl-C arrives once.
+
+    The signal is repeated until Python handles it: a wait that begins right after a signal does not see it.
+    """
 
     def __init__(self, tracker: ModelDeltaTracker) -> None:
         self._lock = tracker._log.lock
-        self._may_end = threading.Event()
         self._is_held = threading.Event()
+        self._is_heard = threading.Event()
+        self._may_end = threading.Event()
 
     def _hold(self) -> None:
         with self._lock:
             self._is_held.set()
-            self._may_end.wait(0.3)
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-            self._may_end.wait(5)
+            while not self._is_heard.wait(0.3):
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            self._may_end.wait(60)
+
+    def _interrupt(self, *_: object) -> None:
+        if not self._is_heard.is_set():
+            self._is_heard.set()
+            raise KeyboardInterrupt
 
     def __enter__(self) -> None:
-        self._thread = threading.Thread(target=self._hold)
+        self._before = signal.signal(signal.SIGINT, self._interrupt)
+        self._thread = threading.Thread(target=self._hold, daemon=True)
         self._thread.start()
         self._is_held.wait()
 
     def __exit__(self, *_: object) -> None:
+        self._is_heard.set()
         self._may_end.set()
         self._thread.join()
+        signal.signal(signal.SIGINT, self._before)
 
 
 @pytest.mark.sweep("long")
