@@ -837,6 +837,26 @@ class StaleCacheError(StorageError):
         self.seconds = seconds
 
 
+class UnreadablePointerError(StorageError):
+    """The server at ``url`` sends something else than the pointer object ``name``, see ``received`` and ``why``.
+
+    It may be a log-in page, the page of a proxy, or compressed. Whether there are newer versions is unknown. The read
+    is retried, and rows that were applied stay.
+    """
+
+    def __init__(self, url: str, name: str, received: str, why: str) -> None:
+        where = f"{url.rstrip('/')}/{name}"
+        super().__init__(
+            url,
+            f"{name} is no pointer, because {why}; received {received}",
+            f"Make {where} the JSON object that the publisher wrote, unchanged: check the url, and for a log-in or "
+            "compression in between. The read is repeated",
+        )
+        self.name = name
+        self.received = received
+        self.why = why
+
+
 class BrokenCacheError(StorageError):
     """The directory of a host cache cannot be used; see ``reason``. ``url`` is the directory."""
 

@@ -1051,8 +1051,12 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         if place is None or not settling.may_read_pointer():
             return False
         self._gauges.read_past_cache(1)
-        pointer = self._cursor.log.pointer.newest(past_cache=True)
-        return pointer is not None and pointer.oldest > place.link.version + 1
+        log, version = self._cursor.log, place.link.version + 1
+        claimed = log.pointer.newest(past_cache=True)
+        if claimed is None or claimed.oldest <= version:
+            return False
+        confirmed = log.pointed(is_due=False)
+        return confirmed is not None and confirmed.oldest > version
 
     @property
     def _keeps_failing(self) -> bool:

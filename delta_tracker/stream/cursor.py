@@ -123,6 +123,8 @@ class StreamCursor:
         self.place = Place(manifest.stream, manifest.link)
         self._skipped.clear()
         self._applied = self.place, manifest.generation
+        if not self.log.is_listed:
+            self.log.pointer.saw(manifest)  # it may have been read from another view of the store
 
     def next(self) -> Manifest | None:
         """Return the entry to apply next, None if there is none yet.
@@ -189,12 +191,14 @@ class StreamCursor:
         Raises:
             MissingVersionError: if the log has versions after the missing entry.
             StreamReplacedError: if the log does not have the last applied entry.
+            UnreadablePointerError, StaleCacheError: if the pointer, over http, shows nothing.
         """
         self.has_listed = False
         if self.place is None:
             return
         held = self.place.link
         pointer = self.log.pointer.newest()
+        self.log.check_pointer()
         if pointer is not None and pointer.stream == self.place.stream and pointer.version <= held.version:
             if not self.log.is_listed and (pointer.version, pointer.xxh3) == (held.version, held.xxh3):
                 return
@@ -205,9 +209,11 @@ class StreamCursor:
                 return
         self.has_listed = self.log.is_listed
         self._listed_at = time.monotonic()
-        versions = self.log.versions(after=held.version - 1)  # a long log has many older entries
-        head = versions[-1] if versions else -1
-        present = self.log.read(held.version) if held.version in versions[-1:] else None
+        if self.log.is_listed:  # a long log has many older entries
+            head = max(self.log.versions(after=held.version - 1), default=-1)
+        else:  # a claim of the pointer is a reason to look for the next entry, and is confirmed before a resync
+            head = -1 if pointer is None else pointer.version
+        present = self.log.read(held.version) if head == held.version else None
         if head < held.version or (present is not None and present.xxh3 != held.xxh3):
             raise StreamReplacedError(self.log.storage.url, held.version)
         # A version committed between next() and the listing is not a gap.
@@ -601,12 +607,14 @@ class StreamCursor:
 
         Raises:
             StreamReplacedError: if the log has neither the last applied version nor a newer one.
+            UnreadablePointerError, StaleCacheError: if the pointer, over http, shows nothing.
         """
         began = time.monotonic()
         held = -1 if self.version is None else self.version
         if held < 0:
             return self._listed_lag(began, held)
         newest = self.log.newest_version(held)
+        self.log.check_pointer()
         first = self.log.storage.stat(entry_name(min(held + 1, newest)))
         last = first if newest <= held + 1 else self.log.storage.stat(entry_name(newest))
         if first is None or last is None:
@@ -620,6 +628,7 @@ class StreamCursor:
     def _listed_lag(self, began: float, held: int) -> tuple[int, float]:
         """Return the lag by a listing, for a reader that has no version, or whose next entry is missing."""
         listed = self.log.listed(after=held - 1)
+        self.log.check_pointer()
         if not listed and held >= 0:
             raise StreamReplacedError(self.log.storage.url, held)
         self._sees(max(listed, default=-1), began)

@@ -72,6 +72,7 @@ _LOOK_AHEAD = 4  # names above a new entry that are looked for in a directory, w
 _MAX_GUARDS = 32  # consecutive claims, and entries before them, that are read to find another entry
 _PROBE_SECONDS = 10.0  # after which a reader over http asks for an entry that the pointer does not show
 _DOUBT_SECONDS = 10.0  # between two reads of an entry past the caches
+_AHEAD_SECONDS = 1.0  # for which an entry that was read to confirm a pointer need not be read again
 _SPREAD_SECONDS = 1.0  # readers that meet the same fault of a cache spread their requests over this time
 
 
@@ -89,10 +90,11 @@ class StreamLog:
         self.storage = storage
         self.is_listed = storage.lists
         self.pointer = PointerView(storage)
-        self._index: LogIndex = ListedIndex(storage) if self.is_listed else PointedIndex(self.pointer)
+        self._index: LogIndex = ListedIndex(storage) if self.is_listed else PointedIndex(self.pointed)
         self._known = -1  # newest version that was read or listed; a hint, because the store may be replaced
         self._awaited: tuple[int, float] | None = None  # version of may_have(), and monotonic time to ask for it
         self._doubted: tuple[str, float] | None = None  # entry read past the caches last, and the monotonic time
+        self._ahead: tuple[Manifest, float] | None = None  # entry of a new pointer, until it is used; monotonic time
         self._parsed: tuple[str, Manifest] | None = None  # name and manifest of the entry that was read last
         # Names, hashes and errors of malformed entries, which readers read again and again.
         self._refused: deque[tuple[str, str, MalformedError]] = deque(maxlen=_MAX_REFUSED)
@@ -121,9 +123,9 @@ class StreamLog:
     def newest_version(self, after: int, *, past_cache: bool = False) -> int:
         """Return the newest version at or above ``after``, without a listing.
 
-        Over http, it is that of the pointer and of the entries read so far. Otherwise, the entries above the pointer's
-        are looked for by name: the result is exact if no entry between is missing, and takes one or two requests if
-        there is none. If there is no pointer, and ``after`` is negative or its entry is missing, the log is listed.
+        Over http, it is that of :meth:`pointed`. Otherwise, the entries above the pointer's are looked for by name: the
+        result is exact if no entry between is missing, and takes one or two requests if there is none. If there is no
+        pointer, and ``after`` is negative or its entry is missing, the log is listed.
 
         Args:
             after: a version of the log, or -1.
@@ -133,6 +135,8 @@ class StreamLog:
             StorageError: if the store cannot be read.
         """
         pointer = self.pointer.newest(past_cache=past_cache)
+        if not self.is_listed and pointer is not None and pointer.version > after:
+            pointer = self.pointed(is_due=False)
         pointed = -1 if pointer is None else pointer.version
         if not self.is_listed:
             return max(after, pointed)
@@ -170,8 +174,13 @@ class StreamLog:
                 It is a :class:`NewerFormatError` if only newer releases can read the entry.
             StorageError: if the store cannot be read.
         """
-        if not self.is_listed and (pointer := self.pointer.newest(is_due=False)) and version < pointer.oldest:
+        if not self.is_listed and self._is_below_oldest(version):
             return None
+        ahead = self._ahead
+        if ahead is not None and ahead[0].version == version:
+            self._ahead = None
+            if time.monotonic() - ahead[1] < _AHEAD_SECONDS:
+                return ahead[0]
         name = entry_name(version)
         manifest = self._read(name)
         if manifest is not None and (manifest.version != version or manifest.merges is not None):
@@ -179,7 +188,7 @@ class StreamLog:
         if manifest is not None:
             self._known = max(self._known, version)
             if not self.is_listed:
-                self._index.saw(manifest)
+                self.pointer.saw(manifest)
         return manifest
 
     def versions(self, *, after: int = -1) -> list[int]:
@@ -212,11 +221,15 @@ class StreamLog:
         Raises:
             MalformedError: if an entry does not follow the format.
             StaleCacheError: if the store is read over http, and the entry is not the one of the pointer.
+            UnreadablePointerError: if the server sends something else than a pointer, and none was read before.
             StorageError: if the store cannot be read.
         """
         if not self.is_listed:
             pointer = self.pointer.newest()
-            return None if pointer is None else self._pointed_head(pointer)
+            if pointer is None:
+                self.check_pointer()
+                return None
+            return self._pointed_head(pointer)
         return self._known_head() or self._listed_head()
 
     def newest_readable(self) -> Manifest | None:
@@ -258,18 +271,95 @@ class StreamLog:
             # The head is never deleted, so the listing is old: list again.
         return None
 
+    def pointed(self, *, is_due: bool = True, past_cache: bool = False) -> HeadPointer | None:
+        """Return the newest pointer whose entry was read and has its hash, for a store that cannot list.
+
+        Reads the entry of a pointer that is new, past the caches if a cache has another one or none.
+
+        Args:
+            is_due: see :meth:`PointerView.newest`.
+            past_cache: see :meth:`PointerView.newest`.
+
+        Returns:
+            The pointer, raised to newer entries that were read; None before the first.
+
+        Raises:
+            StorageError: if the store cannot be read.
+        """
+        pointer = self.pointer.newest(is_due=is_due, past_cache=past_cache)
+        if pointer is not None and pointer is not self.pointer.confirmed:
+            with suppress(MalformedError):
+                entry = self._confirmed_by(pointer)
+                self._ahead = None if entry is None else (entry, time.monotonic())
+        return self.pointer.confirmed
+
+    def check_pointer(self) -> None:
+        """Raise a copy of the fault of the last pointer object that was read; no-op if it had none.
+
+        Raises:
+            UnreadablePointerError: if the server has sent something else than a pointer.
+            StaleCacheError: if the log does not have the entry that the pointer names.
+        """
+        if not self.is_listed and (trouble := self.pointer.trouble) is not None:
+            raise unraised(trouble)
+
+    def _is_below_oldest(self, version: int) -> bool:
+        """Return True if the log has no entry of a version any more, by a pointer whose entry was read."""
+        seen = self.pointer.newest(is_due=False), self.pointer.confirmed
+        if all(each is None or version >= each.oldest for each in seen):
+            return False
+        known = self.pointed(is_due=False)
+        return known is not None and version < known.oldest
+
     def _pointed_head(self, pointer: HeadPointer) -> Manifest:
-        """Return the entry of the pointer, read past the caches if a cache has another one or none."""
+        """Return the entry of a pointer; that of the confirmed pointer if this one has none."""
+        head = self._confirmed_by(pointer)
+        known = self.pointer.confirmed
+        if head is None and known is not None and known is not pointer:
+            head = self._confirmed_by(known)
+        if head is None:
+            raise StaleCacheError(self.storage.url, entry_name(pointer.version), _DOUBT_SECONDS)
+        return head
+
+    def _confirmed_by(self, pointer: HeadPointer) -> Manifest | None:
+        """Read the entry that a pointer names, past the caches if a cache has another one or none.
+
+        Confirms the pointer, or refuses it for a while.
+
+        Returns:
+            The entry. If no other pointer is confirmed, also one of another generation: the log was replaced. None if
+            the entry is missing, or another one.
+
+        Raises:
+            MalformedError: if the entry does not follow the format.
+        """
         name = entry_name(pointer.version)
+        is_only = self.pointer.confirmed in (None, pointer)
+        trouble = StaleCacheError(self.storage.url, name, _DOUBT_SECONDS)
         for past_cache in (False, True):
-            head = self._read_past_cache(name) if past_cache else self._read(name)
-            if (
-                head is not None
-                and (head.version, head.merges) == (pointer.version, None)
-                and (head.generation != pointer.generation or head.xxh3 == pointer.xxh3)
-            ):
-                return head
-        raise StaleCacheError(self.storage.url, name, _DOUBT_SECONDS)
+            if past_cache and not self._may_doubt(name):
+                self.pointer.trouble = self.pointer.trouble or trouble
+                return None
+            try:
+                entry = self._read_past_cache(name) if past_cache else self._read(name)
+            except MalformedError:
+                if any(refused[:2] == (name, pointer.xxh3) for refused in tuple(self._refused)):
+                    self.pointer.confirm(pointer)  # altered on the way to the store
+                raise
+            if entry is None or (entry.version, entry.merges) != (pointer.version, None):
+                continue
+            if pointer.names(entry):
+                self.pointer.confirm(pointer)
+                return entry
+            if is_only and entry.generation != pointer.generation:
+                return entry
+        self.pointer.refuse(pointer, trouble)
+        return None
+
+    def _may_doubt(self, name: str) -> bool:
+        """Return False if an entry was read past the caches less than 10 s ago."""
+        doubted = self._doubted
+        return doubted is None or doubted[0] != name or time.monotonic() - doubted[1] >= _DOUBT_SECONDS
 
     def _read_past_cache(self, name: str) -> Manifest | None:
         """Return an entry, read past the caches; None if it does not exist, or was read so less than 10 s ago.
@@ -277,10 +367,9 @@ class StreamLog:
         Waits up to one second, so that the readers that meet the same fault do not all ask the origin: the first
         answer replaces the copy in the cache.
         """
-        now = time.monotonic()
-        if self._doubted is not None and self._doubted[0] == name and now - self._doubted[1] < _DOUBT_SECONDS:
+        if not self._may_doubt(name):
             return None
-        self._doubted = name, now
+        self._doubted = name, time.monotonic()
         sleep(random.uniform(0, _SPREAD_SECONDS))  # noqa: S311  no secret
         return self._read(name, past_cache=True)
 

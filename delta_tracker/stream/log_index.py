@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from delta_tracker.stream.entry_names import ENTRY_NAME, Merged, entry_name, merged_after
-from delta_tracker.stream.format.manifest import Manifest
-from delta_tracker.stream.pointer import PointerView
+from delta_tracker.stream.pointer import HeadPointer
 from delta_tracker.stream.storage.storage import Storage
 
 _MAX_POINTED = 1 << 20  # versions that a pointed index returns: a forged pointer may have any version
@@ -23,9 +23,6 @@ class LogIndex(Protocol):
 
     def merged(self, after: int) -> list[Merged]:
         """Return references to merged entries with a last version above ``after``, sorted by last version."""
-
-    def saw(self, entry: Manifest) -> None:
-        """Record that an entry of the log was read."""
 
 
 class ListedIndex:
@@ -66,21 +63,18 @@ class ListedIndex:
         found = map(Merged.named, self._storage.names("merged", after=merged_after(after)))
         return [merged for merged in found if merged is not None]
 
-    def saw(self, entry: Manifest) -> None:
-        """Do nothing: the next listing has the entry."""
-
 
 class PointedIndex:
-    """Index of a store that cannot list: the maximum of the pointers and entries that were read.
+    """Index of a store that cannot list: the newest pointer whose entry was read, and the entries that were read.
 
     Versions have no gap from the oldest to the newest one. Modification times are unknown, and returned as 0.
 
     Args:
-        pointer: view of the pointer object.
+        pointed: returns that pointer.
     """
 
-    def __init__(self, pointer: PointerView) -> None:
-        self._pointer = pointer
+    def __init__(self, pointed: Callable[[], HeadPointer | None]) -> None:
+        self._pointed = pointed
 
     def versions(self, after: int) -> list[int]:
         """Return the versions above ``after``, as :meth:`listed` does."""
@@ -94,7 +88,7 @@ class PointedIndex:
         Raises:
             StorageError: if the pointer object cannot be read.
         """
-        found = self._pointer.newest()
+        found = self._pointed()
         if found is None:
             return {}
         first = max(after + 1, found.oldest, found.version + 1 - _MAX_POINTED)
@@ -106,14 +100,10 @@ class PointedIndex:
         Raises:
             StorageError: if the pointer object cannot be read.
         """
-        found = self._pointer.newest()
+        found = self._pointed()
         if found is None:
             return []
         merged = [Merged(last, first, "delta") for first, last in found.merged]
         if found.snapshot is not None and found.snapshot.merged:
             merged.append(Merged(found.snapshot.version, 0, "snapshot"))
         return sorted((each for each in merged if each.last > after), key=lambda each: each.name)
-
-    def saw(self, entry: Manifest) -> None:
-        """Raise the newest version of the pointer to an entry that was read."""
-        self._pointer.saw(entry)

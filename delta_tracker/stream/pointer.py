@@ -1,7 +1,8 @@
 """Pointer object ``control/head.json``: a hint with the newest entry of a log, for readers that cannot list.
 
-No writer depends on it. It may be missing, late, or older than one that was read before, so a reader takes the maximum
-of what it has read, and checks every object that the pointer leads to.
+No writer depends on it. It may be missing, late, forged, or older than one that was read before. So a reader that
+cannot list takes all fields from one pointer, the newest whose entry it has read, and checks every object that the
+pointer leads to.
 """
 
 from __future__ import annotations
@@ -11,16 +12,17 @@ import logging
 import threading
 import time
 from dataclasses import asdict, dataclass, replace
+from typing import TypeAlias
 
 import xxhash
 from msgspec import convert
 
-from delta_tracker.errors import MalformedError
+from delta_tracker.errors import MalformedError, StaleCacheError, UnreadablePointerError, unraised
 from delta_tracker.forking import Forkable, protect
 from delta_tracker.stream.entry_names import MAX_ENTRY_BYTES, entry_name
 from delta_tracker.stream.format.field_types import Count, Hex, Time
 from delta_tracker.stream.format.manifest import Manifest
-from delta_tracker.stream.format.parse import load_json
+from delta_tracker.stream.format.parse import load_json, parse_manifest
 from delta_tracker.stream.storage.storage import Storage
 
 _logger = logging.getLogger(__name__)
@@ -29,7 +31,9 @@ POINTER_NAME = "control/head.json"
 MAX_POINTER_BYTES = 64 << 10
 MAX_POINTED_MERGED = 64
 _MAX_TEXT = 1000
-_DOUBT_SECONDS = 10.0  # between two checks of a pointer to another stream
+_DOUBT_SECONDS = 10.0  # between two checks of a pointer that contradicts the entries
+_MAX_SHOWN_BYTES = 60
+_MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 _reported: set[str] = set()  # reasons of malformed pointers that were logged
 _MAX_REPORTED = 64
 
@@ -89,6 +93,10 @@ class HeadPointer:
             return f"its merged deltas are not ascending ranges up to version {self.version}"
         return None
 
+    def names(self, entry: Manifest) -> bool:
+        """Return True if an entry that was read is the one that the pointer names."""
+        return entry.merges is None and _link(self) == (entry.stream, entry.generation, entry.version, entry.xxh3)
+
 
 def read_pointer(storage: Storage) -> HeadPointer | None:
     """Return the pointer object, None if it is missing or malformed. A malformed one is logged once.
@@ -97,39 +105,86 @@ def read_pointer(storage: Storage) -> HeadPointer | None:
         StorageError: if the store cannot be read.
     """
     try:
-        data = storage.read(POINTER_NAME, max_bytes=MAX_POINTER_BYTES)
-        if data is None:
+        return load_pointer(storage)
+    except UnreadablePointerError as error:
+        _report(error)
+        return None
+
+
+def load_pointer(storage: Storage) -> HeadPointer | None:
+    """Return the pointer object, None if it is missing.
+
+    Raises:
+        UnreadablePointerError: if the store has something else under its name.
+        StorageError: if the store cannot be read.
+    """
+    data = b""
+    try:
+        found = storage.read(POINTER_NAME, max_bytes=MAX_POINTER_BYTES)
+        if found is None:
             return None
-        pointer = convert(load_json(data.tobytes()), HeadPointer)
+        data = found.tobytes()
+        pointer = convert(load_json(data), HeadPointer)
         reason = pointer.problem
-    except (ValueError, RecursionError, MalformedError) as error:
-        pointer, reason = None, str(error)[:_MAX_TEXT]
+    except (ValueError, RecursionError) as error:
+        reason = str(error)[:_MAX_TEXT]
+        if isinstance(error, MalformedError):  # too large: not read
+            raise UnreadablePointerError(storage.url, POINTER_NAME, error.reason, reason) from None
     if reason is None:
         return pointer
-    if reason not in _reported and len(_reported) < _MAX_REPORTED:
-        _reported.add(reason)
-        _logger.warning("ignored malformed pointer: url=%s name=%s error=%s", storage.url, POINTER_NAME, reason)
-    return None
+    raise UnreadablePointerError(storage.url, POINTER_NAME, _described(data), reason) from None
+
+
+def _described(data: bytes) -> str:
+    """Return the size, kind and first bytes of what was received instead of a pointer."""
+    if not data:
+        return "an empty answer"
+    kind = next((f", compressed with {name}" for magic, name in _MAGIC.items() if data.startswith(magic)), "")
+    if data.lstrip()[:1] == b"<":
+        kind = ", an HTML or XML page"
+    shown = repr(data[:_MAX_SHOWN_BYTES])[1:]
+    return f"{len(data)} bytes{kind}: {shown}{'...' if len(data) > _MAX_SHOWN_BYTES else ''}"
+
+
+def _report(error: UnreadablePointerError) -> None:
+    """Log each kind of malformed pointer once."""
+    if error.why not in _reported and len(_reported) < _MAX_REPORTED:
+        _reported.add(error.why)
+        _logger.warning("ignored malformed pointer: url=%s name=%s error=%s", error.url, error.name, error.reason)
 
 
 class PointerView(Forkable):
-    """Maximum of the pointers that one reader has read. Thread-safe.
+    """The pointers that one reader has read. Thread-safe.
 
-    Of the pointers of one stream, each field has its greatest value. The pointer of another stream is believed only
-    after it and its entry were read past all caches. It is not believed if it has a lower generation while the entry
-    of the present stream is still there: it may be from a publisher that was fenced.
+    A pointer is **claimed** until an entry with its link, generation and stream was read, and then **confirmed**. The
+    confirmed pointer is replaced as a whole: no field is the maximum over several pointers. One that is lower than the
+    confirmed one is late, so it is ignored, unless its own entry is there and the confirmed one's is not: then the log
+    was restored from a copy. A claimed pointer is replaced by each one that is read after it.
+
+    The pointer of another stream is believed only after it and its entry were read past all caches. It is not believed
+    if it has a lower generation while the entry of the present stream is still there: it may be from a publisher that
+    was fenced.
 
     Args:
         storage: store of the stream.
         seconds: minimum time between two reads.
+
+    Attributes:
+        confirmed: the pointer whose entry was read; None before the first.
+        trouble: why the object that was read last leads to no entry; None if there is no object, or nothing is wrong.
     """
 
     def __init__(self, storage: Storage, *, seconds: float = 1.0) -> None:
         self._storage = storage
         self._seconds = seconds
-        self._newest: HeadPointer | None = None
-        self._read_at: float | None = None  # monotonic time of the last successful read
-        self._doubted_at: float | None = None  # monotonic time of the last check of another stream's pointer
+        self.confirmed: HeadPointer | None = None
+        self.trouble: UnreadablePointerError | StaleCacheError | None = None
+        self._claimed: HeadPointer | None = None
+        self._base: HeadPointer | None = None  # the confirmed pointer as it was read, before entries raised it
+        # A pointer without its entry, the monotonic time of the last check, and the error to report.
+        self._refused: tuple[_Link, float, StaleCacheError] | None = None
+        self._read_at: float | None = None  # monotonic time of the last read
+        self._doubted_at: float | None = None  # monotonic time of the last check of a pointer against the entries
         self._lock = threading.Lock()  # for the fields
         self._reading = threading.Lock()  # one request at a time
         protect(self)
@@ -139,7 +194,7 @@ class PointerView(Forkable):
         self._lock, self._reading = threading.Lock(), threading.Lock()
 
     def newest(self, *, is_due: bool = True, past_cache: bool = False) -> HeadPointer | None:
-        """Return the maximum of the pointers read so far; None if there was none.
+        """Return the claimed pointer, or else the confirmed one; None if there is none.
 
         Args:
             is_due: True to read the object if the last read is at least ``seconds`` ago; False to send no request.
@@ -149,83 +204,157 @@ class PointerView(Forkable):
             StorageError: if the store cannot be read.
         """
         if not past_cache and not (is_due and self._is_due()):
-            return self._newest
-        if not self._reading.acquire(blocking=past_cache or self._newest is None):
-            return self._newest  # another thread is reading
+            return self._claimed or self.confirmed
+        if not self._reading.acquire(blocking=past_cache or (self._claimed or self.confirmed) is None):
+            return self._claimed or self.confirmed  # another thread is reading
         try:
             if past_cache or self._is_due():
-                now = time.monotonic()
-                pointer = read_pointer(self._storage.uncached if past_cache else self._storage)
-                self._read_at = now
-                if pointer is not None:
-                    self._take(pointer, is_uncached=past_cache)
-            return self._newest
+                self._read(past_cache=past_cache)
+            return self._claimed or self.confirmed
         finally:
             self._reading.release()
 
     def saw(self, entry: Manifest) -> None:
-        """Raise the newest version to that of an entry that was read."""
-        known = self._newest
+        """Confirm the claimed pointer by an entry that was read, or raise the confirmed one to a newer entry."""
+        claimed, known = self._claimed, self.confirmed
+        if claimed is not None and claimed.names(entry):
+            self.confirm(claimed)
+            return
         if known is None or entry.stream != known.stream or entry.merges is not None:
             return
-        if (entry.generation, entry.version) <= (known.generation, known.version) or entry.version < known.version:
+        if (entry.generation, entry.version) <= _order(known) or entry.version < known.version:
             return
         with self._lock:
-            if self._newest is known:  # otherwise, the next entry or pointer raises it
+            if self.confirmed is known:  # otherwise, the next entry or pointer raises it
                 snapshot = (
                     PointedSnapshot(version=entry.version, merged=False) if entry.kind == "snapshot" else known.snapshot
                 )
-                self._newest = replace(
+                raised = self.confirmed = replace(
                     known, generation=entry.generation, version=entry.version, xxh3=entry.xxh3, snapshot=snapshot
                 )
+                if self._claimed is not None and _order(self._claimed) <= _order(raised):
+                    self._claimed = None
+
+    def confirm(self, pointer: HeadPointer) -> None:
+        """Believe a pointer: bytes with its hash were read under the name of its entry."""
+        with self._lock:
+            known, claimed = self.confirmed, self._claimed
+            if claimed is not None and _link(claimed) == _link(pointer):  # otherwise, another thread was faster
+                self._claimed = None
+                if known is None or (known.stream == claimed.stream and _order(known) <= _order(claimed)):
+                    self.confirmed = self._base = claimed
+
+    def refuse(self, pointer: HeadPointer, trouble: StaleCacheError) -> None:
+        """Ignore a pointer: past all caches, its entry is missing or another one. This is checked again every 10 s."""
+        with self._lock:
+            self.trouble = self.trouble or trouble
+            self._refused = _link(pointer), time.monotonic(), trouble
+            if self._claimed is not None and _link(self._claimed) == _link(pointer):
+                self._claimed = None
 
     def _is_due(self) -> bool:
         return self._read_at is None or time.monotonic() - self._read_at >= self._seconds
 
+    def _read(self, *, past_cache: bool) -> None:
+        """Read the object, and take it into account."""
+        now = time.monotonic()
+        try:
+            pointer = load_pointer(self._storage.uncached if past_cache else self._storage)
+        except UnreadablePointerError as error:
+            _report(error)
+            self._read_at, self.trouble = now, unraised(error)
+            return
+        self._read_at = now
+        if pointer is not None and self._stays_refused(pointer):
+            return
+        self.trouble = None
+        if pointer is not None:
+            self._take(pointer, is_uncached=past_cache)
+
+    def _stays_refused(self, pointer: HeadPointer) -> bool:
+        """Return True if a pointer was refused, and its entry is still missing. Looks for it every 10 s."""
+        refused = self._refused
+        if refused is None or refused[0] != _link(pointer):
+            return False
+        if self._is_later(refused[1]):
+            self._refused = refused[0], time.monotonic(), refused[2]
+            if self._has_entry(pointer):
+                self._refused = None
+                return False
+        self.trouble = refused[2]
+        return True
+
     def _take(self, pointer: HeadPointer, *, is_uncached: bool) -> None:
         """Take a pointer into account that was read."""
-        known = self._newest
-        is_other = known is not None and known.stream != pointer.stream
-        if known is not None and is_other and not self._replaces(known, pointer, is_uncached=is_uncached):
-            return
-        with self._lock:
-            known = self._newest
-            is_first = known is None or is_other
-            self._newest = pointer if known is None or is_first else _maximum(known, pointer)
+        known = self.confirmed
+        if known is not None and known.stream != pointer.stream:
+            if (other := self._replacement(known, pointer, is_uncached=is_uncached)) is not None:
+                self._move_to(other)
+        elif known is not None and _link(known) == _link(pointer):
+            self._move_to(pointer)
+        elif known is not None and _order(pointer) < _order(known):
+            if self._is_restored(known, pointer):
+                self._move_to(pointer)
+        else:
+            with self._lock:
+                self._claimed = pointer
 
-    def _replaces(self, known: HeadPointer, pointer: HeadPointer, *, is_uncached: bool) -> bool:
-        """Return True if the log now has the stream of ``pointer`` instead of that of ``known``."""
-        now = time.monotonic()
-        if self._doubted_at is not None and now - self._doubted_at < _DOUBT_SECONDS:
-            return False
-        self._doubted_at = now
+    def _move_to(self, pointer: HeadPointer) -> None:
+        """Replace the confirmed pointer and drop the claimed one, which was read before."""
+        with self._lock:
+            self.confirmed = self._base = pointer
+            self._claimed = None
+
+    @staticmethod
+    def _is_later(since: float | None) -> bool:
+        return since is None or time.monotonic() - since >= _DOUBT_SECONDS
+
+    def _replacement(self, known: HeadPointer, pointer: HeadPointer, *, is_uncached: bool) -> HeadPointer | None:
+        """Return the pointer past all caches if the log now has its stream instead of that of ``known``."""
+        if not self._is_later(self._doubted_at):
+            return None
+        self._doubted_at = time.monotonic()
         if not is_uncached and self._storage.uncached is not self._storage:
             again = read_pointer(self._storage.uncached)
             if again is None or again.stream != pointer.stream:
-                return False
+                return None
             pointer = again
         if not self._has_entry(pointer):
+            return None
+        return pointer if pointer.generation > known.generation or not self._has_entry(known) else None
+
+    def _is_restored(self, known: HeadPointer, pointer: HeadPointer) -> bool:
+        """Return True if the log was restored from a copy that has the entry of ``pointer``, but not of ``known``.
+
+        A pointer that was read before entries raised it is not lower than itself, and needs no check.
+        """
+        base = self._base
+        if (base is not None and _order(pointer) >= _order(base)) or not self._is_later(self._doubted_at):
             return False
-        return pointer.generation > known.generation or not self._has_entry(known)
+        self._doubted_at = time.monotonic()
+        return not self._has_entry(known) and self._has_entry(pointer)
 
     def _has_entry(self, pointer: HeadPointer) -> bool:
         """Return True if the log has the entry of a pointer, read past all caches."""
+        name = entry_name(pointer.version)
         try:
-            data = self._storage.uncached.read(entry_name(pointer.version), max_bytes=MAX_ENTRY_BYTES)
+            data = self._storage.uncached.read(name, max_bytes=MAX_ENTRY_BYTES)
         except MalformedError:
             return False
-        return data is not None and xxhash.xxh3_128_hexdigest(data.data) == pointer.xxh3
+        if data is None or xxhash.xxh3_128_hexdigest(data.data) != pointer.xxh3:
+            return False
+        try:
+            return pointer.names(parse_manifest(name, data.tobytes()))
+        except MalformedError:  # altered on the way to the store: the log continues after it
+            return True
 
 
-def _maximum(known: HeadPointer, pointer: HeadPointer) -> HeadPointer:
-    """Return the maximum of two pointers of one stream, of which ``pointer`` was read last."""
-    is_newer = (pointer.generation, pointer.version) >= (known.generation, known.version)
-    head, other = (pointer, known) if is_newer else (known, pointer)
-    if other.version > head.version:
-        return head  # the log was restored from a copy and has continued; the fields of ``other`` are from before
-    snapshots = [each.snapshot for each in (head, other) if each.snapshot is not None]
-    return replace(
-        head,
-        oldest=max(head.oldest, other.oldest),
-        snapshot=max(snapshots, key=lambda each: each.version, default=None),
-    )
+_Link: TypeAlias = tuple[str, int, int, str]
+
+
+def _link(pointer: HeadPointer) -> _Link:
+    return pointer.stream, pointer.generation, pointer.version, pointer.xxh3
+
+
+def _order(pointer: HeadPointer) -> tuple[int, int]:
+    return pointer.generation, pointer.version

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import itertools
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +22,7 @@ from delta_tracker.errors import (
     MissingVersionError,
     StaleCacheError,
     StreamError,
+    UnreadablePointerError,
 )
 from delta_tracker.monitor import Monitor
 from delta_tracker.predictor import follower
@@ -195,7 +198,10 @@ def test_several_wrong_objects_of_one_version_are_read_past_the_cache_once_each(
     assert [served.cache.uncached[name] for name in names] == [1, 1]
 
 
-@pytest.mark.advice("StaleCacheError: Predictor._settles Predictor._obeys_despite_caches StreamLog._pointed_head")
+@pytest.mark.advice(
+    "StaleCacheError: Predictor._settles Predictor._obeys_despite_caches StreamLog._pointed_head"
+    " StreamLog._confirmed_by"
+)
 @pytest.mark.parametrize("damage", ["delete", "alter"])
 def test_a_fault_of_the_origin_is_believed_after_a_while(served: Served, damage: str) -> None:
     now = [0.0]
@@ -371,3 +377,50 @@ def test_a_view_is_not_for_writing() -> None:
         view.put("a", [])
     with pytest.raises(InvalidArgumentError):
         view.read("../a", max_bytes=1)
+
+
+_ANSWERS = {
+    "page": (b"<!DOCTYPE html><title>Please log in</title>" + b" " * 500, "an HTML or XML page: '<!DOCTYPE html>"),
+    "large page": (b"<html>" + b"x" * (65 << 10), "66566 bytes"),
+    "garbage": (bytes(range(128, 228)), "100 bytes: '"),
+    "empty": (b"", "an empty answer"),
+    "gzip": (gzip.compress(b"{}"), "compressed with gzip"),
+    "other json": (b'{"error": "not authorised"}', "not authorised"),
+}
+
+
+@pytest.mark.advice("UnreadablePointerError: load_pointer")
+@pytest.mark.parametrize("answer", _ANSWERS)
+def test_an_answer_that_is_no_pointer_is_reported_until_it_is_right(served: Served, answer: str) -> None:
+    data, text = _ANSWERS[answer]
+    predictor, model = _predictor(served)
+    fresh = Predictor(served.model(), served.cache.url)
+    fresh._cursor.log.pointer._seconds = 0.0
+    served.storage.replace(POINTER_NAME, data)
+    for each in (predictor, fresh):
+        with pytest.raises(UnreadablePointerError, match=re.escape(text)) as raised:
+            each.sync()
+        assert f"Make {served.cache.url}/{POINTER_NAME} the JSON object that the publisher wrote" in str(raised.value)
+        assert each.status().lag_versions is None
+        each.follow(0.01)
+        eventually(lambda each=each: "UnreadablePointerError" in (each.status().error or ""))
+    assert predictor.version == 1, "what was applied stays"
+    served.delta([1])  # which writes the right pointer
+    for each in (predictor, fresh):
+        eventually(lambda each=each: each.version == 2 and each.error is None)
+        each.stop()
+        assert each.status().lag_versions == 0
+    assert torch.equal(model[FQN], served.table)
+
+
+def test_an_answer_that_is_no_pointer_leads_to_another_url(served: Served) -> None:
+    predictor = Predictor(served.model(), [served.cache.url, served.storage])
+    predictor._cursor.log.pointer._seconds = 0.0
+    predictor.sync()
+    served.storage.replace(POINTER_NAME, b"<html>")
+    for _ in range(3):
+        with contextlib.suppress(UnreadablePointerError):
+            predictor.sync()
+    served.write("delta", served.blocks([1]))
+    served.storage.replace(POINTER_NAME, b"<html>")
+    assert predictor.sync() == 2
