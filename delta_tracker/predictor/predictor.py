@@ -209,6 +209,7 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         self._canary = canary
         self._settling = None if self._storage.lists else Settling()
         self._pins = PinFollower(lambda: self._storage) if follows_pins else None
+        self._last_order: Pin | None = None  # newest pin or release at the last poll
         self._obeyed = 0  # counter of the last pin or release that was followed
         self._outlived = 0  # counter of the last one whose stream ended before it was followed
         self._overruled = 0  # counter of the newest pin when rollback() was called; 0 after release()
@@ -629,7 +630,7 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         has_moved: bool | None = False
         self._writer.restore()
         try:
-            if self._pins is not None and (order := self._pins.order()) is not None:
+            if self._pins is not None and (order := self._newest_order(self._pins)) is not None:
                 has_moved = self._obeys_despite_caches(order)
             if has_moved is False and self._pinned is None:
                 has_moved = self._take_next(looks_for_gap=looks_for_gap)
@@ -645,6 +646,16 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
             return True  # sync() must not end here
         self._num_failures = 0
         return bool(has_moved)
+
+    def _newest_order(self, pins: PinFollower) -> Pin | None:
+        """Return the newest pin or release. If it replaces a forged one, forget what was done for that one."""
+        former, order = self._last_order, pins.order()
+        self._last_order = order
+        if former is not None and (order is None or (order != former and order.counter <= former.counter)):
+            last = 0 if order is None else min(order.counter, former.counter - 1)
+            self._obeyed, self._outlived = min(self._obeyed, last), min(self._outlived, last)
+            self._overruled = min(self._overruled, last)
+        return order
 
     def _stays(self, *, looks_for_gap: bool) -> bool:
         """Apply the version to stay at, or if its stream has ended, the next stream. Return False if at the version."""
@@ -789,7 +800,10 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
     def _named(self, order: Pin) -> Manifest:
         """Return the entry that a pin or a release names. Raise MissingVersionError if there is none."""
         entry = self._cursor.log.read(order.version)
-        if entry is None or (entry.stream, entry.xxh3) != (order.stream, order.xxh3):
+        is_there = entry is not None and (entry.stream, entry.xxh3) == (order.stream, order.xxh3)
+        if self._pins is not None:
+            (self._pins.confirm if is_there else self._pins.doubt)(order)
+        if entry is None or not is_there:
             remedy = "Pin another version (delta-tracker rollback --replace), or call delta-tracker release"
             raise MissingVersionError(order.version, order.bad).advising(remedy)
         return entry

@@ -28,6 +28,8 @@ _logger = logging.getLogger(__name__)
 PINS = "control/pins"
 MAX_PIN_BYTES = 16 << 10
 MAX_REASON = 1000
+_MAX_PINS = 1 << 20
+_RECHECK_SECONDS = 60.0  # between two looks for a pin whose entry was not read
 _DELETIONS = "control/retention"
 DELETIONS_NAME = re.compile(_DELETIONS + r"/[0-9a-f]{32}\.json")
 # Age from which an announcement is that of an interrupted pass: a pass ends itself after half of this time.
@@ -76,6 +78,9 @@ def newest_counter(storage: Storage, *, after: int = 0) -> int:
     Args:
         storage: store of the stream.
         after: counter of a pin, or 0.
+
+    Raises:
+        StorageError: also if the store has each object that is asked for, for example because it sends a log-in page.
     """
 
     def is_there(counter: int) -> bool:
@@ -84,6 +89,10 @@ def newest_counter(storage: Storage, *, after: int = 0) -> int:
     present, step = after, 1
     while is_there(after + step):
         present, step = after + step, 2 * step
+        if step > _MAX_PINS:
+            reason = f"it has every object that is asked for, such as {pin_name(present)}"
+            remedy = f"Request {storage.url.rstrip('/')}/{pin_name(present)}: a log-in page must become a 403 or 404"
+            raise StorageError(storage.url, reason, remedy)
     missing = after + step
     while missing - present > 1:
         middle = (present + missing) // 2
@@ -203,7 +212,8 @@ def running_deletions(storage: Storage, *, now: float) -> list[Deletions]:
 class PinFollower:
     """Reader of the newest pin, for one predictor.
 
-    The counter never goes back, also if the store is replaced by one with fewer pins.
+    The counter of a pin whose entry was read never goes back, also if the store is replaced by one with fewer pins. Any
+    other pin may be forged. It is dropped if the store that had it does not have it past all caches.
 
     Args:
         storage: function that returns the store of the stream.
@@ -214,6 +224,9 @@ class PinFollower:
         self._storage = storage
         self._seconds = seconds
         self._newest: Pin | None = None
+        self._confirmed: Pin | None = None  # the last one whose entry was read
+        self._source: Storage | None = None  # store that had the newest pin
+        self._recheck_at = 0.0  # monotonic time at which the newest pin is looked for again, unless it is confirmed
         self._next: float | None = None  # monotonic time of the next look; None before the first one succeeded
 
     def order(self) -> Pin | None:
@@ -227,12 +240,32 @@ class PinFollower:
         now = time.monotonic()
         if self._next is not None and now < self._next:
             return self._newest
-        known = 0 if self._newest is None else self._newest.counter
         try:
-            self._newest = newest_pin(self._storage(), after=known) or self._newest
+            self._look(self._storage(), now)
         except StorageError as error:
             if self._next is None:
                 raise
             _logger.warning("could not look for a pin, which is looked for again: error=%s", error)
         self._next = now + self._seconds * random.uniform(0.75, 1.25)  # noqa: S311  no secret
         return self._newest
+
+    def confirm(self, pin: Pin) -> None:
+        """Keep a pin, because its entry was read and has its hash."""
+        if pin == self._newest:
+            self._confirmed = pin
+
+    def doubt(self, pin: Pin) -> None:
+        """Look again for a pin at the next look, because its entry is missing or another one."""
+        if pin == self._newest:
+            self._recheck_at = 0.0
+
+    def _look(self, storage: Storage, now: float) -> None:
+        found = newest_pin(storage, after=0 if self._newest is None else self._newest.counter)
+        if found is not None:
+            self._newest, self._source = found, storage
+        elif self._newest != self._confirmed and storage is self._source and now >= self._recheck_at:
+            after = 0 if self._confirmed is None else self._confirmed.counter
+            self._newest = newest_pin(storage.uncached, after=after) or self._confirmed
+        else:
+            return
+        self._recheck_at = now + _RECHECK_SECONDS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,7 +26,7 @@ from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
-from delta_tracker.stream.pin import PinFollower, newest_pin, pin_name
+from delta_tracker.stream.pin import Pin, PinFollower, newest_pin, pin_name
 from delta_tracker.stream.rollback import pin_version, release_pin
 from tests.predictor.breaking import Breaking
 from tests.predictor.pin_fleet import Fleet
@@ -380,6 +381,44 @@ def test_a_pin_of_another_entry_is_refused(fleet: Fleet) -> None:
     fleet.storage.delete(pin_name(2))
     predictor.sync()
     fleet.assert_holds(predictor, 2)
+
+
+def _forged(fleet: Fleet) -> dict[str, Pin | None]:
+    """Return pins with the counter 1: the right one of version 3, and wrong ones; None for no pin."""
+    right = pin_version(fleet.storage, 3)
+    return {
+        "right": right,
+        "none": None,
+        "hash": replace(right, version=2),
+        "missing": replace(right, version=4, xxh3="0" * 32, bad=9),
+        "stream": replace(right, stream="0" * 32),
+        "release": replace(right, kind="release", version=5, bad=4, xxh3="0" * 32),
+    }
+
+
+@pytest.mark.sweep("short")
+def test_a_forged_pin_counts_only_while_it_exists(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All sequences of pins with one counter: a wrong pin of this stream stops a predictor, the right one pins it."""
+    monkeypatch.setattr("delta_tracker.stream.pin._RECHECK_SECONDS", 0.0)
+    pins = _forged(fleet)
+    for names in itertools.product(pins, repeat=4 if SWEEPS_ARE_WHOLE else 2):
+        fleet.storage.delete(pin_name(1))
+        predictor = fleet.join()
+        predictor.sync()
+        is_pinned = False
+        for name in (*names, "right"):
+            pin = pins[name]
+            fleet.storage.delete(pin_name(1))
+            if pin is not None:
+                fleet.storage.create(pin_name(1), pin.to_json())
+            is_pinned |= name == "right"
+            if name in {"hash", "missing"} and not is_pinned:
+                with pytest.raises(MissingVersionError):
+                    predictor.sync()
+            else:
+                predictor.sync()
+            fleet.assert_holds(predictor, 3 if is_pinned else 5)
+        fleet.leave(predictor)
 
 
 def test_a_malformed_pin_leaves_the_one_before(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:

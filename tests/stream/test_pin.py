@@ -80,3 +80,43 @@ def test_a_follower_looks_rarely() -> None:
     for _ in range(100):
         assert follower.order() is None
     assert storage.requests["size"] == 1
+
+
+def test_a_pin_is_kept_once_its_entry_was_read_and_otherwise_while_it_is_there() -> None:
+    storage, other = Storage("memory://"), Storage("memory://")
+    source = storage
+    follower = PinFollower(lambda: source, 0.0)
+    write(storage, pin(1))
+    assert follower.order() == pin(1)
+    storage.delete(pin_name(1))
+    assert follower.order() == pin(1), "it is looked for again after a while"
+    follower.doubt(pin(1))
+    source = other
+    assert follower.order() == pin(1), "another store need not have it"
+    source = storage
+    assert follower.order() is None
+    write(storage, pin(1, version=4))
+    assert follower.order() == pin(1, version=4)
+    follower.confirm(pin(1, version=4))
+    storage.delete(pin_name(1))
+    follower.doubt(pin(1, version=4))
+    assert follower.order() == pin(1, version=4)
+    write(storage, pin(2))
+    assert follower.order() == pin(2)
+
+
+class Page(Storage):
+    """A server that sends a log-in page for each name."""
+
+    def size(self, name: str) -> int | None:
+        self.requests["size"] += 1
+        return 39
+
+
+@pytest.mark.advice("StorageError: newest_counter")
+def test_a_server_that_has_every_name_has_no_pin() -> None:
+    storage = Page("memory://")
+    with pytest.raises(StorageError, match=r"every object that is asked for.* a log-in page must become a 403 or 404"):
+        newest_pin(storage)
+    assert storage.requests["size"] <= 22
+    assert newest_pin(Storage("memory://")) is None
