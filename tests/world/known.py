@@ -49,13 +49,6 @@ KNOWN: dict[str, tuple[str, Schedule]] = {
         "behind at a shorter mirror",
         _schedule("publish 0 0", "mirror 1 0", "publish 0 0", "mirror 0 0", "join 0 7", "lose 0 0"),
     ),
-    # A pointer with a version of 2^62. The right ones of the publisher that follow do not end it.
-    "a pointer that was forged once": (
-        "behind a forged pointer",
-        _schedule(
-            "publish 0 0", "join 0 0", "sync 0 0", "forge 0 2", "sync 0 0", "advance 0 1", "sync 0 0", has_web=True
-        ),
-    ),
     # The mirror begins above the pinned version and so never gets the pin. The other url of the predictor has it.
     "a pin that a mirror cannot copy": (
         "beyond a pin",
