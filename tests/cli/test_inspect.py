@@ -15,9 +15,11 @@ from delta_tracker.predictor.predictor import Predictor
 from delta_tracker.stream.heartbeat import GONE_SECONDS, Heartbeat, PublisherPulse, leave_heartbeat
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
+from delta_tracker.stream.pointer import POINTER_NAME
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import StateSpec, TableStates
 from tests.cli.commands import Cli, beat, date, entry, leave, make, make_owned, path_of, url_of
+from tests.predictor.cache_server import cache_server
 from tests.stream.histories import Clock
 from tests.stream.streams import FQN, Writer
 
@@ -228,3 +230,13 @@ def test_a_merged_entry_bridges_a_missing_version(cli: Cli, writer: Writer) -> N
     tables = {FQN: torch.zeros(50, 4), "over.weight": torch.zeros(3, 2)}
     assert Predictor(tables, writer.storage).sync() == 5
     assert torch.equal(tables[FQN], writer.table)
+
+
+def test_inspect_names_what_a_server_sends_instead_of_the_pointer(cli: Cli) -> None:
+    with cache_server(Storage("memory://")) as server:
+        cli("inspect", server.url, code=2)
+        assert "there is no stream" in cli.err
+        server.origin.replace(POINTER_NAME, b"<html>Please log in</html>")
+        cli("inspect", server.url, code=2)
+        assert "26 bytes, an HTML or XML page: '<html>Please log in</html>'" in " ".join(cli.err.split())
+        assert "there is no stream" not in cli.err
