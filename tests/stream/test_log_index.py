@@ -194,6 +194,18 @@ def test_a_pointer_ahead_of_its_entry_is_a_stale_cache(writer: Writer, served: C
     assert log.read(1) is not None
 
 
+def test_a_head_that_disappears_is_asked_for_past_the_cache_once(writer: Writer, served: CacheServer) -> None:
+    point_at_the_head(writer.storage)
+    log, name = _over_http(served), entry_name(1)
+    assert log.head() is not None
+    writer.storage.delete(name)
+    served.forget(name)
+    for _ in range(5):
+        with pytest.raises(StaleCacheError, match=name):
+            log.head()
+    assert served.uncached == {name: 1}
+
+
 def test_an_entry_of_another_hash_than_the_pointers_is_a_stale_cache(writer: Writer, served: CacheServer) -> None:
     point_at_the_head(writer.storage, xxh3="0" * 32)
     with pytest.raises(StaleCacheError, match=entry_name(1)):
