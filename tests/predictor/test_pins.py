@@ -401,7 +401,7 @@ def test_a_forged_pin_counts_only_while_it_exists(fleet: Fleet, monkeypatch: pyt
     """All sequences of pins with one counter: a wrong pin of this stream stops a predictor, the right one pins it."""
     monkeypatch.setattr("delta_tracker.stream.pin._RECHECK_SECONDS", 0.0)
     pins = _forged(fleet)
-    for names in itertools.product(pins, repeat=4 if SWEEPS_ARE_WHOLE else 2):
+    for names in itertools.product(pins, repeat=3 if SWEEPS_ARE_WHOLE else 2):
         fleet.storage.delete(pin_name(1))
         predictor = fleet.join()
         predictor.sync()

@@ -202,7 +202,7 @@ def _trouble(log: StreamLog) -> type[StreamError] | None:
 def test_a_reader_believes_the_newest_pointer_whose_entry_is_there(
     writer: Writer, sent: dict[str, _Sent], clock: Clock, seconds: float
 ) -> None:
-    """Of all sequences of up to four pointers. The reference knows which of them name an entry of the log."""
+    """In all sequences of up to four pointers. The reference knows which of them name an entry of the log."""
     there = {"right", "old", "before", "oldest"}
     for length in range(1, 5 if SWEEPS_ARE_WHOLE else 4):
         for names in itertools.product(sent, repeat=length):
@@ -214,7 +214,7 @@ def test_a_reader_believes_the_newest_pointer_whose_entry_is_there(
                 if name in there and (expected is None or pointer.version >= expected.version):
                     expected = pointer
                 assert log.pointed() == expected, names
-            if name in there:
+            if name in {"right", "oldest"}:
                 assert _trouble(log) is None, names
             elif name == "page":
                 assert _trouble(log) is UnreadablePointerError, names
@@ -226,7 +226,7 @@ def test_a_reader_believes_the_newest_pointer_whose_entry_is_there(
             log.check_pointer()
 
 
-@pytest.mark.sweep("short")
+@pytest.mark.sweep("long")
 def test_a_predictor_reaches_the_head_once_the_pointer_is_right(
     writer: Writer, sent: dict[str, _Sent], clock: Clock
 ) -> None:
