@@ -46,14 +46,12 @@ class Store:
         is_failing: True while every request fails.
         is_unmounted: True while the directory is missing.
         is_lost: True if it fails for ever.
-        was_forged: True after a wrong pointer.
     """
 
     path: Path
     is_failing: bool = False
     is_unmounted: bool = False
     is_lost: bool = False
-    was_forged: bool = False
     _pointer: bytes = b""  # before it was forged
     _wrong: bytes = b""
     _damaged: list[tuple[Path, Path]] = field(default_factory=list)
@@ -120,7 +118,8 @@ class Store:
         path = self.path / "control" / "head.json"
         if self.is_unmounted or not path.is_file():
             return False
-        self.was_forged, self._pointer = True, path.read_bytes()
+        if path.read_bytes() != self._wrong:
+            self._pointer = path.read_bytes()
         self._forge(path, choice)
         self._wrong = path.read_bytes()
         return True
@@ -129,7 +128,7 @@ class Store:
         if choice % 4 == 3:
             path.write_bytes(b"<html><body>Please log in</body></html>")
             return
-        fields = json.loads(path.read_bytes())
+        fields = json.loads(self._pointer)
         if "version" in fields:
             version = 2**62 if choice % 4 == 2 else fields["version"] + 5
             fields |= {"version": version, "oldest": fields["oldest"] if choice % 4 == 0 else version}

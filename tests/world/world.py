@@ -640,7 +640,6 @@ class World:
             "behind a promotion": floor is not None and floor[0] < target[0],
             "behind at a lost source": any(store.is_lost for store in stores),
             "behind at a mirror": "StreamReplacedError" in said and has_others,
-            "behind a forged pointer": reader.settings.web is not None and any(store.was_forged for store in stores),
             "behind over http": reader.settings.web is not None,
             "beyond a pin": floor is not None and floor > target and has_others,
             "behind at a shorter mirror": has_others and "Error" not in said and self._is_at_an_end(reader),
