@@ -198,7 +198,8 @@ class StreamCursor:
             return
         held = self.place.link
         pointer = self.log.pointer.newest()
-        self.log.check_pointer()
+        if not self.log.is_listed:
+            self.log.check_pointer()
         if pointer is not None and pointer.stream == self.place.stream and pointer.version <= held.version:
             if not self.log.is_listed and (pointer.version, pointer.xxh3) == (held.version, held.xxh3):
                 return

@@ -284,7 +284,7 @@ def unrecoverable(rank: int, world_size: int, url: str, kind: str) -> None:
         tbe.use_rowwise_bias_correction = True
         refused(UnsupportedOptimizerError, publish, "another fused optimizer", "publish without states")
     else:
-        with mock.patch.object(optimizer_rows, "_DTYPES", {torch.float16}):
+        with mock.patch.object(optimizer_rows, "TABLE_DTYPES", {torch.float16}):
             refused(
                 UnsupportedTableError, lambda: publish().snapshot(), "float32, float16 or bfloat16", "without states"
             )

@@ -896,6 +896,8 @@ def lost_entry(rank: int, world_size: int, url: str, call: str) -> list[str]:
             if step == 1 and call == "step":
                 for _ in range(8):
                     publisher.step()
+                    if publisher._flight is not None:
+                        futures.wait([publisher._flight.job])
                     tracker.step()
                 messages.append(attempt(publisher.flush))
                 assert sum(tracker.num_pending().values()) > 0

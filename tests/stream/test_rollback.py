@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -311,7 +312,8 @@ def test_the_documented_loop_pins_the_last_good_version(monkeypatch: pytest.Monk
     writer, pauses = stream(), list[float]()
     monkeypatch.setattr("time.sleep", pauses.append)
     measured = iter([(1, 0.80), (2, 0.81), (3, 0.60)])
-    exec(loop, {"measure": lambda: next(measured), "least_quality": 0.7, "storage": writer.storage})
+    exec(loop, names := dict[str, Any]())
+    names["watch"](writer.storage, lambda: next(measured), 0.7)
     pin = newest_pin(writer.storage)
     assert pin is not None
     assert (pin.kind, pin.version, pin.reason) == ("pin", 2, "quality 0.6000 at version 3")

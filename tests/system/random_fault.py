@@ -14,9 +14,10 @@ from typing import Any
 from unittest import mock
 
 import delta_tracker
-from delta_tracker.stream.storage.storage import Storage
 from tests.publisher.random_faults import Fault
 from tests.servers import Proxy
+from tests.stores.rules import fails, on
+from tests.stores.wrapped import WrappedStorage
 from tests.system.random_models import every
 
 FAULTS = ("exception", "interrupt", "disk", "s3", "hook", "store")
@@ -45,7 +46,7 @@ class RankFault:
     """
 
     def __init__(
-        self, kind: str, draw: random.Random, storage: Storage, faults: Proxy | None, *, is_victim: bool
+        self, kind: str, draw: random.Random, storage: WrappedStorage, faults: Proxy | None, *, is_victim: bool
     ) -> None:
         self.kind = kind
         self._storage = storage
@@ -79,7 +80,7 @@ class RankFault:
                     sys.settrace(self.trace)
                     stack.callback(sys.settrace, None)
                 elif self.kind == "store":
-                    stack.enter_context(mock.patch.object(self._storage, "fails", [self._operation]))
+                    stack.enter_context(self._storage.under(fails(on(self._operation), "No space left on device")))
                 elif self.kind == "disk":
                     stack.enter_context(_full_disk(self._num_bytes))
                 elif self._faults is not None:

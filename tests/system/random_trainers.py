@@ -56,9 +56,9 @@ from delta_tracker.errors import (
 from delta_tracker.integrations.dcp import SavedTracker
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage
-from tests.publisher.publishing_cases import _Failing
 from tests.ranks import RankFailureError, RankPool
 from tests.servers import S3, Proxy, proxy, s3_server
+from tests.stores.wrapped import WrappedStorage
 from tests.system.random_fault import RankFault
 from tests.system.random_job import Job, sum_of_columns
 from tests.system.random_mirror import Copy, Cut, Followers, Mirror, Whole, check_blocks, gathered
@@ -93,7 +93,7 @@ class Life:
     """
 
     def __init__(
-        self, root: Path, job: Job, number: int, storage: Storage, clean: Storage, faults: Proxy | None
+        self, root: Path, job: Job, number: int, storage: WrappedStorage, clean: Storage, faults: Proxy | None
     ) -> None:
         self._root, self._job, self._number, self._clean = root, job, number, clean
         self._is_first = dist.get_rank() == 0
@@ -548,12 +548,12 @@ def life(rank: int, world_size: int, root: str, seed: int, number: int, s3: dict
         faults = None
         if s3 is None:
             url, clean = f"file://{root}/stream", Storage(f"file://{root}/stream", create=True, fsync=False)
-            storage = _Failing(url, create=True, fsync=False)
+            storage = WrappedStorage(Storage(url, create=True, fsync=False))
         else:
             server = S3(**s3)
             faults = stack.enter_context(proxy(server.port))
             clean = Storage(server.url, options=server.options)
-            storage = _Failing(server.url, options=server.through(faults.port))
+            storage = WrappedStorage(Storage(server.url, options=server.through(faults.port)))
         try:
             return Life(Path(root), job, number, storage, clean, faults).run()
         finally:

@@ -91,7 +91,7 @@ class Encoding(StrEnum):
     @property
     def is_quantized(self) -> bool:
         """True if rows are stored as codes with a scale and a bias."""
-        return self.dtype == torch.uint8
+        return _DTYPES[self] == torch.uint8
 
     @property
     def listed_form(self) -> Literal["list", "gaps"]:
