@@ -10,7 +10,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -669,10 +669,11 @@ class ChangeLog:
             self._is_reading = False
             if commit:
                 self._commit(delta)
-            elif self._consumers.seal(delta):
-                self._tidy(*self._tasks_after_read())
-            else:  # commit() or abort() will compact the log
-                self._tidy(self._shed)
+                return
+            # Without an earlier one, commit() or abort() will compact the log.
+            tasks = self._tasks_after_read() if self._consumers.is_sealed(delta.consumer) else [self._shed]
+            with self._tidying(*tasks):
+                self._consumers.seal(delta)
 
     def commit(self, delta: Delta) -> None:
         """Move a consumer's cursor to the end of its uncommitted read ``delta``.
@@ -867,8 +868,8 @@ class ChangeLog:
         self._fence.enter()
         tasks: list[Callable[[], None]] = [partial(self._count_received, delta), *self._tasks_after_read()]
         try:
-            self._consumers.advance(delta)
-            self._tidy(*tasks)
+            with self._tidying(*tasks):
+                self._consumers.advance(delta)
         except BaseException:
             self.undo_commit(delta)
             raise
@@ -902,10 +903,17 @@ class ChangeLog:
             yield from rows.tensors
 
     def _tidy(self, *tasks: Callable[[], None]) -> None:
-        """Run maintenance tasks in order. If one raises MemoryError or RuntimeError, log the error and skip the others.
+        with self._tidying(*tasks):
+            pass
 
-        No pending row is lost, the preceding read or commit stays valid, and the next call tries again.
+    @contextmanager
+    def _tidying(self, *tasks: Callable[[], None]) -> Iterator[None]:
+        """Run maintenance tasks in order after a block that succeeds.
+
+        If one raises MemoryError or RuntimeError, log the error and skip the others. No pending row is lost, the
+        preceding read or commit stays valid, and the next call tries again.
         """
+        yield
         try:
             for task in tasks:
                 task()

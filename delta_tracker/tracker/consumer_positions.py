@@ -261,11 +261,13 @@ class ConsumerPositions:
         """Remove consumer ``name``."""
         del self._consumers[name]
 
-    def seal(self, delta: Delta) -> bool:
-        """Store ``delta`` as the uncommitted read of its consumer. Return True if an earlier read was replaced."""
-        consumer = self._consumers[delta.consumer]
-        self._consumers[delta.consumer] = replace(consumer, sealed=delta)
-        return consumer.sealed is not None
+    def is_sealed(self, name: str) -> bool:
+        """Return True if a consumer has an uncommitted read."""
+        return self._consumers[name].sealed is not None
+
+    def seal(self, delta: Delta) -> None:
+        """Store ``delta`` as the uncommitted read of its consumer, which replaces an earlier one."""
+        self._consumers[delta.consumer] = replace(self._consumers[delta.consumer], sealed=delta)
 
     def advance(self, delta: Delta) -> None:
         """Move a consumer's cursor to the end of its read ``delta``, and discard its uncommitted read.

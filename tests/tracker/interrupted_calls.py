@@ -44,8 +44,8 @@ _ROWS = 16
 class Injection:
     """Trace function that counts the lines of the library, and raises an exception once, before one of them.
 
-    Lines are left out at which Python neither allocates memory nor handles a signal: ``try:``, and the end of a
-    ``with`` statement.
+    Lines are left out at which Python neither allocates memory nor handles a signal: ``try:``, ``return`` of a local
+    variable, and the end of a ``with`` statement.
 
     Args:
         exception: class of the exception; None to count only.
@@ -112,7 +112,7 @@ class Injection:
 
 @cache
 def _quiet(code: CodeType) -> frozenset[int]:
-    """Return the offsets of the instructions at which nothing can be raised: those of ``try:`` and ``__exit__()``."""
+    """Return the offsets of the instructions at which nothing can be raised."""
     steps = list(dis.get_instructions(code))
     exits = [
         place
@@ -121,6 +121,8 @@ def _quiet(code: CodeType) -> frozenset[int]:
         and all(each.opname == "LOAD_CONST" and each.argval is None for each in steps[place : place + 3])
     ]
     returns = [place - 1 for place in exits if steps[place - 1].opname == "SWAP"]
+    ends = {*returns, *(place for place, each in enumerate(steps) if each.opname == "RETURN_VALUE")}
+    returns += [place - 1 for place in ends if steps[place - 1].opname == "LOAD_FAST"]
     nothing = [place for place, each in enumerate(steps) if each.opname == "NOP"]
     return frozenset(steps[place].offset for place in (*exits, *returns, *nothing))
 
