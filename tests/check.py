@@ -67,7 +67,8 @@ def main(arguments: list[str], root: Path = _ROOT) -> int:
         f"{len(changed)} files differ from {base}; test files to run, for up to {_SECONDS} s: {len(selection.reasons)}"
     )
     failed, left_out = [], []
-    for run in runs(selection.reasons, num_processes=2, seconds=_SECONDS):
+    # -x: a file that has failed ends, so that a test which the end of the time interrupts hides no failure
+    for run in runs(selection.reasons, ["-x"], num_processes=2, seconds=_SECONDS):
         outcome = "FAILED" if run.status not in (0, _NO_TESTS) else "passed"
         if run.status is None:
             left_out.append(run.path)

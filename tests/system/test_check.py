@@ -21,7 +21,10 @@ _FILES = {
     "delta_tracker/flow/pump.py": "",
     "tests/__init__.py": "",
     "tests/flow/test_valve.py": "from delta_tracker.flow.valve import OPEN\n\ndef test_open():\n    assert OPEN == 1\n",
-    "tests/flow/test_pump.py": "def test_pump():\n    raise AssertionError\n",
+    # A failure counts although its file is not complete in time.
+    "tests/flow/test_pump.py": (
+        "import time\n\ndef test_pump():\n    raise AssertionError\n\ndef test_long():\n    time.sleep(600)\n"
+    ),
     ".gitignore": "__pycache__\n",
 }
 
