@@ -55,11 +55,12 @@ def main(arguments: list[str], root: Path = _ROOT) -> int:
         changed = changed_since(root, base)
     except (FileNotFoundError, subprocess.CalledProcessError) as error:
         reason = getattr(error, "stderr", None) or str(error)
-        print(f"git does not know what changed: {reason.strip()}", file=sys.stderr)
+        first = reason.strip().partition("\n")[0]  # outside a checkout, all options of git diff follow
+        print(f"git does not know what changed: {first}", file=sys.stderr)
         print("Run `make check BASE=COMMIT` in a git checkout, or `make test-area AREA=...`.", file=sys.stderr)
         return 2
     if not changed:
-        print(f"Nothing differs from {base}. For earlier commits, run `make check BASE=COMMIT`.")
+        print(f"Nothing differs from {base}. For your last commit, run `make check BASE=HEAD~1`.")
         return 0
     begin = time.monotonic()
     selection = select(changed, _sources(root))
