@@ -7,6 +7,7 @@ time. Exits with 1 if a test failed, and with 2 if git does not know what change
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from tests.changed import select
 _ROOT = Path(__file__).parent.parent
 _SECONDS = 50
 _NUM_AREAS = 4  # above which their command is longer than it helps
+_OWN = re.compile(r"was changed|tests \S+")  # reason of a file that says most about the change
 _NO_TESTS = 5  # pytest's exit status if a file has no test, or only sweeps
 
 
@@ -83,7 +85,9 @@ def main(arguments: list[str], root: Path = _ROOT) -> int:
     if left_out:
         areas = sorted({area for path in left_out for area in areas_of(path)})
         target = "make test" if len(areas) > _NUM_AREAS else f'make test-area AREA="{" ".join(areas)}"'
-        print(f"Not run, for lack of time: {len(left_out)} test files, such as {left_out[0]}. Run `{target}`.")
+        print(f"Not complete, for lack of time: {len(left_out)} test files, such as {left_out[0]}. Run `{target}`.")
+    if own := [path for path in left_out if _OWN.fullmatch(selection.reasons[path])]:
+        print(f"At least run the tests of what changed: `.venv/bin/python -m pytest {' '.join(own)}`.")
     if selection.untested:
         print("No test names these files, so run `make test`:", *selection.untested)
     return 1 if failed else 0

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.alone import runs
+from tests.alone import Run, runs
 from tests.areas import areas, minutes, rows
 from tests.check import base_of, changed_since, main
 
@@ -86,6 +86,22 @@ def test_the_tests_of_what_changed_run(project: Path) -> None:
     assert done.returncode == 1, done.stderr
     assert "1 test files passed and 1 failed" in done.stdout
     assert done.stdout.endswith("run `make test`: NOTES\n")
+
+
+def test_what_is_most_important_of_what_was_left_out_is_named(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tests.check.runs", lambda paths, *_, **__: [Run(path, None, 0, "") for path in paths])
+    _git(project, "init")
+    _commit(project)
+    (project / "delta_tracker/flow/pump.py").write_text("SPEED = 2\n")
+    (project / "tests/flow/test_valve.py").write_text("from delta_tracker.flow import valve, pump\n")
+    (project / "tests/flow/test_flow.py").write_text("from delta_tracker.flow import valve, pump\n")
+    _git(project, "add", "tests/flow/test_flow.py")
+    _git(project, "commit", "-m", "Change", "tests/flow/test_flow.py")
+    assert main([], project) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.endswith("`.venv/bin/python -m pytest tests/flow/test_valve.py tests/flow/test_pump.py`.")
 
 
 def test_what_is_not_complete_in_time_is_interrupted(tmp_path: Path) -> None:
