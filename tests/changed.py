@@ -11,6 +11,7 @@ from pathlib import PurePosixPath
 
 _DOTTED = re.compile(r"\b(?:benchmarks|delta_tracker|examples|tests)(?:\.\w+)+")
 _FROM = re.compile(r"^[ \t]*from ([\w.]+) import (\([^)]*\)|.+)$", re.MULTILINE)
+_DOCUMENTS = "tests/documents.py"  # finds every document
 # Most of their tests start processes.
 _SLOW = ("tests/integrations/", "tests/system/")
 
@@ -128,6 +129,7 @@ def select(changed: AbstractSet[str], sources: Mapping[str, str]) -> Selection:
         add([path] if ">>>" in sources.get(path, "") else [], "has examples")
     for path in others:
         add(users(path), f"uses {path}", path)
+        add(users(_DOCUMENTS) if path.endswith(".md") else [], f"checks {path}", path)
     top = [path for path in tests if path.count("/") == 1]
     add((path for path in top if path.replace("tests/test_", "delta_tracker/") not in sources), "checks the house")
     for path in sorted(modules, key=lambda path: len(users(path))):  # a module of few tests says most about them

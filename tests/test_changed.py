@@ -104,6 +104,13 @@ def test_a_file_that_no_test_names_is_reported() -> None:
     assert selection.untested == ("LICENSE",)
 
 
+def test_a_document_leads_to_the_tests_of_all_documents() -> None:
+    sources = {"tests/documents.py": "", "tests/test_links.py": "from tests.documents import DOCUMENTS\n"}
+    selection = select({"CHANGELOG.md", "LICENSE"}, sources)
+    assert selection.reasons == {"tests/test_links.py": "checks CHANGELOG.md"}
+    assert selection.untested == ("LICENSE",)
+
+
 def test_the_tests_of_a_module_have_its_name_or_that_of_its_subpackage() -> None:
     assert own_tests("delta_tracker/errors.py", _SOURCES) == ["tests/test_errors.py"]
     assert own_tests("delta_tracker/flow/valve.py", _SOURCES) == ["tests/flow/test_valve.py"]
