@@ -9,6 +9,7 @@ import click
 import pytest
 
 from delta_tracker.cli.commands import commands
+from delta_tracker.stream.storage import url
 from tests import promises
 from tests.documents import DOCUMENTS, README, ROOT, name_of
 from tests.raise_sites import ERRORS
@@ -92,3 +93,10 @@ def test_every_example_and_every_command_is_listed() -> None:
     assert _rows(ROOT / "examples" / "README.md", "Examples") == examples
     listed = {call.removeprefix("delta-tracker ").split()[0] for call in _rows(README, "Command line")}
     assert listed == set(commands.list_commands(click.Context(commands)))
+
+
+@pytest.mark.parametrize("scheme", url.SCHEMES)
+def test_the_readme_and_the_help_name_every_kind_of_store(scheme: str) -> None:
+    assert f"{scheme}://" in README.read_text() or scheme == "http", "add it to the stores in README.md"
+    help_text = commands.help or ""
+    assert f"{scheme}://" in help_text or scheme == "memory", "add it to _HELP in delta_tracker/cli/commands.py"

@@ -13,7 +13,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 from delta_tracker.errors import InvalidArgumentError
 
 REMOTE_POLL_SECONDS = 1.0  # between two polls of a reader of a store that is accessed over a network
-_SCHEMES = ("file", "memory", "s3", "gs", "az", "http", "https")
+SCHEMES = ("file", "memory", "s3", "gs", "az", "http", "https")
 _BUCKETS = {"s3": "bucket", "gs": "bucket", "az": "container"}
 _NO_CACHE = {"Cache-Control": "no-cache", "Pragma": "no-cache"}
 # obstore's own limit is three minutes, too long to wait for a store that does not respond.
@@ -179,9 +179,9 @@ def _split(url: object) -> SplitResult:
     parts = urlsplit(url)
     if parts.query or parts.fragment:
         raise InvalidArgumentError("url", url, "Remove the query and the fragment (? and #)")
-    if parts.scheme not in _SCHEMES:
+    if parts.scheme not in SCHEMES:
         raise InvalidArgumentError(
-            "url", url, f"Use one of the schemes {', '.join(_SCHEMES)}. Write a directory as file:///directory"
+            "url", url, f"Use one of the schemes {', '.join(SCHEMES)}. Write a directory as file:///directory"
         )
     if parts.scheme != "memory" and not url[len(parts.scheme) :].startswith("://"):
         raise InvalidArgumentError("url", url, f"Write {parts.scheme}:// with two slashes")
