@@ -47,13 +47,15 @@ def test_random_worlds_break_no_rule_but_the_known_ones() -> None:
     seen = run_worlds("--known", "--shrinks", "0", "--seeds", str(count))
     assert seen["schedules"] == count
     assert seen["known_but_not_found"] == []
-    assert seen["faults"].keys() == set(FAULTS) if SWEEPS_ARE_WHOLE else seen["faults"]
+    assert seen["faults"], "no operation failed in the middle of a call"
 
 
 @pytest.mark.sweep("long", only=True)
 @pytest.mark.timeout(1800)
 def test_many_random_worlds_break_no_rule_but_the_known_ones() -> None:
-    assert run_worlds("--shrinks", "0", "--first", "1000", "--seeds", "400")["schedules"] == 400
+    seen = run_worlds("--shrinks", "0", "--first", "1000", "--seeds", "400")
+    assert seen["schedules"] == 400
+    assert seen["faults"].keys() == set(FAULTS)
 
 
 def test_a_schedule_is_its_text() -> None:
