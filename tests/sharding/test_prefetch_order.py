@@ -72,6 +72,7 @@ def _there(ids: list[int]) -> Tensor:
 
 
 @pytest.mark.sweep("long")
+@pytest.mark.timeout(900)
 def test_reads_and_prefetches_in_any_order_corrupt_no_row() -> None:
     for seed in range(_ORDERS):
         with fake_streams(seed):

@@ -98,6 +98,7 @@ def test_no_late_entry_counts_wherever_a_publisher_sleeps_or_dies(program: str, 
         pytest.param("claim", False, marks=_IN_LONG_SWEEPS),
     ],
 )
+@pytest.mark.timeout(900)
 def test_no_late_entry_counts_in_a_directory_either(program: str, is_old: bool) -> None:
     """A directory is not listed where single requests show which entry is the newest."""
     assert explore(program, is_old=is_old, is_directory=True) > 20
