@@ -690,9 +690,8 @@ class ChangeLog:
 
     def abort(self, delta: Delta) -> None:
         """Discard a consumer's uncommitted read ``delta``; its rows stay pending. Errors as of :meth:`commit`."""
-        with self.lock:
+        with self.lock, self._tidying(*self._tasks_after_read()):
             self._consumers.abort(delta)
-            self._tidy(*self._tasks_after_read())
 
     def add(self, consumer: str, *, holder: str | None = None) -> None:
         """Add a consumer at the end of the log.
@@ -718,8 +717,8 @@ class ChangeLog:
         """Remove a consumer. With ``delete_on_read``, also drop the rows that were pending only for this consumer."""
         with self.lock:
             name = self._consumers.resolve(consumer)
-            self._consumers.remove(name)
-            self._tidy(partial(self._lag.removed, name), self.compact)
+            with self._tidying(partial(self._lag.removed, name), self.compact):
+                self._consumers.remove(name)
 
     def clear(self, *consumers: str) -> None:
         """Discard the pending rows of consumers and treat them as up to date, even if they were dropped.
@@ -730,8 +729,8 @@ class ChangeLog:
             self._cut()
             tasks: list[Callable[[], None]] = [partial(self._lag.placed, name, self._position) for name in consumers]
             try:
-                self._consumers.place(consumers, self._position, self._num_batches)
-                self._tidy(*tasks, self.compact)
+                with self._tidying(*tasks, self.compact):
+                    self._consumers.place(consumers, self._position, self._num_batches)
             except BaseException:  # interrupted: the caller does not know that nothing is pending
                 if any(self._consumers.start(name)[0] == self._position for name in consumers):
                     self.mark_everything_later()

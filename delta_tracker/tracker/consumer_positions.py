@@ -21,6 +21,10 @@ class _Consumer:
     holder: str | None = None
     is_transient: bool = False
 
+    def moved(self, position: int, batch: int) -> _Consumer:
+        """Return the record at another position, without an uncommitted read and carried rows."""
+        return _Consumer(position=position, batch=batch, holder=self.holder, is_transient=self.is_transient)
+
 
 class ConsumerPositions:
     """Registry of a log's consumers.
@@ -195,18 +199,19 @@ class ConsumerPositions:
             position: position of the cursors.
             batch: ``step()`` count of the cursors.
         """
-        self._consumers = {**self._consumers, **{name: self._moved(name, position, batch) for name in names}}
+        self._consumers = {**self._consumers, **{name: self._consumers[name].moved(position, batch) for name in names}}
 
     def give_up(self, name: str, position: int) -> None:
         """Drop consumer ``name``: discard its pending rows and move it to ``position``."""
-        self._consumers[name] = replace(self._moved(name, position, self._consumers[name].batch), is_behind=True)
+        known = self._consumers[name]
+        self._consumers[name] = replace(known.moved(position, known.batch), is_behind=True)
 
     def rewind(self, name: str) -> None:
         """Move consumer ``name`` to the log's first position and replace its carried rows with :attr:`origin`.
 
         Discards its uncommitted read.
         """
-        self._consumers[name] = replace(self._moved(name, 0, 0), carried=self._origin)
+        self._consumers[name] = replace(self._consumers[name].moved(0, 0), carried=self._origin)
 
     def restore(self, position: int, states: Mapping[str, PendingState], origin: Mapping[str, ChangedRows]) -> None:
         """Move consumers to a position and replace their carried rows. Discards their uncommitted reads.
@@ -218,7 +223,7 @@ class ConsumerPositions:
         """
         placed = {
             name: replace(
-                self._moved(name, position, state.batch),
+                self._consumers[name].moved(position, state.batch),
                 is_behind=state.is_behind,
                 carried={fqn: rows for fqn, rows in state.rows.items() if len(rows)},
             )
@@ -293,11 +298,6 @@ class ConsumerPositions:
         """
         if self._consumers[self.resolve(delta.consumer)].sealed is not delta:
             raise StaleDeltaError(delta.consumer)
-
-    def _moved(self, name: str, position: int, batch: int) -> _Consumer:
-        """Return a consumer's record at another position, without an uncommitted read and carried rows."""
-        known = self._consumers[name]
-        return _Consumer(position=position, batch=batch, holder=known.holder, is_transient=known.is_transient)
 
     @property
     def _standing(self) -> dict[str, _Consumer]:
