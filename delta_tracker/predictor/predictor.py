@@ -209,7 +209,6 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         self._canary = canary
         self._settling = None if self._storage.lists else Settling()
         self._pins = PinFollower(lambda: self._storage) if follows_pins else None
-        self._last_order: Pin | None = None  # newest pin or release at the last poll
         self._obeyed = 0  # counter of the last pin or release that was followed
         self._outlived = 0  # counter of the last one whose stream ended before it was followed
         self._overruled = 0  # counter of the newest pin when rollback() was called; 0 after release()
@@ -648,11 +647,9 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         return bool(has_moved)
 
     def _newest_order(self, pins: PinFollower) -> Pin | None:
-        """Return the newest pin or release. If it replaces a forged one, forget what was done for that one."""
-        former, order = self._last_order, pins.order()
-        self._last_order = order
-        if former is not None and (order is None or (order != former and order.counter <= former.counter)):
-            last = 0 if order is None else min(order.counter, former.counter - 1)
+        """Return the newest pin or release. If a forged one was dropped, forget what was done for that one."""
+        order = pins.order()
+        if (last := pins.take_drop()) is not None:
             self._obeyed, self._outlived = min(self._obeyed, last), min(self._outlived, last)
             self._overruled = min(self._overruled, last)
         return order

@@ -227,6 +227,7 @@ class PinFollower:
         self._confirmed: Pin | None = None  # the last one whose entry was read
         self._source: Storage | None = None  # store that had the newest pin
         self._recheck_at = 0.0  # monotonic time at which the newest pin is looked for again, unless it is confirmed
+        self._last_counter: int | None = None  # of the pins before a dropped one, until take_drop()
         self._next: float | None = None  # monotonic time of the next look; None before the first one succeeded
 
     def order(self) -> Pin | None:
@@ -259,13 +260,24 @@ class PinFollower:
         if pin == self._newest:
             self._recheck_at = 0.0
 
+    def take_drop(self) -> int | None:
+        """Return the highest counter that still counts if a pin was dropped since the last call, else None."""
+        counter, self._last_counter = self._last_counter, None
+        return counter
+
     def _look(self, storage: Storage, now: float) -> None:
         found = newest_pin(storage, after=0 if self._newest is None else self._newest.counter)
         if found is not None:
             self._newest, self._source = found, storage
-        elif self._newest != self._confirmed and storage is self._source and now >= self._recheck_at:
+        elif self._newest is not None and self._newest != self._confirmed and self._is_due_again(storage, now):
             after = 0 if self._confirmed is None else self._confirmed.counter
-            self._newest = newest_pin(storage.uncached, after=after) or self._confirmed
+            former, self._newest = self._newest, newest_pin(storage.uncached, after=after) or self._confirmed
+            counter = 0 if self._newest is None else self._newest.counter
+            if self._newest != former and counter <= former.counter:
+                self._last_counter = min(counter, former.counter - 1)
         else:
             return
         self._recheck_at = now + _RECHECK_SECONDS
+
+    def _is_due_again(self, storage: Storage, now: float) -> bool:
+        return storage is self._source and now >= self._recheck_at
