@@ -1,4 +1,4 @@
-"""What was committed and ordered in a world, which is the truth that predictors are compared with."""
+"""Commits and orders of a world: the reference for its predictors."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class Reader:
         excused: counter of the newest order that its own release may have ended.
         pinned: counter of the pin that it has followed, 0 without one.
         may_serve_held: True if an accepted version or a rollback has led past the gate.
-        kinds: kinds of versions since its gate has no baseline.
+        kinds: kinds of versions of which its gate has a baseline without large values.
         is_restored: True from a restart with a saved position until the version changes.
     """
 

@@ -50,7 +50,8 @@ def check(reader: Reader, history: History, encoding: str | None, *, is_complete
         raise RuleError(rule, f"{reader.describe()} from {reader.floor} to {place} without an order")
     _check_canary(reader, place, history, key)
     _check_orders(reader, place, history, key)
-    reader.kinds |= {history.kinds[key]} - {"claim"}
+    if Copy(held).is_healthy:
+        reader.kinds |= {history.kinds[key]} - {"claim"}
     reader.is_restored = reader.is_restored and place == reader.floor
     reader.floor = place
     newest = history.pin
