@@ -46,7 +46,7 @@ def _in_package(path: str) -> bool:
 
 
 class _References:
-    """Which files a Python file imports, or names in a string.
+    """The files that each Python file imports, or names in a string.
 
     Args:
         changed: paths of the changed files.

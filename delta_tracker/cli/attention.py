@@ -98,8 +98,10 @@ _STATES: dict[State, tuple[Level, str, str]] = {
 
 
 def level_of(state: State) -> Level:
-    """Return the level of the notice about a predictor's state; ``note`` also if there is none."""
-    return "fault" if state == "failing" else _STATES[state][0] if state in _STATES else "note"
+    """Return how urgent the state of a predictor is."""
+    if state == "failing":
+        return "fault"
+    return _STATES[state][0] if state in _STATES else "note"
 
 
 def of_publishers(

@@ -37,7 +37,7 @@ REVERTS = {
         Revert("a canary catches up beyond its bound"),
     ],
     "tests/predictor/test_resync_random.py::test_faults_of_readers_are_overcome": [
-        Revert("an error that is none of the stream's ends follow()"),
+        Revert("follow() ends at an error that no store or stream has raised"),
         Revert("a version with an unknown table holds a predictor up for ever"),
         Revert("a panic of the store is no typed error"),
         Revert("an object that cannot be read holds a predictor up for ever"),

@@ -446,7 +446,7 @@ def test_a_claim_whose_name_is_unavailable_fails(tmp_path: Path, kind: str) -> N
     else:
         writer.delta([1])
         storage.rules.append(hides(entry_name(2).__eq__, on("names", "objects")))
-    storage.rules.append(fails(after(300, on("names", "objects")), lambda _: AssertionError("it goes on for ever")))
+    storage.rules.append(fails(after(300, on("names", "objects")), lambda _: AssertionError("it does not end")))
     with pytest.raises(NameConflictError, match="00000000000000000002") as caught:
         StreamLog(storage).claim()
     assert caught.value.name == entry_name(2)
