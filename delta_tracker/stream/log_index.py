@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from delta_tracker.errors import StorageError
 from delta_tracker.stream.entry_names import ENTRY_NAME, Merged, entry_name, merged_after
 from delta_tracker.stream.pointer import HeadPointer
 from delta_tracker.stream.storage.storage import Storage
@@ -39,18 +40,20 @@ class ListedIndex:
         """Return the versions above ``after``, ascending.
 
         Raises:
-            StorageError: if the store cannot be listed.
+            StorageError: if the store cannot be listed, or has a file in the place of the log.
         """
         found = self._storage.names("log", after=entry_name(after) if after >= 0 else None)
+        self._refuse_file(found)
         return [int(match[1]) for match in map(ENTRY_NAME.fullmatch, found) if match is not None]
 
     def listed(self, after: int) -> dict[int, float]:
         """Return the versions above ``after``, ascending, with the modification times of their entries.
 
         Raises:
-            StorageError: if the store cannot be listed.
+            StorageError: if the store cannot be listed, or has a file in the place of the log.
         """
         found = self._storage.objects("log", after=entry_name(after) if after >= 0 else None)
+        self._refuse_file(found)
         matches = [(ENTRY_NAME.fullmatch(stored.name), stored.modified) for stored in found]
         return {int(match[1]): modified for match, modified in matches if match is not None}
 
@@ -62,6 +65,13 @@ class ListedIndex:
         """
         found = map(Merged.named, self._storage.names("merged", after=merged_after(after)))
         return [merged for merged in found if merged is not None]
+
+    def _refuse_file(self, found: Sequence[object]) -> None:
+        """Raise StorageError if a local store lists nothing because ``log`` is a file: it is not an empty stream."""
+        if found or self._storage.is_remote or (num_bytes := self._storage.size("log")) is None:
+            return
+        remedy = "Move it away and restore the directory, for example from a mirror; or correct the url"
+        raise StorageError(self._storage.url, f"log is a file of {num_bytes} bytes instead of a directory", remedy)
 
 
 class PointedIndex:

@@ -240,3 +240,10 @@ def test_inspect_names_what_a_server_sends_instead_of_the_pointer(cli: Cli) -> N
         cli("inspect", server.url, code=2)
         assert "26 bytes, an HTML or XML page: '<html>Please log in</html>'" in " ".join(cli.err.split())
         assert "there is no stream" not in cli.err
+
+
+def test_inspect_names_a_file_in_the_place_of_the_log(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "log").write_bytes(b"<html>")
+    cli("inspect", tmp_path.as_uri(), code=2)
+    assert "log is a file of 6 bytes instead of a directory" in " ".join(cli.err.split())
+    assert "there is no stream" not in cli.err

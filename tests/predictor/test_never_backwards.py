@@ -1,0 +1,160 @@
+"""Versions go back only by an order or a promotion, and copies that lack something are read beside others."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from delta_tracker import Predictor
+from delta_tracker.errors import StorageError, StreamError
+from delta_tracker.stream.log import StreamLog, entry_name
+from delta_tracker.stream.maintenance.compaction import compact
+from delta_tracker.stream.rollback import pin_version
+from delta_tracker.stream.storage.storage import Storage
+from tests.predictor.readers import KINDS, Kind, Log, Reader, lose, mirror, new_store
+from tests.predictor.serving import eventually
+from tests.stores.rules import hides
+from tests.stores.wrapped import WrappedStorage
+from tests.stream.streams import FQN, Writer
+
+_BOTH = pytest.mark.parametrize("kind", KINDS)
+
+
+class Behind:
+    """A predictor at version 5 of a source, and a mirror that has only versions 1 and 2."""
+
+    def __init__(self, kind: Kind, *, starts_empty: bool = False) -> None:
+        self.source, self.mirror = new_store(), new_store()
+        self.log = Log(self.source)
+        self.log.snapshot()
+        self.log.deltas(1)
+        if not starts_empty:
+            mirror(self.source, self.mirror)
+        self.log.deltas(3)
+        self.reader = Reader(kind, [self.source, self.mirror], self.log.rows)
+        assert self.reader.sync() is None
+        assert self.reader.place == (self.log.stream, 5)
+
+
+# Mirrors that lag
+
+
+# Orders
+
+
+# Logs that were restored from a copy
+
+
+class Restored:
+    """A store in a directory that was restored from a copy of versions 1 to 3, and a predictor above them."""
+
+    def __init__(self, kind: Kind, path: Path, version: int) -> None:
+        self.path = path
+        self.store = WrappedStorage(Storage(path.as_uri(), create=True, fsync=False))
+        self.log = Log(self.store)
+        self.log.snapshot()
+        self.log.deltas(2)
+        backup = shutil.copytree(path, path.with_name("backup"))
+        self.log.deltas(version - 3)
+        self.reader = Reader(kind, [self.store], self.log.rows)
+        self.reader.assert_reaches(self.log)
+        for each in path.iterdir():
+            shutil.rmtree(each)
+        shutil.copytree(backup, path, dirs_exist_ok=True)
+
+    def continued(self) -> Log:
+        """Return the next trainer of the restored log, a publisher of the next generation."""
+        return Log(self.store, self.log.rows)
+
+
+# Copies that lack an object
+
+
+def _part(store: WrappedStorage, version: int) -> str:
+    entry = StreamLog(store.inner).read(version)
+    assert entry is not None
+    return entry.parts[0].name
+
+
+def _lose_part(store: WrappedStorage, version: int) -> None:
+    store.inner.delete(_part(store, version))
+
+
+def _cut_part(store: WrappedStorage, version: int) -> None:
+    data = store.inner.read(_part(store, version), max_bytes=1 << 20)
+    assert data is not None
+    store.inner.replace(_part(store, version), data[:-3].tobytes())
+
+
+def _flip_part(store: WrappedStorage, version: int) -> None:
+    data = store.inner.read(_part(store, version), max_bytes=1 << 20)
+    assert data is not None
+    data = data.copy()
+    data[-1] ^= 1
+    store.inner.replace(_part(store, version), data.tobytes())
+
+
+def _lose_entry(store: WrappedStorage, version: int) -> None:
+    store.inner.delete(entry_name(version))
+
+
+def _replace_entry(store: WrappedStorage, version: int) -> None:
+    store.inner.replace(entry_name(version), b"<html>Please log in</html>")
+
+
+_FAULTS: dict[str, Callable[[WrappedStorage, int], None]] = {
+    "part missing": _lose_part,
+    "part cut": _cut_part,
+    "part altered": _flip_part,
+    "entry missing": _lose_entry,
+    "entry altered": _replace_entry,
+}
+
+
+# Pins that a predictor does not follow
+
+
+def _texts(predictor: Predictor) -> str:
+    return " ".join(each for each in asdict(predictor.status()).values() if isinstance(each, str))
+
+
+# What is there, but cannot be read
+
+
+@pytest.mark.advice("StorageError: ListedIndex._refuse_file")
+def test_a_file_in_the_place_of_the_log_is_not_an_empty_stream(tmp_path: Path) -> None:
+    writer = Writer(Storage((tmp_path / "stream").as_uri(), create=True))
+    version = writer.snapshot().version
+    log = tmp_path / "stream" / "log"
+    log.rename(tmp_path / "log")
+    log.write_bytes(b"<html>")
+    model = writer.model()
+    predictor = Predictor(model, writer.storage.url)
+    with pytest.raises(StorageError, match="log is a file of 6 bytes instead of a directory"):
+        predictor.sync()
+    predictor.follow(poll_seconds=0.001)
+    eventually(lambda: "log is a file of 6 bytes" in (predictor.status().error or ""))
+    log.unlink()
+    (tmp_path / "log").rename(log)
+    eventually(lambda: predictor.version == version and predictor.error is None)
+    predictor.stop()
+    assert torch.equal(model[FQN], writer.table)
+
+
+def test_a_file_in_the_place_of_the_log_leads_to_another_url(tmp_path: Path) -> None:
+    (tmp_path / "log").write_bytes(b"")
+    writer = Writer(Storage("memory://"))
+    writer.snapshot()
+    model = writer.model()
+    predictor = Predictor(model, [tmp_path.as_uri(), writer.storage])
+    with pytest.raises(StorageError):
+        predictor.sync()
+    assert predictor.sync() == writer.claim.head.version
+    assert torch.equal(model[FQN], writer.table)
