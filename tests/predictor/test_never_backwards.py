@@ -49,6 +49,28 @@ class Behind:
 # Orders
 
 
+@_BOTH
+def test_a_pin_leads_back_at_a_mirror_that_lags(kind: Kind) -> None:
+    behind = Behind(kind)
+    behind.reader = Reader(kind, [behind.source], behind.log.rows, follows_pins=True)
+    behind.reader.assert_reaches(behind.log)
+    pin_version(behind.source.inner, 2)
+    mirror(behind.source, behind.mirror, up_to=2)
+    reader = behind.reader.restarted([behind.mirror, behind.source])
+    assert reader.syncs(4)[-1] == 2
+    assert reader.predictor.status().pinned == 2
+
+
+@_BOTH
+def test_an_own_rollback_leads_back_at_a_mirror_that_lags(kind: Kind) -> None:
+    behind = Behind(kind)
+    reader = behind.reader.restarted([behind.mirror])
+    reader.predictor.rollback(2)
+    reader.check()
+    assert reader.place == (behind.log.stream, 2)
+    assert set(reader.syncs(3)) == {2}
+
+
 # Logs that were restored from a copy
 
 
@@ -116,6 +138,21 @@ _FAULTS: dict[str, Callable[[WrappedStorage, int], None]] = {
     "entry missing": _lose_entry,
     "entry altered": _replace_entry,
 }
+
+
+def test_a_part_that_no_url_has_stops_the_predictor_before_it() -> None:
+    first, second = new_store(), new_store()
+    log = Log(first)
+    log.snapshot()
+    log.deltas(3)
+    mirror(first, second)
+    for each in (first, second):
+        _lose_part(each, 3)
+    reader = Reader("model", [first, second], log.rows)
+    assert reader.syncs(6)[-1] == 2
+    assert isinstance(reader.sync(), StreamError)
+    log.snapshot()
+    reader.assert_reaches(log)
 
 
 # Pins that a predictor does not follow
