@@ -1,0 +1,169 @@
+"""Promotions: predictors at any version of the former stream continue in the next one, without an operator."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+
+import pytest
+
+from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.maintenance.compaction import compact
+from delta_tracker.stream.maintenance.retention import Retention, retain
+from delta_tracker.stream.rollback import pin_version
+from tests.predictor.readers import KINDS, Kind, Log, Reader, lose, mirror, new_store
+from tests.predictor.serving import eventually
+from tests.stores.wrapped import WrappedStorage
+
+_BEHIND_FOR_EVER = pytest.mark.xfail(strict=True, reason="no source qualifies that lacks the predictor's version")
+_POSITIONS = pytest.mark.parametrize(
+    "position",
+    [
+        pytest.param("ahead", marks=_BEHIND_FOR_EVER),
+        "at",
+        "below",
+        pytest.param("below the start", marks=_BEHIND_FOR_EVER),
+    ],
+)
+_BOTH = pytest.mark.parametrize("kind", KINDS)
+_RESTARTS = pytest.mark.parametrize("restarts", [False, True], ids=["running", "restarted"])
+
+
+class Promotion:
+    """A source with the snapshot 1, its mirror, and a predictor of both at a version relative to the mirror's.
+
+    Attributes:
+        log: the trainer of the source.
+        source: store of the source.
+        mirror: store of the mirror.
+        reader: the predictor.
+    """
+
+    def __init__(self, kind: Kind, position: str) -> None:
+        self.source, self.mirror = new_store(), new_store()
+        self.log = Log(self.source)
+        self.log.snapshot()
+        reader = self.reader = Reader(kind, [self.source, self.mirror], self.log.rows)
+        self.log.deltas(1)
+        if position != "below the start":
+            mirror(self.source, self.mirror)
+        if position.startswith("below"):
+            reader.sync()
+        self.log.deltas(1)
+        if position == "below the start":
+            self.log.snapshot()
+        mirror(self.source, self.mirror)
+        if position == "at":
+            reader.sync()
+        self.log.deltas(1)
+        if position == "ahead":
+            reader.sync()
+        assert reader.predictor.version is not None
+
+    def promote(self) -> Log:
+        """Lose the source, and continue the training at the mirror."""
+        lose(self.source)
+        return self.log.promoted(self.mirror)
+
+
+@_BOTH
+@_POSITIONS
+@_RESTARTS
+def test_predictors_continue_in_the_stream_of_a_promoted_mirror(kind: Kind, position: str, restarts: bool) -> None:
+    promotion = Promotion(kind, position)
+    reader, held = promotion.reader, promotion.reader.predictor.version
+    end = StreamLog(promotion.mirror.inner).versions()[-1]
+    after = promotion.promote()
+    if restarts:
+        reader = reader.restarted([promotion.source, promotion.mirror])
+    for version in reader.syncs(3):
+        assert reader.place[0] == promotion.log.stream, "the next stream has no snapshot yet"
+        assert version in (held, end)
+    after.snapshot()
+    after.deltas(2)
+    reader.assert_reaches(after)
+    after.deltas(3)
+    reader.assert_reaches(after)
+    assert reader.predictor.status().error is None
+
+
+@pytest.mark.parametrize("position", [pytest.param("ahead", marks=_BEHIND_FOR_EVER), "at"])
+def test_follow_continues_in_the_stream_of_a_promoted_mirror(position: str) -> None:
+    promotion = Promotion("model", position)
+    predictor = promotion.reader.predictor
+    after = promotion.promote()
+    after.snapshot()
+    newest = after.deltas(2)
+    predictor.follow(poll_seconds=0.001)
+    eventually(lambda: promotion.reader.place == (after.stream, newest) and predictor.error is None, seconds=10.0)
+    predictor.stop()
+    promotion.reader.check()
+
+
+@_BOTH
+@_POSITIONS
+def test_predictors_continue_after_several_promotions_of_a_mirror(kind: Kind, position: str) -> None:
+    promotion = Promotion(kind, position)
+    log = promotion.promote()
+    for _ in range(2):
+        log.snapshot()
+        log.deltas(1)
+        log = log.promoted(promotion.mirror)
+    log.snapshot()
+    log.deltas(1)
+    promotion.reader.assert_reaches(log)
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+@pytest.mark.parametrize("has_pin_at_mirror", [False, True])
+def test_a_pin_of_the_former_stream_ends_with_the_first_snapshot_of_the_next(
+    is_ahead: bool, has_pin_at_mirror: bool
+) -> None:
+    source, destination = new_store(), new_store()
+    log = Log(source)
+    good = log.snapshot()
+    log.deltas(1)
+    mirror(source, destination)
+    log.deltas(1)
+    reader = Reader("model", [source, destination], log.rows, follows_pins=True)
+    if is_ahead:
+        reader.assert_reaches(log)
+        reader = reader.restarted([source, destination])
+    pin_version(source.inner, good)
+    if has_pin_at_mirror:
+        mirror(source, destination)
+    reader.sync()
+    assert reader.predictor.version == good
+    lose(source)
+    after = log.promoted(destination)
+    reader.syncs(5)
+    assert reader.place == (log.stream, good), "the versions after the pin are bad"
+    after.snapshot()
+    after.deltas(1)
+    reader.assert_reaches(after)
+    assert reader.predictor.status().pinned is None
+
+
+def test_an_own_rollback_lasts_until_its_release_after_a_promotion_too() -> None:
+    promotion = Promotion("model", "at")
+    reader = promotion.reader
+    reader.predictor.rollback(1)
+    after = promotion.promote()
+    after.snapshot()
+    reader.syncs(5)
+    assert reader.place == (promotion.log.stream, 1)
+    reader.predictor.release()
+    reader.assert_reaches(after)
+
+
+def test_a_stream_that_no_promotion_connects_is_not_followed() -> None:
+    promotion = Promotion("model", "ahead")
+    held = promotion.reader.place
+    other = WrappedStorage(new_store())
+    unrelated = Log(other, promotion.log.rows)
+    unrelated.deltas(3)
+    unrelated.snapshot()
+    reader = promotion.reader.restarted([promotion.source, other])
+    lose(promotion.source)
+    reader.syncs(10)
+    assert reader.place == held
