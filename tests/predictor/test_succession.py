@@ -87,6 +87,19 @@ def test_predictors_continue_in_the_stream_of_a_promoted_mirror(kind: Kind, posi
     assert reader.predictor.status().error is None
 
 
+@pytest.mark.xfail(strict=True, reason="no source qualifies that lacks the predictor's version")
+@_BOTH
+@_RESTARTS
+def test_predictors_below_the_mirror_of_a_lost_source_continue_there(kind: Kind, restarts: bool) -> None:
+    promotion = Promotion(kind, "below the start")
+    reader = promotion.reader
+    mirror(promotion.source, promotion.mirror)
+    lose(promotion.source)
+    if restarts:
+        reader = reader.restarted([promotion.source, promotion.mirror])
+    reader.assert_reaches(promotion.log)
+
+
 @pytest.mark.parametrize("position", [pytest.param("ahead", marks=_BEHIND_FOR_EVER), "at"])
 def test_follow_continues_in_the_stream_of_a_promoted_mirror(position: str) -> None:
     promotion = Promotion("model", position)
