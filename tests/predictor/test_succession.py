@@ -100,6 +100,23 @@ def test_predictors_below_the_mirror_of_a_lost_source_continue_there(kind: Kind,
     reader.assert_reaches(promotion.log)
 
 
+@pytest.mark.xfail(strict=True, reason="a predictor stays at the first source that can be read")
+@_BOTH
+@pytest.mark.parametrize("has_version", [False, True])
+def test_the_longest_mirror_of_a_lost_source_is_followed(kind: Kind, has_version: bool) -> None:
+    source, shorter, longer = new_store(), new_store(), new_store()
+    log = Log(source)
+    log.snapshot()
+    mirror(source, shorter)
+    reader = Reader(kind, [source, shorter, longer], log.rows)
+    if has_version:
+        reader.sync()
+    log.deltas(2)
+    mirror(source, longer)
+    lose(source)
+    reader.assert_reaches(log)
+
+
 @pytest.mark.parametrize("position", [pytest.param("ahead", marks=_BEHIND_FOR_EVER), "at"])
 def test_follow_continues_in_the_stream_of_a_promoted_mirror(position: str) -> None:
     promotion = Promotion("model", position)
