@@ -117,6 +117,25 @@ def test_the_longest_mirror_of_a_lost_source_is_followed(kind: Kind, has_version
     reader.assert_reaches(log)
 
 
+@pytest.mark.xfail(strict=True, reason="no source qualifies that lacks the predictor's version")
+@_BOTH
+@_RESTARTS
+def test_a_lower_number_of_the_next_stream_is_reported(
+    kind: Kind, restarts: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    promotion = Promotion(kind, "ahead")
+    held = promotion.log.deltas(8)
+    promotion.reader.assert_reaches(promotion.log)
+    after = promotion.promote()
+    reader = promotion.reader.restarted([promotion.source, promotion.mirror]) if restarts else promotion.reader
+    first = after.snapshot()
+    assert first < held
+    reader.assert_reaches(after)
+    said = [each.getMessage() for each in caplog.records]
+    assert any(str(held) in each and str(first) in each for each in said), said
+    assert str(held) in reader.predictor.status().last_resync
+
+
 @pytest.mark.parametrize("position", [pytest.param("ahead", marks=_BEHIND_FOR_EVER), "at"])
 def test_follow_continues_in_the_stream_of_a_promoted_mirror(position: str) -> None:
     promotion = Promotion("model", position)
