@@ -163,6 +163,24 @@ def test_predictors_continue_after_several_promotions_of_a_mirror(kind: Kind, po
     promotion.reader.assert_reaches(log)
 
 
+@pytest.mark.xfail(strict=True, reason="no source qualifies that lacks the predictor's version")
+@_BOTH
+def test_predictors_follow_a_chain_of_mirrors(kind: Kind) -> None:
+    """Each mirror lacks the versions that the predictor has reached when it is promoted."""
+    stores = [new_store() for _ in range(4)]
+    log = Log(stores[0])
+    log.snapshot()
+    reader = Reader(kind, stores, log.rows)
+    for lost, store in pairwise(stores):
+        mirror(lost, store)
+        log.deltas(2)
+        reader.assert_reaches(log)
+        lose(lost)
+        log = log.promoted(store)
+        log.snapshot()
+    reader.assert_reaches(log)
+
+
 @pytest.mark.parametrize("is_ahead", [False, True])
 @pytest.mark.parametrize("has_pin_at_mirror", [False, True])
 def test_a_pin_of_the_former_stream_ends_with_the_first_snapshot_of_the_next(
