@@ -181,6 +181,22 @@ def test_predictors_follow_a_chain_of_mirrors(kind: Kind) -> None:
     reader.assert_reaches(log)
 
 
+@pytest.mark.xfail(strict=True, reason="no source qualifies that lacks the predictor's version")
+@_BOTH
+def test_a_promotion_is_proven_after_retention_deleted_what_led_to_it(kind: Kind) -> None:
+    promotion = Promotion(kind, "ahead")
+    after = promotion.promote()
+    for _ in range(6):
+        after.snapshot()
+    compact(promotion.mirror.inner, fold=1e-9)
+    retain(promotion.mirror.inner, Retention(versions=1, grace_seconds=0.0), now=lambda: time.time() + 1)
+    log = StreamLog(promotion.mirror.inner)
+    found = {version: log.read(version) for version in log.versions()}
+    (fork,) = (version for version, entry in found.items() if entry is not None and entry.forked_from is not None)
+    assert fork + 2 not in found, "nothing leads from the claim of the promotion to the newest version"
+    promotion.reader.assert_reaches(after)
+
+
 @pytest.mark.parametrize("is_ahead", [False, True])
 @pytest.mark.parametrize("has_pin_at_mirror", [False, True])
 def test_a_pin_of_the_former_stream_ends_with_the_first_snapshot_of_the_next(
