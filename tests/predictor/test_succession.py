@@ -197,6 +197,22 @@ def test_a_promotion_is_proven_after_retention_deleted_what_led_to_it(kind: Kind
     promotion.reader.assert_reaches(after)
 
 
+@pytest.mark.xfail(strict=True, reason="such a mirror lacks the claim that names the former stream")
+@_BOTH
+def test_a_mirror_that_begins_after_a_promotion_proves_it(kind: Kind) -> None:
+    promotion = Promotion(kind, "ahead")
+    after = promotion.promote()
+    after.deltas(1)
+    after.snapshot()
+    third = new_store()
+    mirror(promotion.mirror, third)
+    after.deltas(2)
+    mirror(promotion.mirror, third)
+    lose(promotion.mirror)
+    reader = promotion.reader.restarted([promotion.source, promotion.mirror, third])
+    reader.assert_reaches(after)
+
+
 @pytest.mark.parametrize("is_ahead", [False, True])
 @pytest.mark.parametrize("has_pin_at_mirror", [False, True])
 def test_a_pin_of_the_former_stream_ends_with_the_first_snapshot_of_the_next(
