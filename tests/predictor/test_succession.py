@@ -213,6 +213,31 @@ def test_a_mirror_that_begins_after_a_promotion_proves_it(kind: Kind) -> None:
     reader.assert_reaches(after)
 
 
+@_BOTH
+@pytest.mark.parametrize(
+    "order",
+    [
+        pytest.param(
+            [0, 1],
+            id="source first",
+            marks=pytest.mark.xfail(strict=True, reason="other sources are read only if the present one fails"),
+        ),
+        pytest.param([1, 0], id="mirror first"),
+    ],
+)
+def test_a_promotion_is_followed_while_the_former_source_can_be_read(kind: Kind, order: list[int]) -> None:
+    promotion = Promotion(kind, "ahead")
+    after = promotion.log.promoted(promotion.mirror)
+    after.snapshot()
+    after.deltas(2)
+    urls = [promotion.source, promotion.mirror]
+    reader = promotion.reader.restarted([urls[each] for each in order])
+    reader.assert_reaches(after)
+    promotion.log.deltas(1)  # a trainer that was forgotten
+    reader.sync()
+    assert reader.place == (after.stream, after.newest)
+
+
 @pytest.mark.parametrize("is_ahead", [False, True])
 @pytest.mark.parametrize("has_pin_at_mirror", [False, True])
 def test_a_pin_of_the_former_stream_ends_with_the_first_snapshot_of_the_next(
