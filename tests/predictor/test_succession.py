@@ -238,6 +238,16 @@ def test_a_promotion_is_followed_while_the_former_source_can_be_read(kind: Kind,
     assert reader.place == (after.stream, after.newest)
 
 
+@pytest.mark.xfail(strict=True, reason="other sources are read only if the present one fails")
+@_BOTH
+def test_a_predictor_without_a_version_begins_in_the_newest_stream(kind: Kind) -> None:
+    promotion = Promotion("model", "at")
+    after = promotion.log.promoted(promotion.mirror)
+    after.snapshot()
+    reader = Reader(kind, [promotion.source, promotion.mirror], promotion.log.rows)
+    reader.assert_reaches(after)
+
+
 @pytest.mark.parametrize("is_ahead", [False, True])
 @pytest.mark.parametrize("has_pin_at_mirror", [False, True])
 def test_a_pin_of_the_former_stream_ends_with_the_first_snapshot_of_the_next(
