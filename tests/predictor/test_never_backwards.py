@@ -46,6 +46,23 @@ class Behind:
 # Mirrors that lag
 
 
+@pytest.mark.xfail(strict=True, reason="a source that lacks the position's entry counts as replaced")
+@_BOTH
+@pytest.mark.parametrize("starts_empty", [False, True], ids=["behind", "empty"])
+def test_a_restart_at_a_mirror_that_lags_continues_at_the_source(kind: Kind, starts_empty: bool) -> None:
+    behind = Behind(kind, starts_empty=starts_empty)
+    reader = behind.reader.restarted([behind.mirror, behind.source])
+    assert set(reader.syncs(4)) == {5}
+    behind.log.deltas(2)
+    reader.assert_reaches(behind.log)
+    behind.log.snapshot()
+    mirror(behind.source, behind.mirror)
+    behind.log.deltas(1)
+    mirror(behind.source, behind.mirror)
+    lose(behind.source)
+    reader.assert_reaches(behind.log)
+
+
 # Orders
 
 
