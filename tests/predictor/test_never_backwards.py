@@ -77,6 +77,27 @@ def test_follow_does_not_go_back_to_a_mirror_that_lags(kind: Kind) -> None:
     reader.check()
 
 
+@pytest.mark.xfail(strict=True, reason="a source that lacks the position's entry counts as replaced")
+@_BOTH
+@pytest.mark.parametrize("has_merged", [False, True])
+def test_a_predictor_waits_for_a_mirror_that_lags(kind: Kind, has_merged: bool) -> None:
+    behind = Behind(kind)
+    if has_merged:
+        compact(behind.mirror.inner, fold=1e-9, min_versions=1)
+    reader = behind.reader.restarted([behind.mirror])
+    for _ in range(4):
+        error = reader.sync()
+        assert reader.place == (behind.log.stream, 5)
+        assert error is not None or reader.predictor.status().lag_versions != 0, "it is not up to date for all it knows"
+    mirror(behind.source, behind.mirror, up_to=5)
+    reader.sync()
+    assert reader.place == (behind.log.stream, 5)
+    behind.log.deltas(1)
+    mirror(behind.source, behind.mirror)
+    reader.assert_reaches(behind.log)
+    assert reader.predictor.status().resyncs == 0
+
+
 # Orders
 
 
