@@ -113,6 +113,20 @@ def test_follow_reports_a_mirror_that_lags_until_it_has_caught_up(kind: Kind) ->
     reader.check()
 
 
+@pytest.mark.xfail(strict=True, reason="a source that lacks the position's entry counts as replaced")
+@_BOTH
+def test_an_old_view_right_after_a_restart_is_waited_out(kind: Kind) -> None:
+    """A replica, or a file system that caches names, shows the entries of a minute ago."""
+    behind = Behind(kind)
+    old = WrappedStorage(behind.source.inner, hides(lambda name: name in [entry_name(each) for each in (3, 4, 5)]))
+    reader = behind.reader.restarted([old])
+    assert set(reader.syncs(4)) == {5}
+    old.rules.clear()
+    behind.log.deltas(1)
+    reader.assert_reaches(behind.log)
+    assert reader.predictor.status().resyncs == 0
+
+
 # Orders
 
 
