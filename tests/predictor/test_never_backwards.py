@@ -127,6 +127,17 @@ def test_an_old_view_right_after_a_restart_is_waited_out(kind: Kind) -> None:
     assert reader.predictor.status().resyncs == 0
 
 
+@pytest.mark.xfail(strict=True, reason="a source that lacks the position's entry counts as replaced")
+@_BOTH
+def test_a_running_predictor_does_not_go_back_with_its_only_url(kind: Kind) -> None:
+    behind = Behind(kind)
+    later = hides(lambda name: name in [entry_name(each) for each in (3, 4, 5)])
+    with behind.source.under(later):
+        assert set(behind.reader.syncs(4)) == {5}
+    behind.log.deltas(1)
+    behind.reader.assert_reaches(behind.log)
+
+
 # Orders
 
 
