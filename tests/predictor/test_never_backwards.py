@@ -163,6 +163,22 @@ def test_an_own_rollback_leads_back_at_a_mirror_that_lags(kind: Kind) -> None:
     assert set(reader.syncs(3)) == {2}
 
 
+@pytest.mark.xfail(strict=True, reason="pins are read from the present source only")
+@_BOTH
+def test_a_pin_that_only_one_url_has_is_followed(kind: Kind) -> None:
+    """The mirror begins above the pinned version, so that it never gets the pin."""
+    source, destination = new_store(), new_store()
+    log = Log(source)
+    log.snapshot()
+    log.snapshot()
+    mirror(source, destination)
+    log.deltas(1)
+    pin_version(source.inner, 1)
+    mirror(source, destination)
+    reader = Reader(kind, [destination, source], log.rows, follows_pins=True)
+    assert reader.syncs(4)[-1] == 1
+
+
 # Logs that were restored from a copy
 
 
