@@ -204,6 +204,30 @@ class Restored:
         return Log(self.store, self.log.rows)
 
 
+@pytest.mark.xfail(strict=True, reason="an older copy is followed before it has rows of a later generation")
+@_BOTH
+@pytest.mark.parametrize("restarts", [False, True], ids=["running", "restarted"])
+@pytest.mark.parametrize("version", [4, 5, 9])
+def test_a_log_restored_from_a_copy_is_followed_at_the_next_generation(
+    kind: Kind, restarts: bool, version: int, tmp_path: Path
+) -> None:
+    restored = Restored(kind, tmp_path / "stream", version)
+    reader = restored.reader.restarted([restored.store]) if restarts else restored.reader
+    assert set(reader.syncs(4)) == {version}, "the copy is older"
+    after = restored.continued()
+    assert set(reader.syncs(4)) == {version}, "a claim has no rows"
+    after.snapshot()
+    after.deltas(1)
+    for _ in range(4):
+        reader.sync()
+    # Rows are of the next generation, of which the number may be lower.
+    assert reader.place == (after.stream, after.newest)
+    after.deltas(6)
+    reader.assert_reaches(after)
+    held = str(version)
+    assert held in reader.predictor.status().last_resync
+
+
 # Copies that lack an object
 
 
