@@ -228,6 +228,24 @@ def test_a_log_restored_from_a_copy_is_followed_at_the_next_generation(
     assert held in reader.predictor.status().last_resync
 
 
+@pytest.mark.xfail(strict=True, reason="a source that lacks the position's entry counts as replaced")
+@_BOTH
+def test_a_log_restored_from_a_copy_at_one_url_is_not_followed_while_another_has_more(
+    kind: Kind, tmp_path: Path
+) -> None:
+    source, destination = new_store(), new_store()
+    log = Log(source)
+    log.snapshot()
+    log.deltas(3)
+    mirror(source, destination)
+    reader = Reader(kind, [source, destination], log.rows)
+    reader.assert_reaches(log)
+    for version in (3, 4):
+        source.inner.delete(entry_name(version))
+    assert set(reader.syncs(4)) == {4}
+    assert set(reader.restarted([source, destination]).syncs(4)) == {4}
+
+
 # Copies that lack an object
 
 
