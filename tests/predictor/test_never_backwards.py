@@ -312,6 +312,22 @@ def test_what_one_url_lacks_is_read_from_another(kind: Kind, fault: str, start: 
     reader.assert_reaches(log)
 
 
+@pytest.mark.xfail(strict=True, reason="a missing or damaged object is no failure of a source")
+@_BOTH
+def test_a_part_that_each_url_lacks_elsewhere_is_read_from_the_other(kind: Kind) -> None:
+    """No url has all versions, but together they have."""
+    first, second = new_store(), new_store()
+    log = Log(first)
+    log.snapshot()
+    log.deltas(4)
+    mirror(first, second)
+    _lose_part(first, 3)
+    _flip_part(second, 4)
+    reader = Reader(kind, [first, second], log.rows)
+    reader.assert_reaches(log)
+    assert reader.predictor.status().resyncs == 0
+
+
 def test_a_part_that_no_url_has_stops_the_predictor_before_it() -> None:
     first, second = new_store(), new_store()
     log = Log(first)
