@@ -350,6 +350,26 @@ def _texts(predictor: Predictor) -> str:
     return " ".join(each for each in asdict(predictor.status()).values() if isinstance(each, str))
 
 
+@pytest.mark.xfail(strict=True, reason="pins are not read without follows_pins")
+def test_a_predictor_says_that_it_does_not_follow_a_pin(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    store = new_store()
+    log = Log(store)
+    log.snapshot()
+    log.deltas(3)
+    reader = Reader("model", [store], log.rows)
+    reader.assert_reaches(log)
+    assert "pin" not in _texts(reader.predictor)
+    pin_version(store.inner, 2)
+    reader = reader.restarted([store])
+    log.deltas(1)
+    assert reader.syncs(4)[-1] == log.newest
+    assert re.search(r"\bpin.*\b2\b|\b2\b.*\bpin", _texts(reader.predictor))
+    said = [each for each in caplog.records if each.name.startswith("delta_tracker") and "pin" in each.getMessage()]
+    said = [each for each in said if each.levelno >= logging.WARNING]
+    assert len(said) == 1, [each.getMessage() for each in said]
+
+
 # What is there, but cannot be read
 
 
