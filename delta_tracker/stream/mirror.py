@@ -30,6 +30,7 @@ from delta_tracker.errors import (
     NoSnapshotError,
     SourceGapError,
     StorageError,
+    StreamError,
 )
 from delta_tracker.stream.cursor import StreamCursor
 from delta_tracker.stream.format.digests import PieceHasher
@@ -111,6 +112,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         self._num_pins = 0  # that this object has copied, or found at the destination
         self._waits_after = -1  # malformed version that was logged
         self._num_copied = 0
+        self._has_waited = False  # for the first snapshot
 
     @property
     def head(self) -> Manifest | None:
@@ -128,7 +130,8 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
                 entry. It is a :class:`SourceGapError` if the source has lost the entry. Nothing was changed.
             CorruptPartError: if an object of the source does not match its entry.
             MalformedError: if an entry does not follow the format.
-            StorageError: if a store fails. Call again to continue.
+            StorageError: if a store fails, or the source has no entries any more, for example because its volume is
+                not mounted. Call again to continue.
         """
         try:
             return self._step()
@@ -265,6 +268,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
             self._is_checked = True
         version = self._first() if self._head is None else self._head.version + 1
         if version is None:
+            self._log_wait()
             return False
         name = entry_name(version)
         data = self._read_entry(name) if self._from.may_have(version) else None
@@ -289,6 +293,12 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         self._point_at(entry)
         self._num_copied += 1
         return True
+
+    def _log_wait(self) -> None:
+        """Log once that an empty destination waits for the first snapshot of the source."""
+        if not self._has_waited:
+            self._has_waited = True
+            _logger.warning("waiting for the first snapshot: url=%s", self._source.url)
 
     def _point_at(self, entry: Manifest) -> None:
         if self._pointer is not None:
@@ -440,9 +450,10 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
             raise self._diverged(head.version, "the entries have other bytes")
         has_newer = bool(self._from.versions(after=head.version))
         if data is None and not has_newer:
-            raise self._diverged(head.version, "the source has neither this version nor a newer one")
+            raise self._emptied() or self._diverged(head.version, "the source has neither this version nor a newer one")
         if has_newer and self._read_entry(entry_name(head.version + 1)) is None:
             raise self._gone(head.version + 1)
+        self._from.check_pointer()
         self._checked_at = time.monotonic()
 
     def _copy_merged(self, merged: Merged, head: Manifest) -> bool:
@@ -478,10 +489,10 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
                 except CorruptPartError as again:
                     raise self._explained(entry, again) from again
 
-    def _explained(self, entry: Manifest, error: CorruptPartError) -> CorruptPartError | MirrorDivergedError:
+    def _explained(self, entry: Manifest, error: CorruptPartError) -> StreamError:
         """Return the error for an object that cannot be copied."""
         if entry.merges is None and (self._from.read(entry.version) is None or self._from.precedes_claim(entry)):
-            return self._diverged(entry.version, "the source has deleted this version")
+            return self._emptied() or self._diverged(entry.version, "the source has deleted this version")
         return error.advising(_REPAIR)
 
     def _is_there(self, stored: Part | Stored) -> bool:
@@ -553,13 +564,25 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         array = self._entries.read(name, max_bytes=MAX_PIN_BYTES)
         return None if array is None else array.tobytes()
 
-    def _gone(self, version: int) -> MirrorDivergedError:
+    def _gone(self, version: int) -> MirrorDivergedError | StorageError:
         """Return the error for a version that the source lacks. Retention deletes only versions below a snapshot."""
+        if (emptied := self._emptied()) is not None:
+            return emptied
         snapshot = self._from.newest_snapshot()
         if snapshot is None or snapshot.version < version:
             is_there = self._read_entry(entry_name(version)) is not None  # a claim, whose successor is missing
             return SourceGapError(self._source.url, self._destination.url, version + 1 if is_there else version)
         return self._diverged(version, "the source has deleted this version")
+
+    def _emptied(self) -> StorageError | None:
+        """Return the error for a source that has no entry any more; None if it has one.
+
+        It may be on a volume that is not mounted, so the mirror waits.
+        """
+        if self._from.versions():
+            return None
+        remedy = "Mount its volume, or correct its url: the mirror continues once the source has its entries again"
+        return StorageError(self._source.url, "it has no entries, although some were copied from it", remedy)
 
     def _diverged(self, version: int, reason: str) -> MirrorDivergedError:
         return MirrorDivergedError(self._source.url, self._destination.url, version, reason)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from delta_tracker.errors import (
     MalformedError,
     MirrorDivergedError,
     StorageError,
+    UnreadablePointerError,
 )
 from delta_tracker.stream import mirror as mirror_module
 from delta_tracker.stream.cursor import StreamCursor
@@ -34,9 +36,10 @@ from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import StateSpec, TableStates
 from tests.predictor.cache_server import cache_server
 from tests.predictor.pointed import point_at_the_head
-from tests.stores.rules import calls, fails, nth, on
+from tests.stores.rules import after, calls, fails, hides, nth, on
 from tests.stores.wrapped import Operation, WrappedStorage
 from tests.stream.streams import FQN, Writer
+from tests.waiting import eventually
 
 _ALL = Retention(versions=1, grace_seconds=0.0)
 _PREFIXES = ("log", "merged", "parts", "control", "predictors", "publishers", "drafts", "probe")
@@ -215,9 +218,88 @@ def test_a_mirror_stops_at_another_stream(writer: Writer) -> None:
     before = everything(destination)
     with pytest.raises(MirrorDivergedError, match="the entries have other bytes"):
         Mirror(other.storage, destination).step()
+    shorter = Writer(Storage("memory://"))
+    shorter.snapshot()
     with pytest.raises(MirrorDivergedError, match="neither this version nor a newer one"):
-        Mirror(Storage("memory://"), destination).step()
+        Mirror(shorter.storage, destination).step()
     assert everything(destination) == before
+
+
+@pytest.mark.advice("StorageError: Mirror._emptied")
+@pytest.mark.parametrize("is_emptied", [False, True], ids=["missing", "mount point"])
+@pytest.mark.parametrize("restarts", [False, True], ids=["running", "restarted"])
+def test_a_mirror_waits_for_a_source_that_is_not_mounted(
+    tmp_path: Path,
+    is_emptied: bool,
+    restarts: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mirror_module, "_CHECK_SECONDS", 0.0)
+    path = tmp_path / "source"
+    writer, destination = Writer(Storage(path.as_uri(), create=True, fsync=False)), Storage("memory://")
+    writer.snapshot()
+    mirror = Mirror(Storage(path.as_uri()), destination)
+    copy(mirror)
+    writer.delta([1])
+    away = path.rename(tmp_path / "away")
+    if is_emptied:
+        path.mkdir()
+    if restarts:
+        mirror = Mirror(Storage(path.as_uri()), destination)
+    stop = threading.Event()
+    thread = threading.Thread(target=mirror.run, kwargs={"stop": stop, "poll_seconds": 0.001})
+    thread.start()
+    try:
+        eventually(lambda: "it has no entries, although some were copied from it. Mount its volume" in caplog.text)
+        if is_emptied:
+            path.rmdir()
+        away.rename(path)
+        eventually(lambda: entries(destination) == [1, 2])
+    finally:
+        stop.set()
+        thread.join()
+    assert table_at(destination) == (2, pytest.approx(writer.table))
+
+
+def test_a_source_that_vanishes_during_a_copy_is_waited_for(writer: Writer) -> None:
+    """Whichever operation is the first that finds nothing."""
+    source = WrappedStorage(writer.storage)
+    copy(Mirror(source, Storage("memory://")))
+    for number in range(1, source.count() + 1):
+        source, destination = WrappedStorage(writer.storage), Storage("memory://")
+        source.rules.append(hides(lambda _: True, after(number)))
+        mirror = Mirror(source, destination)
+        with suppress(StorageError):
+            while mirror.step():
+                pass
+        source.rules.clear()
+        copy(mirror)
+        assert entries(destination) == [2, 3, 4, 5]
+
+
+def test_an_empty_destination_says_that_it_waits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    mirror = Mirror(Storage((tmp_path / "source").as_uri()), Storage("memory://"))
+    for _ in range(3):
+        assert not mirror.step()
+    assert [each.getMessage() for each in caplog.records] == [
+        f"waiting for the first snapshot: url={(tmp_path / 'source').as_uri()}"
+    ]
+
+
+def test_a_page_instead_of_the_pointer_of_the_source_is_reported(writer: Writer) -> None:
+    point_at_the_head(writer.storage)
+    with cache_server(writer.storage) as cache:
+        destination = Storage("memory://")
+        copy(Mirror(Storage(cache.url), destination))
+        writer.delta([1])
+        writer.storage.replace(POINTER_NAME, b"<html>Please log in</html>")
+        for target in (destination, Storage("memory://")):
+            with pytest.raises(UnreadablePointerError, match="an HTML or XML page: '<html>Please log in"):
+                copy(Mirror(Storage(cache.url), target))
+        point_at_the_head(writer.storage)
+        copy(Mirror(Storage(cache.url), destination))
+        assert entries(destination)[-1] == 6
 
 
 def test_a_mirror_stops_at_an_entry_that_does_not_follow(writer: Writer) -> None:
