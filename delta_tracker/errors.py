@@ -757,7 +757,7 @@ class FollowingError(InterruptedRestoreError):
 
 
 class LivePublisherError(StreamError, RuntimeError):
-    """The stream at ``url`` was not claimed, because its publisher of generation ``generation`` may be alive.
+    """The publisher of generation ``generation`` of the stream at ``url`` may be alive, so it was not replaced.
 
     ``version`` is the newest version, and ``seconds`` the time since the publisher's last sign of life, by the store's
     clock. It is None if the version was committed during the call.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Sequence
 
@@ -9,15 +10,20 @@ import click
 
 from delta_tracker.cli.entries import Entry
 from delta_tracker.cli.numbers import Number
+from delta_tracker.cli.output import Output
+from delta_tracker.cli.silence import SILENCE_SECONDS, live_publisher, look
 from delta_tracker.cli.stream_command import Stream, store_options, stream_command
 from delta_tracker.cli.text import size
-from delta_tracker.errors import NoSnapshotError
+from delta_tracker.errors import InvalidArgumentError, NoSnapshotError, StorageError
 from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.retention import Retention
 from delta_tracker.stream.mirror import Mirror
 from delta_tracker.stream.promotion import promote
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.stream.storage.url import default_poll_seconds
+
+_logger = logging.getLogger(__name__)
 
 _HELP = """Copy the stream at URL to DST and follow it, until Ctrl-C.
 
@@ -25,14 +31,17 @@ DST is a bucket or directory. Its log has the same bytes as the source's, from t
 that an entry names is copied before the entry. An interrupted mirror continues where it stopped. If DST is not a prefix
 of URL, or URL has lost a version, the command stops with exit code 1. Run one mirror per DST.
 
-With --promote, URL is the mirror, and nothing is copied: a new stream starts after its newest entry. Stop the mirror
-and restore the trainer from it before.
+With --promote, nothing is copied: a new stream starts after the newest entry of DST, and takes the predictors of both
+urls. Stop the trainer and the mirror, and restore the trainer from DST before. If the newest entry of URL or the last
+heartbeat of its publisher is younger than --silence, nothing is promoted without --force. A publisher of versions
+without states leaves no heartbeats: pass more than the time between its versions. A URL that cannot be read is lost,
+so its publisher is not looked for. With --force, URL may be the mirror, without DST.
 
 \b
 Examples:
   delta-tracker mirror s3://bucket/ctr s3://other/ctr --dst-option region=eu-west-1
   delta-tracker mirror https://cache/ctr file:///streams/ctr --keep-versions 1000
-  delta-tracker mirror s3://other/ctr --promote
+  delta-tracker mirror s3://bucket/ctr s3://other/ctr --promote
 """
 
 
@@ -49,22 +58,39 @@ Examples:
     metavar="NAME=VALUE",
     help="Option of the remote store at DST, see --option.",
 )
-@click.option("--promote", "promotes", is_flag=True, help="Start a new stream at the mirror URL.")
-def command(
+@click.option("--promote", "promotes", is_flag=True, help="Start a new stream at DST, a mirror of URL.")
+@click.option("--force", "is_forced", is_flag=True, help="Promote even if the publisher of URL may be alive.")
+@click.option(
+    "--silence",
+    metavar="SECONDS",
+    type=Number(0),
+    help="With --promote: time without an entry or a heartbeat after which the publisher counts as dead. Default: "
+    f"{SILENCE_SECONDS:g}.",
+)
+def command(  # noqa: PLR0913  the options of the command
     stream: Stream,
     dst: str | None,
     dst_options: Sequence[str],
     poll: float | None,
     keep_versions: int | None,
+    silence: float | None,
     *,
     once: bool,
     promotes: bool,
+    is_forced: bool,
 ) -> int:
     """Copy the stream until Ctrl-C, or with ``once`` up to its newest version, and print each copied entry."""
     if promotes:
-        if dst is not None or dst_options or poll is not None or keep_versions is not None or once:
-            raise click.UsageError("Pass only the URL of the mirror with --promote.")
-        return _promote(stream)
+        if poll is not None or keep_versions is not None or once:
+            raise click.UsageError("Omit --once, --poll and --keep-versions with --promote.")
+        if dst is None and not is_forced:
+            raise click.UsageError("Pass URL and DST with --promote, or only the URL of the mirror and --force.")
+        found = stream.storage if dst is None else Storage(dst, options=store_options(dst_options, "--dst-option"))
+        if not is_forced:
+            _refuse_live_source(stream, found, SILENCE_SECONDS if silence is None else silence)
+        return _promote(stream.out, found)
+    if is_forced or silence is not None:
+        raise click.UsageError("Pass --force and --silence only with --promote.")
     if dst is None:
         raise click.UsageError("Pass DST, the URL of the copy.")
     if once:
@@ -88,13 +114,42 @@ def command(
     return 0
 
 
-def _promote(stream: Stream) -> int:
-    fork = promote(stream.storage)
+def _refuse_live_source(stream: Stream, mirror: Storage, silence: float) -> None:
+    """Return if the publisher of a mirror's source is silent, or if the source is lost.
+
+    Raises:
+        LivePublisherError: if the publisher may be alive.
+        InvalidArgumentError: if ``mirror`` is no mirror of the source, the source is read over http, or ``silence`` is
+            too short.
+        StorageError: if the source can be read, but not written to find its time.
+    """
+    if stream.storage.is_read_only:
+        raise InvalidArgumentError("URL", stream.storage.url, "Pass the url of the bucket or directory, or --force")
+    copied = StreamLog(mirror).head()
+    try:
+        head = stream.log.head()
+    except StorageError as error:
+        _logger.warning("the source is lost, so its publisher is not looked for: %s", error)
+        return
+    if head is None or copied is None:  # promote() names a mirror without a stream
+        return
+    if head.stream != (copied.stream if copied.forked_from is None else copied.forked_from.stream):
+        raise InvalidArgumentError("DST", mirror.url, f"Pass a mirror of {stream.storage.url}")
+    signs = look(stream.storage)
+    if signs is not None and (alive := live_publisher(stream.storage, signs, silence)) is not None:
+        raise alive.advising(
+            f"Stop that trainer, and repeat the command {silence:g} s later; --force promotes at once, and takes its "
+            "predictors"
+        )
+
+
+def _promote(out: Output, mirror: Storage) -> int:
+    fork = promote(mirror)
     assert fork.forked_from is not None, "promote() returns a fork"
-    if stream.out.is_json:
-        stream.out.json(
+    if out.is_json:
+        out.json(
             {
-                "url": stream.storage.url,
+                "url": mirror.url,
                 "stream": fork.stream,
                 "version": fork.version,
                 "generation": fork.generation,
@@ -106,7 +161,7 @@ def _promote(stream: Stream) -> int:
             }
         )
     else:
-        stream.out.line(
+        out.line(
             f"version {fork.version} starts the stream {fork.stream}, forked from version {fork.forked_from.version} "
             f"of {fork.forked_from.stream}. Build a publisher with this URL"
         )

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 
 import click
 from click.core import ParameterSource
 
 from delta_tracker.cli.numbers import Number
+from delta_tracker.cli.silence import SILENCE_SECONDS, live_publisher, look
 from delta_tracker.cli.stream_command import Stream, stream_command
 from delta_tracker.cli.text import duration
-from delta_tracker.errors import InvalidArgumentError, LivePublisherError
+from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.stream.format.manifest import Manifest
-from delta_tracker.stream.heartbeat import heartbeat_path
-from delta_tracker.stream.liveness import Liveness
 from delta_tracker.stream.takeover_request import cancel_takeover, request_takeover
 
 _LOOK_SECONDS = 0.5
@@ -43,7 +41,7 @@ Examples:
 @click.option("--force", "is_forced", is_flag=True, help="Request the takeover even if the publisher is alive.")
 @click.option(
     "--silence",
-    default=30.0,
+    default=SILENCE_SECONDS,
     metavar="SECONDS",
     type=Number(0),
     help="Time without an entry or a heartbeat after which the publisher counts as dead.",
@@ -90,23 +88,11 @@ def _silent_head(stream: Stream, silence: float) -> tuple[Manifest, float | None
     Raises:
         LivePublisherError: if they are below ``silence``.
     """
-    head = stream.head()
-    name = f"takeover-command-{secrets.token_hex(4)}"  # two commands may run at the same time
-    liveness = Liveness(stream.storage, name)
-    try:
-        signs = liveness.look()
-    finally:
-        stream.storage.delete(heartbeat_path(name))  # it is not a predictor
+    head, signs = stream.head(), look(stream.storage)
     if signs is None:
         return head, None
-    if signs.heartbeat_seconds is not None and silence < signs.heartbeat_seconds:
-        remedy = (
-            f"Pass more than {signs.heartbeat_seconds:g} s, the time between the publisher's heartbeats, or --force"
-        )
-        raise InvalidArgumentError("--silence", silence, remedy)
-    if signs.silent_seconds < silence:
-        head = signs.head
-        raise LivePublisherError(stream.storage.url, head.generation, head.version, signs.silent_seconds)
+    if (alive := live_publisher(stream.storage, signs, silence)) is not None:
+        raise alive
     return signs.head, signs.silent_seconds
 
 

@@ -11,9 +11,10 @@ from delta_tracker.stream.storage.storage import Storage
 def promote(storage: Storage) -> Manifest:
     """Start a new stream after the newest entry of a log, so that a publisher can continue there.
 
-    Stop the mirror first, and restore the trainer from the mirror before the call: afterwards the log has no snapshot
-    of the new stream to restore from. Then build the publisher, whose first version is a snapshot. Predictors keep
-    their rows until this snapshot, and continue from it.
+    Stop the former trainer and the mirror first: this function does not look for the publisher of the source, as
+    ``delta-tracker mirror --promote`` does. Restore the trainer from the mirror before the call: afterwards the log has
+    no snapshot of the new stream to restore from. Then build the publisher, whose first version is a snapshot.
+    Predictors keep their rows until this snapshot, and continue from it.
 
     The call is idempotent: if the newest entry has started a stream after another one, it is returned.
 

@@ -374,7 +374,7 @@ class World:
         self.trainer.discard()
         self._standby = None
         said = self._restore(store, choice) if self._schedule.states and choice % 2 else "continues"
-        code, text = self._command("mirror", "--promote", store.url, "--json")
+        code, text = self._command("mirror", self._primary.url, store.url, "--promote", "--json")
         if code != 0 and not store.following(newest.version):
             return text
         fork = store.following(newest.version)[0]
