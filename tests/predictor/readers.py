@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 
 from delta_tracker import Predictor
-from delta_tracker.errors import StreamError
+from delta_tracker.errors import SinkError, StreamError
 from delta_tracker.stream.mirror import Mirror
 from delta_tracker.stream.promotion import promote
 from delta_tracker.stream.storage.storage import Storage
@@ -113,17 +114,22 @@ class Reader:
         self._published, self._options = published, options
         self._table = torch.full((_NUM_ROWS, 4), -1.0)
         self._stored = Stored() if stored is None else stored
-        model: Any = MemorySink(self._stored) if kind == "row store" else {FQN: self._table}
-        self.predictor = Predictor(model, urls, **options)
+        self._sink = MemorySink(self._stored) if kind == "row store" else None
+        self.predictor = Predictor(self._sink or {FQN: self._table}, urls, **options)
 
     @property
     def place(self) -> tuple[str | None, int | None]:
         """Stream and version that the predictor reports."""
         return self.predictor.status().stream, self.predictor.version
 
-    def restarted(self, urls: list[WrappedStorage]) -> Self:
-        """Return the predictor of another process, which continues with the rows and the saved position of this one."""
-        after = type(self)(self.kind, urls, self._published, stored=self._stored, **self._options)
+    def restarted(self, urls: list[WrappedStorage], **options: Any) -> Self:
+        """Return the predictor of another process, which continues with the rows and the saved position of this one.
+
+        Args:
+            urls: stores that it reads.
+            options: further arguments of the predictor.
+        """
+        after = type(self)(self.kind, urls, self._published, stored=self._stored, **self._options, **options)
         if self.kind == "model":
             after._table.copy_(self._table)
             after.predictor.load_state_dict(self.predictor.state_dict())
@@ -138,6 +144,15 @@ class Reader:
             error = found
         self.check()
         return error
+
+    def interrupt(self, *, after: int) -> None:
+        """Call ``sync()`` of a predictor of a row store that fails after a number of operations."""
+        assert self._sink is not None
+        self._sink.fails_after = after
+        for _ in range(4):  # of which the first may only find that a store fails
+            with suppress(StreamError, SinkError):
+                self.predictor.sync()
+        self._sink.fails_after = None
 
     def syncs(self, count: int) -> list[int | None]:
         """Call :meth:`sync` several times, and return the version after each call."""

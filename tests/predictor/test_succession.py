@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 
+from delta_tracker.predictor.canary import Canary
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
@@ -276,6 +277,36 @@ def test_a_pin_of_the_former_stream_ends_with_the_first_snapshot_of_the_next(
     after.deltas(1)
     reader.assert_reaches(after)
     assert reader.predictor.status().pinned is None
+
+
+@_BOTH
+@_POSITIONS
+def test_a_canary_continues_behind_the_newest_version_of_the_next_stream(kind: Kind, position: str) -> None:
+    promotion = Promotion(kind, position)
+    after = promotion.promote()
+    reader = promotion.reader.restarted([promotion.source, promotion.mirror], canary=Canary(versions=2))
+    first = after.snapshot()
+    reader.syncs(6)
+    assert reader.place[0] == promotion.log.stream, "the snapshot is too new"
+    after.deltas(2)
+    reader.syncs(6)
+    assert reader.place == (after.stream, first)
+    after.deltas(1)
+    reader.syncs(2)
+    assert reader.place == (after.stream, first + 1)
+
+
+@_POSITIONS
+@pytest.mark.parametrize("restarts", [False, True], ids=["running", "restarted"])
+def test_an_interrupted_move_to_the_next_stream_is_completed(position: str, restarts: bool) -> None:
+    promotion = Promotion("row store", position)
+    reader, after = promotion.reader, promotion.promote()
+    after.snapshot()
+    for number in (0, 1, 10, 20, 21, 22):
+        reader.interrupt(after=number)
+        if restarts:
+            reader = reader.restarted([promotion.source, promotion.mirror])
+    reader.assert_reaches(after)
 
 
 def test_an_own_rollback_lasts_until_its_release_after_a_promotion_too() -> None:
