@@ -16,7 +16,7 @@ from delta_tracker import Predictor
 from delta_tracker.errors import StorageError, StreamError
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
-from delta_tracker.stream.rollback import pin_version
+from delta_tracker.stream.rollback import pin_version, release_pin
 from delta_tracker.stream.storage.storage import Storage
 from tests.predictor.readers import KINDS, Kind, Log, Reader, lose, mirror, new_store
 from tests.predictor.serving import eventually
@@ -114,6 +114,18 @@ def test_follow_reports_a_mirror_that_lags_until_it_has_caught_up(kind: Kind) ->
 
 
 @pytest.mark.xfail(strict=True, reason="a source that lacks the position's entry counts as replaced")
+def test_a_position_of_an_older_release_does_not_lead_back() -> None:
+    """It has no generation."""
+    behind = Behind("model")
+    reader = behind.reader.restarted([behind.mirror, behind.source])
+    state = behind.reader.predictor.state_dict()
+    reader.predictor.load_state_dict({name: state[name] for name in ("stream", "version", "xxh3")})
+    assert set(reader.syncs(4)) == {5}
+    behind.log.deltas(1)
+    reader.assert_reaches(behind.log)
+
+
+@pytest.mark.xfail(strict=True, reason="a source that lacks the position's entry counts as replaced")
 @_BOTH
 def test_an_old_view_right_after_a_restart_is_waited_out(kind: Kind) -> None:
     """A replica, or a file system that caches names, shows the entries of a minute ago."""
@@ -177,6 +189,31 @@ def test_a_pin_that_only_one_url_has_is_followed(kind: Kind) -> None:
     mirror(source, destination)
     reader = Reader(kind, [destination, source], log.rows, follows_pins=True)
     assert reader.syncs(4)[-1] == 1
+
+
+@pytest.mark.xfail(strict=True, reason="the counter of a release is not saved, nor read from other sources")
+@_BOTH
+@pytest.mark.parametrize("is_lost", [False, True], ids=["source there", "source lost"])
+def test_a_pin_that_was_released_is_not_followed_at_a_mirror_that_lags(kind: Kind, is_lost: bool) -> None:
+    source, destination = new_store(), new_store()
+    log = Log(source)
+    log.snapshot()
+    log.deltas(2)
+    reader = Reader(kind, [source], log.rows, follows_pins=True)
+    reader.assert_reaches(log)
+    pin_version(source.inner, 2)
+    mirror(source, destination)
+    reader = reader.restarted([source])
+    assert reader.syncs(2)[-1] == 2
+    log.snapshot()
+    release_pin(source.inner)
+    log.deltas(1)
+    reader = reader.restarted([source])
+    reader.assert_reaches(log)
+    if is_lost:
+        lose(source)
+    reader = reader.restarted([destination, source])
+    assert set(reader.syncs(4)) == {log.newest}
 
 
 # Logs that were restored from a copy
