@@ -1,9 +1,9 @@
 """Mirror of a stream: a copy of its entries and objects in another store, which follows the source.
 
 The log of the destination is always a contiguous range of the source's log with the same bytes, from a snapshot on, and
-every object that it names is complete. So readers may use it at any time, and a mirror that was killed continues where
-it stopped. A mirror only reads the source, and never claims the destination: if another program appends to it, the
-mirror stops.
+every object that it names is complete. Below it are only the claims that started its stream and former ones. So readers
+may use it at any time, and a mirror that was killed continues where it stopped. A mirror only reads the source, and
+never claims the destination: if another program appends to it, the mirror stops.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import logging
 import random
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -113,6 +115,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         self._waits_after = -1  # malformed version that was logged
         self._num_copied = 0
         self._has_waited = False  # for the first snapshot
+        self._has_claims = False  # that were copied by copy_claims()
 
     @property
     def head(self) -> Manifest | None:
@@ -149,6 +152,39 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         if head is None:
             return 0
         return sum(self._copy_merged(each, head) for each in _useful(self._from.merged(), head, set(self._to.merged())))
+
+    def copy_claims(self) -> int:
+        """Copy the claims that prove which former streams the stream continues, and return their number.
+
+        A destination that begins after a promotion lacks them, and readers of a former stream need them to continue.
+
+        Raises:
+            MirrorDivergedError: if the destination has another entry with this name.
+            StorageError: as :meth:`step`.
+        """
+        if self._head is None:
+            return 0
+        listed, stream, num_copied = self._from.versions(), self._head.stream, 0
+        while True:
+            index = bisect_left(listed, True, key=lambda version: self._belongs(version, stream))
+            fork = self._from.read(listed[index]) if index < len(listed) else None
+            if fork is None or fork.forked_from is None:
+                return num_copied
+            name = entry_name(fork.version)
+            if self._destination.size(name) is None and (data := self._read_entry(name)) is not None:
+                self._create(name, data, fork.version)
+                num_copied += 1
+            listed, stream = listed[:index], fork.forked_from.stream
+
+    def _belongs(self, version: int, stream: str) -> bool:
+        """Return True if the entry of a version of the source, or the next readable one, belongs to a stream."""
+        while self._head is not None and version <= self._head.version:
+            with suppress(MalformedError):
+                entry = self._from.read(version)
+                if entry is not None:
+                    return entry.stream == stream
+            version += 1
+        return True
 
     def copy_pins(self) -> int:
         """Copy the pins of the source in the order of their counters, and return their number.
@@ -249,6 +285,9 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
                 self._merged_at = now
                 if self.copy_merged():
                     self._rescan()
+                if not self._has_claims:
+                    self.copy_claims()
+                    self._has_claims = True
             if is_due or now - self._pinned_at >= _PIN_SECONDS:
                 self._pinned_at = now
                 self.copy_pins()

@@ -82,11 +82,12 @@ def lose(storage: WrappedStorage) -> None:
 
 
 def mirror(source: WrappedStorage, destination: WrappedStorage, *, up_to: int | None = None) -> None:
-    """Copy the entries and pins that a mirror lacks, up to a version if one is given."""
+    """Copy the entries, claims of promotions and pins that a mirror lacks, up to a version if one is given."""
     copier = Mirror(source.inner, destination.inner)
     while (up_to is None or copier.head is None or copier.head.version < up_to) and copier.step():
         pass
     copier.copy_merged()
+    copier.copy_claims()
     copier.copy_pins()
 
 

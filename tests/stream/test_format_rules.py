@@ -61,6 +61,9 @@ _RULES = {
     "It MUST keep the head and the head's parent": [
         "stream/test_retention.py::test_versions_beyond_a_bound_are_removed"
     ],
+    "Of former streams, it MUST keep the claims with `forked_from`": [
+        "stream/test_promotion.py::test_a_mirror_that_begins_after_promotions_has_their_claims"
+    ],
     "It MUST also keep each claim": [
         "stream/test_retention.py::test_claims_and_the_entries_before_them_stay_without_parts",
         "stream/test_sleepers.py::test_no_late_entry_counts_wherever_a_publisher_sleeps_or_dies",

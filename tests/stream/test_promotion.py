@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from dataclasses import replace
 
@@ -186,6 +187,43 @@ def test_a_fork_can_be_mirrored(writer: Writer) -> None:
     predictor, table = predictor_of(copy)
     predictor.sync()
     assert torch.equal(table, second.table)
+
+
+@pytest.mark.parametrize("has_late_claim", [False, True])
+def test_a_mirror_that_begins_after_promotions_has_their_claims(writer: Writer, has_late_claim: bool) -> None:
+    _, destination = mirrored(writer)
+    forks = []
+    for _ in range(3):
+        forks.append(promote(destination))
+        last = Writer(destination)
+        if len(forks) == 2:
+            suspended = Storage("memory://")
+            for name in destination.names("log"):
+                suspended.create(name, destination.read(name, max_bytes=1 << 20).tobytes())
+            late = StreamLog(suspended).claim().head
+        last.snapshot()
+        last.delta([1])
+    for _ in range(4):
+        last.snapshot()
+    retain(destination, _ALL, now=lambda: time.time() + 1)
+    if has_late_claim:  # of a publisher that was suspended, under a name that retention has made free
+        assert destination.create(entry_name(late.version), late.to_json())
+    copy = Storage("memory://")
+    Mirror(destination, copy).run(stop=threading.Event(), poll_seconds=0.001, once=True)
+    log = StreamLog(copy)
+    assert [log.read(each.version) for each in forks] == forks
+    assert log.head() == last.claim.head
+    assert Mirror(destination, copy).copy_claims() == 0
+    last.delta([2])
+    retain(copy, _ALL, now=lambda: time.time() + 1)
+    again, third = Mirror(destination, copy), Storage("memory://")
+    for mirror in (again, Mirror(copy, third)):
+        mirror.run(stop=threading.Event(), poll_seconds=0.001, once=True)
+    for storage in (copy, third):
+        assert [StreamLog(storage).read(each.version) for each in forks] == forks
+        predictor, table = predictor_of(storage)
+        assert predictor.sync() == last.claim.head.version
+        assert torch.equal(table, last.table)
 
 
 def test_invalid_forks_are_rejected(writer: Writer) -> None:

@@ -460,7 +460,9 @@ class _Held:
         return max([least, *(modified for modified in times if modified is not None)])
 
     def guards(self) -> set[int]:
-        """Return the versions of all claims of the log, and of the entries before them.
+        """Return the versions of all claims of the stream, of the entries before them, and of former promotions.
+
+        The claims of former promotions prove to readers of a former stream that this one continues theirs.
 
         A delayed publisher may have given its claim the name of an entry that retention had deleted. Such claims are
         ignored: they have a lower version than the log's claim of the same generation, or a higher generation than
@@ -479,6 +481,15 @@ class _Held:
             before = entries.get(version - 1)
             if before is not None and entries[version].parent == before.link:
                 found.add(version - 1)
+        forks = {
+            manifest.stream: (version, manifest.forked_from.stream)
+            for version, manifest in entries.items()
+            if manifest.forked_from is not None
+        }
+        stream = self.head.stream
+        while stream in forks:
+            version, stream = forks.pop(stream)
+            found.add(version)
         return found
 
     def of_stream(self) -> dict[Merged, Manifest]:
