@@ -57,17 +57,17 @@ if sys.argv[2] == "simulated":
     atexit.register(setattr, threading.Thread, "start", refuse)
 """
 
-_PYTHONS = [name for name in ("python3.12", "python3.13", "python3.14") if shutil.which(name)]
-
 
 def _runs(python: str) -> bool:
     code = "import sys; sys.exit(not sys.version_info >= (3, 12))"
     return subprocess.run([python, "-c", code], check=False, capture_output=True).returncode == 0
 
 
-@pytest.mark.parametrize("python", ["simulated", *filter(_runs, _PYTHONS)])
+@pytest.mark.parametrize("python", ["simulated", *filter(shutil.which, ["python3.12", "python3.13", "python3.14"])])
 def test_a_program_that_ends_before_its_first_interval_delivers(tmp_path: Path, python: str) -> None:
     """The monitor has no dependencies, so newer Pythons without the library's dependencies can run it."""
+    if python != "simulated" and not _runs(python):
+        pytest.skip(f"{python} starts another Python, or none")
     path = tmp_path / "lines"
     program = [sys.executable if python == "simulated" else python, "-c", _PROGRAM, str(path), python]
     subprocess.run(program, check=True, timeout=240, cwd=_ROOT)
