@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.interpreter import Interpreter, interpreter
 
 _FIRST_USE = """
 try:
@@ -25,13 +26,21 @@ def _installed(folder: Path, package: str, version: str) -> None:
     (place / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
 
 
-def _said(folder: Path, name: str = "ModelDeltaTracker") -> str:
-    root = str(Path(__file__).parent.parent.parent)
-    command = [sys.executable, "-W", "ignore", "-c", _FIRST_USE.format(name=name)]
-    done = subprocess.run(
-        command, check=True, capture_output=True, text=True, timeout=240, env={"PYTHONPATH": f"{folder}:{root}"}
-    )
-    return done.stdout.strip()
+@pytest.fixture(scope="module")
+def with_torch() -> Iterator[Interpreter]:
+    with interpreter("torch") as each:
+        yield each
+
+
+@pytest.fixture(scope="module")
+def with_torchrec() -> Iterator[Interpreter]:
+    """Load what a pair that fits loads, because eight programs would take seconds for it."""
+    with interpreter("fbgemm_gpu", "torchrec.distributed.model_parallel") as each:
+        yield each
+
+
+def _said(python: Interpreter, folder: Path, name: str = "ModelDeltaTracker") -> str:
+    return python.run(_FIRST_USE.format(name=name), [folder]).strip()
 
 
 @pytest.mark.promise("refused")
@@ -49,13 +58,13 @@ def _said(folder: Path, name: str = "ModelDeltaTracker") -> str:
     ],
 )
 def test_a_pair_that_does_not_fit_is_refused_at_the_first_use(
-    tmp_path: Path, torch: str, package: str, version: str, command: str
+    with_torch: Interpreter, tmp_path: Path, torch: str, package: str, version: str, command: str
 ) -> None:
     _installed(tmp_path, "torch", torch)
     _installed(tmp_path, package, version)
     wrong = f"{package} {version} was not built for torch {torch} and cannot be loaded"
-    assert _said(tmp_path) == f"IncompatiblePackagesError {wrong}. Install its match: {command}."
-    assert _said(tmp_path, "Predictor") == "imported"
+    assert _said(with_torch, tmp_path) == f"IncompatiblePackagesError {wrong}. Install its match: {command}."
+    assert _said(with_torch, tmp_path, "Predictor") == "imported"
 
 
 @pytest.mark.parametrize(
@@ -68,7 +77,9 @@ def test_a_pair_that_does_not_fit_is_refused_at_the_first_use(
         ("unknown", "1.8.0"),
     ],
 )
-def test_pairs_that_fit_or_are_not_known_are_accepted(tmp_path: Path, torch: str, version: str) -> None:
+def test_pairs_that_fit_or_are_not_known_are_accepted(
+    with_torchrec: Interpreter, tmp_path: Path, torch: str, version: str
+) -> None:
     _installed(tmp_path, "torch", torch)
     _installed(tmp_path, "fbgemm-gpu-cpu", version)
-    assert _said(tmp_path) == "imported"
+    assert _said(with_torchrec, tmp_path) == "imported"

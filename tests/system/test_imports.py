@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from delta_tracker.errors import (
-    MissingExtraError,
-)
+from delta_tracker.errors import MissingExtraError
 from delta_tracker.stream.storage.storage import Storage
+from tests.interpreter import Interpreter, interpreter
 from tests.stream.streams import FQN, Writer
 
 _ROOT = Path(__file__).parent.parent.parent
@@ -19,15 +19,17 @@ _ROOT = Path(__file__).parent.parent.parent
 _BLOCKED = """
 import sys
 blocked = {"prometheus_client", "opentelemetry", "tensorboard", "mlflow", "pynvml", "torchmetrics"}
-class Finder:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in blocked:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Finder())
+sys.modules.update(dict.fromkeys(blocked))  # an import of them raises; torch has imported pynvml
 """
 
 
-def test_without_any_optional_package(tmp_path) -> None:
+@pytest.fixture(scope="module")
+def with_torch() -> Iterator[Interpreter]:
+    with interpreter("torch") as each:
+        yield each
+
+
+def test_without_any_optional_package(with_torch: Interpreter, tmp_path: Path) -> None:
     """Sinks without dependencies work; the others name their extra in the error."""
     program = (
         _BLOCKED
@@ -77,7 +79,7 @@ assert monitor.stop()
 assert not [t for t in monitor.collect().totals if t.definition.name.endswith("outlet_errors")]
 """
     )
-    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=240, cwd=_ROOT)
+    with_torch.run(program)
     assert '"c"' in (tmp_path / "a").read_text()
 
 
@@ -110,10 +112,11 @@ def writer(tmp_path: Path) -> Writer:
     return Writer(Storage(f"file://{tmp_path}", create=True))
 
 
-def test_a_predictor_needs_neither_torchrec_nor_fbgemm(writer: Writer, tmp_path: Path) -> None:
+def test_a_predictor_needs_neither_torchrec_nor_fbgemm(writer: Writer, with_torch: Interpreter, tmp_path: Path) -> None:
     writer.snapshot()
     program = f"""
 import sys
+assert not {{"torchrec", "fbgemm_gpu"}} & set(sys.modules)
 sys.modules["torchrec"] = sys.modules["fbgemm_gpu"] = None  # an import of them raises
 import torch
 from delta_tracker import Predictor
@@ -123,14 +126,12 @@ assert not model["{FQN}"].any()
 from delta_tracker.predictor.targets import find_targets
 assert set(find_targets(torch.nn.ModuleDict({{"user": torch.nn.Embedding(20, 4)}}))) == {{"user"}}
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=240, cwd=_ROOT)
+    with_torch.run(program)
 
 
-def test_unsharded_collections_do_not_import_our_fbgemm_modules() -> None:
+def test_unsharded_collections_do_not_import_our_fbgemm_modules(with_torch: Interpreter) -> None:
     program = """
 import sys
-import warnings
-warnings.simplefilter("ignore")
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.modules.embedding_configs import EmbeddingConfig
 ec = EmbeddingCollection(tables=[EmbeddingConfig(name="t", num_embeddings=20, embedding_dim=4, feature_names=["t"])])
@@ -138,12 +139,13 @@ from delta_tracker.predictor.targets import find_targets
 assert set(find_targets(ec)) == {"embeddings.t"}
 assert not [name for name in sys.modules if name.startswith("delta_tracker.sharding.inference_tables")]
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=240, cwd=_ROOT)
+    with_torch.run(program)
 
 
-def test_a_missing_package_is_named_when_a_set_is_built() -> None:
+def test_a_missing_package_is_named_when_a_set_is_built(with_torch: Interpreter) -> None:
     program = """
 import sys
+assert not {"numba", "triton"} & set(sys.modules)
 sys.modules["numba"] = sys.modules["triton"] = None
 import torch
 import delta_tracker.tracker.row_sets.numba
@@ -163,10 +165,10 @@ cpu = torch.device("cpu")
 assert choose_engine(None, cpu)(3, cpu).mark_new(torch.tensor([2])).tolist() == [2]
 """
     assert issubclass(MissingExtraError, ImportError)
-    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=240, cwd=_ROOT)
+    with_torch.run(program)
 
 
-def test_importing_the_package_imports_nothing_heavy_and_starts_nothing() -> None:
+def test_importing_the_package_imports_nothing_heavy_and_starts_nothing(with_torch: Interpreter) -> None:
     """Public names are imported when they are used."""
     program = """
 import sys, threading
@@ -181,4 +183,4 @@ heavy = optional & set(sys.modules)
 assert not heavy, heavy
 assert threading.active_count() == 1
 """
-    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=240, cwd=_ROOT)
+    with_torch.run(program)
