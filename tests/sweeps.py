@@ -6,6 +6,7 @@ variable ``DELTA_TRACKER_WHOLE_SWEEPS`` selects the long forms:
 
 =========  =====================================================
 ``short``  run only the sweeps marked ``"short"``, as CI does
+``rest``   run all other tests, as CI does, so that no test runs in both of its forms
 ``long``   run only the sweeps marked ``"long"``
 ``1``      run all tests, with the long form of each sweep
 =========  =====================================================
@@ -21,9 +22,9 @@ from hypothesis import settings
 FORMS = ("short", "long")
 
 _CHOICE = os.environ.get("DELTA_TRACKER_WHOLE_SWEEPS", "")
-assert _CHOICE in {"", "1", *FORMS}, f"DELTA_TRACKER_WHOLE_SWEEPS={_CHOICE!r}: set it to short, long or 1"
+assert _CHOICE in {"", "1", "rest", *FORMS}, f"DELTA_TRACKER_WHOLE_SWEEPS={_CHOICE!r}: set it to short, rest, long or 1"
 
-SWEEPS_ARE_WHOLE = _CHOICE != ""
+SWEEPS_ARE_WHOLE = _CHOICE not in {"", "rest"}
 
 
 def num_examples(count: int) -> int:
@@ -38,9 +39,11 @@ def form(item: pytest.Item) -> str | None:
     return max(forms, key=FORMS.index, default=None)
 
 
-def is_selected(item: pytest.Item) -> bool:
-    """Return True if a test runs with the current choice of sweeps."""
-    return _CHOICE not in FORMS or form(item) == _CHOICE
+def is_selected(item: pytest.Item, choice: str = _CHOICE) -> bool:
+    """Return True if a test runs with a choice of sweeps, by default the current one."""
+    if choice == "rest":
+        return form(item) != "short"
+    return choice not in FORMS or form(item) == choice
 
 
 def skip_if_only_a_sweep(item: pytest.Item) -> None:

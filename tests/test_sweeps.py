@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sweeps import FORMS
+from tests.sweeps import FORMS, is_selected
 
 _TESTS = Path(__file__).parent
 _FILES = [path for path in sorted(_TESTS.rglob("test_*.py")) if "SWEEPS_ARE_WHOLE" in path.read_text()]
@@ -49,3 +49,16 @@ def test_each_target_runs_one_form() -> None:
     makefile = (_TESTS.parent / "Makefile").read_text()
     for form in FORMS:
         assert makefile.count(f"DELTA_TRACKER_WHOLE_SWEEPS={form} $(SWEEPS)") == 1
+
+
+def test_ci_runs_each_test_in_one_form(request: pytest.FixtureRequest) -> None:
+    """All but the long sweeps: CI runs these in their short form."""
+    ci = (_TESTS.parent / ".ci" / "run").read_text()
+    assert ci.count("DELTA_TRACKER_WHOLE_SWEEPS=rest make --no-print-directory test\n") == 1
+    assert " test-sweeps " in ci
+    for marks in ([], [pytest.mark.sweep("short")], [pytest.mark.sweep("long")]):
+        test = pytest.Function.from_parent(request.node.parent, name="some_test", callobj=lambda: None)
+        for mark in marks:
+            test.add_marker(mark)
+        assert [is_selected(test, choice) for choice in ("rest", "short")].count(True) == 1
+        assert is_selected(test, "")
