@@ -1,6 +1,6 @@
 """Execution of cases in separate processes, to isolate crashes and hangs.
 
-A server process imports torchrec once; every rank of every case is forked from it.
+Every rank of every case is a fork of this process, which imports torchrec once and has no threads.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from importlib import import_module
 from multiprocessing.connection import Connection, wait
-from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 
 from benchmarks.faults.registry import CASES, RIGHT, Case, WrongError
 
 CASE_MODULES = ("benchmarks.faults.row_cases", "benchmarks.faults.mode_cases", "benchmarks.faults.consumer_cases")
 
-_PRELOAD = [
+_IMPORTS = [
     "torch.distributed.optim",  # it compiles programs of TorchScript, and torchrec imports it late
     "torchrec.distributed.mc_embedding",
     "torchrec.distributed.model_tracker.model_delta_tracker",
@@ -48,16 +47,16 @@ def load_cases() -> dict[str, Case]:
 
 def run_all(jobs: Iterable[Job], num_parallel: int) -> Iterator[tuple[Job, str]]:
     """Run cases concurrently. Yield each with its verdict when it ends: ``right``, or a short error."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
     with _silenced():
-        ensure_running()  # ranks inherit its standard output and error
+        for name in _IMPORTS:
+            import_module(name)
     waiting, running = deque(jobs), list[_Run]()
     with tempfile.TemporaryDirectory() as folder:
         try:
             while waiting or running:
-                while waiting and len(running) < num_parallel:
-                    running.append(_Run(waiting.popleft(), Path(folder) / str(len(waiting))))
+                with _silenced():  # ranks inherit standard output and error
+                    while waiting and len(running) < num_parallel:
+                        running.append(_Run(waiting.popleft(), Path(folder) / str(len(waiting))))
                 wait([pipe for run in running for pipe in run.pipes.values()], timeout=1)
                 for run in [run for run in running if run.is_over()]:
                     running.remove(run)
@@ -80,7 +79,7 @@ class _Run:
         self.pipes: dict[int, Connection] = {}
         self._answers: dict[int, str] = {}
         self._deadline = time.monotonic() + _START_SECONDS
-        context = multiprocessing.get_context("forkserver")
+        context = multiprocessing.get_context("fork")
         self._ranks = []
         for rank in range(CASES[job[0]].num_ranks):
             self.pipes[rank], theirs = context.Pipe(duplex=False)
@@ -125,7 +124,7 @@ class _Run:
 
 def _rank(pipe: Connection, job: Job, rank: int, rendezvous: str) -> None:
     """Run a rank: join the group, send None, run the case, send the result."""
-    gc.freeze()  # a collection would copy the memory that is shared with the server
+    gc.freeze()  # a collection would copy the memory that is shared with the parent
     torch, dist = import_module("torch"), import_module("torch.distributed")
     name, tracker = job
     num_ranks = load_cases()[name].num_ranks

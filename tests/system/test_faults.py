@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -17,6 +15,7 @@ import pytest
 from benchmarks.faults import ranks
 from benchmarks.faults.__main__ import main, markdown
 from benchmarks.faults.registry import CASES, FAULTS, RIGHT, case, expect
+from tests import forked
 
 _ROOT = Path(__file__).parent.parent.parent
 _NUM_THEIRS_AT_LEAST = 15
@@ -31,8 +30,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def results() -> dict[int, dict[str, str]]:
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.faults", "--json"]
-    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=850, check=False)
+    done = forked.run("benchmarks.faults", "--json", timeout_seconds=850)
     assert done.stdout, done.stderr
     found = {int(fault): result for fault, result in json.loads(done.stdout).items()}
     assert done.returncode == int(any(result["delta_tracker"] != RIGHT for result in found.values()))
@@ -92,7 +90,7 @@ def test_a_rank_that_dies_or_hangs_affects_no_other_case(tmp_path: Path) -> None
     )
     (tmp_path / "program.py").write_text(
         "import sys, time\n"
-        f"sys.path[:0] = [{str(_ROOT)!r}, {str(tmp_path)!r}]\n"
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
         "from benchmarks.faults import ranks\n"
         "ranks.CASE_MODULES = ('bad_cases',)\n"
         "class Run(ranks._Run):\n"  # on a busy machine, other ranks may be slow
@@ -101,13 +99,12 @@ def test_a_rank_that_dies_or_hangs_affects_no_other_case(tmp_path: Path) -> None
         "            self._deadline = time.monotonic() + ranks._CASE_SECONDS\n"
         "        return super().is_over()\n"
         "ranks._Run, ranks._CASE_SECONDS = Run, 3\n"
-        "if __name__ == '__main__':\n"
-        "    ranks.load_cases()\n"
-        "    for job, verdict in ranks.run_all([(name, 'TorchRec') for name in ('dies', 'hangs', 'fine')], 2):\n"
-        "        print(*job, verdict)\n"
+        "ranks.load_cases()\n"
+        "for job, verdict in ranks.run_all([(name, 'TorchRec') for name in ('dies', 'hangs', 'fine')], 2):\n"
+        "    print(*job, verdict)\n"
     )
-    command = [sys.executable, "-W", "ignore", str(tmp_path / "program.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=850, check=True, cwd=_ROOT)
+    done = forked.run(str(tmp_path / "program.py"), timeout_seconds=850)
+    assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [
         "dies TorchRec rank 1: the process dies",
         "fine TorchRec right",
