@@ -19,7 +19,7 @@ from tests.predictor.serving import Follower, a_history, read
 from tests.predictor.waits import shorten_waits
 from tests.stores.rules import Killed
 from tests.stream.histories import Clock, History, dies
-from tests.sweeps import num_examples
+from tests.sweeps import SWEEPS_ARE_WHOLE, num_examples
 
 
 def begin_anew(history: History, followers: list[Follower]) -> None:
@@ -33,7 +33,8 @@ def begin_anew(history: History, followers: list[Follower]) -> None:
 @given(
     seed=st.integers(0, 1 << 30), share=st.sampled_from([0.05, 0.2, 0.5, 0.9, 1.0]), limits=st.lists(st.integers(1, 9))
 )
-@settings(max_examples=20, deadline=None)
+@pytest.mark.sweep("short")
+@settings(max_examples=20 if SWEEPS_ARE_WHOLE else 8, deadline=None)
 def test_a_half_deleted_stream_gives_the_right_rows_or_a_typed_error(
     seed: int, share: float, limits: list[int]
 ) -> None:
@@ -244,12 +245,16 @@ def _run(steps: list[str], seed: int) -> None:
     ],
     seed=43441115,
 )
-@settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(
+    max_examples=60 if SWEEPS_ARE_WHOLE else 15, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
+)
+@pytest.mark.sweep("short")
 def test_random_faults_never_show_wrong_rows_and_are_overcome(steps: list[str], seed: int) -> None:
     _run(steps, seed)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.sweep("short")
+@pytest.mark.parametrize("seed", range(8 if SWEEPS_ARE_WHOLE else num_examples(3)))
 def test_faults_of_readers_are_overcome(seed: int) -> None:
     """Run the same with more faults of single readers; without shrinking it fails quickly."""
     chance = random.Random(seed)
@@ -303,7 +308,10 @@ class Sleepers(Schedule):
 
 
 @given(steps=st.lists(st.sampled_from(Sleepers.STEPS), min_size=10, max_size=20), seed=st.integers(0, 1 << 30))
-@settings(max_examples=num_examples(15), deadline=None, phases=[Phase.generate])  # shrinking takes minutes
+@pytest.mark.sweep("short")
+@settings(
+    max_examples=num_examples(15 if SWEEPS_ARE_WHOLE else 6), deadline=None, phases=[Phase.generate]
+)  # shrinking takes minutes
 def test_no_reader_applies_the_entries_of_a_sleeper(steps: list[str], seed: int) -> None:
     clock = Clock()
     with clock.of_the_log():

@@ -42,7 +42,7 @@ REVERTS = {
             "nothing is delivered where no thread can be started", Replaces("Runner.run", "here_if_refused", "False")
         ),
     ],
-    "tests/system/test_follower_forks.py::test_children_of_a_process_that_follows[many]": [
+    "tests/system/test_follower_forks.py::test_many_children_of_a_process_that_follows": [
         Revert("a fork leaves the lock of the tables as threads of the parent held it"),
         Revert("a fork does not wait for the end of a write"),
     ],

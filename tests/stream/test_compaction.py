@@ -22,6 +22,7 @@ from tests.stores.rules import calls, fails, nth, on
 from tests.stores.wrapped import WrappedStorage
 from tests.stream.histories import Clock, History, Reader, State, apply, assert_equal, clocked
 from tests.stream.streams import FQN, Writer
+from tests.sweeps import SWEEPS_ARE_WHOLE
 
 _STEPS = ["delta"] * 6 + [
     "claim",
@@ -60,7 +61,8 @@ def step(name: str, history: History, readers: list[Reader], chance: random.Rand
 
 
 @given(steps=st.lists(st.sampled_from(_STEPS), min_size=5, max_size=40), seed=st.integers(0, 1 << 30))
-@settings(max_examples=60, deadline=None)
+@pytest.mark.sweep("short")
+@settings(max_examples=60 if SWEEPS_ARE_WHOLE else 15, deadline=None)
 def test_every_reader_equals_a_reader_of_the_versions(steps: list[str], seed: int) -> None:
     clock = Clock()
     chance = random.Random(seed)

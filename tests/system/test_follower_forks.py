@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests import forked
+from tests.sweeps import SWEEPS_ARE_WHOLE
 
 # Each child has a watchdog: an alarm, whose default action ends the process.
 _PRELUDE = """
@@ -96,7 +97,7 @@ threads = [threading.Thread(target=work) for work in (train, look_up)]
 for thread in threads:
     thread.start()
 codes = []
-while len(codes) < 60 and not any(codes):
+while len(codes) < int(sys.argv[2]) and not any(codes):
     codes.append(in_child(lambda: child(len(codes))))
 done.set()
 for thread in threads:
@@ -180,10 +181,10 @@ assert code == 0, code
 """
 
 
-def _run(program: str, tmp_path: Path, prelude: str = _PRELUDE) -> None:
+def _run(program: str, tmp_path: Path, *arguments: str, prelude: str = _PRELUDE) -> None:
     path = tmp_path / "program.py"
     path.write_text(prelude + program)
-    done = forked.run(str(path), f"file://{tmp_path}/stream", timeout_seconds=240)
+    done = forked.run(str(path), f"file://{tmp_path}/stream", *arguments, timeout_seconds=240)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
 
 
@@ -213,9 +214,13 @@ with Predictor(model, writer.storage) as predictor:
 
 
 @pytest.mark.advice("ForkedError: Follower.after_fork_in_child ModelWriter.reading")
-@pytest.mark.parametrize(
-    "program", [_MANY, _BY_HOLDERS, _TOO_SLOW, _WAITING], ids=["many", "by holders", "too slow", "waiting"]
-)
+@pytest.mark.sweep("short")
+def test_many_children_of_a_process_that_follows(tmp_path: Path) -> None:
+    _run(_MANY, tmp_path, "60" if SWEEPS_ARE_WHOLE else "15")
+
+
+@pytest.mark.advice("ForkedError: Follower.after_fork_in_child ModelWriter.reading")
+@pytest.mark.parametrize("program", [_BY_HOLDERS, _TOO_SLOW, _WAITING], ids=["by holders", "too slow", "waiting"])
 def test_children_of_a_process_that_follows(tmp_path: Path, program: str) -> None:
     _run(program, tmp_path)
 

@@ -14,6 +14,7 @@ from benchmarks.reshard import JOURNEYS, Journey, Leg, markdown
 from delta_tracker.tracker.modes import CAPTURES
 from delta_tracker.types import TrackingMode
 from tests.ranks import RankPool
+from tests.sweeps import SWEEPS_ARE_WHOLE
 from tests.tracker.checkpoint_files import compare, load
 from tests.tracker.checkpointing_cases import spec_of
 from tests.tracker.resharding import World, random_blocks, run_events
@@ -22,6 +23,7 @@ _CASES = "tests.tracker.checkpointing_cases"
 _EVERYTHING = {"rows", "unknown", "aged", "joined", "sealed", "open", "rolled back"}
 
 
+@pytest.mark.sweep("short")
 @pytest.mark.promise("restored")
 @pytest.mark.parametrize(
     ("mode", "is_fused", "keeps_all", "seen"),
@@ -40,14 +42,15 @@ def test_a_restored_log_continues_from_the_saved_one(
     mode: TrackingMode, is_fused: bool, keeps_all: bool, seen: set[str]
 ) -> None:
     counts = dict.fromkeys(_EVERYTHING, 0)
-    for seed in range(20):
+    for seed in range(20 if SWEEPS_ARE_WHOLE else 5):
         draw = random.Random(seed)
         edges = tuple(sorted({0, draw.randrange(7), 6})) if mode is TrackingMode.MOMENTUM_DIFF else None
         world = World(random_blocks(draw, edges), mode, is_fused=is_fused, keeps_all=keeps_all)
         run_events(world, draw, 60, partial(random_blocks, draw, edges))
         world.finish()
         counts = {key: counts[key] + world.counts[key] for key in counts}
-    assert {key for key, count in counts.items() if count} == seen, counts
+    found = {key for key, count in counts.items() if count}
+    assert found == seen if SWEEPS_ARE_WHOLE else "rows" in found <= seen, counts
 
 
 _RUN: list[tuple[Journey, list[Leg]]] = []
