@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from delta_tracker import Predictor
+from tests import forked
 from tests.sweeps import SWEEPS_ARE_WHOLE
 from tests.system.plain_trainer import build, train
-
-_ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.mark.sweep("long")
@@ -22,19 +20,22 @@ _ROOT = Path(__file__).parent.parent.parent
 def test_a_killed_trainer_leaves_whole_versions_and_continues(tmp_path: Path) -> None:
     url, folder = f"file://{tmp_path}/stream", tmp_path / "checkpoints"
     folder.mkdir()
+    first_delta = tmp_path / "stream" / "log" / f"{1:020d}.json"
     served, _ = build()
     predictor = Predictor(served, url)
     draw, begun = random.Random(7), set()
     for life in range(8 if SWEEPS_ARE_WHOLE else 2):
-        command = [sys.executable, "-m", "tests.system.plain_trainer", url, str(folder)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=_ROOT) as trainer:
-            assert trainer.stdout is not None
-            begun.add(int(trainer.stdout.readline()))
-            lines = 4 + draw.randrange(12)
-            while lines > 0 or not (tmp_path / "stream" / "log" / f"{1:020d}.json").exists():
-                assert trainer.stdout.readline()
-                lines -= 1
+        output, errors = tmp_path / f"output-{life}", tmp_path / f"errors-{life}"
+        trainer = forked.Program("tests.system.plain_trainer", url, str(folder), output=output, errors=errors)
+        try:
+            num_lines = 5 + draw.randrange(12)
+            while output.read_text().count("\n") < num_lines or not first_delta.exists():
+                assert trainer.poll() is None, errors.read_text()
+                time.sleep(0.001)
+        finally:
             trainer.kill()
+        trainer.wait(60)
+        begun.add(int(output.read_text().partition("\n")[0]))
         predictor.sync()
         assert predictor.manifest is not None
         model, optimizers = build()
