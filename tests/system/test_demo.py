@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import subprocess
-import sys
 import time
 import urllib.request
 from collections import defaultdict
@@ -27,7 +27,6 @@ from tests import forked
 
 pytestmark = pytest.mark.timeout(900)  # on a busy machine
 
-REPOSITORY = Path(__file__).parents[2]
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
@@ -41,28 +40,19 @@ _scraped: dict[str, set[str]] = defaultdict(set)
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
     """Run the demo once, scraping its metrics."""
-    out = tmp_path_factory.mktemp("demo") / "out"
-    command = [sys.executable, "-m", "examples.movielens", "--out", str(out), "--ratings", "2500", "--batch", "32"]
-    with subprocess.Popen(
-        command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        shown, urls = "", {}
-        for line in process.stdout:
-            shown += line
-            if line.startswith("metrics of "):
-                name, url = line.removeprefix("metrics of ").split(": curl ")
-                urls[name] = url.strip()
-            if len(urls) == 3:
-                break
-        while process.poll() is None:
-            for name, url in urls.items():
+    folder = tmp_path_factory.mktemp("demo")
+    out, output, errors = (folder / name for name in ("out", "output", "errors"))
+    command = ["examples.movielens", "--out", str(out), "--ratings", "2500", "--batch", "32"]
+    program = forked.Program(*command, output=output, errors=errors)
+    try:
+        while (code := program.poll()) is None:
+            for name, url in re.findall(r"^metrics of (\S+): curl (\S+)\n", output.read_text(), flags=re.MULTILINE):
                 with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as answer:
                     _scraped[name].add(answer.read().decode())
             time.sleep(0.2)
-        shown += process.stdout.read()
-        assert process.stderr is not None
-        return subprocess.CompletedProcess(command, process.returncode, shown, process.stderr.read()), out
+    finally:
+        program.kill()
+    return subprocess.CompletedProcess(command, code, output.read_text(), errors.read_text()), out
 
 
 def test_metrics_can_be_scraped_during_the_demo(demo: tuple[subprocess.CompletedProcess[str], Path]) -> None:
