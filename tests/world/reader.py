@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from delta_tracker import Canary, Gate, Predictor
-from tests.predictor.memory_sink import MemorySink, Stored
 from tests.world.history import Place
+from tests.world.served import Served, ServedRows, served
 from tests.world.stores import Store
-from tests.world.trainer import NUM_BAGS, NUM_PLAIN, Model, empty_model
 from tests.world.web import Web
 
 _ORDERS = ((0,), (0, 1), (1, 0), (0, 1), (1, 0), (1,), (0, 1, 2), (2, 1), (1, 2))
@@ -34,6 +32,7 @@ class Settings:
             by the thread of :meth:`Predictor.follow`, or an empty text.
         cache: directory of the host cache.
         web: server to read through, None for none.
+        has_raw_ids: True for a table of raw ids.
     """
 
     stores: tuple[Store, ...]
@@ -43,9 +42,12 @@ class Settings:
     kind: str
     cache: Path
     web: Web | None
+    has_raw_ids: bool
 
     @classmethod
-    def of(cls, who: int, choice: int, stores: list[Store], cache: Path, web: Web | None) -> Settings:
+    def of(
+        cls, who: int, choice: int, stores: list[Store], cache: Path, web: Web | None, *, has_raw_ids: bool
+    ) -> Settings:
         """Return the settings of two numbers: 0 and a number below 9 have none, and one url or several."""
         order = _ORDERS[(choice + who) % len(_ORDERS)]
         choice, follows_pins = divmod(choice // len(_ORDERS), 2)
@@ -60,6 +62,7 @@ class Settings:
             kind=_KINDS[kind],
             cache=cache,
             web=None if choice % 5 == 4 else web,
+            has_raw_ids=has_raw_ids,
         )
 
     @property
@@ -78,9 +81,10 @@ class Saved:
 
 @dataclass
 class Reader:
-    """A predictor, its model, and what it may do next.
+    """A predictor, what it writes to, and what it may do next.
 
     Attributes:
+        served: what it writes to.
         floor: place below which it may not go; None before the first version.
         own: place of its own rollback, None without one.
         own_time: time of its own rollback.
@@ -95,8 +99,7 @@ class Reader:
 
     name: str
     settings: Settings
-    model: Model = field(default_factory=empty_model)
-    rows: Stored = field(default_factory=Stored)
+    served: Served
     floor: Place | None = None
     own: Place | None = None
     own_time: float = 0.0
@@ -111,21 +114,27 @@ class Reader:
     def __post_init__(self) -> None:
         settings = self.settings
         self.predictor = Predictor(
-            MemorySink(self.rows) if self.has_row_store else self.model,
+            self.served.target,
             [store.url if settings.web is None else settings.web.url_of(store) for store in settings.stores],
             gate=settings.gate,
             canary=settings.canary,
             follows_pins=settings.follows_pins,
             cache=settings.cache if settings.kind == "cache" else None,
+            raw_ids=self.served.raw_ids,
         )
+
+    @classmethod
+    def new(cls, name: str, settings: Settings) -> Reader:
+        """Return a predictor that has no version."""
+        return cls(name, settings, served(settings.kind, has_raw_ids=settings.has_raw_ids))
 
     @property
     def has_row_store(self) -> bool:
-        return self.settings.kind == "row store"
+        return isinstance(self.served, ServedRows)
 
     def save(self) -> Saved:
         """Return what a restart needs. A row store keeps its own position."""
-        return Saved({} if self.has_row_store else self.predictor.state_dict(), self.model.copy())
+        return Saved({} if self.has_row_store else self.predictor.state_dict(), self.served.state())
 
     def restarted(self, saved: Saved | None, *, turns: bool) -> Reader:
         """Return the reader after a restart of its process.
@@ -136,14 +145,14 @@ class Reader:
         """
         stores = self.settings.stores[::-1] if turns else self.settings.stores
         settings = replace(self.settings, stores=stores)
-        if saved is None or not (self.has_row_store or saved.state):
-            return Reader(self.name, settings)
-        if self.has_row_store:
-            after = Reader(self.name, settings, rows=self.rows)
+        if saved is None or not (self.has_row_store or "version" in saved.state):
+            return Reader.new(self.name, settings)
+        if isinstance(self.served, ServedRows):
+            after = Reader(self.name, settings, self.served.restarted())
         else:
-            after = Reader(self.name, settings)
+            after = Reader.new(self.name, settings)
+            after.served.load(saved.tables)
             after.predictor.load_state_dict(saved.state)
-            after.model.assign(saved.tables)
         after.is_restored = True
         after.floor, after.may_serve_held = self.floor, self.may_serve_held
         return after
@@ -152,16 +161,6 @@ class Reader:
         """End its own rollback, and the pins that it may have followed."""
         self.predictor.release()
         self.own, self.pinned, self.excused = None, 0, self.seen
-
-    def held(self) -> dict[str, Tensor]:
-        """Return what lookups read."""
-        if not self.has_row_store:
-            return self.model.copy()
-        found = {}
-        for table, name, count in (("bag", "bag.weight", NUM_BAGS), ("plain", "plain.weight", NUM_PLAIN)):
-            keys = [(str(self.rows.current), table, row) for row in range(count)]
-            found[name] = torch.stack([self.rows.rows[key][1] for key in keys])
-        return found
 
     def describe(self) -> str:
         settings = self.settings

@@ -32,7 +32,7 @@ def check(reader: Reader, history: History, encoding: str | None, *, is_complete
     key = stream, version
     if key not in history.copies:
         raise RuleError("rows", f"{reader.describe()} states version {version}, which was not committed")
-    held = reader.held()
+    held = reader.served.copy()
     difference = history.copies[key].difference(held, encoding)
     if difference is not None:
         raise RuleError("rows", f"{reader.describe()} at version {version}: {difference}")
@@ -43,14 +43,14 @@ def check(reader: Reader, history: History, encoding: str | None, *, is_complete
         (each.kind, each.stream, each.version) == ("pin", *key) for each in history.orders
     )
     reader.may_serve_held |= is_pinned  # an order bypasses the gate
-    _check_gate(reader, Copy(held), version)
+    _check_gate(reader, Copy(held, {}), version)
     if reader.floor is not None and place < reader.floor and not is_pinned:
         is_first = reader.is_restored and len(reader.settings.stores) > 1
         rule = "backwards after a restart" if is_first else "backwards"
         raise RuleError(rule, f"{reader.describe()} from {reader.floor} to {place} without an order")
     _check_canary(reader, place, history, key)
     _check_orders(reader, place, history, key)
-    if Copy(held).is_healthy:
+    if Copy(held, {}).is_healthy:
         reader.kinds |= {history.kinds[key]} - {"claim"}
     reader.is_restored = reader.is_restored and place == reader.floor
     reader.floor = place

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from delta_tracker.errors import DeltaTrackerError
 from tests.world.values import Schedule
 
 NUM_BAGS, NUM_PLAIN = 12, 10
-_TABLES = ("bag.weight", "plain.weight")
+_TABLES = ("bag.weight", "plain.weight", "item")
 _LARGE = 1e4
 
 
@@ -39,19 +39,61 @@ class Model(nn.Module):
             tensor.copy_(tensors[name])
 
 
-def empty_model() -> Model:
-    model = Model()
-    with torch.no_grad():
-        for tensor in model.parameters():
-            tensor.zero_()
-    return model
+class Trained(Protocol):
+    """Protocol of what a trainer trains.
+
+    Attributes:
+        module: the model.
+        optimizer: its optimizer, None if it runs in the backward pass.
+    """
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer | None
+
+    def predict(self, source: torch.Generator) -> Tensor:
+        """Return values, ``[N, 1]``, for random ids."""
+        ...
+
+    def copy(self) -> dict[str, Tensor]:
+        """Return what a predictor must serve."""
+        ...
+
+    def states(self) -> dict[str, Tensor]:
+        """Return the states of the optimizer."""
+        ...
+
+
+class _TrainedModel:
+    """The model in training."""
+
+    def __init__(self) -> None:
+        self.module = Model()
+        self.optimizer = torch.optim.Adagrad(self.module.parameters(), lr=0.1)
+
+    def predict(self, source: torch.Generator) -> Tensor:
+        bags = torch.randint(NUM_BAGS, (2, 2), generator=source)
+        output: Tensor = self.module(bags, torch.randint(NUM_PLAIN, (2,), generator=source))
+        return output
+
+    def copy(self) -> dict[str, Tensor]:
+        return self.module.copy()
+
+    def states(self) -> dict[str, Tensor]:
+        states = self.optimizer.state_dict()["state"]
+        return {f"{number} {name}": each.clone() for number, held in states.items() for name, each in held.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """All tensors of a trainer at one version."""
+    """What a trainer has at one version.
+
+    Args:
+        tensors: what a predictor of this version serves.
+        states: the states of the optimizer.
+    """
 
     tensors: Mapping[str, Tensor]
+    states: Mapping[str, Tensor]
 
     @property
     def is_finite(self) -> bool:
@@ -62,15 +104,23 @@ class Copy:
         """True without NaN, infinite and large values."""
         return all(bool((tensor.abs() < _LARGE).all()) for tensor in self.tensors.values())
 
+    def lost(self, restored: Copy) -> str | None:
+        """Return what differs after a restore, None if nothing does."""
+        return _difference(self.tensors, restored.tensors, None) or _difference(self.states, restored.states, None)
+
     def difference(self, held: Mapping[str, Tensor], encoding: str | None) -> str | None:
         """Return which rows of a reader differ from these, None if none do. A row store has no dense tensors."""
-        for name, other in held.items():
-            tensor = self.tensors[name]
-            is_equal = _is_equal(tensor, other, encoding if name in _TABLES else None)
-            if not bool(is_equal.all()):
-                rows = (~is_equal).reshape(len(is_equal), -1).any(1).nonzero().flatten().tolist()
-                return f"{name} rows {rows}"
-        return None
+        return _difference(self.tensors, held, encoding)
+
+
+def _difference(tensors: Mapping[str, Tensor], held: Mapping[str, Tensor], encoding: str | None) -> str | None:
+    for name, other in held.items():
+        tensor = tensors[name]
+        is_equal = _is_equal(tensor, other, encoding if name in _TABLES else None)
+        if not bool(is_equal.all()):
+            rows = (~is_equal).reshape(-1, *is_equal.shape[1:]).flatten(1).any(1) if is_equal.dim() > 1 else ~is_equal
+            return f"{name} rows {rows.nonzero().flatten().tolist()}"
+    return None
 
 
 def _is_equal(trained: Tensor, held: Tensor, encoding: str | None) -> Tensor:
@@ -95,27 +145,25 @@ class Trainer:
     def __init__(self, schedule: Schedule, seed: int) -> None:
         torch.manual_seed(seed)
         self._schedule = schedule
-        self.model = Model()
-        self._optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self._tracker = ModelDeltaTracker(self.model)
+        self._trained = _trained(schedule)
+        self._tracker = ModelDeltaTracker(self._trained.module)
         self.publisher: Publisher | None = None
         self.has_published = False  # since the publisher was built
 
-    @property
-    def is_healthy(self) -> bool:
-        return Copy(self.model.copy()).is_healthy
+    def copy(self) -> Copy:
+        return Copy(self._trained.copy(), self._trained.states())
 
     def train(self, choice: int, *, scale: float = 1.0) -> None:
         """Train one to three batches of random ids."""
-        source = torch.Generator().manual_seed(choice)
+        source, optimizer = torch.Generator().manual_seed(choice), self._trained.optimizer
         for _ in range(1 + choice % 3):
-            bags = torch.randint(NUM_BAGS, (2, 2), generator=source)
-            ids = torch.randint(NUM_PLAIN, (2,), generator=source)
-            target = torch.randn(2, 1, generator=source)
-            self._optimizer.zero_grad()
-            loss = (scale * (self.model(bags, ids) - target).tanh()).sum()
+            output = self._trained.predict(source)
+            loss = (scale * (output - torch.randn(output.shape, generator=source)).tanh()).sum()
+            if optimizer is not None:
+                optimizer.zero_grad()
             loss.backward()
-            self._optimizer.step()
+            if optimizer is not None:
+                optimizer.step()
             self._tracker.step()
 
     def open(self, url: Any) -> Publisher:
@@ -125,10 +173,10 @@ class Trainer:
             self.publisher = Publisher(
                 self._tracker,
                 url,
-                dense=self.model,
+                dense=None if schedule.has_raw_ids else self._trained.module,
                 encoding=None if schedule.encoding is None else Encoding[schedule.encoding],
                 states="optimizer" if schedule.states else None,
-                training_state={"optimizer": self._optimizer} if schedule.states else None,
+                training_state=self._training_state if schedule.states else None,
                 skip_unchanged="bytes" if schedule.skips_unchanged else None,
                 retention=Retention(versions=3, grace_seconds=10.0) if schedule.has_upkeep else None,
                 compact_every=3 if schedule.has_upkeep else None,
@@ -137,14 +185,20 @@ class Trainer:
             )
         return self.publisher
 
+    @property
+    def _training_state(self) -> dict[str, Any] | None:
+        optimizer = self._trained.optimizer
+        return None if optimizer is None else {"optimizer": optimizer}
+
     def restore(self, url: str) -> tuple[str, int]:
         """Restore the newest version; return its stream and version."""
-        restored = restore(self.model, url, tracker=self._tracker, training_state={"optimizer": self._optimizer})
+        module = self._trained.module
+        restored = restore(module, url, tracker=self._tracker, training_state=self._training_state)
         return restored.stream, restored.version
 
     def stand_by(self, url: str) -> Standby:
         """Return a standby of the trainer at the url."""
-        return Standby(self.model, url, tracker=self._tracker, training_state={"optimizer": self._optimizer})
+        return Standby(self._trained.module, url, tracker=self._tracker, training_state=self._training_state)
 
     def close(self) -> None:
         publisher, self.publisher, self.has_published = self.publisher, None, False
@@ -157,3 +211,11 @@ class Trainer:
             self.close()
         except DeltaTrackerError:
             self.publisher = None
+
+
+def _trained(schedule: Schedule) -> Trained:
+    if not schedule.has_raw_ids:
+        return _TrainedModel()
+    from tests.world.raw_ids import TrainedItems  # noqa: PLC0415  torchrec takes seconds
+
+    return TrainedItems()

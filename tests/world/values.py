@@ -110,6 +110,7 @@ class Schedule:
         operations: what happens.
         has_web: True for predictors that read through a caching web server.
         has_upkeep: True for publishers that compact and delete versions.
+        has_raw_ids: True for a table with managed collisions instead of the model.
     """
 
     seed: int
@@ -119,6 +120,7 @@ class Schedule:
     operations: tuple[Operation, ...]
     has_web: bool = False
     has_upkeep: bool = False
+    has_raw_ids: bool = False
 
     def with_operations(self, operations: Sequence[Operation]) -> Schedule:
         return replace(self, operations=tuple(operations))
@@ -159,4 +161,5 @@ def generate(seed: int) -> Schedule:
         operations=tuple(Operation(kind, who, chance.randrange(20000)) for kind, who in steps),
         has_web=has_web,
         has_upkeep=not has_web and chance.random() < 0.3,
+        has_raw_ids=chance.random() < 0.2,
     )

@@ -28,7 +28,7 @@ from tests.world.reader import Reader, Saved, Settings
 from tests.world.rules import check
 from tests.world.stores import Store
 from tests.world.targets import reached, targets
-from tests.world.trainer import Copy, Trainer
+from tests.world.trainer import Trainer
 from tests.world.values import Operation, Schedule
 from tests.world.web import web
 
@@ -105,6 +105,11 @@ class World:
         self._num_joined = self._num_done = 0
         self._has_large_values = False  # a gate may have begun with them
         self.findings: list[Finding] = []
+        self._group = contextlib.ExitStack()
+        if schedule.has_raw_ids:
+            from tests.world.raw_ids import process_group  # noqa: PLC0415  torchrec takes seconds
+
+            self._group.enter_context(process_group())
         self.trainer = Trainer(schedule, schedule.seed)
 
     def close(self) -> None:
@@ -112,6 +117,7 @@ class World:
         self._disk.fault = None
         for trainer in (*self._former, self.trainer):
             trainer.discard()
+        self._group.close()
         self._disk.folder = None
 
     def found(self, rule: str, text: str) -> None:
@@ -180,7 +186,7 @@ class World:
         trainer, history = self.trainer, self._history
         if self._primary.is_unmounted and trainer.publisher is None:
             return "unmounted"  # a publisher that starts would create the directory
-        copy = Copy(trainer.model.copy())
+        copy = trainer.copy()
         if self._web is not None and trainer.publisher is not None:
             self._disk.fault = None  # a thread of the publisher writes the pointer meanwhile
         threads = set(threading.enumerate())
@@ -270,7 +276,7 @@ class World:
         return f"restored version {key[1]}"
 
     def _check_restored(self, key: tuple[str, int]) -> None:
-        difference = self._history.copies[key].difference(self.trainer.model.copy(), None)
+        difference = self._history.copies[key].lost(self.trainer.copy())
         if difference is not None:
             raise RuleError("restore", f"version {key[1]} is restored, but {difference}")
 
@@ -299,7 +305,7 @@ class World:
             else:
                 taken = standby.follow(silence=20.0)
         if not self._primary.is_failing:
-            self._history.absorb(self._primary, Copy(trainer.model.copy()))
+            self._history.absorb(self._primary, trainer.copy())
         if taken is None or self._dies():
             if former.publisher is not None and errors:
                 former.discard()  # it may be fenced
@@ -424,9 +430,10 @@ class World:
     def _join(self, who: int, choice: int) -> str | None:
         if len(self._readers) == _MOST_READERS:
             return None
-        settings = Settings.of(who, choice, self._stores, self._cache, self._web)
+        has_raw_ids = self._schedule.has_raw_ids
+        settings = Settings.of(who, choice, self._stores, self._cache, self._web, has_raw_ids=has_raw_ids)
         with self._call() as errors:
-            self._readers.append(Reader(f"r{self._num_joined}", settings))
+            self._readers.append(Reader.new(f"r{self._num_joined}", settings))
             self._num_joined += 1
         return str(errors or self._readers[-1].describe())
 
@@ -559,7 +566,7 @@ class World:
         """Publish a last version without NaN. Return False if no trainer can."""
         if self._primary.is_lost:
             return False
-        if not self.trainer.is_healthy:
+        if not self.trainer.copy().is_healthy:
             self.trainer.discard()
             self.trainer = Trainer(self._schedule, self._schedule.seed + 1)
         self._commit_last("snapshot" if self._has_bounds else "publish")
