@@ -97,7 +97,7 @@ class CanaryBound:
             except MalformedError as error:
                 _logger.info("cannot read the time of the newest version: %s", str(error))
                 return
-            if head is None or head.stream != manifest.stream:
+            if head is None:
                 return
             self._latest = head.created
         self._newest = newest

@@ -22,6 +22,7 @@ from delta_tracker.stream.heartbeat import read_heartbeats
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
+from delta_tracker.stream.promotion import promote
 from tests.predictor.serving import empty_model, eventually, same
 from tests.stream.histories import Clock, History, clocked
 from tests.stream.streams import FQN, Writer
@@ -134,6 +135,23 @@ def test_a_canary_waits_while_the_clock_of_the_next_publisher_is_behind() -> Non
         clock.seconds += 20
         writer.delta([2])
         assert predictor.sync() >= last.version
+
+
+def test_a_canary_of_seconds_leaves_a_stream_that_a_promotion_has_ended() -> None:
+    clock = Clock()
+    with clock.of_the_log():
+        writer = Writer(clocked(clock))
+        writer.snapshot()
+        clock.seconds += 100
+        held = writer.delta([1])
+        predictor = Predictor(writer.model(), writer.storage, canary=Canary(seconds=10.0))
+        assert predictor.sync() == held.version - 1
+        promote(writer.storage)
+        clock.seconds += 100
+        snapshot = Writer(writer.storage).snapshot()
+        clock.seconds += 100
+        Writer(writer.storage).delta([2])
+        assert predictor.sync() == snapshot.version
 
 
 def test_a_canary_follows(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
