@@ -95,6 +95,7 @@ class Reader:
         may_serve_held: True if an accepted version or a rollback has led past the gate.
         kinds: kinds of versions of which its gate has a baseline without large values.
         is_restored: True from a restart with a saved position until the version changes.
+        is_interrupted: True from an error of its row store until a call succeeds.
     """
 
     name: str
@@ -110,6 +111,7 @@ class Reader:
     may_serve_held: bool = False
     kinds: set[str] = field(default_factory=set)
     is_restored: bool = False
+    is_interrupted: bool = False
 
     def __post_init__(self) -> None:
         settings = self.settings
@@ -155,6 +157,7 @@ class Reader:
             after.predictor.load_state_dict(saved.state)
         after.is_restored = True
         after.floor, after.may_serve_held = self.floor, self.may_serve_held
+        after.is_interrupted = self.is_interrupted
         return after
 
     def released(self) -> None:

@@ -45,7 +45,8 @@ def check(reader: Reader, history: History, encoding: str | None, *, is_complete
     reader.may_serve_held |= is_pinned  # an order bypasses the gate
     _check_gate(reader, Copy(held, {}), version)
     if reader.floor is not None and place < reader.floor and not is_pinned:
-        is_first = reader.is_restored and len(reader.settings.stores) > 1
+        first = reader.settings.stores[0]
+        is_first = reader.is_restored and not first.has_entry(history.streams[reader.floor[0]], reader.floor[1])
         rule = "backwards after a restart" if is_first else "backwards"
         raise RuleError(rule, f"{reader.describe()} from {reader.floor} to {place} without an order")
     _check_canary(reader, place, history, key)

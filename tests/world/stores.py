@@ -14,7 +14,7 @@ from tests.world.clock import CLOCK
 
 _FOLDERS = ("log", "parts", "merged", "control", "drafts", "probe")
 _AWAY = ".away"
-_DAMAGES = ("missing", "page", "empty", "cut", "folder")
+_DAMAGES = ("missing", "page", "empty", "cut", "folder", "flipped")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +46,14 @@ class Store:
         is_failing: True while every request fails.
         is_unmounted: True while the directory is missing.
         is_lost: True if it fails for ever.
+        has_lost_parts: True if some parts are damaged for ever.
     """
 
     path: Path
     is_failing: bool = False
     is_unmounted: bool = False
     is_lost: bool = False
+    has_lost_parts: bool = False
     _pointer: bytes = b""  # before it was forged
     _wrong: bytes = b""
     _damaged: list[tuple[Path, Path]] = field(default_factory=list)
@@ -89,7 +91,7 @@ class Store:
             self.is_unmounted = True
 
     def damage(self, choice: int) -> None:
-        """Damage an object, except the two newest entries."""
+        """Damage an object, except the two newest entries. Damage of a part may last for ever."""
         if self.is_failing or self.is_unmounted:
             return
         entries = sorted((self.path / "log").glob("*.json"))[:-2]
@@ -97,16 +99,27 @@ class Store:
         files = [path for path in (*entries, *others) if path.is_file()]
         if not files:
             return
-        how, path = _DAMAGES[choice % len(_DAMAGES)], files[-1 - (choice // len(_DAMAGES)) % len(files)]
+        how, choice = _DAMAGES[choice % len(_DAMAGES)], choice // len(_DAMAGES)
+        path, choice = files[-1 - choice % len(files)], choice // len(files)
+        is_part = path.parent.name == "parts"
+        if how == "flipped" and not is_part:
+            return
         kept = self.path / f"kept-{len(self._damaged)}"
         path.rename(kept)
-        self._damaged.append((path, kept))
+        if is_part and how != "flipped" and choice % 3 == 0:
+            self.has_lost_parts = True
+        else:
+            self._damaged.append((path, kept))
         if how == "page":
             path.write_bytes(b"<html><body>Please log in</body></html>")
         elif how == "empty":
             path.write_bytes(b"")
         elif how == "cut":
             path.write_bytes(kept.read_bytes()[:-7])
+        elif how == "flipped":
+            data = bytearray(kept.read_bytes())
+            data[choice % len(data)] ^= 1
+            path.write_bytes(data)
         elif how == "folder":
             path.mkdir()
 
@@ -199,7 +212,7 @@ class Store:
             for path in sorted((self.path / folder).glob("*.json")):
                 yield self._entry(json.loads(path.read_bytes()), is_merged=folder == "merged")
 
-    def _entry(self, fields: dict[str, Any], *, is_merged: bool) -> Entry | None:
+    def _entry(self, fields: dict[str, Any], *, is_merged: bool = False) -> Entry | None:
         for part in fields["parts"]:
             path = self.path / part["name"]
             if not path.is_file() or path.stat().st_size != part["num_bytes"]:
@@ -210,6 +223,11 @@ class Store:
         parent, version = fields["parent"], fields["version"]
         first = version if not is_merged else 0 if parent is None else parent["version"] + 1
         return Entry(fields["stream"], first, version, fields["kind"], is_merged, fields["created"])
+
+    def is_whole(self) -> bool:
+        """Return True if the newest entry has its objects, or some parts are damaged for ever."""
+        newest = max((self.path / "log").glob("*.json"), default=None)
+        return self.has_lost_parts or newest is None or self._entry(json.loads(newest.read_bytes())) is not None
 
     def following(self, version: int) -> list[Entry]:
         """Return the entries of the log after a version, up to the first one that is missing."""

@@ -35,6 +35,7 @@ WEIGHTS = {
     "roll_back": 2,
     "release": 2,
     "accept": 1,
+    "interrupt": 2,
     "damage": 2,
     "forge": 2,
     "fail": 2,
@@ -65,7 +66,7 @@ _EPISODES = (
     ("fail", "sync", "sync", "publish", "repair", "sync"),
     ("publish", "sync", "publish", "forge", "sync", "advance", "sync", "publish", "sync"),
     ("publish", "publish", "compact", "join", "sync"),
-    ("spoil", "publish", "sync", "restart_trainer", "snapshot"),
+    ("spoil", "publish", "sync", "accept", "restart_trainer", "snapshot"),
 )
 # Operations that meet in one schedule: two of these are frequent in each.
 _THEMES = (
@@ -77,7 +78,8 @@ _THEMES = (
     ("fail", "unmount", "damage", "repair", "fault", "sync"),
     ("forge", "advance", "sync", "publish"),
     ("restart_trainer", "stand_by", "take_over", "publish_former", "fault"),
-    ("spoil", "accept", "join", "snapshot", "settle"),
+    ("spoil", "accept", "join", "sync", "settle"),
+    ("interrupt", "sync", "restart", "publish", "snapshot"),
     ("compact", "retain", "burst", "join", "sync"),
 )
 _EMPHASIS = 5

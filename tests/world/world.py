@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from delta_tracker import Retention, Standby, Storage
-from delta_tracker.errors import DeltaTrackerError, FencedError, StorageError
+from delta_tracker.errors import DeltaTrackerError, FencedError, HeldVersionError, SinkError, StorageError
 from delta_tracker.stream.maintenance.retention import retain
 from tests.world.clock import CLOCK, wait_for_threads
 from tests.world.disk import FAULTS, Fault, disk
 from tests.world.history import History, RuleError
 from tests.world.reader import Reader, Saved, Settings
 from tests.world.rules import check
+from tests.world.served import ServedRows
 from tests.world.stores import Store
 from tests.world.targets import reached, targets
 from tests.world.trainer import Trainer
@@ -132,9 +133,11 @@ class World:
         if fault is not None:
             self._disk.fault = None
             said = f"{said} ({fault.kind}{'' if fault.has_begun else ' not reached'})"
+        self._say(f"{self._num_done} {' '.join(map(str, operation))}: {said or 'nothing'}")
         for store in self._stores:
             store.date()
-        self._say(f"{self._num_done} {' '.join(map(str, operation))}: {said or 'nothing'}")
+            if store.is_healthy and not store.is_whole():
+                raise RuleError("partial version", f"{store.path.name} lacks objects of its newest entry")
         self._num_done += 1
 
     def _fault(self, who: int, choice: int) -> None:
@@ -335,17 +338,21 @@ class World:
         if not self._primary.is_healthy:
             return None
         bounds = Retention(versions=1 + choice % 3, grace_seconds=(0.0, 10.0, 600.0)[choice // 3 % 3])
-        could_start = self._can_start()
+        before = self._led_to()
         with self._call() as errors:
             deleted = retain(Storage(self._primary.url), bounds).versions
-        if could_start and not self._can_start():
-            raise RuleError("retention", f"no entries lead to version {self._history.head} after a pass")
+        self._check_retained(before)
         return str(errors or f"deleted {deleted} versions")
 
-    def _can_start(self) -> bool:
-        """Return True if entries lead a new predictor to the newest version."""
-        head = self._history.head
-        return head is not None and head[1] in reached(self._primary.entries(), None)
+    def _led_to(self) -> set[int]:
+        """Return the newest version and that of a pin, each if entries lead a new predictor there."""
+        head, pin = self._history.head, self._history.pin
+        wanted = {head[1] if head is not None else -1, pin.version if pin is not None else -1}
+        return wanted & reached(self._primary.entries(), None)
+
+    def _check_retained(self, before: set[int]) -> None:
+        if not before <= self._led_to():
+            raise RuleError("retention", f"no entries lead to versions {before - self._led_to()} after a pass")
 
     def _pin(self, who: int, choice: int) -> str | None:
         if self._history.head is None:
@@ -456,11 +463,29 @@ class World:
     def _synced(self, reader: Reader, limit: int | None = None) -> str:
         saved = reader.save() if self._disk.fault is not None else None
         with self._call() as errors:
-            reader.predictor.sync(limit)
+            if reader.floor is None and limit is None and saved is None:
+                reader.predictor.sync(1)  # so that the rules see with which version it begins
+                self._check(reader, is_complete=False)
+            if reader in self._readers:
+                reader.predictor.sync(limit)
         if self._dies():
             return f"died; {self._restarted(reader, saved, turns=False)}"
-        self._check(reader, is_complete=limit is None and not errors)
+        reader.is_interrupted = any(isinstance(each, SinkError) for each in errors) or (
+            reader.is_interrupted and bool(errors)
+        )
+        if reader in self._readers:
+            self._check(reader, is_complete=limit is None and not errors)
         return f"{reader.name} at {reader.floor} {errors or ''}"
+
+    def _interrupt(self, who: int, choice: int) -> str | None:
+        """Let a row store fail in the middle of a version, and perhaps restart the predictor."""
+        reader = self._reader(who)
+        if reader is None or not isinstance(reader.served, ServedRows):
+            return None
+        reader.served.target.fails_after = choice % 60
+        said = self._synced(reader)
+        reader.served.target.fails_after = None
+        return f"{said}; {self._restarted(reader, reader.save(), turns=False)}" if choice % 2 else said
 
     def _roll_back(self, who: int, choice: int) -> str | None:
         reader = self._reader(who)
@@ -492,15 +517,25 @@ class World:
         reader = self._reader(who)
         if reader is None or reader.settings.gate is None or reader.floor is None:
             return None
-        reader.predictor.accept(reader.floor[1] + 1)
+        version = reader.floor[1] + 1
+        reader.predictor.accept(version)
         reader.may_serve_held = True
-        return f"{reader.name} accepts {reader.floor[1] + 1}"
+        with self._call() as errors:
+            reader.predictor.sync(1)
+        if any(isinstance(each, HeldVersionError) and each.version == version for each in errors):
+            raise RuleError("gate", f"{reader.describe()} holds version {version}, which was accepted")
+        if self._dies():
+            return f"died; {self._restarted(reader, None, turns=False)}"
+        self._check(reader, is_complete=False)
+        return f"{reader.name} accepts {version} {errors or ''}"
 
     def _reader(self, who: int) -> Reader | None:
         return self._readers[who % len(self._readers)] if self._readers else None
 
     def _check(self, reader: Reader, *, is_complete: bool) -> None:
         """Check a predictor after a call, and remove it if a rule does not hold."""
+        if reader.is_interrupted:
+            return  # its row store has rows of two versions
         try:
             check(reader, self._history, self._schedule.encoding, is_complete=is_complete)
         except RuleError as error:
@@ -569,7 +604,8 @@ class World:
         if not self.trainer.copy().is_healthy:
             self.trainer.discard()
             self.trainer = Trainer(self._schedule, self._schedule.seed + 1)
-        self._commit_last("snapshot" if self._has_bounds else "publish")
+        has_lost_parts = any(store.has_lost_parts for store in self._stores)
+        self._commit_last("snapshot" if self._has_bounds or has_lost_parts else "publish")
         self._publish_for_bounds()
         return True
 
@@ -600,7 +636,7 @@ class World:
             self._say(f"last mirror to {store.path.name}: {code} {text}")
             if code == 0:
                 break
-            if not is_first or "empty destination" not in text:
+            if not is_first or ("empty destination" not in text and not self._primary.has_lost_parts):
                 raise RuleError("mirror", text)
             store.clear()
         orders = self._history.orders
@@ -641,14 +677,17 @@ class World:
 
     def _cause(self, reader: Reader, target: tuple[int, int], said: str) -> str:
         """Return the rule that a predictor breaks which does not reach its target."""
-        stores, floor = reader.settings.stores, reader.floor
-        has_others = len(stores) > 1
+        stores = [store for store in reader.settings.stores if not store.is_lost]
+        has_others, is_lost = len(reader.settings.stores) > 1, len(stores) < len(reader.settings.stores)
+        floor = reader.floor
+        key = None if floor is None else (self._history.streams[floor[0]], floor[1])
+        is_lagging = key is not None and not all(store.has_entry(*key) for store in stores)
+        shows_all = all(len(store.orders()) == len(self._history.orders) for store in stores)
         causes = {
-            "behind a promotion": floor is not None and floor[0] < target[0],
-            "behind at a lost source": any(store.is_lost for store in stores),
-            "behind at a mirror": "StreamReplacedError" in said and has_others,
-            "behind over http": reader.settings.web is not None,
-            "beyond a pin": floor is not None and floor > target and has_others,
+            "behind a promotion": floor is not None and floor[0] < target[0] and is_lagging,
+            "behind at a lost source": is_lost and is_lagging,
+            "behind at a mirror": "StreamReplacedError" in said and has_others and is_lagging,
+            "beyond a pin": floor is not None and floor > target and has_others and not shows_all,
             "behind at a shorter mirror": has_others and "Error" not in said and self._is_at_an_end(reader),
         }
         return next((rule for rule, is_it in causes.items() if is_it), "behind")
