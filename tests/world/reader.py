@@ -16,7 +16,7 @@ from tests.world.web import Web
 _ORDERS = ((0,), (0, 1), (1, 0), (0, 1), (1, 0), (1,), (0, 1, 2), (2, 1), (1, 2))
 _CANARIES = (None, None, None, None, Canary(versions=1), Canary(versions=2), Canary(seconds=10.0))
 _GATES = (None, None, None, Gate(), Gate(max_drift=99.0, min_rows=1))
-_KINDS = ("", "", "", "follows", "row store", "cache")
+_KINDS = ("", "", "tables", "follows", "row store", "cache")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class Settings:
         canary: the distance, None for no canary.
         gate: the bounds, None for no gate.
         follows_pins: True to follow pins.
-        kind: ``row store`` to write to one instead of a model, ``cache`` for a host cache, ``follows`` to reach the end
-            by the thread of :meth:`Predictor.follow`, or an empty text.
+        kind: ``row store`` to write to one instead of a model, ``tables`` to write to tables that may fail, ``cache``
+            for a host cache, ``follows`` to reach the end by the thread of :meth:`Predictor.follow`, or an empty text.
         cache: directory of the host cache.
         web: server to read through, None for none.
         has_raw_ids: True for a table of raw ids.
@@ -95,7 +95,7 @@ class Reader:
         may_serve_held: True if an accepted version or a rollback has led past the gate.
         kinds: kinds of versions of which its gate has a baseline without large values.
         is_restored: True from a restart with a saved position until the version changes.
-        is_interrupted: True from an error of its row store until a call succeeds.
+        is_interrupted: True from an error of what it writes to until a call succeeds.
     """
 
     name: str

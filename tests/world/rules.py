@@ -105,6 +105,8 @@ def _check_orders(reader: Reader, place: Place, history: History, key: Key) -> N
         ordered = [each.version for each in history.orders[reader.pinned :]]
         if key[1] not in ordered:
             raise RuleError("bad version", f"{reader.describe()} has left {pin} for {place}")
+    if pin == history.pin and key != (pin.stream, pin.version):
+        raise RuleError("pin", f"{reader.describe()} has left {pin}, which applies, for {place}")
 
 
 def _check_start(reader: Reader, key: Key, pin: Order | None) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from delta_tracker import RawIdIndex
+from delta_tracker import RawIdIndex, RowTarget
 from tests.predictor.memory_sink import MemorySink, Stored
 from tests.world.trainer import NUM_BAGS, NUM_PLAIN, Model
 
@@ -55,6 +55,57 @@ class _ServedModel:
         self.target.load_state_dict(state)
 
 
+class InterruptionError(Exception):
+    """Raised by a table in the middle of a version."""
+
+
+class _Table(RowTarget):
+    """Table that fails after a number of writes.
+
+    Attributes:
+        left: number of writes of all tables before the next one fails, one number in a list; empty for none.
+    """
+
+    def __init__(self, num_rows: int, left: list[int]) -> None:
+        self.tensor, self._left = torch.zeros(num_rows, 4), left
+        self.num_rows, self.dim, self.dtype = num_rows, 4, torch.float32
+        self.rows, self.columns = (0, num_rows), ((0, 4),)
+
+    def write(self, ids: Tensor | slice, values: Tensor, columns: tuple[int, int]) -> None:
+        if self._left:
+            self._left[0] -= 1
+            if self._left[0] < 0:
+                self._left.clear()
+                raise InterruptionError
+        self.tensor[ids, columns[0] : columns[1]] = values
+
+
+class ServedTables:
+    """The tables of the model, of which one may fail in the middle of a version, and its dense tensors."""
+
+    raw_ids = None
+
+    def __init__(self) -> None:
+        self._left: list[int] = []
+        self._tables = {"bag": _Table(NUM_BAGS, self._left), "plain": _Table(NUM_PLAIN, self._left)}
+        dense = {name: each for name, each in _ServedModel().copy().items() if name.startswith("over")}
+        self.target = {**self._tables, **dense}
+        self._tensors = {f"{name}.weight": each.tensor for name, each in self._tables.items()} | dense
+
+    def fail_after(self, number: int | None) -> None:
+        """Let a write fail, None for none."""
+        self._left[:] = [] if number is None else [number % 4]
+
+    def copy(self) -> dict[str, Tensor]:
+        return {name: each.clone() for name, each in self._tensors.items()}
+
+    state = copy
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        for name, each in self._tensors.items():
+            each.copy_(state[name])
+
+
 class ServedRows:
     """A row store, which keeps its rows and its position when the process ends."""
 
@@ -64,6 +115,10 @@ class ServedRows:
         self._stored = stored
         self._keys = keys
         self.target = MemorySink(stored)
+
+    def fail_after(self, number: int | None) -> None:
+        """Let an operation fail, None for none."""
+        self.target.fails_after = number
 
     def restarted(self) -> ServedRows:
         return ServedRows(self._stored, self._keys)
@@ -89,9 +144,11 @@ def served(kind: str, *, has_raw_ids: bool) -> Served:
     """Return the destination of a kind of predictor, see :class:`~tests.world.reader.Settings`."""
     if not has_raw_ids:
         keys = {"bag.weight": ("bag", [*range(NUM_BAGS)]), "plain.weight": ("plain", [*range(NUM_PLAIN)])}
-        return ServedRows(Stored(), keys) if kind == "row store" else _ServedModel()
+        if kind == "row store":
+            return ServedRows(Stored(), keys)
+        return ServedTables() if kind == "tables" else _ServedModel()
     from tests.world.raw_ids import RAW_IDS, TABLE, IndexedItems, ServedItems  # noqa: PLC0415  torchrec takes seconds
 
     if kind == "row store":
         return ServedRows(Stored(), {"item": (TABLE, RAW_IDS.tolist())})
-    return ServedItems() if kind else IndexedItems()
+    return ServedItems() if kind in ("follows", "cache") else IndexedItems()

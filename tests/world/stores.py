@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,20 @@ class Store:
         self._forge(path, choice)
         self._wrong = path.read_bytes()
         return True
+
+    @contextmanager
+    def forged_pin(self, stream: str, version: int, kind: str) -> Iterator[None]:
+        """Context manager for an order that names an entry with another hash."""
+        counter = len(self.orders()) + 1
+        path = self.path / "control" / "pins" / f"{counter:020d}.json"
+        bad = version if kind == "pin" else max(0, version - 1)
+        fields = {"counter": counter, "stream": stream, "kind": kind, "version": version, "bad": bad}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({**fields, "xxh3": "0" * 32, "reason": "", "time": CLOCK.now}))
+        try:
+            yield
+        finally:
+            path.unlink()
 
     def _forge(self, path: Path, choice: int) -> None:
         if choice % 4 == 3:

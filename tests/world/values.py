@@ -35,7 +35,7 @@ WEIGHTS = {
     "roll_back": 2,
     "release": 2,
     "accept": 1,
-    "interrupt": 2,
+    "interrupt": 3,
     "damage": 2,
     "forge": 2,
     "fail": 2,

@@ -26,7 +26,7 @@ from tests.world.disk import FAULTS, Fault, disk
 from tests.world.history import History, RuleError
 from tests.world.reader import Reader, Saved, Settings
 from tests.world.rules import check
-from tests.world.served import ServedRows
+from tests.world.served import InterruptionError, ServedRows, ServedTables
 from tests.world.stores import Store
 from tests.world.targets import reached, targets
 from tests.world.trainer import Trainer
@@ -145,13 +145,13 @@ class World:
         self._disk.fault = Fault(FAULTS[who % len(FAULTS)], choice % 9 if choice % 3 else choice % 40)
 
     @contextlib.contextmanager
-    def _call(self) -> Iterator[list[DeltaTrackerError]]:
-        """Context manager that keeps an error of the library, which the call may raise."""
-        errors: list[DeltaTrackerError] = []
+    def _call(self) -> Iterator[list[Exception]]:
+        """Context manager that keeps an error of the library or of a table, which the call may raise."""
+        errors: list[Exception] = []
         with self._disk.call():
             try:
                 yield errors
-            except DeltaTrackerError as error:
+            except (DeltaTrackerError, InterruptionError) as error:
                 errors.append(error)
 
     def _dies(self) -> bool:
@@ -409,8 +409,16 @@ class World:
         self._stores[who % 3].damage(choice)
 
     def _forge(self, who: int, choice: int) -> str | None:
+        """Replace a pointer, or write a pin of a version that is not there and delete it again."""
         store = self._stores[who % 2]
-        return f"pointer of {store.path.name}" if self._web is not None and store.forge(choice) else None
+        if self._web is not None and choice % 3:
+            return f"pointer of {store.path.name}" if store.forge(choice) else None
+        if self._history.head is None or not store.is_healthy or not store.has_log():
+            return None
+        CLOCK.advance(7.0)
+        with store.forged_pin(*self._history.head, "pin" if choice % 2 else "release"):
+            said = [self._synced(reader, limit=1) for reader in list(self._readers)]
+        return f"pin of {store.path.name}: {said}"
 
     def _fail(self, who: int, choice: int) -> None:
         self._stores[who % 3].fail()
@@ -470,21 +478,22 @@ class World:
                 reader.predictor.sync(limit)
         if self._dies():
             return f"died; {self._restarted(reader, saved, turns=False)}"
-        reader.is_interrupted = any(isinstance(each, SinkError) for each in errors) or (
-            reader.is_interrupted and bool(errors)
-        )
+        is_interrupted = any(isinstance(each, SinkError | InterruptionError) for each in errors)
+        reader.is_interrupted = is_interrupted or (reader.is_interrupted and bool(errors))
         if reader in self._readers:
             self._check(reader, is_complete=limit is None and not errors)
         return f"{reader.name} at {reader.floor} {errors or ''}"
 
     def _interrupt(self, who: int, choice: int) -> str | None:
-        """Let a row store fail in the middle of a version, and perhaps restart the predictor."""
+        """Let a row store or a table fail in the middle of a version, and perhaps restart the predictor."""
         reader = self._reader(who)
-        if reader is None or not isinstance(reader.served, ServedRows):
+        if reader is None or not isinstance(reader.served, ServedRows | ServedTables):
             return None
-        reader.served.target.fails_after = choice % 60
+        reader.served.fail_after(choice % 60)
         said = self._synced(reader)
-        reader.served.target.fails_after = None
+        reader.served.fail_after(None)
+        if reader not in self._readers:
+            return said
         return f"{said}; {self._restarted(reader, reader.save(), turns=False)}" if choice % 2 else said
 
     def _roll_back(self, who: int, choice: int) -> str | None:
@@ -535,7 +544,7 @@ class World:
     def _check(self, reader: Reader, *, is_complete: bool) -> None:
         """Check a predictor after a call, and remove it if a rule does not hold."""
         if reader.is_interrupted:
-            return  # its row store has rows of two versions
+            return  # there are rows of two versions
         try:
             check(reader, self._history, self._schedule.encoding, is_complete=is_complete)
         except RuleError as error:
