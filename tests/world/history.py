@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,6 +118,10 @@ class History:
         order = self.orders[-1] if self.orders else None
         is_pin = order is not None and self.head is not None and (order.kind, order.stream) == ("pin", self.head[0])
         return order if is_pin else None
+
+    def is_shown_by(self, stores: Iterable[Store]) -> bool:
+        """Return True if stores have all orders."""
+        return all(len(store.orders()) == len(self.orders) for store in stores)
 
     def absorb_orders(self, store: Store) -> list[Order]:
         """Record the pins and releases that a store has after the newest one, and return them."""

@@ -90,6 +90,7 @@ class Reader:
         own_time: time of its own rollback.
         seen: number of orders when it was called last.
         known: number of orders that existed at its own rollback.
+        knew_all: True if its stores had all of them.
         excused: counter of the newest order that its own release may have ended.
         pinned: counter of the pin that it has followed, 0 without one.
         may_serve_held: True if an accepted version or a rollback has led past the gate.
@@ -106,6 +107,7 @@ class Reader:
     own_time: float = 0.0
     seen: int = 0
     known: int = 0
+    knew_all: bool = True
     excused: int = 0
     pinned: int = 0
     may_serve_held: bool = False

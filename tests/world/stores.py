@@ -100,8 +100,13 @@ class Store:
         files = [path for path in (*entries, *others) if path.is_file()]
         if not files:
             return
-        how, choice = _DAMAGES[choice % len(_DAMAGES)], choice // len(_DAMAGES)
-        path, choice = files[-1 - choice % len(files)], choice // len(files)
+        choice, how = divmod(choice, len(_DAMAGES))
+        if choice % 2:
+            files = files[-3:]  # a predictor may need them next
+        choice, place = divmod(choice // 2, len(files))
+        self._damage(files[place], _DAMAGES[how], choice)
+
+    def _damage(self, path: Path, how: str, choice: int) -> None:
         is_part = path.parent.name == "parts"
         if how == "flipped" and not is_part:
             return
@@ -111,18 +116,14 @@ class Store:
             self.has_lost_parts = True
         else:
             self._damaged.append((path, kept))
-        if how == "page":
-            path.write_bytes(b"<html><body>Please log in</body></html>")
-        elif how == "empty":
-            path.write_bytes(b"")
-        elif how == "cut":
-            path.write_bytes(kept.read_bytes()[:-7])
-        elif how == "flipped":
-            data = bytearray(kept.read_bytes())
-            data[choice % len(data)] ^= 1
-            path.write_bytes(data)
-        elif how == "folder":
+        data = kept.read_bytes()
+        if how == "folder":
             path.mkdir()
+        elif how != "missing":
+            at = choice % len(data)
+            flipped = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+            contents = {"page": b"<html><body>Please log in</body></html>", "empty": b"", "cut": data[:-7]}
+            path.write_bytes(contents.get(how, flipped))
 
     def forge(self, choice: int) -> bool:
         """Replace the pointer by one of which fields are too high, or by a page. Return False if there is none.

@@ -50,8 +50,14 @@ def targets(reader: Reader, history: History) -> set[Place] | None:
         if not is_there and floor is None:
             return None  # a canary waits for the version of the order
         if not is_there and floor is not None and floor < pinned:
-            found.add(history.without_claims(floor))
+            found |= _while_waiting(floor, number, history)
     return found or None
+
+
+def _while_waiting(floor: Place, number: int, history: History) -> set[Place]:
+    """Return where a predictor may be that waits for an order of a stream: it may reach the end of a former one."""
+    former = {(floor[0], version) for stream, version in history.copies if stream == history.streams[floor[0]]}
+    return {history.without_claims(floor)} | (former if floor[0] < number else set())
 
 
 def _pinned(
@@ -81,7 +87,7 @@ def _must_follow(reader: Reader, order: Order) -> bool:
 
 def _has_overruled(reader: Reader, order: Order) -> bool:
     """Return True if the predictor's own rollback has ended a pin that it knew."""
-    return reader.own is not None and order.time + LOOK_SECONDS < reader.own_time
+    return reader.own is not None and reader.knew_all and order.time + LOOK_SECONDS < reader.own_time
 
 
 def is_allowed(entry: Entry, entries: Sequence[Entry], canary: Canary | None) -> bool:

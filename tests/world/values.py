@@ -16,11 +16,11 @@ from typing import NamedTuple
 WEIGHTS = {
     "train": 4,
     "publish": 14,
-    "burst": 1,
+    "burst": 2,
     "snapshot": 4,
     "restart_trainer": 3,
     "publish_former": 1,
-    "spoil": 1,
+    "spoil": 2,
     "stand_by": 2,
     "take_over": 1,
     "fault": 6,
@@ -36,7 +36,7 @@ WEIGHTS = {
     "release": 2,
     "accept": 1,
     "interrupt": 3,
-    "damage": 2,
+    "damage": 4,
     "forge": 2,
     "fail": 2,
     "unmount": 1,
@@ -66,6 +66,7 @@ _EPISODES = (
     ("fail", "sync", "sync", "publish", "repair", "sync"),
     ("publish", "sync", "publish", "forge", "sync", "advance", "sync", "publish", "sync"),
     ("publish", "publish", "compact", "join", "sync"),
+    ("publish", "sync", "publish", "damage", "sync", "advance", "sync", "sync", "snapshot", "settle"),
     ("spoil", "publish", "sync", "accept", "restart_trainer", "snapshot"),
 )
 # Operations that meet in one schedule: two of these are frequent in each.
