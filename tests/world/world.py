@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import tempfile
 import threading
 import traceback
@@ -656,6 +657,8 @@ class World:
             self._say(f"last mirror to {store.path.name}: {code} {text}")
             if code == 0:
                 break
+            if self._primary.has_lost_parts and not is_first:
+                return  # until the next snapshot
             if not is_first or ("empty destination" not in text and not self._primary.has_lost_parts):
                 raise RuleError("mirror", text)
             store.clear()
@@ -708,7 +711,7 @@ class World:
         causes = {
             "behind a promotion": floor is not None and floor[0] < target[0] and is_lagging,
             "behind at a lost source": is_lost and is_lagging,
-            "behind at a mirror": "StreamReplacedError" in said and has_others and is_lagging,
+            "behind at a mirror": re.search("StreamReplaced|MissingVersion", said) and has_others and is_lagging,
             "beyond a pin": floor is not None and floor > target and has_others and not shows_all,
             "behind at a shorter mirror": has_others and "Error" not in said and self._is_at_an_end(reader),
         }
