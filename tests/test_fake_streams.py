@@ -12,7 +12,7 @@ from tests.fake_streams.cuda import FakeDevices
 from tests.fake_streams.simulation import fake_streams
 from tests.sweeps import SWEEPS_ARE_WHOLE
 
-_ORDERS = 10_000 if SWEEPS_ARE_WHOLE else 20
+_ORDERS = 1000 if SWEEPS_ARE_WHOLE else 20
 _CUDA = torch.device("cuda", 0)
 
 # Each program returns True if its result is right. If ``has_waits`` is False, it lacks the waits that it needs.

@@ -149,7 +149,7 @@ class SinkFollower:
 @pytest.mark.sweep("long")
 @pytest.mark.parametrize("part", range(10 if SWEEPS_ARE_WHOLE else 1))
 def test_no_reader_of_a_random_history_finds_a_stale_a_missing_or_another_row(part: int) -> None:
-    num_histories = 300 if SWEEPS_ARE_WHOLE else 6
+    num_histories = 100 if SWEEPS_ARE_WHOLE else 6
     num_checks = 0
     for seed in range(part * num_histories, (part + 1) * num_histories):
         schedule = Schedule(History(seed), lambda history: cast("Follower", SinkFollower(history)))

@@ -19,7 +19,7 @@ from tests.fake_streams.simulation import fake_streams
 from tests.stream.streams import FQN, Writer
 from tests.sweeps import SWEEPS_ARE_WHOLE
 
-_ORDERS = 10_000 if SWEEPS_ARE_WHOLE else 16
+_ORDERS = 1000 if SWEEPS_ARE_WHOLE else 16
 _ROWS, _DIM = 6, 4
 _CUDA = torch.device("cuda", 0)
 _NUM_VERSIONS = 4

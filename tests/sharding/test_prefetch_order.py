@@ -15,7 +15,7 @@ from tests.fake_streams.cached_kernel import CachedKernel
 from tests.fake_streams.simulation import fake_streams
 from tests.sweeps import SWEEPS_ARE_WHOLE
 
-_ORDERS = 10_000 if SWEEPS_ARE_WHOLE else 32
+_ORDERS = 1000 if SWEEPS_ARE_WHOLE else 32
 _ROWS, _SLOTS, _BATCH = 24, 6, 3
 _CUDA = torch.device("cuda", 0)
 
@@ -72,7 +72,6 @@ def _there(ids: list[int]) -> Tensor:
 
 
 @pytest.mark.sweep("long")
-@pytest.mark.timeout(900)
 def test_reads_and_prefetches_in_any_order_corrupt_no_row() -> None:
     for seed in range(_ORDERS):
         with fake_streams(seed):

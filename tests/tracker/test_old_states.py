@@ -21,7 +21,7 @@ from tests.tracker.test_segments import make_store, run_random
 
 _NUM_COLUMNS = 16
 _ROW_BYTES = 8 + 4 * _NUM_COLUMNS
-_ORDERS = 10_000 if SWEEPS_ARE_WHOLE else 12
+_ORDERS = 1000 if SWEEPS_ARE_WHOLE else 12
 
 
 class _LateCopy(HostCopy):
