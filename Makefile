@@ -65,7 +65,7 @@ SWEEPS = $(BIN)/python -m pytest -n 2 --dist worksteal $$(grep -rlE 'mark\.sweep
 test-sweeps: $(VENV)/.installed  ## run the sweeps completely that take up to half a minute each, as CI does
 	@DELTA_TRACKER_WHOLE_SWEEPS=short $(SWEEPS)
 
-test-long-sweeps: $(VENV)/.installed  ## run the other sweeps completely, in some ten minutes
+test-long-sweeps: $(VENV)/.installed  ## run the other sweeps completely, in some half an hour
 	@DELTA_TRACKER_WHOLE_SWEEPS=long $(SWEEPS)
 
 test-matrix: $(VENV)/.installed  ## run the tests against every supported torchrec; ARGS goes to .ci/matrix
