@@ -20,7 +20,6 @@ def strace() -> None:
 
 @pytest.mark.sweep("long")
 @pytest.mark.promise("atomic")
-@pytest.mark.timeout(120)
 def test_a_power_loss_at_any_call_loses_no_acknowledged_version(tmp_path: Path) -> None:
     traces = traced(tmp_path)
     assert len(faults(tmp_path, traces[0])) > 100
@@ -29,7 +28,6 @@ def test_a_power_loss_at_any_call_loses_no_acknowledged_version(tmp_path: Path) 
 
 @pytest.mark.sweep("long")
 @pytest.mark.promise("atomic")
-@pytest.mark.timeout(120)
 def test_a_power_loss_after_a_failed_sync_loses_no_acknowledged_version(tmp_path: Path) -> None:
     """The sync of the log fails when the first delta is committed."""
     traces = traced(tmp_path, "fsync:error=EIO:when=21")
