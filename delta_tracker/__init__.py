@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from delta_tracker.predictor.canary import Canary
+    from delta_tracker.stream.reading.canary import Canary
     from delta_tracker.predictor.gate import Gate
     from delta_tracker.predictor.predictor import Predictor
     from delta_tracker.publisher.cadence import Cadence
@@ -72,7 +72,7 @@ __all__ = [
 
 _HOMES = {
     "Cadence": "delta_tracker.publisher.cadence",
-    "Canary": "delta_tracker.predictor.canary",
+    "Canary": "delta_tracker.stream.reading.canary",
     "DataPosition": "delta_tracker.tracker.data_position",
     "Delta": "delta_tracker.types",
     "DeltaRows": "delta_tracker.types",

@@ -982,6 +982,23 @@ class StreamReplacedError(StreamError, RuntimeError):
         self.version = version
 
 
+class OlderCopyError(StreamError, RuntimeError):
+    """The log at ``url`` ends at version ``newest``, before the applied version ``version``.
+
+    A mirror, a replica or a cache may be late, or the store was restored from an older copy.
+    """
+
+    def __init__(self, url: str, newest: int, version: int) -> None:
+        super().__init__(
+            f"{url} shows an older copy of the stream, up to version {newest}, and version {version} is applied",
+            "It continues when the log has a newer version; if the store was restored, restart the trainer, which "
+            "publishes a snapshot",
+        )
+        self.url = url
+        self.newest = newest
+        self.version = version
+
+
 class NoSnapshotError(StreamError, LookupError):
     """The stream at ``url`` has no snapshot, or none at or below ``version``.
 

@@ -9,7 +9,7 @@ import pytest
 
 from delta_tracker import Cadence, Gate, Retention, TopK
 from delta_tracker.errors import InvalidArgumentError
-from delta_tracker.predictor.canary import Canary
+from delta_tracker.stream.reading.canary import Canary
 
 _NUMBERS: dict[str, Callable[[object], object]] = {
     "fraction": lambda value: TopK(fraction=value),  # type: ignore[arg-type]

@@ -28,9 +28,9 @@ from delta_tracker.errors import (
 )
 from delta_tracker.predictor.gauges import PredictorGauges
 from delta_tracker.predictor.polling import PollSchedule, jittered
-from delta_tracker.stream.cursor import StreamCursor
 from delta_tracker.stream.interruption import Interrupted, check, interruptible
 from delta_tracker.stream.notify.notifier import Hints, Notifier
+from delta_tracker.stream.reading.reader import Reader
 from delta_tracker.stream.storage.url import default_poll_seconds
 
 _logger = logging.getLogger(__name__)
@@ -50,19 +50,6 @@ _START_SECONDS = 2.0  # maximum time that start() waits for the thread's first c
 _LOCK_SECONDS = 0.1  # interval at which a wait for the lock checks the stop flag
 
 
-class Advance(Protocol):
-    """Protocol of a function that applies the next version, if there is one."""
-
-    def __call__(self, *, looks_for_gap: bool) -> bool:
-        """Apply the next version and return True. Return False if there is none.
-
-        Args:
-            looks_for_gap: True to check, if the next version is missing, whether it was deleted or is not committed
-                yet.
-        """
-        ...
-
-
 class Beat(Protocol):
     """Protocol of a function that writes a heartbeat if one is due."""
 
@@ -72,21 +59,20 @@ class Beat(Protocol):
 
 
 class Follower:
-    """Thread that calls ``advance`` repeatedly.
+    """Thread that calls :meth:`Reader.advance` repeatedly.
 
-    If ``advance`` raises an ``Exception`` or if Rust code in it panics, the thread retries after a pause, which
+    If the call raises an ``Exception`` or if Rust code in it panics, the thread retries after a pause, which
     increases with each failure. Versions contain the rows' values, not differences, so an interrupted version can be
     applied again. The thread ends only if :meth:`stop` is called or any other exception is raised, such as
     ``SystemExit``.
 
     Args:
-        advance: function that applies the next version, if there is one.
-        cursor: stream position that ``advance`` moves.
-        lock: lock that is held while ``advance`` runs.
+        reader: reader of the stream.
+        lock: lock that is held while the reader advances.
         notifier: delivers hints of new versions; None to poll only.
         beat: function that writes heartbeats, called after each poll.
         gauges: metrics that count the errors.
-        max_pause_seconds: maximum time between two polls, if ``advance`` has other work to do.
+        max_pause_seconds: maximum time between two polls, if the reader has other work to do.
 
     Attributes:
         error: error that ended the thread, or error of the last attempt, which the thread will retry; None if there is
@@ -95,8 +81,7 @@ class Follower:
 
     def __init__(
         self,
-        advance: Advance,
-        cursor: StreamCursor,
+        reader: Reader,
         lock: threading.Lock,
         notifier: Notifier | None,
         beat: Beat,
@@ -104,8 +89,7 @@ class Follower:
         *,
         max_pause_seconds: float = float("inf"),
     ) -> None:
-        self._advance = advance
-        self._cursor = cursor
+        self._reader = reader
         self._lock = lock
         self._beat = beat
         self._gauges = gauges
@@ -255,7 +239,7 @@ class Follower:
         No-op if the fork was made by the thread itself, which then continues in the child process.
 
         Args:
-            lock: new lock to hold while ``advance`` runs.
+            lock: new lock to hold while the reader advances.
         """
         if self._thread is threading.current_thread():
             return  # this thread forked, in a method of a RowTarget, and continues in the child
@@ -274,14 +258,14 @@ class Follower:
     def lag(self) -> tuple[int, float] | None:
         """Return the number of committed versions that are not applied, and the age in seconds of the oldest of them.
 
-        See :meth:`~delta_tracker.stream.cursor.StreamCursor.lag` for the clocks.
+        See :class:`~delta_tracker.stream.reading.lag.Lag` for the clocks.
 
         Returns:
             The number and the age, which is 0 if there is no such version; None if the store cannot be read, or if its
             log ends before the last applied version.
         """
         try:
-            return self._cursor.lag()
+            return self._reader.measure_lag()
         except StreamError:
             return None
 
@@ -296,8 +280,8 @@ class Follower:
 
         For heartbeats. The result is as old as the last poll.
         """
-        rested, seconds = self._cursor.rested, self.poll_seconds
-        if self.error is not None or seconds is None or rested is None or rested[0] != self._cursor.version:
+        rested, seconds, position = self._reader.rested, self.poll_seconds, self._reader.position
+        if self.error is not None or seconds is None or rested is None or position is None or rested[0] != position.version:
             return self.lag()
         return (0, 0.0) if time.monotonic() - rested[1] <= 2 * seconds + 1.0 else self.lag()
 
@@ -316,7 +300,7 @@ class Follower:
             self.moved()
 
     def _new_schedule(self, poll_seconds: float | None) -> PollSchedule:
-        storage = self._cursor.log.storage
+        storage = self._reader.storage
         seconds = default_poll_seconds(storage.url) if poll_seconds is None else poll_seconds
         longest, longest_hinted = _LONGEST_SECONDS["remote" if storage.is_remote else "directory"]
         return PollSchedule(
@@ -339,18 +323,18 @@ class Follower:
             if not self._begins(refuse, begun):
                 return
             try:
-                storage = self._cursor.log.storage
+                storage = self._reader.storage
                 while not self._stop.is_set():
                     self._turn(schedule)
-                    if self._cursor.log.storage is not storage:  # another source, perhaps of another kind
-                        storage = self._cursor.log.storage
+                    if self._reader.storage is not storage:  # another source, perhaps of another kind
+                        storage = self._reader.storage
                         self._schedule = schedule = self._new_schedule(poll_seconds)
             except Interrupted:
                 raise
             except BaseException as error:  # noqa: BLE001  a thread has no caller that could handle it
                 what = _described(error)  # first, because unraised() removes the traceback of an error it cannot copy
                 self.error = ended = unraised(FollowEndedError(error))
-                url = self._cursor.log.storage.url
+                url = self._reader.storage.url
                 _logger.error("predictor stopped following %s: %s", url, what)  # noqa: TRY400  see _described
                 self._survives(lambda: self._beat(is_last=True))
                 self.error = ended
@@ -390,8 +374,8 @@ class Follower:
             schedule.moved()
             self.moved()
             return
-        place = self._cursor.place
-        if self.error is not None or place is None:
+        position = self._reader.position
+        if self.error is not None or position is None:
             self._stop.wait(jittered(self._pause))
             return
         if self._hints.num_failures != self._num_hint_failures:
@@ -399,7 +383,7 @@ class Follower:
             schedule.distrust()
         end = time.monotonic() + min(schedule.pause(), self._max_pause_seconds)
         while (left := end - time.monotonic()) > 0 and not self._stop.is_set():
-            if self._hints.wait(place.stream, place.link.version, min(left, _BEAT_SECONDS)):
+            if self._hints.wait(position.stream, position.version, min(left, _BEAT_SECONDS)):
                 schedule.hinted()
                 return
             if left > _BEAT_SECONDS:
@@ -412,7 +396,7 @@ class Follower:
         has_moved = False
         try:
             with self._held_lock():
-                has_moved = self._advance(looks_for_gap=looks_for_gap)
+                has_moved = self._reader.advance(looks_for_gap=looks_for_gap)
         except NoSnapshotError as error:
             if not self._waits_for_snapshot:
                 self._waits_for_snapshot = True
@@ -425,11 +409,11 @@ class Follower:
             )
         else:
             if self.error is not None:
-                _logger.warning("predictor recovered at version %s", self._cursor.version)
+                _logger.warning("predictor recovered at version %s", self._reader.version)
             self.error, self._pause = None, schedule.first_seconds
         finally:
             if looks_for_gap and not has_moved:
-                is_well = self.error is None and self._cursor.has_listed
+                is_well = self.error is None and self._reader.source.has_listed
                 longer = min(2 * self._gap_seconds, _MAX_GAP_CHECKS * GAP_CHECK_SECONDS)
                 self._gap_seconds = longer if is_well else GAP_CHECK_SECONDS
                 self._gap_check = time.monotonic() + jittered(self._gap_seconds)

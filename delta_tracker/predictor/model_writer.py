@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from delta_tracker.errors import ForkedError, InvalidArgumentError
 from delta_tracker.monitor.recorder import Recorder
@@ -25,9 +25,9 @@ from delta_tracker.predictor.status import Served
 from delta_tracker.predictor.table_fence import TableFence
 from delta_tracker.predictor.version_writer import VersionWrite, VersionWriter
 from delta_tracker.raw_id_index import RawIdIndex
-from delta_tracker.stream.cursor import Place, StreamCursor
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.reading.position import Position, Rows
 from delta_tracker.types import Identity
 
 
@@ -40,7 +40,6 @@ class ModelWriter(VersionWriter):
         raw_ids: table FQN in the stream to an index of its raw ids; None if there are none.
         takes_dense: True to write dense tensors too.
         chunk_rows: maximum number of rows to write each time the lock is acquired.
-        cursor: stream position of the predictor, which advances with the last row of a version.
         gauges: metrics of the predictor.
         recorder: records the time that it takes to write the rows of each version.
 
@@ -56,7 +55,6 @@ class ModelWriter(VersionWriter):
         raw_ids: Mapping[str, RawIdIndex] | None,
         takes_dense: bool,
         chunk_rows: int,
-        cursor: StreamCursor,
         gauges: PredictorGauges,
         recorder: Recorder,
     ) -> None:
@@ -71,11 +69,11 @@ class ModelWriter(VersionWriter):
             chunk_rows=chunk_rows,
             recorder=recorder,
         )
-        self._cursor = cursor
         self._gauges = gauges
         self.manifest: Manifest | None = None
         self.identities: Mapping[str, Identity] = {}
-        self.is_mixed = False
+        self._position: Position | None = None  # of the last complete version
+        self._is_mixed = False
         self.num_rows = self.num_bytes = self.num_admitted = self.num_evicted = 0
         self._begun: Manifest | None = None  # newest version that may be partly written
         self._applying: int | None = None  # last version of which rows were written, until it is complete
@@ -88,9 +86,14 @@ class ModelWriter(VersionWriter):
         return self.lock.is_reading
 
     @property
-    def may_be_newer(self) -> bool:
-        """True if some rows may be newer than the position: of an interrupted version, or saved after the position."""
-        return self._is_loaded or self._applying is not None
+    def position(self) -> Position | None:
+        """Position of the tables; None before the first version."""
+        held = self._position
+        if held is None:
+            return None
+        if self._is_mixed:
+            return replace(held, rows=Rows.MIXED)
+        return replace(held, rows=Rows.AHEAD) if self._is_loaded or self._applying is not None else held
 
     @contextmanager
     def reading(self) -> Iterator[Served]:
@@ -98,7 +101,7 @@ class ModelWriter(VersionWriter):
         with self.lock.reading():
             if self._is_torn:
                 raise ForkedError("rows were being written and may be torn", "Call sync() in this process first")
-            served = Served(self._cursor.version, self._applying)
+            served = Served(None if self._position is None else self._position.version, self._applying)
             if not self.fence.devices:  # all tables are on the CPU
                 yield served
                 return
@@ -132,7 +135,7 @@ class ModelWriter(VersionWriter):
             self.fence.enter_reading()  # the owners are read on the current stream
             changes = owner_changes(version_owners(contents), manifest.identities, receiver.raw_ids)
             default_rows = receiver.default_rows(contents, changes)
-        self.is_mixed = self.is_mixed or is_elsewhere
+        self._is_mixed = self._is_mixed or is_elsewhere
         with self.lock.writing():
             self.fence.cover(receiver.devices)
             self.begin(manifest)
@@ -144,18 +147,18 @@ class ModelWriter(VersionWriter):
             self._map(change)
         with self.lock.writing(), self.fence.writing():
             receiver.write_dense(contents)
-            self._cursor.moved(manifest)
+            self._position = Position.after(manifest)
             self._finish(manifest)
             if manifest.kind != "claim":
                 self.manifest, self.identities = manifest, identities
-        self.is_mixed = False
+        self._is_mixed = False
         self.num_bytes += manifest.num_bytes
         self._gauges.applied(manifest)
 
     def state_dict(self) -> dict[str, str | int]:
         """Return the stream position of the tables."""
-        place = None if self.is_mixed else self._cursor.place
-        position = {} if place is None else place.to_dict()
+        held = None if self._is_mixed else self._position
+        position = {} if held is None else held.to_dict()
         # Without a position too: until the snapshot is applied, unknown raw ids read the default rows of these buckets.
         return {**position, **({"identities": to_text(self.identities)} if self.identities else {})}
 
@@ -165,15 +168,15 @@ class ModelWriter(VersionWriter):
             raise InvalidArgumentError("state", state, "Pass what state_dict() returned")
         fields = dict(state)
         identities = from_text(fields.pop("identities", "{}"))
-        place = Place.from_dict(fields) if fields else None
+        position = Position.from_dict(fields) if fields else None
         with self.lock.writing():
             with self.fence.writing():
                 self.applier.adopt(identities)
             self.identities = identities
-            self._cursor.place, self.is_mixed = place, False
+            self._position, self._is_mixed = position, False
             self.manifest = self._begun = None
             self._applying = None
-            self._is_loaded = place is not None
+            self._is_loaded = position is not None
             self._is_torn = False
 
     def before_fork(self) -> None:
@@ -213,9 +216,9 @@ class ModelWriter(VersionWriter):
         ready = change.ready()
         with self.lock.writing(), self.fence.writing():
             # Only a snapshot has all raw ids of a mapping that is half written.
-            is_mixed, self.is_mixed = self.is_mixed, True
+            is_mixed, self._is_mixed = self._is_mixed, True
             change.map(ready)
-            self.is_mixed = is_mixed
+            self._is_mixed = is_mixed
         num_admitted = change.num_admitted()
         self.num_admitted += num_admitted
         self._gauges.admitted(change.fqn, num_admitted)

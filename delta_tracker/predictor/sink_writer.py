@@ -34,10 +34,10 @@ from delta_tracker.predictor.version_writer import VersionWrite, VersionWriter
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.row_sink import RowSink, SinkState
 from delta_tracker.row_target import RowTarget
-from delta_tracker.stream.cursor import Place, StreamCursor
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.manifest import Link, Manifest
 from delta_tracker.stream.interruption import check
+from delta_tracker.stream.reading.position import Position, Rows
 from delta_tracker.types import Identity, TableSpec
 
 _logger = logging.getLogger(__name__)
@@ -57,7 +57,6 @@ class SinkWriter(VersionWriter):
     Args:
         sink: the row store. The constructor opens it.
         chunk_rows: maximum number of rows in one call of the sink.
-        cursor: stream position of the predictor.
         gauges: metrics of the predictor.
         recorder: records the time that it takes to write the rows of each version.
 
@@ -67,16 +66,15 @@ class SinkWriter(VersionWriter):
     """
 
     def __init__(
-        self, sink: RowSink, *, chunk_rows: int, cursor: StreamCursor, gauges: PredictorGauges, recorder: Recorder
+        self, sink: RowSink, *, chunk_rows: int, gauges: PredictorGauges, recorder: Recorder
     ) -> None:
         self._sink = sink
         self._chunk_rows = chunk_rows
-        self._cursor = cursor
         self._gauges = gauges
         self._timer = recorder.apply_seconds.timer()
         self.manifest: Manifest | None = None
         self.identities: Mapping[str, Identity] = {}
-        self.is_mixed = False
+        self._position: Position | None = None  # of the state, with the generation if it is known
         self.num_rows = self.num_bytes = self.num_admitted = self.num_evicted = 0
         self._state: SinkState | None = None  # of the stream that readers read
         self._is_known = False  # False if the row store may have another state
@@ -89,9 +87,14 @@ class SinkWriter(VersionWriter):
         return False
 
     @property
-    def may_be_newer(self) -> bool:
-        """True if some rows may be those of a newer version that was interrupted."""
-        return self._state is not None and self._state.applying is not None
+    def position(self) -> Position | None:
+        """Position of the stored rows; None before the first version."""
+        held, state = self._position, self._state
+        if held is None or state is None:
+            return None
+        if state.is_mixed:
+            return replace(held, rows=Rows.MIXED)
+        return held if state.applying is None else replace(held, rows=Rows.AHEAD)
 
     def reading(self) -> AbstractContextManager[Served]:
         """Raise InvalidArgumentError: lookups read the row store."""
@@ -171,7 +174,7 @@ class SinkWriter(VersionWriter):
         finished = _finished(manifest, begun, identities, has_changed=has_changed)
         check()
         self._sink.finish(finished)
-        self._cursor.moved(manifest)
+        self._position = Position.after(manifest)
         if manifest.kind != "claim":
             self.manifest = manifest
         self.num_bytes += manifest.num_bytes
@@ -190,16 +193,15 @@ class SinkWriter(VersionWriter):
         return self._state if self._state is not None and self._state.stream == manifest.stream else None
 
     def _holds(self, state: SinkState | None) -> None:
-        """Record the state of the stream that readers read, and move the cursor to it."""
+        """Record the state of the stream that readers read."""
         self._state = state
         self.identities = {} if state is None else state.identities
-        self.is_mixed = state is not None and state.is_mixed
         if state is None or state.version is None or state.xxh3 is None:
-            self._cursor.place = None
+            self._position = None
             return
-        place_held = Place(state.stream, Link(state.version, state.xxh3))
-        if self._cursor.place != place_held:  # the cursor keeps what it knows of an equal one
-            self._cursor.place = place_held
+        link, held = Link(state.version, state.xxh3), self._position
+        if held is None or (held.stream, held.link) != (state.stream, link):  # otherwise, the generation is known
+            self._position = Position(state.stream, link)
 
     def _write(
         self,

@@ -9,6 +9,7 @@ from typing import Protocol
 from delta_tracker.predictor.status import Served
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.reading.position import Position
 from delta_tracker.types import Identity
 
 
@@ -27,7 +28,7 @@ class VersionWrite(Protocol):
         ...
 
     def apply(self, contents: Contents, *, is_elsewhere: bool) -> None:
-        """Check and write the version, and advance the cursor when it is complete.
+        """Check and write the version, and advance the position when it is complete.
 
         Args:
             contents: rows and dense tensors of the version.
@@ -41,7 +42,7 @@ class VersionWrite(Protocol):
 
 
 class VersionWriter(Protocol):
-    """Writer of versions to one destination. It has the cursor of the predictor, and advances it.
+    """Writer of versions to one destination, whose position it keeps.
 
     The predictor calls the methods in one thread at a time, except :meth:`reading`, :attr:`is_reading` and the
     attributes, which any thread may read.
@@ -49,7 +50,6 @@ class VersionWriter(Protocol):
     Attributes:
         manifest: manifest of the last applied snapshot or delta; None before the first.
         identities: table FQN to the buckets by which unknown raw ids are routed now.
-        is_mixed: True if the rows may be of unrelated versions, so that only a snapshot may be applied next.
         num_rows: number of rows written since the start.
         num_bytes: size in bytes of the parts applied since the start.
         num_admitted: number of raw ids mapped to rows since the start.
@@ -58,7 +58,6 @@ class VersionWriter(Protocol):
 
     manifest: Manifest | None
     identities: Mapping[str, Identity]
-    is_mixed: bool
     num_rows: int
     num_bytes: int
     num_admitted: int
@@ -70,8 +69,8 @@ class VersionWriter(Protocol):
         ...
 
     @property
-    def may_be_newer(self) -> bool:
-        """True if some rows may be newer than the position: of an interrupted version, or saved after the position."""
+    def position(self) -> Position | None:
+        """Position of the rows; None before the first version."""
         ...
 
     def reading(self) -> AbstractContextManager[Served]:
@@ -79,7 +78,7 @@ class VersionWriter(Protocol):
         ...
 
     def restore(self) -> None:
-        """Set the cursor to the position that the destination stores, if it does and the position is unknown."""
+        """Read the position that the destination stores, if it does and the position is unknown."""
         ...
 
     def resolve(self, manifest: Manifest) -> VersionWrite:

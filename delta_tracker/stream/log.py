@@ -99,6 +99,11 @@ class StreamLog:
         # Names, hashes and errors of malformed entries, which readers read again and again.
         self._refused: deque[tuple[str, str, MalformedError]] = deque(maxlen=_MAX_REFUSED)
 
+    @property
+    def url(self) -> str:
+        """Url of the store."""
+        return self.storage.url
+
     def may_have(self, version: int) -> bool:
         """Return False if the entry of a version need not be requested yet, by the pointer.
 

@@ -12,10 +12,10 @@ import torch
 
 from delta_tracker import Predictor
 from delta_tracker.errors import StreamError
-from delta_tracker.predictor.canary import Canary
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.pin import PinFollower
 from delta_tracker.stream.promotion import promote
+from delta_tracker.stream.reading.canary import Canary
 from delta_tracker.stream.storage.storage import Storage
 from tests.predictor.breaking import Breaking
 from tests.stream.streams import FQN, Writer
@@ -92,7 +92,7 @@ class Fleet:
             target, options["chunk_rows"] = {FQN: Breaking.of(model[FQN])}, 5
         predictor = Predictor(target, self.storage if storage is None else storage, **options)
         if follows_pins:
-            predictor._pins = PinFollower(lambda: predictor._storage, seconds=0.0)
+            predictor._reader.pins = PinFollower(lambda: predictor._reader.storage, seconds=0.0)
         self.models.append(model)
         self.tables[predictor] = target[FQN]
         self.predictors.append(predictor)

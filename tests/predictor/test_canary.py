@@ -15,14 +15,13 @@ from hypothesis import strategies as st
 
 from delta_tracker import Canary, Predictor, Storage
 from delta_tracker.errors import InvalidArgumentError, NoSnapshotError, StreamError
-from delta_tracker.predictor.canary import CanaryBound
 from delta_tracker.stream import heartbeat as heartbeat_module
-from delta_tracker.stream.cursor import StreamCursor
 from delta_tracker.stream.heartbeat import read_heartbeats
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.promotion import promote
+from delta_tracker.stream.reading.canary import CanaryBound
 from tests.predictor.serving import empty_model, eventually, same
 from tests.stream.histories import Clock, History, clocked
 from tests.stream.streams import FQN, Writer
@@ -107,7 +106,7 @@ def test_a_canary_stays_some_seconds_behind() -> None:
 def test_an_entry_of_a_clock_that_is_ahead_does_not_let_later_versions_pass() -> None:
     clock = Clock()
     writer = Writer(clocked(clock))
-    bound = CanaryBound(Canary(seconds=600.0), StreamCursor(StreamLog(writer.storage)))
+    bound = CanaryBound(Canary(seconds=600.0), StreamLog(writer.storage))
     with clock.of_the_log():
         first = writer.snapshot()
     with clock.of_the_log(ahead=3600.0):

@@ -16,6 +16,7 @@ from delta_tracker.monitor import Monitor
 from delta_tracker.stream.log import Merged, StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
+from delta_tracker.stream.reading.position import Position
 from tests.monitor.figures import Figures
 from tests.predictor.serving import Breakable, empty_model, same
 from tests.stores.rules import fails, on
@@ -39,15 +40,17 @@ def _writer(num_deltas: int, *, every: int | None = None) -> Writer:
 def _behind(writer: Writer, **options: object) -> tuple[Predictor, WrappedStorage, dict]:
     """Return a predictor whose saved tables hold the first snapshot, its store and its model."""
     storage, model = WrappedStorage(writer.storage), writer.model()
-    first = Predictor(model, storage)
-    snapshot = StreamLog(writer.storage).read(1)
-    assert snapshot is not None
-    first._cursor.moved(snapshot)
-    model[FQN][:] = 0.0  # as in the first snapshot
     predictor = Predictor(model, storage, **options)
-    predictor.load_state_dict(first.state_dict())
+    predictor.load_state_dict(_first_position(writer))
+    model[FQN][:] = 0.0  # as in the first snapshot
     storage.take()
     return predictor, storage, model
+
+
+def _first_position(writer: Writer) -> dict[str, str | int]:
+    snapshot = StreamLog(writer.storage).read(1)
+    assert snapshot is not None
+    return Position.after(snapshot).to_dict()
 
 
 def _entries(storage: WrappedStorage) -> list[str]:
@@ -195,13 +198,9 @@ def test_a_gate_with_a_drift_sees_every_version() -> None:
 def test_an_interrupted_merged_version_is_completed() -> None:
     writer = _writer(40, every=40)
     _, storage, model = _behind(writer)
-    state = Predictor(model, storage)
-    snapshot = StreamLog(writer.storage).read(1)
-    assert snapshot is not None
-    state._cursor.moved(snapshot)
     target = Breakable.of(model[FQN])
     predictor = Predictor({FQN: target}, storage, chunk_rows=2)
-    predictor.load_state_dict(state.state_dict())
+    predictor.load_state_dict(_first_position(writer))
 
     def fail(number: int) -> None:
         if number == 3:

@@ -113,7 +113,7 @@ def test_an_index_may_not_serve_two_tables() -> None:
     history = _history()
     index = RawIdIndex(history.num_rows)
     predictor = _predictor(history, raw_ids={FQN: index})
-    manifest = predictor._cursor.heads()[0]
+    manifest = predictor._reader.newest()[0]
     other = {"b": replace(manifest.tables[FQN], fqn="b")}
     both = replace(
         manifest,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,12 +22,11 @@ from delta_tracker.errors import (
     PinnedError,
     StreamError,
 )
-from delta_tracker.predictor.canary import Canary
-from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.pin import Pin, PinFollower, newest_pin, pin_name
+from delta_tracker.stream.reading.canary import Canary
 from delta_tracker.stream.rollback import pin_version, release_pin
 from tests.predictor.breaking import Breaking
 from tests.predictor.pin_fleet import Fleet
@@ -124,7 +124,7 @@ def test_a_pin_that_is_not_reached_ends_with_its_stream(fleet: Fleet, state: str
 def test_a_canary_leaves_a_pin_that_has_ended_by_an_older_snapshot(fleet: Fleet) -> None:
     model = fleet.writer.model()
     predictor = Predictor(model, fleet.storage, follows_pins=True, canary=Canary(versions=2))
-    predictor._pins = PinFollower(lambda: fleet.storage, seconds=0.0)
+    predictor._reader.pins = PinFollower(lambda: fleet.storage, seconds=0.0)
     predictor.sync()
     pin_version(fleet.storage, 2)
     predictor.sync()
@@ -166,7 +166,7 @@ def test_a_predictor_goes_from_a_former_stream_to_the_pin_of_the_new_one(fleet: 
 
 def test_a_predictor_goes_from_a_former_stream_past_what_a_release_of_the_new_one_skips(fleet: Fleet) -> None:
     canary = Predictor(fleet.writer.model(), fleet.storage, canary=Canary(versions=2), follows_pins=True)
-    canary._pins = PinFollower(lambda: fleet.storage, seconds=0.0)
+    canary._reader.pins = PinFollower(lambda: fleet.storage, seconds=0.0)
     canary.sync()
     last = fleet.writer.claim.head.version
     fleet.promoted()
@@ -188,7 +188,7 @@ def test_an_interrupted_move_to_the_pin_of_a_new_stream_is_completed(fleet: Flee
     model = fleet.writer.model()
     table = Breaking.of(model[FQN])
     predictor = Predictor({**model, FQN: table}, fleet.storage, follows_pins=True, chunk_rows=5)
-    predictor._pins = PinFollower(lambda: fleet.storage, seconds=0.0)
+    predictor._reader.pins = PinFollower(lambda: fleet.storage, seconds=0.0)
     predictor.sync()
     fleet.promoted()
     fleet.published("snapshot")
@@ -499,15 +499,16 @@ def _restarted(fleet: Fleet, chance: random.Random) -> Predictor:
 
 def _watch(predictor: Predictor) -> None:
     """Assert that a predictor applies no version after the pin of its stream."""
-    moved = predictor._cursor.moved
+    applied = predictor._reader.applied
 
-    def watched(manifest: Manifest) -> None:
-        moved(manifest)
-        pin = newest_pin(predictor._storage)
+    def watched(decision: Any, *given: Any) -> None:
+        applied(decision, *given)
+        manifest = decision.entries[-1]
+        pin = newest_pin(predictor._reader.storage)
         if pin is not None and pin.kind == "pin" and pin.stream == manifest.stream:
             assert manifest.version <= pin.version
 
-    predictor._cursor.moved = watched  # type: ignore[method-assign]
+    predictor._reader.applied = watched  # type: ignore[method-assign]
 
 
 def _tried(call: Callable[[], object]) -> bool:

@@ -10,12 +10,12 @@ import torch
 
 from delta_tracker import Predictor
 from delta_tracker.errors import CorruptPartError, InvalidArgumentError, SinkError, StorageError, StreamError
-from delta_tracker.predictor.canary import Canary
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.mirror import Mirror
 from delta_tracker.stream.pin import PinFollower
+from delta_tracker.stream.reading.canary import Canary
 from delta_tracker.stream.rollback import pin_version, release_pin
 from delta_tracker.stream.storage.storage import Storage
 from tests.predictor.memory_sink import MemorySink, Stored
@@ -42,7 +42,7 @@ def _entry_parts(fleet: Fleet, version: int) -> list[str]:
 def _sink_predictor(fleet: Fleet) -> tuple[Predictor, MemorySink]:
     sink = MemorySink(Stored())
     predictor = Predictor(sink, fleet.storage, follows_pins=True, chunk_rows=5)
-    predictor._pins = PinFollower(lambda: fleet.storage, seconds=0.0)
+    predictor._reader.pins = PinFollower(lambda: fleet.storage, seconds=0.0)
     return predictor, sink
 
 
@@ -176,7 +176,7 @@ def test_a_pin_at_the_applied_version_replaces_rows_of_an_interrupted_one(fleet:
     fleet.published("snapshot")  # bad
     fleet.tables[predictor].left = 1
     with pytest.raises(RuntimeError, match="device lost"):
-        predictor._take(predictor._cursor.next())  # type: ignore[arg-type]
+        predictor._reader._target.apply(fleet.writer.claim.head, fleet.storage, is_elsewhere=False)
     pin_version(fleet.storage, last)
     predictor.sync()
     with predictor.reading() as served:
@@ -305,7 +305,7 @@ def test_a_pin_of_a_former_stream_does_not_prevent_a_recovery(fleet: Fleet, faul
     compact(fleet.storage, fold=1e9)
     fleet.damage(damaged)
     head = entry_name(fleet.published("delta"))
-    predictor._in_a_row = 0  # otherwise it catches up with the merged version
+    predictor._reader._in_a_row = 0  # otherwise it catches up with the merged version
     if fault == "unreadable":
         flaky.rules.append(fails(on(name=head)))
     else:
@@ -327,8 +327,8 @@ def test_a_resync_applies_nothing_after_a_pin_that_was_found_meanwhile(
     fleet.published("snapshot")
     pin = pin_version(fleet.storage, good)
     orders = iter([None])
-    assert predictor._pins is not None
-    monkeypatch.setattr(predictor._pins, "order", lambda: next(orders, pin))
+    assert predictor._reader.pins is not None
+    monkeypatch.setattr(predictor._reader.pins, "order", lambda: next(orders, pin))
     with pytest.raises(CorruptPartError):
         predictor.sync()
     assert steps(predictor) == [good]
@@ -431,7 +431,7 @@ def test_a_canary_that_waits_for_a_release_of_the_new_stream_stays_at_its_url(fl
     release_pin(fleet.storage)
     for _ in range(5):
         assert canary.sync() == last
-    assert canary._storage is fleet.storage
+    assert canary._reader.storage is fleet.storage
 
 
 def test_a_canary_applies_nothing_after_a_pin_that_it_does_not_allow_yet(

@@ -255,7 +255,7 @@ def test_the_heartbeat_of_a_resting_follower_needs_no_read(monkeypatch: pytest.M
     predictor = Predictor(writer.model(), storage, name="p")
     predictor.sync()
     with storage.under(fails(reads)), pytest.raises(StorageError):
-        predictor._cursor.log.read(1)
+        predictor._reader.source.log.read(1)
     predictor.follow(0.2)
     first = storage.requests["write"]
     eventually(lambda: storage.requests["write"] > first)

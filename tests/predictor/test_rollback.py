@@ -21,7 +21,6 @@ from delta_tracker.errors import (
     StorageError,
     StreamReplacedError,
 )
-from delta_tracker.stream.cursor import StreamCursor
 from delta_tracker.stream.log import Merged, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
@@ -59,7 +58,7 @@ def followed(history: History) -> tuple[Predictor, dict[str, torch.Tensor]]:
     model = empty_model()
     predictor = Predictor(model, history.storage)
     first = history.log.read(1)
-    predictor._take(first)
+    predictor._reader._target.apply(first, history.storage, is_elsewhere=False)
     while predictor.version != history.version:
         version = predictor.sync(limit=1)
         assert_holds(model, history, version)
@@ -105,8 +104,8 @@ def test_it_stays_there_while_following_until_it_is_released(clock: Clock, caplo
     predictor.rollback(2)
     assert "rolled back to version 2 of memory://" in caplog.text
     looks = []
-    advance = predictor._follower._advance
-    predictor._follower._advance = lambda **given: looks.append(advance(**given)) or looks[-1]
+    advance = predictor._reader.advance
+    predictor._reader.advance = lambda **given: looks.append(advance(**given)) or looks[-1]
     history.snapshot()
     eventually(lambda: len(looks) > 20)
     assert not any(looks)
@@ -309,13 +308,13 @@ def test_a_release_while_a_rollback_is_completed_is_kept(monkeypatch: pytest.Mon
     with pytest.raises(RuntimeError, match="device lost"):
         predictor.rollback(3)
     assert predictor.status().pinned == 3
-    path_to = StreamCursor.path_to
+    check_path = predictor._reader._target.check_path
 
-    def releasing(cursor: StreamCursor, version: int, **options: Any) -> Any:
+    def releasing(*given: Any) -> None:
         predictor.release()  # as another thread may do while the versions are read
-        return path_to(cursor, version, **options)
+        check_path(*given)
 
-    monkeypatch.setattr(StreamCursor, "path_to", releasing)
+    monkeypatch.setattr(predictor._reader._target, "check_path", releasing)
     assert predictor.sync() == history.version
     assert_holds(model, history, history.version)
 

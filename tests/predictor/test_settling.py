@@ -27,7 +27,6 @@ from delta_tracker.errors import (
 from delta_tracker.monitor import Monitor
 from delta_tracker.predictor import follower
 from delta_tracker.predictor import predictor as predictor_module
-from delta_tracker.predictor.settling import Settling
 from delta_tracker.stream.cursor import Place
 from delta_tracker.stream.doubted_storage import DoubtedStorage
 from delta_tracker.stream.format.manifest import Link, Manifest
@@ -35,6 +34,7 @@ from delta_tracker.stream.log import entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.pin import PinFollower
 from delta_tracker.stream.pointer import POINTER_NAME
+from delta_tracker.stream.reading.settling import Settling
 from delta_tracker.stream.rollback import pin_version, release_pin
 from tests.monitor.figures import Figures
 from tests.predictor.cache_server import CacheServer, cache_server
@@ -79,8 +79,8 @@ def _predictor(
     """Return a predictor that holds the newest version, and its model. A doubt lasts 10 seconds of ``clock``."""
     model = served.model()
     predictor = Predictor(model, served.cache.url, monitor=monitor)
-    predictor._settling = Settling(10.0, clock)
-    predictor._cursor.log.pointer._seconds = 0.0  # polls each time
+    predictor._reader.settling = Settling(10.0, clock)
+    predictor._reader.source.log.pointer._seconds = 0.0  # polls each time
     predictor.sync()
     return predictor, model
 
@@ -146,7 +146,7 @@ def test_a_host_cache_reads_a_part_that_is_wrong_in_the_http_cache_past_it(
 ) -> None:
     model = served.model()
     predictor = Predictor(model, served.cache.url, cache=tmp_path)
-    predictor._cursor.log.pointer._seconds = 0.0
+    predictor._reader.source.log.pointer._seconds = 0.0
     predictor.sync()
     name = fault(served.cache, served.delta([1, 2]))
     assert predictor.sync() == served.claim.head.version
@@ -166,9 +166,9 @@ def test_pins_and_releases_are_followed_past_a_damaged_cache(
     bits = served.table.clone()
     served.delta([2])
     predictor = Predictor(model, served.cache.url, follows_pins=True, cache=tmp_path if is_cached else None)
-    predictor._pins = PinFollower(lambda: predictor._storage, seconds=0.0)
-    predictor._settling = Settling(10.0, clock=lambda: 0.0)
-    predictor._cursor.log.pointer._seconds = 0.0
+    predictor._reader.pins = PinFollower(lambda: predictor._reader.storage, seconds=0.0)
+    predictor._reader.settling = Settling(10.0, clock=lambda: 0.0)
+    predictor._reader.source.log.pointer._seconds = 0.0
     predictor.sync()
     if kind == "pin":
         name = fault(served.cache, good)
@@ -234,7 +234,7 @@ def test_a_fault_of_the_origin_is_believed_after_a_while(served: Served, damage:
 def test_a_stale_cache_does_not_count_as_a_failing_store(served: Served) -> None:
     """The second failure in a row would lead to the other url, and the third one to a resync."""
     predictor = Predictor(served.model(), [served.cache.url, served.storage])
-    predictor._cursor.log.pointer._seconds = 0.0
+    predictor._reader.source.log.pointer._seconds = 0.0
     predictor.sync()
     served.storage.delete(served.delta([1]).parts[0].name)
     for _ in range(5):
@@ -415,7 +415,7 @@ def test_an_answer_that_is_no_pointer_is_reported_until_it_is_right(served: Serv
 
 def test_an_answer_that_is_no_pointer_leads_to_another_url(served: Served) -> None:
     predictor = Predictor(served.model(), [served.cache.url, served.storage])
-    predictor._cursor.log.pointer._seconds = 0.0
+    predictor._reader.source.log.pointer._seconds = 0.0
     predictor.sync()
     served.storage.replace(POINTER_NAME, b"<html>")
     for _ in range(3):

@@ -14,12 +14,12 @@ import torch
 from delta_tracker import Predictor
 from delta_tracker.errors import InvalidArgumentError, NoSnapshotError, StorageError, StreamError, StreamReplacedError
 from delta_tracker.predictor import sources as sources_module
-from delta_tracker.predictor.sources import Sources
 from delta_tracker.stream.cursor import Place
 from delta_tracker.stream.heartbeat import Pulse, read_heartbeats
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.mirror import Mirror
 from delta_tracker.stream.promotion import promote
+from delta_tracker.stream.reading.sources import Sources
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.stream.storage.url import default_poll_seconds
 from tests.predictor.cache_server import cache_server
@@ -201,7 +201,7 @@ def test_a_replaced_stream_without_a_snapshot_does_not_lead_to_another_source() 
     for _ in range(4):
         with contextlib.suppress(StreamError):
             predictor.sync()
-        assert predictor._storage is writer.storage
+        assert predictor._reader.storage is writer.storage
 
 
 @pytest.mark.parametrize("is_given", [False, True])
@@ -217,7 +217,7 @@ def test_heartbeats_follow_a_failover(monkeypatch: pytest.MonkeyPatch, *, is_giv
     predictor.sync()
     cut(writer.storage, True)
     predictor.follow(poll_seconds=0.001)
-    eventually(lambda: predictor._storage is other)
+    eventually(lambda: predictor._reader.storage is other)
     writer.storage.delete("predictors/p.json")
     eventually(lambda: bool(read_heartbeats(given if is_given else other)))
     predictor.stop()

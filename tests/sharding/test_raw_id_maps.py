@@ -296,7 +296,7 @@ def test_one_module_of_two_tables_is_refused() -> None:
     model = _Model(_mch(history.num_rows, history.hash_size))
     both = nn.ModuleDict({"a": model, "b": model})
     predictor = Predictor(both, history.storage, names={FQN: "a.mc._embedding_module.embeddings.t"}, dense=False)
-    manifest = predictor._cursor.heads()[0]
+    manifest = predictor._reader.newest()[0]
     name = "b.mc._embedding_module.embeddings.t"
     tables = {FQN: manifest.tables[FQN], name: manifest.tables[FQN]}
     both_tables = type(manifest)(

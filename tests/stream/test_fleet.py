@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from delta_tracker.predictor.canary import Canary
+from delta_tracker.stream.reading.canary import Canary
 from delta_tracker.stream.fleet import evaluate
 from delta_tracker.stream.heartbeat import Heartbeat
 from delta_tracker.stream.log import StreamLog

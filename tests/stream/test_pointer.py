@@ -16,7 +16,7 @@ from torch import Tensor
 
 from delta_tracker import Predictor
 from delta_tracker.errors import StaleCacheError, StreamError, UnreadablePointerError
-from delta_tracker.predictor.settling import Settling
+from delta_tracker.stream.reading.settling import Settling
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.pointer import POINTER_NAME, HeadPointer, PointedSnapshot, PointerView, read_pointer
 from delta_tracker.stream.promotion import promote
@@ -130,8 +130,8 @@ def _predictor(writer: Writer, clock: Clock) -> tuple[Predictor, dict[str, Tenso
     """Return a predictor that reads the pointer at each call and believes a fault after ten seconds of ``clock``."""
     model = writer.model()
     predictor = Predictor(model, _served(writer.storage))
-    predictor._cursor.log.pointer._seconds = 0.0
-    predictor._settling = Settling(clock=clock.monotonic)
+    predictor._reader.source.log.pointer._seconds = 0.0
+    predictor._reader.settling = Settling(clock=clock.monotonic)
     return predictor, model
 
 

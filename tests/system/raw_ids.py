@@ -578,7 +578,7 @@ class Reader:
 
     def act(self) -> None:
         """Do something at random."""
-        if self.predictor._pinned is not None and self.draw.random() < 0.4:
+        if self.predictor.status().pinned is not None and self.draw.random() < 0.4:
             self.predictor.release()
         choices = ["wait"] * 3 + ["one"] * 5 + ["sync"] * 3 + ["fail"] * 3 + ["unreadable", "roll_back", "follow"]
         getattr(self, self.draw.choice(choices))()
@@ -600,14 +600,14 @@ class Reader:
         return self._call(lambda: self.predictor.sync(limit))
 
     def _call(self, call: Callable[[], object]) -> bool:
-        resyncs = self.predictor._resyncs
+        resyncs = self.predictor._reader.resyncs
         try:
             call()
         except (StreamError, MemoryError) as error:
             self.counts[type(error).__name__] += 1
             return False
         finally:
-            self.counts["resyncs"] += self.predictor._resyncs - resyncs
+            self.counts["resyncs"] += self.predictor._reader.resyncs - resyncs
             self.check()
         return True
 
@@ -638,7 +638,7 @@ class Reader:
 
     def follow(self) -> None:
         """Follow in a thread for a short time."""
-        if self.predictor._pinned is not None:
+        if self.predictor.status().pinned is not None:
             return
 
         def run() -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from delta_tracker.arguments import is_number
 from delta_tracker.errors import InvalidArgumentError, MalformedError
-from delta_tracker.stream.cursor import StreamCursor
 from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.log import StreamLog
 
 _logger = logging.getLogger(__name__)
 
@@ -51,16 +51,16 @@ class Canary:
 
 
 class CanaryBound:
-    """Newest version that a canary may apply, found in the log that a cursor reads.
+    """Newest version of a log that a canary may apply.
 
     Args:
         canary: distance from the newest version.
-        cursor: cursor of the reader. It may continue with another log.
+        log: the log.
     """
 
-    def __init__(self, canary: Canary, cursor: StreamCursor) -> None:
+    def __init__(self, canary: Canary, log: StreamLog) -> None:
         self._canary = canary
-        self._cursor = cursor
+        self._log = log
         self._origin: tuple[str, str] | None = None  # stream and publisher of the entries that were seen
         self._newest = -1  # newest version of the stream that was seen
         self._latest = float("-inf")  # creation time of the newest entry that was seen
@@ -87,7 +87,7 @@ class CanaryBound:
 
     def _look(self, manifest: Manifest) -> None:
         """Look for newer entries than those seen."""
-        log = self._cursor.log
+        log = self._log
         newest = log.newest_version(max(manifest.version, self._newest))
         if newest <= self._newest:
             return

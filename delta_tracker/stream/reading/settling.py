@@ -12,14 +12,11 @@ from delta_tracker.errors import (
     StreamError,
     StreamReplacedError,
 )
-from delta_tracker.stream.cursor import Place
 from delta_tracker.stream.doubted_storage import DoubtedStorage
 from delta_tracker.stream.log import entry_name
 from delta_tracker.stream.pointer import POINTER_NAME
+from delta_tracker.stream.reading.position import Position
 from delta_tracker.stream.storage.storage import Storage
-
-# Faults that a cache can cause: an old 404, a short or damaged object, or objects of a stream that was replaced.
-CACHE_FAULTS = (CorruptPartError, MalformedError, MissingVersionError, StreamReplacedError)
 
 
 class Settling:
@@ -40,37 +37,48 @@ class Settling:
     def __init__(self, seconds: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds = seconds
         self._clock = clock
-        self._place: Place | None = None
+        self._position: Position | None = None
         self._began: float | None = None  # None without a doubt
         self._storage: DoubtedStorage | None = None
         self._is_pointer_read = False
+        self._num_reads = 0  # past the caches, until take_count()
 
     @property
     def is_over(self) -> bool:
         """True if the doubt has lasted long enough: the fault is not that of a cache."""
         return self._began is not None and self._clock() - self._began >= self.seconds
 
+    def take_count(self) -> int:
+        """Return the number of reads past the caches since the last call."""
+        self._count()
+        num_reads, self._num_reads = self._num_reads, 0
+        return num_reads
+
     def clear(self) -> None:
         """End the doubt, because a version was applied."""
+        self._count()
         self._began = self._storage = None
         self._is_pointer_read = False
 
-    def doubt(self, fault: StreamError, place: Place | None, storage: Storage) -> DoubtedStorage | None:
+    def _count(self) -> None:
+        self._num_reads += 0 if self._storage is None else self._storage.take_count()
+
+    def doubt(self, fault: StreamError, position: Position | None, storage: Storage) -> DoubtedStorage | None:
         """Begin or continue a doubt. Return the store to read the version from once more.
 
         Returns None if all objects that can cause the fault were read past the caches in this doubt.
 
         Args:
             fault: one of ``CACHE_FAULTS``.
-            place: stream position of the reader.
+            position: stream position of the reader.
             storage: store of the stream.
         """
-        if self._began is None or self._place != place:
+        if self._began is None or self._position != position:
             self.clear()
-            self._place, self._began = place, self._clock()
+            self._position, self._began = position, self._clock()
         if self._storage is None:
             self._storage = DoubtedStorage(storage, ())
-        names = _doubtful(fault, place) - self._storage.doubted
+        names = _doubtful(fault, position) - self._storage.doubted
         self._storage.doubt(names)
         return self._storage if names else None
 
@@ -80,13 +88,13 @@ class Settling:
         return is_first
 
 
-def _doubtful(fault: StreamError, place: Place | None) -> set[str]:
+def _doubtful(fault: StreamError, position: Position | None) -> set[str]:
     """Return the names of the objects whose copy in a cache may have caused a fault."""
     if isinstance(fault, CorruptPartError | MalformedError):
         return {fault.path}
     names = {POINTER_NAME}
     if isinstance(fault, MissingVersionError):
         names.add(entry_name(fault.version))
-    if isinstance(fault, StreamReplacedError) and place is not None:
-        names |= {entry_name(place.link.version), entry_name(place.link.version + 1)}
+    if isinstance(fault, StreamReplacedError) and position is not None:
+        names |= {entry_name(position.link.version), entry_name(position.link.version + 1)}
     return names

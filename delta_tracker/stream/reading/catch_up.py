@@ -1,0 +1,132 @@
+"""Entries that replace many versions at once, for a reader that is far behind: :class:`CatchUp`."""
+
+from __future__ import annotations
+
+from delta_tracker.stream.entry_names import Merged, entry_name
+from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.reading.path import Allows, is_next, readable
+from delta_tracker.stream.reading.position import Position
+
+_MIN_MERGED = 8  # fewer versions are read one by one
+_LIST_VERSIONS = 64  # the merged entries are listed once while a reader applies this many versions
+_MAX_SIZED = 64  # versions whose sizes are read, to compare them with a snapshot's
+
+
+class CatchUp:
+    """Search of one log for merged deltas and snapshots that replace many versions.
+
+    The merged entries are listed once per 64 versions.
+
+    Args:
+        log: the log.
+        allows: returns False for an entry that the reader must not apply yet; None to allow every entry.
+    """
+
+    def __init__(self, log: StreamLog, allows: Allows | None) -> None:
+        self._log = log
+        self._allows = allows
+        self._bound = -1  # version up to which find() leads
+        self._listed: tuple[int, list[Merged]] | None = None  # merged entries, and the version at the listing
+        self._avoided: set[str] = set()  # names of entries that could not be applied or read
+
+    def find(self, position: Position) -> Manifest | None:
+        """Return a merged delta or a newer snapshot to apply instead of many versions; None if there is none.
+
+        The merged delta is the longest that applies and skips at least 8 versions. A newer snapshot is returned instead
+        if its parts are smaller than those of all versions on the way to it; beyond 64 versions their size is
+        estimated. Entries that were avoided and unreadable merged entries are skipped.
+        """
+        held = position.version
+        if self._bound < held + _MIN_MERGED:  # otherwise, it need not be looked for again
+            self._bound = self._log.newest_version(held)
+        if self._bound < held + _MIN_MERGED:
+            return None
+        merged = self._merged_delta(position)
+        snapshot = self._snapshot(position, held if merged is None else merged.version)
+        if snapshot is not None and self._is_smaller(snapshot, position, merged):
+            return snapshot
+        return merged
+
+    def avoid(self, entry: Manifest) -> None:
+        """Do not return an entry again until 64 more versions are applied: it cannot be applied."""
+        self._avoided.add(_name(entry))
+
+    def _merged(self, held: int) -> list[Merged]:
+        listed = self._listed
+        if listed is None or not listed[0] <= held < listed[0] + _LIST_VERSIONS:
+            listed = self._listed = held, self._log.merged(after=held)
+            self._avoided.clear()
+        return listed[1]
+
+    def _merged_delta(self, position: Position) -> Manifest | None:
+        held = position.version
+        for each in reversed(self._merged(held)):
+            if each.kind == "delta" and each.first <= held + 1 and held + _MIN_MERGED <= each.last <= self._bound:
+                entry = self._read(each, position)
+                if entry is not None:
+                    return entry
+        return None
+
+    def _read(self, merged: Merged, position: Position) -> Manifest | None:
+        """Return a merged entry that the reader can apply; None if it cannot apply it, or cannot read it."""
+        if merged.name in self._avoided:
+            return None
+        entry = readable(self._log.read_merged, merged)
+        if entry is None:
+            self._avoided.add(merged.name)
+        return entry if entry is not None and self._is_ahead(entry, position) else None
+
+    def _snapshot(self, position: Position, after: int) -> Manifest | None:
+        """Return the newest snapshot above ``after`` that the reader can apply; None if there is none."""
+        for each in reversed(self._merged(position.version)):
+            if each.kind == "snapshot" and after < each.last <= self._bound:
+                entry = self._read(each, position)
+                if entry is not None:
+                    in_log = self._log_snapshot(position, entry.version)
+                    return entry if in_log is None else in_log
+        return self._log_snapshot(position, after)
+
+    def _log_snapshot(self, position: Position, after: int) -> Manifest | None:
+        """Return the newest snapshot above ``after`` that is an entry of the log, and that the reader can apply."""
+        entry = readable(self._log.read, self._bound)
+        while entry is not None and entry.snapshot is not None and entry.snapshot > after:
+            snapshot = readable(self._log.read, entry.snapshot)
+            if snapshot is not None and _name(snapshot) not in self._avoided and self._is_ahead(snapshot, position):
+                return snapshot
+            entry = readable(self._log.read, entry.snapshot - 1)
+        return None
+
+    def _is_ahead(self, entry: Manifest, position: Position) -> bool:
+        if entry.kind == "delta":
+            leads_on = is_next(entry, position)
+        else:
+            leads_on = entry.stream == position.stream and entry.generation >= (position.generation or 0)
+        return leads_on and (self._allows is None or self._allows(entry))
+
+    def _is_smaller(self, snapshot: Manifest, position: Position, merged: Manifest | None) -> bool:
+        """Return True if a snapshot has fewer bytes than ``merged`` and the versions after it, up to the snapshot's.
+
+        True for an entry of the log, which is one of these versions. If another one is missing or cannot be read, the
+        snapshot is the only way.
+        """
+        if snapshot.merges is None:
+            return True
+        num_bytes = 0 if merged is None else merged.num_bytes
+        first = position.version if merged is None else merged.version
+        for number, version in enumerate(range(first + 1, snapshot.version + 1), start=1):
+            if num_bytes > snapshot.num_bytes:
+                return True
+            entry = readable(self._log.read, version)
+            if entry is None:
+                return True
+            num_bytes += entry.num_bytes
+            if number == _MAX_SIZED:
+                so_far = num_bytes - (0 if merged is None else merged.num_bytes)
+                num_bytes += so_far * (snapshot.version - version) // number
+                break
+        return num_bytes > snapshot.num_bytes
+
+
+def _name(entry: Manifest) -> str:
+    return entry_name(entry.version) if entry.merges is None else Merged.of(entry).name

@@ -1,0 +1,451 @@
+"""Rules by which a reader decides what to apply next: :func:`decide`, a pure function of a :class:`View`.
+
+A reader goes forward only: to a newer version of its stream, or to a stream that continues it. The exceptions are
+orders, tables whose rows are mixed, and a log that was replaced by an unrelated one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import takewhile
+
+from delta_tracker.errors import (
+    DenseMismatchError,
+    HeldVersionError,
+    MalformedError,
+    MissingVersionError,
+    NoSnapshotError,
+    OlderCopyError,
+    StaleCacheError,
+    StorageError,
+    StreamError,
+    StreamReplacedError,
+    TableMismatchError,
+)
+from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.reading.decisions import (
+    CACHE_FAULTS,
+    FAULTS,
+    NUM_TRIES,
+    OF_ALL_URLS,
+    Apply,
+    Decision,
+    Doubt,
+    Fail,
+    Order,
+    Rule,
+    Stay,
+    View,
+)
+from delta_tracker.stream.reading.path import Allows, merged_deltas, path_to, readable, snapshots, steps_to
+from delta_tracker.stream.reading.position import Position, Rows
+from delta_tracker.stream.reading.seen import SeenLog, Unseen
+
+
+def decide(view: View) -> Decision:
+    """Return what a reader does next.
+
+    The log that is followed decides, unless it cannot be used, or a survey is due: then the other logs are tried in
+    their order.
+    """
+    try:
+        return _decide(view)
+    except Unseen as unseen:
+        return unseen.look
+
+
+def _decide(view: View) -> Decision:
+    lead, *others = view.logs
+    try:
+        decision = _at(lead, view)
+    except StreamError as error:
+        decision = Fail(error)
+    if not others or not _asks_others(decision, view):
+        return decision
+    for other in others:
+        try:
+            found = _at(other, replace(view, looks_for_gap=True, surveys=False))
+        except StreamError:
+            continue
+        is_better = isinstance(decision, Fail) or other.number < lead.number
+        if isinstance(found, Apply) or (isinstance(found, Stay) and is_better):
+            return found
+    return decision
+
+
+def _asks_others(decision: Decision, view: View) -> bool:
+    """Return True if other logs must be asked too."""
+    if not isinstance(decision, Fail):
+        return isinstance(decision, Stay) and view.surveys
+    error = decision.error
+    if isinstance(error, StaleCacheError | OF_ALL_URLS):
+        return False
+    if isinstance(error, NoSnapshotError | StorageError):  # it may be over soon
+        return view.num_failures >= NUM_TRIES - 2
+    return isinstance(error, OlderCopyError | CACHE_FAULTS)
+
+
+def _at(log: SeenLog, view: View) -> Apply | Stay | Doubt:
+    """Return what to do by one log. Raise the error that prevents it."""
+    order, position = _order(log, view), view.position
+    try:
+        if position is None or position.rows is Rows.MIXED:
+            return _begin(log, view, order)
+        if position.generation is None:
+            position = replace(position, generation=log.generation())
+        if order is None or order.stream != position.stream:
+            return _forward(log, view, position, order)
+        if order.kind == "pin":
+            return _pinned(log, view, position, order)
+        if order.is_followed_by(position):
+            return _forward(log, view, position, order)
+        return _released(log, view, position, order)
+    except CACHE_FAULTS as fault:
+        if log.is_doubted:
+            return Doubt(log.number, fault)
+        raise
+
+
+# Orders
+
+
+def _order(log: SeenLog, view: View) -> Order | None:
+    """Return the order that applies: the newest pin or release, or an own rollback since."""
+    own = view.policy.own
+    newest: Order | None = log.order() if view.policy.follows_pins else None
+    if own is not None and (newest is None or newest.counter <= own.counter):
+        return own
+    return None if newest is None or newest.counter <= view.policy.released else newest
+
+
+def _pinned(log: SeenLog, view: View, position: Position, order: Order) -> Apply | Stay:
+    """Go to the version of a pin or an own rollback, and stay there until the stream is continued by another one."""
+    is_there = order.is_followed_by(position)
+    stay = Stay(log.number, f"pinned to version {order.version}", position.version)
+    if is_there and (order.is_own or not view.looks_for_gap):
+        return stay
+    if not order.is_own and _has_ended(log, order):
+        return _succession(log, view, position, order)
+    return stay if is_there else _to_pin(log, view, order)
+
+
+def _to_pin(log: SeenLog, view: View, order: Order) -> Apply | Stay:
+    """Apply what leads exactly to the version of an order: forward by deltas, back by a snapshot."""
+    position = view.position
+    target = None if order.is_own else _named(log, order)
+    if target is not None and view.policy.is_canary and not log.allows(target):
+        return _towards(log, view, order)
+    path: list[Manifest] | None = None
+    is_below = position is not None and position.rows is Rows.WHOLE and position.stream == order.stream
+    if target is not None and position is not None and is_below and position.version < order.version:
+        path = steps_to(log, target, position)
+    is_elsewhere = path is None
+    if path is None:
+        path = path_to(log, order.version, position=position if order.is_own else None)
+    for entry in path:
+        if (fault := view.fault_of(log, entry)) is not None:
+            raise fault
+    return Apply(log.number, tuple(path), Rule.PIN, is_elsewhere=is_elsewhere, order=order)
+
+
+def _named(log: SeenLog, order: Order) -> Manifest:
+    """Return the entry that an order names. Raise MissingVersionError if there is none."""
+    entry = log.named(order)
+    if entry is None:
+        remedy = "Pass another version (delta-tracker rollback --replace), or call delta-tracker release"
+        raise MissingVersionError(order.version, order.newest).advising(remedy)
+    return entry
+
+
+def _towards(log: SeenLog, view: View, order: Order) -> Apply | Stay:
+    """Follow the stream, but not past a pin that the canary does not allow yet: what follows it may be bad."""
+    position = view.position
+    if position is None or position.rows is Rows.MIXED:
+        return _start(log, view, order.version)
+    if position.version >= order.version:
+        return Stay(log.number, f"the canary does not allow the pinned version {order.version} yet")
+    return _forward(log, view, position, order)
+
+
+def _released(log: SeenLog, view: View, position: Position, order: Order) -> Apply | Stay:
+    """Continue below a release: only from a snapshot at or above it, because the versions before it may be bad."""
+    if _has_ended(log, order):
+        return _succession(log, view, position, order)
+    found = _to_release(log, view, order)
+    return Stay(log.number, f"the canary does not allow the released version {order.version} yet") if found is None else found
+
+
+def _to_release(log: SeenLog, view: View, order: Order) -> Apply | None:
+    """Apply the newest snapshot at or above a release; None if the canary allows none yet."""
+    return _first(log, view, _released_snapshots(log, view, order), Rule.RELEASE)
+
+
+def _released_snapshots(log: SeenLog, view: View, order: Order) -> Iterator[Manifest]:
+    later = False
+    for snapshot in snapshots(log, allows=_allows(log, view), skips_unreadable=not view.is_patient):
+        if snapshot.stream != order.stream or snapshot.link.version <= order.version:
+            break
+        later = True
+        yield snapshot
+    try:
+        entry = _named(log, order)
+    except MissingVersionError:
+        if later:  # retention may have deleted the one that the release names
+            return
+        raise
+    if not view.policy.is_canary or log.allows(entry):
+        yield entry
+
+
+def _has_ended(log: SeenLog, order: Order) -> bool:
+    """Return True if the newest entry of the log belongs to another stream than that of an order."""
+    try:
+        head = log.head()
+    except MalformedError:  # perhaps why the stream was pinned
+        return False
+    return head is not None and head.stream != order.stream
+
+
+def _succession(log: SeenLog, view: View, position: Position, order: Order) -> Apply | Stay:
+    """Leave a stream that ended while an order applied to it, for a snapshot of the stream that continues it.
+
+    The former stream is not continued meanwhile, because the versions after the pin may be bad.
+    """
+    _check_may_follow(log, view, position)
+    found = snapshots(log, allows=_allows(log, view), skips_unreadable=not view.is_patient)
+    decision = _first(log, view, takewhile(lambda each: each.stream != order.stream, found), Rule.SUCCESSION)
+    text = f"the stream of the pinned version {order.version} ended, and the next one has no snapshot yet"
+    return Stay(log.number, text, position.version) if decision is None else decision
+
+
+# Without usable rows
+
+
+def _begin(log: SeenLog, view: View, order: Order | None) -> Apply | Stay:
+    """Begin with the version of an order, or the newest snapshot."""
+    if order is None:
+        return _start(log, view)
+    head = log.head()
+    if not order.is_own and (head is None or head.stream != order.stream):
+        return _start(log, view)
+    if order.kind == "pin":
+        return _to_pin(log, view, order)
+    found = _to_release(log, view, order)
+    if found is None:
+        raise NoSnapshotError(log.url)
+    return found
+
+
+def _start(log: SeenLog, view: View, bound: int | None = None) -> Apply:
+    """Begin with the newest snapshot that is allowed.
+
+    If it does not fit the model, no older one is applied: the mismatch would remain unnoticed.
+    """
+    first: StreamError | None = None
+    for snapshot in snapshots(log, allows=_allows(log, view, bound), skips_unreadable=not view.is_patient):
+        fault = view.fault_of(log, snapshot)
+        if fault is None:
+            rule = Rule.START if first is None else Rule.RESYNC
+            return Apply(log.number, (snapshot,), rule, first, is_elsewhere=first is not None)
+        first = first or fault
+        if isinstance(fault, TableMismatchError | DenseMismatchError):
+            raise fault
+    raise first or NoSnapshotError(log.url)
+
+
+# Forward
+
+
+def _forward(log: SeenLog, view: View, position: Position, order: Order | None) -> Apply | Stay:
+    """Apply the next version, one that replaces many, or after a fault what leads around it.
+
+    Args:
+        log: the log.
+        view: the view.
+        position: position of the reader, whose rows are not mixed.
+        order: a pin that the canary does not allow yet, which bounds the versions; or one of another stream.
+    """
+    bound = order.version if order is not None and order.kind == "pin" and order.stream == position.stream else None
+    if view.catches_up and bound is None and (ahead := log.ahead()) is not None:
+        if view.fault_of(log, ahead) is None:
+            return Apply(log.number, (ahead,), Rule.CATCH_UP)
+    try:
+        entry = _next(log, view, position)
+    except FAULTS as error:
+        fault: StreamError = error
+    except StaleCacheError:
+        raise
+    except StorageError as error:
+        if view.is_patient:
+            raise
+        fault = error
+    else:
+        if entry is None:
+            return Stay(log.number, f"version {position.version} is the newest")
+        allows = _allows(log, view, bound)
+        if allows is not None and not allows(entry):
+            return Stay(log.number, f"version {entry.version} is not allowed yet")
+        error_of_entry = view.fault_of(log, entry)
+        if error_of_entry is None:
+            return Apply(log.number, (entry,), Rule.NEXT)
+        if isinstance(error_of_entry, StorageError) and view.is_patient:
+            raise error_of_entry
+        fault = error_of_entry
+    if log.is_doubted and isinstance(fault, CACHE_FAULTS):
+        raise fault
+    return _around(log, view, position, fault, bound)
+
+
+def _next(log: SeenLog, view: View, position: Position) -> Manifest | None:
+    """Return the entry that follows a position, None if there is none.
+
+    Raises:
+        StreamReplacedError: if another entry is in its place, or the log lacks the entry of the position.
+        MissingVersionError: if it was deleted, or is a claim that is not part of the log.
+    """
+    entry = log.next(position.version + 1)
+    if entry is None:
+        if view.looks_for_gap:
+            log.check_gap()
+        return None
+    follows = entry.stream == position.stream and entry.parent == position.link
+    if not follows or entry.generation < (position.generation or 0):
+        raise StreamReplacedError(log.url, position.version)
+    if entry.kind == "claim" and not log.is_committed(entry):
+        head = log.head() or entry
+        raise MissingVersionError(entry.version, head.version)
+    return entry
+
+
+def _around(
+    log: SeenLog, view: View, position: Position, fault: StreamError, bound: int | None
+) -> Apply | Stay:
+    """Apply a merged delta or a newer snapshot, because the next version cannot be applied."""
+    if (joined := _joins(log, view, position, fault)) is not None:
+        return joined
+    allows = _allows(log, view, bound)
+    if not isinstance(fault, StreamReplacedError | HeldVersionError):
+        # A merged delta would contain the rows of a held version.
+        merged = merged_deltas(log, position, allows=allows, skips_unreadable=not view.is_patient)
+        if (found := _first(log, view, merged, Rule.RESYNC, fault)) is not None:
+            return found
+    newer = takewhile(
+        lambda snapshot: _is_forward(log, view, position, snapshot),
+        snapshots(log, allows=allows, skips_unreadable=not view.is_patient),
+    )
+    if (found := _first(log, view, newer, Rule.RESYNC, fault)) is not None:
+        return found
+    if isinstance(fault, StreamReplacedError):
+        _check_is_newer(log, position)
+    raise fault
+
+
+def _joins(log: SeenLog, view: View, position: Position, cause: StreamError) -> Apply | Stay | None:
+    """Follow an order of the stream that continues the position's; None if there is none."""
+    order = _order(log, view)
+    if order is None or order.stream == position.stream:
+        return None
+    try:
+        head = log.head()
+    except MalformedError:  # an order of a former stream must not prevent the recovery from a fault for ever
+        return None
+    if head is None or head.stream != order.stream:
+        return None
+    _check_may_follow(log, view, position)
+    found = _to_pin(log, view, order) if order.kind == "pin" else _to_release(log, view, order)
+    if isinstance(found, Apply):
+        return replace(found, cause=cause)
+    return found or Stay(log.number, f"the canary does not allow the released version {order.version} yet")
+
+
+def _is_forward(log: SeenLog, view: View, position: Position, snapshot: Manifest) -> bool:
+    """Return True if a snapshot is newer than a position, or its stream continues that of the position."""
+    if snapshot.stream != position.stream:
+        _check_may_follow(log, view, position)
+        return True
+    if not _is_other_copy(log, position):
+        return position.precedes(snapshot) and snapshot.version > position.version
+    if not position.precedes(snapshot) or position.generation in (None, snapshot.generation):
+        return False
+    for other in view.logs:
+        if other.number != log.number and position.names(other.read(position.version)):
+            return False
+    return True
+
+
+def _is_other_copy(log: SeenLog, position: Position) -> bool:
+    """Return True if a log of the position's stream ends before the position, or has another entry in its place."""
+    head = log.head()
+    if head is not None and head.version < position.version:
+        return True
+    held = readable(log.read, position.version)
+    return held is not None and not position.names(held)
+
+
+def _check_may_follow(log: SeenLog, view: View, position: Position) -> None:
+    """Raise StreamReplacedError unless the newest stream of a log may be followed.
+
+    It must be a fork of the position's stream. Otherwise all logs must be readable, and none may have the position's
+    stream: then it was replaced.
+    """
+    if position.stream in log.former_streams():
+        return
+    for other in view.logs:
+        if other.number == log.number:
+            continue
+        head = other.head()
+        if head is not None and position.stream in (head.stream, *other.former_streams()):
+            raise StreamReplacedError(log.url, position.version)
+
+
+def _check_is_newer(log: SeenLog, position: Position) -> None:
+    """Raise OlderCopyError if a log of the position's stream is another copy of it, with nothing newer."""
+    head = log.head()
+    if head is not None and head.stream == position.stream and not position.precedes(head):
+        if _is_other_copy(log, position):
+            raise OlderCopyError(log.url, head.version, position.version)
+
+
+# Common parts
+
+
+def _allows(log: SeenLog, view: View, bound: int | None = None) -> Allows | None:
+    """Return the function that rejects what a canary, or a bound of versions, does not allow; None without both."""
+    if not view.policy.is_canary and bound is None:
+        return None
+
+    def allows(entry: Manifest) -> bool:
+        return (bound is None or entry.version <= bound) and (not view.policy.is_canary or log.allows(entry))
+
+    return allows
+
+
+def _first(
+    log: SeenLog,
+    view: View,
+    entries: Iterable[Manifest],
+    rule: Rule,
+    cause: StreamError | None = None,
+) -> Apply | None:
+    """Return the decision to apply the first entry that has no fault; None if there are no entries.
+
+    Raises:
+        StreamError: ``cause``, or else the fault of the first entry, if all have one.
+    """
+    first: StreamError | None = None
+    num_unreadable = 0
+    for entry in entries:
+        fault = view.fault_of(log, entry)
+        if fault is None:
+            is_same = view.position is not None and view.position.stream == entry.stream
+            is_elsewhere = not is_same or isinstance(cause, StreamReplacedError) or cause is None
+            return Apply(log.number, (entry,), rule, cause, is_elsewhere=is_elsewhere)
+        first = first or fault
+        if isinstance(fault, StorageError):
+            num_unreadable += 1
+            if view.is_patient or num_unreadable == NUM_TRIES:  # an outage, not a single object
+                raise cause or fault
+    if first is not None and cause is None:
+        raise first
+    return None

@@ -1,0 +1,230 @@
+"""Inputs and results of a reader's decisions: immutable values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from delta_tracker.errors import (
+    CorruptPartError,
+    DenseMismatchError,
+    HeldVersionError,
+    MalformedError,
+    MissingVersionError,
+    PartialRowsError,
+    StreamError,
+    StreamReplacedError,
+    TableMismatchError,
+)
+from delta_tracker.stream.format.manifest import Link, Manifest
+from delta_tracker.stream.pin import Pin
+from delta_tracker.stream.reading.position import Position, Rows
+from delta_tracker.stream.reading.seen import Look, SeenLog
+
+FAULTS = (
+    CorruptPartError,
+    DenseMismatchError,
+    HeldVersionError,
+    MalformedError,
+    MissingVersionError,
+    PartialRowsError,
+    StreamReplacedError,
+    TableMismatchError,
+)
+"""Errors of a version after which a merged version or a newer snapshot may still be applied."""
+
+CACHE_FAULTS = (CorruptPartError, MalformedError, MissingVersionError, StreamReplacedError)
+"""Faults that a cache can cause: an old 404, a short or damaged object, or objects of a stream that was replaced."""
+
+OF_ALL_URLS = (DenseMismatchError, HeldVersionError, PartialRowsError, TableMismatchError)
+"""Faults of an entry that does not fit the reader, whichever url it is read from."""
+
+NUM_TRIES = 3
+"""Number of consecutive storage errors after which an unreadable object counts as lost: it may stay unreadable, for
+example because of missing permissions or a bad sector."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Order to go to one version, or to go on from it: a pin or a release, or one of this process.
+
+    Args:
+        counter: counter of the pin or release; of an own rollback, that of the newest pin when it was made.
+        kind: ``pin`` to go to the version and stay there, ``release`` to go on from it or from a later snapshot.
+        stream: id of the stream.
+        version: number of the version.
+        link: link of the entry; None for an own rollback.
+        newest: newest version when the order was made.
+        is_own: True for a rollback of this process, which ends with its release.
+        pin: the pin or release; None for an own rollback.
+    """
+
+    counter: int
+    kind: str
+    stream: str
+    version: int
+    link: Link | None
+    newest: int
+    is_own: bool = False
+    pin: Pin | None = None
+
+    @classmethod
+    def of(cls, pin: Pin) -> Order:
+        """Return the order of a pin or a release."""
+        link = Link(pin.version, pin.xxh3)
+        return cls(pin.counter, pin.kind, pin.stream, pin.version, link, pin.bad, pin=pin)
+
+    def is_followed_by(self, position: Position | None) -> bool:
+        """Return True if a reader at a position has done what the order says."""
+        if position is None or position.stream != self.stream or position.rows is Rows.MIXED:
+            return False
+        if self.kind == "release":
+            return position.version >= self.version
+        is_there = position.version == self.version if self.link is None else position.link == self.link
+        return is_there and position.rows is Rows.WHOLE
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What one process wants of its reader.
+
+    Args:
+        follows_pins: True to obey pins and releases.
+        own: rollback of this process; None without one.
+        released: counter up to which pins and releases no longer apply to this process.
+        is_canary: True if the reader stays behind the newest version.
+    """
+
+    follows_pins: bool = False
+    own: Order | None = None
+    released: int = 0
+    is_canary: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Error of an entry that could not be applied in this round.
+
+    Args:
+        number: number of the url that it was read from.
+        entry: the entry.
+        error: the error.
+    """
+
+    number: int
+    entry: Manifest
+    error: StreamError
+
+    def concerns(self, number: int, entry: Manifest) -> bool:
+        """Return True if an entry at a url has this fault. What does not fit the reader has it at every url."""
+        is_here = number == self.number or isinstance(self.error, OF_ALL_URLS)
+        return is_here and (entry.stream, entry.link, entry.merges) == (
+            self.entry.stream,
+            self.entry.link,
+            self.entry.merges,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """All that a decision depends on.
+
+    Args:
+        logs: logs at the urls of the reader, the one that is followed first.
+        position: position of the reader, None before the first version.
+        policy: what the process wants.
+        faults: entries that could not be applied in this round.
+        num_failures: number of consecutive rounds that failed.
+        looks_for_gap: True to check, if the next entry is missing, whether it was deleted or is not committed yet.
+        catches_up: True to look for an entry that replaces many versions.
+        surveys: True to look at the other urls although the first one shows nothing new.
+    """
+
+    logs: tuple[SeenLog, ...]
+    position: Position | None = None
+    policy: Policy = Policy()
+    faults: tuple[Fault, ...] = ()
+    num_failures: int = 0
+    looks_for_gap: bool = True
+    catches_up: bool = False
+    surveys: bool = False
+
+    @property
+    def is_patient(self) -> bool:
+        """False if one more consecutive storage error makes an unreadable object count as lost."""
+        return self.num_failures < NUM_TRIES - 1
+
+    def fault_of(self, log: SeenLog, entry: Manifest) -> StreamError | None:
+        """Return why an entry cannot be applied; None if nothing is known against it."""
+        return next((fault.error for fault in self.faults if fault.concerns(log.number, entry)), None)
+
+
+class Rule(Enum):
+    """Why entries are applied."""
+
+    NEXT = "it follows the applied version"
+    CATCH_UP = "it replaces many versions"
+    START = "newest snapshot to start from"
+    RESYNC = "the next version cannot be applied"
+    PIN = "the stream is pinned to it"
+    RELEASE = "a pin was released"
+    SUCCESSION = "its stream continues the pinned one"
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """Decision to apply entries, in order.
+
+    Args:
+        number: number of the url to read them from.
+        entries: the entries. More than one are checked completely before the first row is written.
+        rule: why.
+        cause: fault that a resync overcomes; None otherwise.
+        is_elsewhere: True if the first entry does not follow the applied version.
+        order: the pin or the own rollback that is followed, for which the gate is bypassed; None otherwise.
+    """
+
+    number: int
+    entries: tuple[Manifest, ...]
+    rule: Rule
+    cause: StreamError | None = None
+    is_elsewhere: bool = False
+    order: Order | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """Decision to apply nothing now.
+
+    Args:
+        number: number of the url that shows it.
+        why: reason, for people.
+        pinned: version at which an order keeps the reader; None without one.
+    """
+
+    number: int
+    why: str
+    pinned: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """Decision to read what may have caused a fault again, past the caches.
+
+    Args:
+        number: number of the url.
+        error: the fault.
+    """
+
+    number: int
+    error: StreamError
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """Decision to report an error, and to try again later."""
+
+    error: StreamError
+
+
+Decision = Look | Apply | Stay | Doubt | Fail

@@ -1,0 +1,73 @@
+"""Number and age of the committed versions that a reader has not applied: :class:`Lag`."""
+
+from __future__ import annotations
+
+import time
+
+from delta_tracker.errors import StreamReplacedError
+from delta_tracker.stream.entry_names import entry_name
+from delta_tracker.stream.log import StreamLog
+
+_LEAST_SECONDS = 1e-6  # a lag of 0 means that all versions are applied
+
+
+class Lag:
+    """Measurement of how far a reader lags behind the newest version.
+
+    The age is the sum of two times, each measured by one clock: the time from the oldest version not yet applied to the
+    newest version, by the store's modification times, and the time since this reader first saw the newest version, by
+    this process's monotonic clock. It is too low by the time from the commit of the newest version until the reader saw
+    it, and by up to one second if the store truncates modification times.
+    """
+
+    def __init__(self) -> None:
+        self._newest = -1, 0.0  # newest version seen, and the monotonic time at which it was seen first
+
+    def saw(self, version: int, now: float) -> None:
+        """Record that an entry that was read existed at the monotonic time ``now``."""
+        if version > self._newest[0]:
+            self._newest = version, now
+
+    def of(self, log: StreamLog, held: int | None) -> tuple[int, float]:
+        """Return the number of versions above ``held``, and the age of the oldest one in seconds.
+
+        The age is above 0 if the number is, and 0 if the number is. Reads no entries, and lists the log only before the
+        first applied version, or if the next entry is missing although there are newer ones.
+
+        Raises:
+            StreamReplacedError: if the log has neither the last applied version nor a newer one.
+            UnreadablePointerError, StaleCacheError: if the pointer, over http, shows nothing.
+            StorageError: if the store cannot be read.
+        """
+        began = time.monotonic()
+        if held is None:
+            return self._listed(log, began, -1)
+        newest = log.newest_version(held)
+        log.check_pointer()
+        first = log.storage.stat(entry_name(min(held + 1, newest)))
+        last = first if newest <= held + 1 else log.storage.stat(entry_name(newest))
+        if first is None or last is None:
+            return self._listed(log, began, held)
+        self._sees(newest, began)
+        if newest == held:
+            return 0, 0.0
+        seconds = max(0.0, last.modified - first.modified) + time.monotonic() - self._newest[1]
+        return newest - held, max(seconds, _LEAST_SECONDS)
+
+    def _listed(self, log: StreamLog, began: float, held: int) -> tuple[int, float]:
+        """Return the lag by a listing, for a reader that has no version, or whose next entry is missing."""
+        listed = log.listed(after=held - 1)
+        log.check_pointer()
+        if not listed and held >= 0:
+            raise StreamReplacedError(log.url, held)
+        self._sees(max(listed, default=-1), began)
+        waiting = {version: modified for version, modified in listed.items() if version > held}
+        if not waiting:
+            return 0, 0.0
+        seconds = max(waiting.values()) - waiting[min(waiting)] + time.monotonic() - self._newest[1]
+        return len(waiting), max(seconds, _LEAST_SECONDS)
+
+    def _sees(self, head: int, now: float) -> None:
+        """Record the newest version of the log, and that it was there at the monotonic time ``now``."""
+        if head != self._newest[0]:  # a lower one is of another log
+            self._newest = head, now

@@ -1,0 +1,88 @@
+"""Position of a reader in a stream: :class:`Position`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from msgspec import Struct, convert
+
+from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.stream.format.field_types import Count
+from delta_tracker.stream.format.manifest import Link, Manifest
+
+
+class Rows(Enum):
+    """What the tables may hold besides the rows of the position."""
+
+    WHOLE = "whole"
+    """Nothing else."""
+    AHEAD = "ahead"
+    """Some rows of later versions: of an interrupted one, or saved after the position."""
+    MIXED = "mixed"
+    """Rows of unrelated versions. Only a snapshot may be applied next."""
+
+
+class _SavedPosition(Struct, forbid_unknown_fields=True):
+    stream: str
+    version: Count
+    xxh3: str
+    generation: Count | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Last entry that a reader has applied completely.
+
+    Args:
+        stream: id of the stream, 32 hex digits.
+        link: link of the entry.
+        generation: generation of the entry; None if it was saved without it.
+        rows: what else the tables may hold.
+    """
+
+    stream: str
+    link: Link
+    generation: int | None = None
+    rows: Rows = Rows.WHOLE
+
+    @property
+    def version(self) -> int:
+        """Version of the entry."""
+        return self.link.version
+
+    @classmethod
+    def after(cls, entry: Manifest) -> Position:
+        """Return the position of a reader that has applied an entry completely."""
+        return cls(entry.stream, entry.link, entry.generation)
+
+    def names(self, entry: Manifest | None) -> bool:
+        """Return True if an entry that was read is the one of this position."""
+        return entry is not None and (entry.stream, entry.link) == (self.stream, self.link)
+
+    def precedes(self, entry: Manifest) -> bool:
+        """Return True if an entry of the same stream is newer.
+
+        Publishers fence each other by generations, so that the generation counts first. If that of the position is
+        unknown, it is taken as that of the entry.
+        """
+        generation = entry.generation if self.generation is None else self.generation
+        return (entry.generation, entry.version) > (generation, self.version)
+
+    def to_dict(self) -> dict[str, str | int]:
+        """Return the position as plain values, for JSON."""
+        saved: dict[str, str | int] = {"stream": self.stream, "version": self.link.version, "xxh3": self.link.xxh3}
+        return saved if self.generation is None else {**saved, "generation": self.generation}
+
+    @classmethod
+    def from_dict(cls, state: object) -> Position:
+        """Restore a position from the result of :meth:`to_dict`.
+
+        Raises:
+            InvalidArgumentError: if ``state`` is invalid.
+        """
+        try:
+            saved = convert(state, _SavedPosition)
+        except ValueError as error:
+            raise InvalidArgumentError("state", state, "Pass what state_dict() returned") from error
+        return cls(saved.stream, Link(saved.version, saved.xxh3), saved.generation)

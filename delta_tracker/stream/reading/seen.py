@@ -1,0 +1,176 @@
+"""What a reader has seen of a log, and what it must look up: :class:`SeenLog` and :class:`Look`."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from delta_tracker.errors import StreamError
+from delta_tracker.stream.entry_names import Merged
+from delta_tracker.stream.format.manifest import Manifest
+
+
+class Entries(Protocol):
+    """Entries of one log: those that were seen, or a :class:`~delta_tracker.stream.log.StreamLog`, which reads them.
+
+    The methods raise MalformedError for an entry that does not follow the format, and StorageError if the store cannot
+    be read.
+    """
+
+    @property
+    def url(self) -> str:
+        """Url of the store."""
+
+    def read(self, version: int) -> Manifest | None:
+        """Return the entry of a version, None if it does not exist."""
+
+    def read_merged(self, merged: Merged) -> Manifest | None:
+        """Return a merged entry, None if it does not exist."""
+
+    def merged(self, *, after: int = -1) -> list[Merged]:
+        """Return references to the merged entries with a last version above ``after``, ascending."""
+
+    def versions(self, *, after: int = -1) -> list[int]:
+        """Return the versions above ``after``, ascending."""
+
+    def head(self) -> Manifest | None:
+        """Return the newest entry, None if there is none."""
+
+    def newest_snapshot(self) -> Manifest | None:
+        """Return the newest snapshot that a reader can start from, of the log or merged; None if there is none."""
+
+    def is_committed(self, entry: Manifest) -> bool:
+        """Return True if an entry that was read, such as a claim, is part of the log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a reader asks about one log.
+
+    Args:
+        about: name of a method of :class:`SeenLog`.
+        key: what the question is about.
+        subject: argument to look it up with.
+    """
+
+    about: str
+    key: Hashable = None
+    subject: Any = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Decision to look something up before the next decision.
+
+    Args:
+        number: number of the log.
+        question: what to look up.
+    """
+
+    number: int
+    question: Question
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Answer of a look that raised an error."""
+
+    error: StreamError
+
+
+class Unseen(Exception):  # noqa: N818  no error: a decision needs one more look
+    """Raised by a :class:`SeenLog` for what was not looked up yet."""
+
+    def __init__(self, look: Look) -> None:
+        super().__init__(look)
+        self.look = look
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SeenLog:
+    """What one round of a reader has seen of the log at one url. Immutable.
+
+    A method returns the answer of a look, raises the error of one that failed, or raises :class:`Unseen`.
+
+    Args:
+        number: number of the url, 0 for the first.
+        url: the url.
+        is_doubted: True if a fault may be that of a cache, and must not be believed yet.
+        answers: what was looked up.
+    """
+
+    number: int
+    url: str
+    is_doubted: bool = False
+    answers: Mapping[Question, Any] = field(default_factory=dict)
+
+    def next(self, version: int) -> Manifest | None:
+        """Return the entry of the version to apply next; None if it does not exist, as far as a poll can tell."""
+        return self._ask("next", version)
+
+    def check_gap(self) -> None:
+        """Raise an error if the entry after the position was deleted, or the log lacks the position's entry."""
+        self._ask("check_gap")
+
+    def ahead(self) -> Manifest | None:
+        """Return a merged delta or a snapshot to apply instead of many versions; None if there is none."""
+        return self._ask("ahead")
+
+    def allows(self, entry: Manifest) -> bool:
+        """Return False for an entry that a canary must not apply yet."""
+        return self._ask("allows", (entry.stream, entry.link), entry)
+
+    def order(self) -> Any:
+        """Return the newest pin or release, None if there is none."""
+        return self._ask("order")
+
+    def named(self, order: Any) -> Manifest | None:
+        """Return the entry that a pin or a release names; None if the log does not have it."""
+        return self._ask("named", order.counter, order)
+
+    def former_streams(self) -> tuple[str, ...]:
+        """Return the streams of which the newest entry's stream is a fork, the last one first."""
+        return self._ask("former_streams")
+
+    def generation(self) -> int | None:
+        """Return the generation of the position's entry; None if the log does not have it."""
+        return self._ask("generation")
+
+    def read(self, version: int) -> Manifest | None:
+        """Return the entry of a version, None if it does not exist."""
+        return self._ask("read", version)
+
+    def read_merged(self, merged: Merged) -> Manifest | None:
+        """Return a merged entry, None if it does not exist."""
+        return self._ask("read_merged", merged)
+
+    def merged(self, *, after: int = -1) -> list[Merged]:
+        """Return references to the merged entries with a last version above ``after``, ascending."""
+        return self._ask("merged", after)
+
+    def versions(self, *, after: int = -1) -> list[int]:
+        """Return the versions above ``after``, ascending."""
+        return self._ask("versions", after)
+
+    def head(self) -> Manifest | None:
+        """Return the newest entry, None if there is none."""
+        return self._ask("head")
+
+    def newest_snapshot(self) -> Manifest | None:
+        """Return the newest snapshot to start from, None if there is none."""
+        return self._ask("newest_snapshot")
+
+    def is_committed(self, entry: Manifest) -> bool:
+        """Return True if a claim is part of the log."""
+        return self._ask("is_committed", (entry.stream, entry.link), entry)
+
+    def _ask(self, about: str, key: Hashable = None, subject: object = None) -> Any:
+        question = Question(about, key, key if subject is None else subject)
+        try:
+            answer = self.answers[question]
+        except KeyError:
+            raise Unseen(Look(self.number, question)) from None
+        if isinstance(answer, Failed):
+            raise answer.error
+        return answer

@@ -1,0 +1,143 @@
+"""Store of a stream, as a reader looks things up in it: :class:`Source`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from delta_tracker.errors import MissingVersionError, StreamReplacedError
+from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.reading.canary import Canary, CanaryBound
+from delta_tracker.stream.reading.catch_up import CatchUp
+from delta_tracker.stream.reading.lineage import former_streams
+from delta_tracker.stream.reading.path import readable
+from delta_tracker.stream.reading.position import Position
+from delta_tracker.stream.reading.seen import Question
+from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.stream.store_clock import skew_problem
+
+_logger = logging.getLogger(__name__)
+
+_LIST_SECONDS = 60.0  # after which a log that seems to have no newer version is listed
+
+
+class Source:
+    """Store of a stream, and what a reader keeps about its log between two rounds.
+
+    Args:
+        number: number of the store among those of the reader.
+        storage: the store.
+        canary: distance that the reader keeps from the newest version; None without one.
+
+    Attributes:
+        log: log of the stream.
+        has_listed: True if the last check for a gap had to list the log.
+    """
+
+    def __init__(self, number: int, storage: Storage, canary: Canary | None) -> None:
+        self.number = number
+        self.storage = storage
+        self.log = StreamLog(storage)
+        self.bound = None if canary is None else CanaryBound(canary, self.log)
+        self.catch_up = CatchUp(self.log, None if self.bound is None else self.bound.allows)
+        self.has_listed = False
+        self._canary = canary
+        self._listed_at = time.monotonic()  # time of the last listing by a check for a gap, or of the construction
+        self._skewed = ""  # last publisher whose skew was logged
+
+    def through(self, storage: Storage) -> Source:
+        """Return the same source, read through another view of its store."""
+        return Source(self.number, storage, self._canary)
+
+    def answer(self, question: Question, position: Position | None) -> Any:
+        """Look up the answer to a question of a reader at a position.
+
+        Raises:
+            StreamError: if the store cannot be read, or an entry is malformed or missing.
+        """
+        subject = question.subject
+        match question.about:
+            case "next":
+                return self._next(subject)
+            case "check_gap":
+                return None if position is None else self._check_gap(position)
+            case "ahead":
+                return None if position is None else self.catch_up.find(position)
+            case "allows":
+                return self.bound is None or self.bound.allows(subject)
+            case "former_streams":
+                return former_streams(self.log)
+            case "generation":
+                return None if position is None else self._generation(position)
+            case "merged":
+                return self.log.merged(after=subject)
+            case "versions":
+                return self.log.versions(after=subject)
+            case "head":
+                return self.log.head()
+            case "newest_snapshot":
+                return self.log.newest_snapshot()
+            case "read":
+                return self.log.read(subject)
+            case "read_merged":
+                return self.log.read_merged(subject)
+            case "is_committed":
+                return self.log.is_committed(subject)
+        raise NotImplementedError(question.about)
+
+    def _next(self, version: int) -> Manifest | None:
+        if not self.log.is_listed and not self.log.may_have(version):
+            return None
+        entry = self.log.read(version)
+        if entry is not None and entry.writer != self._skewed:
+            problem = skew_problem(f"the publisher of generation {entry.generation}", entry.skew)
+            if problem is not None:
+                self._skewed = entry.writer
+                _logger.warning("%s: url=%s", problem, self.storage.url)
+        return entry
+
+    def _generation(self, position: Position) -> int | None:
+        entry = readable(self.log.read, position.version)
+        return entry.generation if entry is not None and position.names(entry) else None
+
+    def _check_gap(self, position: Position) -> None:
+        """Raise an error if the entry after a position was deleted, or if the log was replaced.
+
+        If the pointer object shows no newer version, and the log has the last applied entry, nothing is listed:
+        retention deletes in ascending order, so the next entry was not deleted. Retention keeps claims, so that a claim
+        proves this only with an entry before it, see :meth:`StreamLog.is_surely_newest`. Over http, a pointer to the
+        last applied entry is enough. Otherwise, and once per minute because other programs may delete entries in any
+        order, the entries from the last applied one on are listed, and :attr:`has_listed` is True.
+
+        Raises:
+            MissingVersionError: if the log has versions after the missing entry.
+            StreamReplacedError: if the log does not have the last applied entry.
+            UnreadablePointerError, StaleCacheError: if the pointer, over http, shows nothing.
+        """
+        self.has_listed = False
+        held, log = position.link, self.log
+        pointer = log.pointer.newest()
+        if not log.is_listed:
+            log.check_pointer()
+        if pointer is not None and pointer.stream == position.stream and pointer.version <= held.version:
+            if not log.is_listed and (pointer.version, pointer.xxh3) == (held.version, held.xxh3):
+                return
+            own = log.read(held.version)
+            is_own = own is not None and own.xxh3 == held.xxh3
+            is_due = log.is_listed and time.monotonic() - self._listed_at >= _LIST_SECONDS
+            if own is not None and is_own and not is_due and (own.kind != "claim" or log.is_surely_newest(own)):
+                return
+        self.has_listed = log.is_listed
+        self._listed_at = time.monotonic()
+        if log.is_listed:  # a long log has many older entries
+            head = max(log.versions(after=held.version - 1), default=-1)
+        else:  # a claim of the pointer is a reason to look for the next entry, and is confirmed before a resync
+            head = -1 if pointer is None else pointer.version
+        present = log.read(held.version) if head == held.version else None
+        if head < held.version or (present is not None and present.xxh3 != held.xxh3):
+            raise StreamReplacedError(log.url, held.version)
+        # A version committed between the last look and the listing is not a gap.
+        if head > held.version and log.read(held.version + 1) is None:
+            raise MissingVersionError(held.version + 1, head)

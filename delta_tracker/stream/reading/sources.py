@@ -1,0 +1,93 @@
+"""Stores from which a reader may read one stream: its own and mirrors of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.stream.reading.canary import Canary
+from delta_tracker.stream.reading.source import Source
+from delta_tracker.stream.storage.storage import Location, Storage, open_storage
+
+_FIRST_PAUSE_SECONDS = 30.0
+_MAX_PAUSE_SECONDS = 300.0
+
+
+@dataclass(slots=True, eq=False)
+class _Rest:
+    """Time for which a source is not asked after its next failure, in seconds, and until when it is not asked."""
+
+    pause: float = _FIRST_PAUSE_SECONDS
+    until: float = float("-inf")
+
+
+class Sources:
+    """Stores of one stream, of which one is current.
+
+    A source that failed is not asked again for 30 s; each further failure doubles this time, up to 300 s.
+
+    Args:
+        url: url or store, or a sequence of them, in the order of preference.
+        canary: distance that the reader keeps from the newest version; None without one.
+        clock: monotonic clock, in seconds.
+
+    Attributes:
+        current: source that the reader follows.
+
+    Raises:
+        InvalidArgumentError: if there is none, or one is given twice.
+    """
+
+    def __init__(
+        self,
+        url: Location | Sequence[Location],
+        canary: Canary | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        given = list(url) if isinstance(url, Sequence) and not isinstance(url, str) else [url]
+        if not given:
+            raise InvalidArgumentError("url", given, "Pass at least one url")
+        stores = [open_storage(each) for each in given]
+        names = [id(each) if each.url == "memory://" else each.url.rstrip("/") for each in stores]
+        if len(set(names)) < len(names):
+            raise InvalidArgumentError("url", [each.url for each in stores], "Pass each store once")
+        self._all = [Source(number, each, canary) for number, each in enumerate(stores)]
+        self._rests = [_Rest() for _ in stores]
+        self._clock = clock
+        self._since = clock()  # time at which the current source became it
+        self.current = self._all[0]
+
+    def __iter__(self) -> Iterator[Source]:
+        return iter(self._all)
+
+    def __getitem__(self, number: int) -> Source:
+        return self._all[number]
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def due(self) -> list[Source]:
+        """Return the current source, and then the others that may be asked, in the order of preference."""
+        now = self._clock()
+        others = [each for each in self._all if each is not self.current and now >= self._rests[each.number].until]
+        return [self.current, *others]
+
+    def use(self, source: Source) -> None:
+        """Make a source current."""
+        self.current, self._since = source, self._clock()
+
+    def failed(self, source: Source) -> None:
+        """Record that a source failed, once for each pause."""
+        now, rest = self._clock(), self._rests[source.number]
+        if source is self.current and now - self._since > _MAX_PAUSE_SECONDS:
+            rest.pause = _FIRST_PAUSE_SECONDS  # it worked for a while
+        if now >= rest.until:
+            rest.until = now + rest.pause
+            rest.pause = min(2 * rest.pause, _MAX_PAUSE_SECONDS)
+
+    def writable(self) -> Storage | None:
+        """Return the first store that can be written to; None if there is none."""
+        return next((each.storage for each in self._all if not each.storage.is_read_only), None)
