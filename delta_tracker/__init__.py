@@ -9,7 +9,6 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from delta_tracker.stream.reading.canary import Canary
     from delta_tracker.predictor.gate import Gate
     from delta_tracker.predictor.predictor import Predictor
     from delta_tracker.publisher.cadence import Cadence
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from delta_tracker.row_target import RowTarget
     from delta_tracker.stream.format.encoding import Encoding
     from delta_tracker.stream.maintenance.retention import Retention
+    from delta_tracker.stream.reading.canary import Canary
     from delta_tracker.stream.storage.storage import Storage
     from delta_tracker.tracker.checkpoint.rank_counters import RankCounters
     from delta_tracker.tracker.data_position import DataPosition

@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Protocol
 
-from delta_tracker.errors import CorruptPartError, StorageError
+from delta_tracker.errors import CorruptPartError, StorageError, StreamError
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.predictor.served_age import ServedAge
 from delta_tracker.predictor.status import Status
 from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.reading.position import Position
 from delta_tracker.stream.storage.url import shown_url
 
 # A store that takes longer to show the lag does not answer.
@@ -44,6 +47,7 @@ class PredictorGauges:
         self._recorder = recorder
         self.age = ServedAge()
         self.restored: Manifest | None = None
+        self._has_applied = False  # a snapshot or a delta
         self._stream = self._url = ""  # as shown
         self._lag: tuple[int, float] | None = None
         self._asked: float | None = None  # monotonic time since which the store is asked for the lag
@@ -91,6 +95,7 @@ class PredictorGauges:
 
     def applied(self, manifest: Manifest) -> None:
         """Count an applied version and its rows."""
+        self._has_applied = self._has_applied or manifest.kind != "claim"
         self._recorder.applied_versions.cell(kind=manifest.kind).add(1)
         for fqn, num_rows in manifest.rows_by_table.items():
             self._recorder.applied_rows.cell(table=fqn).add(num_rows)
@@ -98,6 +103,10 @@ class PredictorGauges:
         self.age.applied(manifest)
         if manifest.stream != self._stream:
             self.reads(manifest.stream)
+
+    def loaded(self) -> None:
+        """Note that a position was loaded, whose entry is not known."""
+        self.restored, self._has_applied = None, False
 
     def admitted(self, fqn: str, num_ids: int) -> None:
         """Count raw ids of a table that were mapped to rows."""
@@ -124,6 +133,21 @@ class PredictorGauges:
     def read_past_cache(self, num_objects: int) -> None:
         """Count objects that were read past an HTTP cache after a fault."""
         self._recorder.past_cache_reads.cell().add(num_objects)
+
+    def looks(self, rested: tuple[int, float] | None) -> None:
+        """Note the version after which the last look found no entry, and the monotonic time of that look."""
+        self.age.rested = rested
+
+    def rests(self, log: StreamLog, position: Position | None) -> None:
+        """Read the entry of a loaded position once, from which the age of the rows is known. Errors are ignored."""
+        if self.restored is not None or self._has_applied or position is None:
+            return
+        with suppress(StreamError):
+            entry = log.read(position.version)
+            while entry is not None and entry.kind == "claim" and entry.parent is not None:
+                entry = log.read(entry.parent.version)
+            self.restored = entry
+            self.reads(position.stream)
 
     def failed_over(self, url: str) -> None:
         """Count a change to the source with the url ``url``."""

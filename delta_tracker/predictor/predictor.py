@@ -506,7 +506,7 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         self._refuse_inside_reading("load_state_dict()")
         with self._syncing:
             self._writer.load_state_dict(state)
-            self._gauges.restored = None
+            self._gauges.loaded()
             self._reader.loaded()
         self._follower.moved()
 

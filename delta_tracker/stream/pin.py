@@ -12,7 +12,6 @@ import random
 import re
 import secrets
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -216,12 +215,10 @@ class PinFollower:
     other pin may be forged. It is dropped if the store that had it does not have it past all caches.
 
     Args:
-        storage: function that returns the store of the stream.
         seconds: time between two looks, times a random factor of 0.75 to 1.25.
     """
 
-    def __init__(self, storage: Callable[[], Storage], seconds: float = 5.0) -> None:
-        self._storage = storage
+    def __init__(self, seconds: float = 5.0) -> None:
         self._seconds = seconds
         self._newest: Pin | None = None
         self._confirmed: Pin | None = None  # the last one whose entry was read
@@ -230,10 +227,13 @@ class PinFollower:
         self._last_counter: int | None = None  # of the pins before a dropped one, until take_drop()
         self._next: float | None = None  # monotonic time of the next look; None before the first one succeeded
 
-    def order(self) -> Pin | None:
+    def order(self, storage: Storage) -> Pin | None:
         """Return the newest pin that is known; None before the first.
 
         If the store cannot be read, the pin is the one of the last look.
+
+        Args:
+            storage: store of the stream.
 
         Raises:
             StorageError: if the store cannot be read at the first look.
@@ -242,7 +242,7 @@ class PinFollower:
         if self._next is not None and now < self._next:
             return self._newest
         try:
-            self._look(self._storage(), now)
+            self._look(storage, now)
         except StorageError as error:
             if self._next is None:
                 raise

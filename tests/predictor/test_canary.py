@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from delta_tracker import Canary, Predictor, Storage
-from delta_tracker.errors import InvalidArgumentError, NoSnapshotError, StreamError
+from delta_tracker.errors import InvalidArgumentError, NoSnapshotError, StreamError, StreamReplacedError
 from delta_tracker.stream import heartbeat as heartbeat_module
 from delta_tracker.stream.heartbeat import read_heartbeats
 from delta_tracker.stream.log import StreamLog
@@ -59,8 +59,14 @@ def test_a_canary_counts_again_in_an_older_copy_of_the_log(tmp_path: Path) -> No
     assert predictor.sync() == 25
     (tmp_path / "stream").rename(tmp_path / "lost")
     (tmp_path / "copy").rename(tmp_path / "stream")
-    assert Writer(Storage(url)).snapshot().version == 7
-    assert predictor.sync() == 2
+    later = Writer(Storage(url))
+    assert later.snapshot().version == 7
+    with pytest.raises(StreamReplacedError):
+        predictor.sync()
+    assert predictor.version == 25, "the canary does not allow the first newer rows yet"
+    for number in range(5):
+        later.delta([number])
+    assert predictor.sync() == 7
 
 
 @pytest.fixture

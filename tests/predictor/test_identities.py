@@ -194,7 +194,7 @@ def test_a_delta_with_other_buckets_is_refused_before_any_write() -> None:
 
 def test_a_delta_without_a_table_keeps_its_buckets() -> None:
     history = _history_of(2)
-    snapshot = _predictor(history)._cursor.heads()[0]
+    snapshot = _predictor(history)._reader.newest()[0]
     both = {FQN: history.identity, "b": history.identity}
     assert identities_after(replace(snapshot, kind="delta"), both) == both
     assert identities_after(snapshot, both) == {FQN: history.identity}

@@ -26,7 +26,6 @@ from delta_tracker.errors import (
 )
 from delta_tracker.monitor import Monitor
 from delta_tracker.predictor import follower
-from delta_tracker.predictor import predictor as predictor_module
 from delta_tracker.stream.cursor import Place
 from delta_tracker.stream.doubted_storage import DoubtedStorage
 from delta_tracker.stream.format.manifest import Link, Manifest
@@ -34,6 +33,7 @@ from delta_tracker.stream.log import entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.pin import PinFollower
 from delta_tracker.stream.pointer import POINTER_NAME
+from delta_tracker.stream.reading import reader as reader_module
 from delta_tracker.stream.reading.settling import Settling
 from delta_tracker.stream.rollback import pin_version, release_pin
 from tests.monitor.figures import Figures
@@ -49,7 +49,7 @@ from tests.sweeps import SWEEPS_ARE_WHOLE
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     shorten_waits(monkeypatch, back_off_seconds=0.02, gap_check_seconds=0.05)
     monkeypatch.setattr(follower, "_STALE_SECONDS", 0.02)
-    monkeypatch.setattr(predictor_module, "_SPREAD_SECONDS", 0.01)
+    monkeypatch.setattr(reader_module, "_SPREAD_SECONDS", 0.01)
 
 
 class Served(Writer):
@@ -166,7 +166,7 @@ def test_pins_and_releases_are_followed_past_a_damaged_cache(
     bits = served.table.clone()
     served.delta([2])
     predictor = Predictor(model, served.cache.url, follows_pins=True, cache=tmp_path if is_cached else None)
-    predictor._reader.pins = PinFollower(lambda: predictor._reader.storage, seconds=0.0)
+    predictor._reader.pins = PinFollower(seconds=0.0)
     predictor._reader.settling = Settling(10.0, clock=lambda: 0.0)
     predictor._reader.source.log.pointer._seconds = 0.0
     predictor.sync()
@@ -297,7 +297,7 @@ def _synced(predictor: Predictor) -> int | None:
 
 
 def test_the_wait_before_a_read_past_the_cache_ends_at_stop(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(predictor_module, "_SPREAD_SECONDS", 3600.0)
+    monkeypatch.setattr(reader_module, "_SPREAD_SECONDS", 3600.0)
     predictor, _ = _predictor(served)
     name = _missing_part(served.cache, served.delta([1]))
     predictor.follow(0.01)
@@ -395,7 +395,7 @@ def test_an_answer_that_is_no_pointer_is_reported_until_it_is_right(served: Serv
     data, text = _ANSWERS[answer]
     predictor, model = _predictor(served)
     fresh = Predictor(served.model(), served.cache.url)
-    fresh._cursor.log.pointer._seconds = 0.0
+    fresh._reader.source.log.pointer._seconds = 0.0
     served.storage.replace(POINTER_NAME, data)
     for each in (predictor, fresh):
         with pytest.raises(UnreadablePointerError, match=re.escape(text)) as raised:

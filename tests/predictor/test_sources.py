@@ -13,12 +13,12 @@ import torch
 
 from delta_tracker import Predictor
 from delta_tracker.errors import InvalidArgumentError, NoSnapshotError, StorageError, StreamError, StreamReplacedError
-from delta_tracker.predictor import sources as sources_module
 from delta_tracker.stream.cursor import Place
 from delta_tracker.stream.heartbeat import Pulse, read_heartbeats
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.mirror import Mirror
 from delta_tracker.stream.promotion import promote
+from delta_tracker.stream.reading import sources as sources_module
 from delta_tracker.stream.reading.sources import Sources
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.stream.storage.url import default_poll_seconds
@@ -71,7 +71,7 @@ def test_invalid_sources_are_refused() -> None:
         Sources([storage, storage])
     with pytest.raises(InvalidArgumentError, match="each store once"):
         Sources(["http://127.0.0.1:1/a", "http://127.0.0.1:1/a/"])
-    assert Sources([storage, Storage("memory://")]).current is storage
+    assert Sources([storage, Storage("memory://")]).current.storage is storage
 
 
 def test_a_change_of_the_source_does_not_count_as_a_version() -> None:

@@ -63,46 +63,43 @@ def test_a_malformed_pin_is_logged_and_the_one_before_it_applies(content: object
 def test_a_store_that_fails_keeps_the_pin_but_not_at_the_first_look() -> None:
     storage = WrappedStorage(Storage("memory://"))
     write(storage, pin(1))
-    follower = PinFollower(lambda: storage, 0.0)
+    follower = PinFollower(seconds=0.0)
     for _ in range(2):
         with storage.under(fails(on("size"), "down")), pytest.raises(StorageError, match="down"):
-            follower.order()
-    assert follower.order() == pin(1)
+            follower.order(storage)
+    assert follower.order(storage) == pin(1)
     with storage.under(fails(on("size"))):
-        assert follower.order() == pin(1)
+        assert follower.order(storage) == pin(1)
     write(storage, pin(2))
-    assert follower.order() == pin(2)
+    assert follower.order(storage) == pin(2)
 
 
 def test_a_follower_looks_rarely() -> None:
     storage = Storage("memory://")
-    follower = PinFollower(lambda: storage)
+    follower = PinFollower()
     for _ in range(100):
-        assert follower.order() is None
+        assert follower.order(storage) is None
     assert storage.requests["size"] == 1
 
 
 def test_a_pin_is_kept_once_its_entry_was_read_and_otherwise_while_it_is_there() -> None:
     storage, other = Storage("memory://"), Storage("memory://")
-    source = storage
-    follower = PinFollower(lambda: source, 0.0)
+    follower = PinFollower(seconds=0.0)
     write(storage, pin(1))
-    assert follower.order() == pin(1)
+    assert follower.order(storage) == pin(1)
     storage.delete(pin_name(1))
-    assert follower.order() == pin(1), "it is looked for again after a while"
+    assert follower.order(storage) == pin(1), "it is looked for again after a while"
     follower.doubt(pin(1))
-    source = other
-    assert follower.order() == pin(1), "another store need not have it"
-    source = storage
-    assert follower.order() is None
+    assert follower.order(other) == pin(1), "another store need not have it"
+    assert follower.order(storage) is None
     write(storage, pin(1, version=4))
-    assert follower.order() == pin(1, version=4)
+    assert follower.order(storage) == pin(1, version=4)
     follower.confirm(pin(1, version=4))
     storage.delete(pin_name(1))
     follower.doubt(pin(1, version=4))
-    assert follower.order() == pin(1, version=4)
+    assert follower.order(storage) == pin(1, version=4)
     write(storage, pin(2))
-    assert follower.order() == pin(2)
+    assert follower.order(storage) == pin(2)
 
 
 class Page(Storage):

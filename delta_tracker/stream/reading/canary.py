@@ -56,10 +56,13 @@ class CanaryBound:
     Args:
         canary: distance from the newest version.
         log: the log.
+
+    Attributes:
+        canary: distance from the newest version.
     """
 
     def __init__(self, canary: Canary, log: StreamLog) -> None:
-        self._canary = canary
+        self.canary = canary
         self._log = log
         self._origin: tuple[str, str] | None = None  # stream and publisher of the entries that were seen
         self._newest = -1  # newest version of the stream that was seen
@@ -75,15 +78,15 @@ class CanaryBound:
         if origin != self._origin:  # a new publisher may have found an older copy of the log
             self._origin, self._newest, self._latest = origin, -1, float("-inf")
         # The newest entry may have been created earlier than one before it, by another clock.
-        if self._canary.seconds is not None or not self._is_below(manifest):
+        if self.canary.seconds is not None or not self._is_below(manifest):
             self._look(manifest)
         return self._is_below(manifest)
 
     def _is_below(self, manifest: Manifest) -> bool:
-        if self._canary.versions is not None:
-            return manifest.version + self._canary.versions <= self._newest
-        assert self._canary.seconds is not None, "one of both"
-        return manifest.created + self._canary.seconds <= self._latest
+        if self.canary.versions is not None:
+            return manifest.version + self.canary.versions <= self._newest
+        assert self.canary.seconds is not None, "one of both"
+        return manifest.created + self.canary.seconds <= self._latest
 
     def _look(self, manifest: Manifest) -> None:
         """Look for newer entries than those seen."""
@@ -91,7 +94,7 @@ class CanaryBound:
         newest = log.newest_version(max(manifest.version, self._newest))
         if newest <= self._newest:
             return
-        if self._canary.seconds is not None:
+        if self.canary.seconds is not None:
             try:
                 head = log.read(newest)
             except MalformedError as error:

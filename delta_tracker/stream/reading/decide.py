@@ -68,10 +68,15 @@ def _decide(view: View) -> Decision:
             found = _at(other, replace(view, looks_for_gap=True, surveys=False))
         except StreamError:
             continue
-        is_better = isinstance(decision, Fail) or other.number < lead.number
+        is_better = _has_failed(decision) or other.number < lead.number
         if isinstance(found, Apply) or (isinstance(found, Stay) and is_better):
             return found
     return decision
+
+
+def _has_failed(decision: Decision) -> bool:
+    """Return True if another log at rest is better: the error of a log that was replaced must be seen."""
+    return isinstance(decision, Fail) and not isinstance(decision.error, StreamReplacedError)
 
 
 def _asks_others(decision: Decision, view: View) -> bool:
@@ -79,11 +84,11 @@ def _asks_others(decision: Decision, view: View) -> bool:
     if not isinstance(decision, Fail):
         return isinstance(decision, Stay) and view.surveys
     error = decision.error
-    if isinstance(error, StaleCacheError | OF_ALL_URLS):
+    if isinstance(error, (StaleCacheError, *OF_ALL_URLS)):
         return False
     if isinstance(error, NoSnapshotError | StorageError):  # it may be over soon
         return view.num_failures >= NUM_TRIES - 2
-    return isinstance(error, OlderCopyError | CACHE_FAULTS)
+    return isinstance(error, (OlderCopyError, *CACHE_FAULTS))
 
 
 def _at(log: SeenLog, view: View) -> Apply | Stay | Doubt:
@@ -94,6 +99,10 @@ def _at(log: SeenLog, view: View) -> Apply | Stay | Doubt:
             return _begin(log, view, order)
         if position.generation is None:
             position = replace(position, generation=log.generation())
+        if order is not None and order.is_new and order.stream != position.stream:
+            joined = _joins(log, view, position, StreamReplacedError(log.url, position.version))
+            if joined is not None:
+                return joined
         if order is None or order.stream != position.stream:
             return _forward(log, view, position, order)
         if order.kind == "pin":
@@ -242,16 +251,29 @@ def _start(log: SeenLog, view: View, bound: int | None = None) -> Apply:
 
     If it does not fit the model, no older one is applied: the mismatch would remain unnoticed.
     """
-    first: StreamError | None = None
-    for snapshot in snapshots(log, allows=_allows(log, view, bound), skips_unreadable=not view.is_patient):
+    allows = _allows(log, view, bound)
+    try:
+        return _newest(log, view, snapshots(log, allows=allows), None)
+    except StorageError as error:
+        if view.is_patient:
+            raise
+        return _newest(log, view, snapshots(log, allows=allows, skips_unreadable=True), error)
+
+
+def _newest(log: SeenLog, view: View, found: Iterable[Manifest], cause: StreamError | None) -> Apply:
+    num_unreadable = 0
+    for snapshot in found:
         fault = view.fault_of(log, snapshot)
         if fault is None:
-            rule = Rule.START if first is None else Rule.RESYNC
-            return Apply(log.number, (snapshot,), rule, first, is_elsewhere=first is not None)
-        first = first or fault
+            rule = Rule.START if cause is None else Rule.RESYNC
+            return Apply(log.number, (snapshot,), rule, cause, is_elsewhere=cause is not None)
         if isinstance(fault, TableMismatchError | DenseMismatchError):
             raise fault
-    raise first or NoSnapshotError(log.url)
+        cause = cause or fault
+        num_unreadable += isinstance(fault, StorageError)
+        if num_unreadable == NUM_TRIES:  # an outage, not a single object
+            break
+    raise cause or NoSnapshotError(log.url)
 
 
 # Forward
@@ -348,8 +370,10 @@ def _joins(log: SeenLog, view: View, position: Position, cause: StreamError) -> 
         return None
     try:
         head = log.head()
-    except MalformedError:  # an order of a former stream must not prevent the recovery from a fault for ever
-        return None
+    except (MalformedError, StorageError) as error:
+        if isinstance(error, StorageError) and view.is_patient:
+            raise
+        return None  # an order of a former stream must not prevent the recovery from a fault for ever
     if head is None or head.stream != order.stream:
         return None
     _check_may_follow(log, view, position)

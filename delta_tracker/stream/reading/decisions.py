@@ -56,6 +56,7 @@ class Order:
         link: link of the entry; None for an own rollback.
         newest: newest version when the order was made.
         is_own: True for a rollback of this process, which ends with its release.
+        is_new: True if it was not known in the round before.
         pin: the pin or release; None for an own rollback.
     """
 
@@ -66,6 +67,7 @@ class Order:
     link: Link | None
     newest: int
     is_own: bool = False
+    is_new: bool = False
     pin: Pin | None = None
 
     @classmethod

@@ -24,6 +24,7 @@ from delta_tracker.errors import (
 )
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.interruption import sleep
+from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.pin import PinFollower
 from delta_tracker.stream.reading.decide import decide
 from delta_tracker.stream.reading.decisions import (
@@ -94,6 +95,12 @@ class Observer(Protocol):
     def failed_over(self, url: str) -> None:
         """Count a change of the source."""
 
+    def looks(self, rested: tuple[int, float] | None) -> None:
+        """Note the version after which the last look found no entry, and its monotonic time; see ``Reader.rested``."""
+
+    def rests(self, log: StreamLog, position: Position | None) -> None:
+        """Note that nothing newer than a position was found."""
+
 
 class Reader:
     """Reader of one stream: it decides what to apply, and applies it to a target.
@@ -136,7 +143,7 @@ class Reader:
         self._target = target
         self._observer = observer
         self.policy = Policy(follows_pins=follows_pins, is_canary=is_canary)
-        self.pins = PinFollower(lambda: self.storage) if follows_pins else None
+        self.pins = PinFollower() if follows_pins else None
         self.settling = _settling(sources.current)
         self.lag = Lag()
         self.rested: tuple[int, float] | None = None
@@ -146,6 +153,7 @@ class Reader:
         self.obeyed = 0
         self._skips_versions = skips_versions
         self._in_a_row = _CATCH_UP  # versions applied since the end of the log was seen
+        self._known_counter = 0  # of the newest order when a round ended
         self._num_failures = 0  # consecutive rounds that failed
         self._surveyed_at = time.monotonic()
         self._logged: set[tuple[object, ...]] = set()  # faults that were logged since the last applied version
@@ -189,11 +197,11 @@ class Reader:
         """
         self._target.restore()
         position, log = self._target.position, self.source.log
-        order = None if self.pins is None else self.pins.order()
+        order = None if self.pins is None else self.pins.order(self.storage)
         path = path_to(log, version, position=position)
         bound = self.source.bound
         if bound is not None and not bound.allows(path[-1]):
-            text = "Pass an older version: a canary stays behind the newest one"
+            text = f"Pass an older version: a canary stays {bound.canary.text} behind the newest one"
             raise InvalidArgumentError("version", version, text)
         self._target.check_path(path, self.storage)
         counter = max(0 if order is None else order.counter, 0 if self.policy.own is None else self.policy.own.counter)
@@ -224,7 +232,7 @@ class Reader:
         if self.policy.own is not None:
             return []
         log, bound = self.source.log, self.source.bound
-        order = None if self.pins is None else self.pins.order()
+        order = None if self.pins is None else self.pins.order(self.storage)
         pinned = None if order is None or order.kind != "pin" else log.read(order.version)
         if pinned is not None and order is not None and pinned.stream == order.stream:
             return [pinned]
@@ -293,6 +301,7 @@ class Reader:
 
     def obeys(self, order: Order | None) -> None:
         """Record the counter of an order if it is followed."""
+        self._known_counter = 0 if order is None else order.counter
         if order is not None and order.is_followed_by(self._target.position):
             self.obeyed = max(self.obeyed, order.counter)
 
@@ -308,18 +317,18 @@ class Reader:
         confirmed = log.pointed(is_due=False)
         return confirmed is not None and confirmed.oldest > position.version + 1
 
-    def newest_order(self) -> Order | None:
+    def newest_order(self, storage: Storage) -> Order | None:
         """Return the newest pin or release that is known. If a forged one was dropped, forget what was done for it."""
         if self.pins is None:
             return None
-        pin = self.pins.order()
+        pin = self.pins.order(storage)
         if (last := self.pins.take_drop()) is not None:
             self.obeyed = min(self.obeyed, last)
             own = self.policy.own
             if own is not None:
                 own = replace(own, counter=min(own.counter, last))
             self.policy = replace(self.policy, own=own, released=min(self.policy.released, last))
-        return None if pin is None else Order.of(pin)
+        return None if pin is None else replace(Order.of(pin), is_new=pin.counter != self._known_counter)
 
     def named(self, order: Order, source: Source) -> Manifest | None:
         """Return the entry that a pin or a release names; None if the log does not have it."""
@@ -361,6 +370,7 @@ class _Round:
         self._reader = reader
         self._sources = {each.number: each for each in reader.sources.due()}
         self._retry: Source | None = None  # source to read a faulty version from next
+        self._skipped: list[StreamError] = []  # errors of looks
         self._has_waited = False  # before the first object was read again
         self._order: Order | None = None
         now = time.monotonic()
@@ -376,6 +386,7 @@ class _Round:
         )
         if self._view.catches_up:
             reader._in_a_row = 0
+        reader._observer.looks(reader.rested)
         if self._view.surveys:
             reader._surveyed_at = now
 
@@ -389,6 +400,7 @@ class _Round:
                         self._look(decision)
                     case Apply():
                         if self._apply(decision):
+                            self._log_skipped(None)
                             return True
                     case Doubt():
                         self._doubt(decision)
@@ -396,6 +408,7 @@ class _Round:
                         self._stay(decision)
                         return False
                     case Fail():
+                        self._log_skipped(decision.error)
                         raise decision.error
         finally:
             settling = self._reader.settling
@@ -414,15 +427,17 @@ class _Round:
         answer: object
         try:
             if question.about == "order":
-                answer = self._order = reader.newest_order()
+                answer = self._order = reader.newest_order(source.storage)
             elif question.about == "named":
                 answer = reader.named(question.subject, source)
             else:
                 answer = source.answer(question, self._view.position)
         except StreamError as error:
             answer = Failed(error)
-            if isinstance(error, MalformedError | StorageError):
-                self._could_not_look(source, question.about, error)
+            self._skipped.append(error)
+            if look.number != reader.source.number and isinstance(error, MalformedError | StorageError):
+                reader.sources.failed(source)
+                _logger.info("another source cannot be used: url=%s error=%s", source.storage.url, error)
         if question.about == "next" and look.number == reader.source.number:
             reader.saw_next(question.subject, answer if isinstance(answer, Manifest) else None, began)
         logs = [
@@ -431,12 +446,12 @@ class _Round:
         ]
         self._view = replace(self._view, logs=tuple(logs))
 
-    def _could_not_look(self, source: Source, about: str, error: StreamError) -> None:
-        if source.number != self._reader.source.number:
-            self._reader.sources.failed(source)
-            _logger.info("another source cannot be used: url=%s error=%s", source.storage.url, error)
-        elif isinstance(error, MalformedError):
-            self._reader._log_once(logging.WARNING, "a look for %s failed: %s", error, about)
+    def _log_skipped(self, raised: StreamError | None) -> None:
+        """Log which entries could not be read, except for the error that is raised."""
+        for error in self._skipped:
+            if isinstance(error, MalformedError | StorageError) and error is not raised:
+                level = logging.WARNING if isinstance(error, MalformedError) else logging.INFO
+                self._reader._log_once(level, "skipped what cannot be read: %s", error)
 
     def _apply(self, decision: Apply) -> bool:
         """Apply entries. Return False if one of them has a fault, which the next decision takes into account."""
@@ -466,13 +481,17 @@ class _Round:
         faults = (*self._view.faults, *(Fault(decision.number, each, unraised(error)) for each in decision.entries))
         if reader.position != self._view.position:
             self._view = replace(self._view, logs=tuple(map(self._unseen, self._sources.values())))
-        self._view = replace(self._view, faults=faults, position=reader.position)
+        # An order may have been made meanwhile, which comes before a resync.
+        logs = tuple(log.without("order") for log in self._view.logs)
+        self._view = replace(self._view, logs=logs, faults=faults, position=reader.position)
 
     def _stay(self, stay: Stay) -> None:
         reader = self._reader
         reader._in_a_row = 0
-        if reader.settling is not None and self._view.looks_for_gap:
-            reader.settling.clear()
+        if self._view.looks_for_gap:
+            reader._observer.rests(reader.source.log, reader.position)
+            if reader.settling is not None:
+                reader.settling.clear()
         if stay.number != reader.source.number:
             reader._use(self._sources[stay.number])
         reader.pinned = stay.pinned

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from delta_tracker.errors import StreamError
@@ -165,6 +165,11 @@ class SeenLog:
         """Return True if a claim is part of the log."""
         return self._ask("is_committed", (entry.stream, entry.link), entry)
 
+    def without(self, about: str) -> SeenLog:
+        """Return the same without the answers about something."""
+        kept = {question: answer for question, answer in self.answers.items() if question.about != about}
+        return replace(self, answers=kept)
+
     def _ask(self, about: str, key: Hashable = None, subject: object = None) -> Any:
         question = Question(about, key, key if subject is None else subject)
         try:
@@ -172,5 +177,5 @@ class SeenLog:
         except KeyError:
             raise Unseen(Look(self.number, question)) from None
         if isinstance(answer, Failed):
-            raise answer.error
+            raise answer.error.with_traceback(None)
         return answer

@@ -19,7 +19,7 @@ _MAX_PAUSE_SECONDS = 300.0
 class _Rest:
     """Time for which a source is not asked after its next failure, in seconds, and until when it is not asked."""
 
-    pause: float = _FIRST_PAUSE_SECONDS
+    pause: float
     until: float = float("-inf")
 
 
@@ -55,7 +55,7 @@ class Sources:
         if len(set(names)) < len(names):
             raise InvalidArgumentError("url", [each.url for each in stores], "Pass each store once")
         self._all = [Source(number, each, canary) for number, each in enumerate(stores)]
-        self._rests = [_Rest() for _ in stores]
+        self._rests = [_Rest(_FIRST_PAUSE_SECONDS) for _ in stores]
         self._clock = clock
         self._since = clock()  # time at which the current source became it
         self.current = self._all[0]
