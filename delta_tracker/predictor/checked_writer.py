@@ -29,6 +29,7 @@ class CheckedWriter:
         self._writer = writer
         self._gate = gate
         self._cache = cache
+        self._storage: Storage | None = None  # that the buffer was filled from
         self._buffer = PartBuffer()
 
     @property
@@ -81,6 +82,8 @@ class CheckedWriter:
 
     def _contents(self, entry: Manifest, storage: Storage) -> Contents:
         """Return the contents of a version, read through the host cache if there is one."""
+        if storage is not self._storage:  # the buffer may hold a part of the former one
+            self._storage, self._buffer = storage, PartBuffer()
         if self._cache is not None:
             storage = self._cache.over(storage, entry)
         return Contents(storage, entry, buffer=self._buffer)

@@ -101,7 +101,7 @@ def _at(log: SeenLog, view: View) -> Apply | Stay | Doubt:
             position = replace(position, generation=log.generation())
         if order is not None and order.is_new and order.stream != position.stream:
             joined = _joins(log, view, position, StreamReplacedError(log.url, position.version))
-            if joined is not None:
+            if isinstance(joined, Apply):
                 return joined
         if order is None or order.stream != position.stream:
             return _forward(log, view, position, order)
@@ -468,7 +468,9 @@ def _first(
         first = first or fault
         if isinstance(fault, StorageError):
             num_unreadable += 1
-            if view.is_patient or num_unreadable == NUM_TRIES:  # an outage, not a single object
+            if view.is_patient:
+                raise fault
+            if num_unreadable == NUM_TRIES:  # an outage, not a single object
                 raise cause or fault
     if first is not None and cause is None:
         raise first

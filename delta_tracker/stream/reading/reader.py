@@ -346,7 +346,6 @@ class Reader:
             self.sources.failed(former)
         self.sources.use(source)
         self.rested, self.settling = None, _settling(source)
-        self._target.restart()  # it may hold a part of the former source
         self._observer.failed_over(source.storage.url)
 
     def _log_once(self, level: int, text: str, error: StreamError, *what: object) -> None:
