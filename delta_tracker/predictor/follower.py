@@ -265,7 +265,7 @@ class Follower:
             log ends before the last applied version.
         """
         try:
-            return self._reader.measure_lag()
+            return self._reader.lag()
         except StreamError:
             return None
 
@@ -281,7 +281,13 @@ class Follower:
         For heartbeats. The result is as old as the last poll.
         """
         rested, seconds, position = self._reader.rested, self.poll_seconds, self._reader.position
-        if self.error is not None or seconds is None or rested is None or position is None or rested[0] != position.version:
+        if (
+            self.error is not None
+            or seconds is None
+            or rested is None
+            or position is None
+            or rested[0] != position.version
+        ):
             return self.lag()
         return (0, 0.0) if time.monotonic() - rested[1] <= 2 * seconds + 1.0 else self.lag()
 

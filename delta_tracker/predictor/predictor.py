@@ -36,7 +36,7 @@ from delta_tracker.stream.heartbeat import Pulse
 from delta_tracker.stream.host_cache import HostCache
 from delta_tracker.stream.notify.notifier import Notifier
 from delta_tracker.stream.reading.canary import Canary
-from delta_tracker.stream.reading.decisions import FAULTS
+from delta_tracker.stream.reading.decisions import FAULTS, Policy
 from delta_tracker.stream.reading.reader import Reader
 from delta_tracker.stream.reading.sources import Sources
 from delta_tracker.stream.storage.storage import Location, Storage, open_storage
@@ -169,8 +169,7 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
             sources,
             CheckedWriter(self._writer, self._gate, self._cache),
             self._gauges,
-            follows_pins=follows_pins,
-            is_canary=canary is not None,
+            Policy(follows_pins=follows_pins, is_canary=canary is not None),
             # The norms of a merged version cannot show which of its versions violates a bound.
             skips_versions=gate is None or gate.max_drift is None,
         )
@@ -243,8 +242,8 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
             lag_seconds=None if lag is None else lag[1],
             rows=self._writer.num_rows,
             num_bytes=self._writer.num_bytes,
-            resyncs=reader.resyncs,
-            last_resync=reader.last_resync,
+            resyncs=reader.resyncs.count,
+            last_resync=reader.resyncs.last,
             error=None if error is None else f"{type(error).__name__}: {error}",
             pinned=reader.pinned,
             admitted=self._writer.num_admitted,
@@ -542,7 +541,7 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
                 resyncs=status.resyncs,
                 error=status.error,
                 canary=None if self._canary is None else self._canary.text,
-                pin=self._reader.obeyed,
+                pin=self._reader.orders.followed,
             )
 
     def _refuse_inside_reading(self, call: str) -> None:

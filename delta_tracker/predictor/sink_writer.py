@@ -65,9 +65,7 @@ class SinkWriter(VersionWriter):
         SinkError, MalformedSinkError: if the row store cannot be used.
     """
 
-    def __init__(
-        self, sink: RowSink, *, chunk_rows: int, gauges: PredictorGauges, recorder: Recorder
-    ) -> None:
+    def __init__(self, sink: RowSink, *, chunk_rows: int, gauges: PredictorGauges, recorder: Recorder) -> None:
         self._sink = sink
         self._chunk_rows = chunk_rows
         self._gauges = gauges

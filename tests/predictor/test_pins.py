@@ -124,7 +124,7 @@ def test_a_pin_that_is_not_reached_ends_with_its_stream(fleet: Fleet, state: str
 def test_a_canary_leaves_a_pin_that_has_ended_by_an_older_snapshot(fleet: Fleet) -> None:
     model = fleet.writer.model()
     predictor = Predictor(model, fleet.storage, follows_pins=True, canary=Canary(versions=2))
-    predictor._reader.pins = PinFollower(seconds=0.0)
+    predictor._reader.orders.pins = PinFollower(seconds=0.0)
     predictor.sync()
     pin_version(fleet.storage, 2)
     predictor.sync()
@@ -166,7 +166,7 @@ def test_a_predictor_goes_from_a_former_stream_to_the_pin_of_the_new_one(fleet: 
 
 def test_a_predictor_goes_from_a_former_stream_past_what_a_release_of_the_new_one_skips(fleet: Fleet) -> None:
     canary = Predictor(fleet.writer.model(), fleet.storage, canary=Canary(versions=2), follows_pins=True)
-    canary._reader.pins = PinFollower(seconds=0.0)
+    canary._reader.orders.pins = PinFollower(seconds=0.0)
     canary.sync()
     last = fleet.writer.claim.head.version
     fleet.promoted()
@@ -188,7 +188,7 @@ def test_an_interrupted_move_to_the_pin_of_a_new_stream_is_completed(fleet: Flee
     model = fleet.writer.model()
     table = Breaking.of(model[FQN])
     predictor = Predictor({**model, FQN: table}, fleet.storage, follows_pins=True, chunk_rows=5)
-    predictor._reader.pins = PinFollower(seconds=0.0)
+    predictor._reader.orders.pins = PinFollower(seconds=0.0)
     predictor.sync()
     fleet.promoted()
     fleet.published("snapshot")
@@ -499,16 +499,16 @@ def _restarted(fleet: Fleet, chance: random.Random) -> Predictor:
 
 def _watch(predictor: Predictor) -> None:
     """Assert that a predictor applies no version after the pin of its stream."""
-    applied = predictor._reader.applied
+    applied = predictor._reader._applied
 
-    def watched(decision: Any, *given: Any) -> None:
-        applied(decision, *given)
+    def watched(state: Any, decision: Any) -> None:
+        applied(state, decision)
         manifest = decision.entries[-1]
         pin = newest_pin(predictor._reader.storage)
         if pin is not None and pin.kind == "pin" and pin.stream == manifest.stream:
             assert manifest.version <= pin.version
 
-    predictor._reader.applied = watched  # type: ignore[method-assign]
+    predictor._reader._applied = watched  # type: ignore[method-assign]
 
 
 def _tried(call: Callable[[], object]) -> bool:

@@ -600,14 +600,14 @@ class Reader:
         return self._call(lambda: self.predictor.sync(limit))
 
     def _call(self, call: Callable[[], object]) -> bool:
-        resyncs = self.predictor._reader.resyncs
+        resyncs = self.predictor._reader.resyncs.count
         try:
             call()
         except (StreamError, MemoryError) as error:
             self.counts[type(error).__name__] += 1
             return False
         finally:
-            self.counts["resyncs"] += self.predictor._reader.resyncs - resyncs
+            self.counts["resyncs"] += self.predictor._reader.resyncs.count - resyncs
             self.check()
         return True
 

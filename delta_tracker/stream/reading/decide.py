@@ -38,7 +38,7 @@ from delta_tracker.stream.reading.decisions import (
     Stay,
     View,
 )
-from delta_tracker.stream.reading.path import Allows, merged_deltas, path_to, readable, snapshots, steps_to
+from delta_tracker.stream.reading.path import Allows, merged_deltas, next_entry, path_to, readable, snapshots, steps_to
 from delta_tracker.stream.reading.position import Position, Rows
 from delta_tracker.stream.reading.seen import SeenLog, Unseen
 
@@ -57,6 +57,7 @@ def decide(view: View) -> Decision:
 
 def _decide(view: View) -> Decision:
     lead, *others = view.logs
+    decision: Decision
     try:
         decision = _at(lead, view)
     except StreamError as error:
@@ -98,18 +99,10 @@ def _at(log: SeenLog, view: View) -> Apply | Stay | Doubt:
         if position is None or position.rows is Rows.MIXED:
             return _begin(log, view, order)
         if position.generation is None:
-            position = replace(position, generation=log.generation())
-        if order is not None and order.is_new and order.stream != position.stream:
-            joined = _joins(log, view, position, StreamReplacedError(log.url, position.version))
-            if isinstance(joined, Apply):
-                return joined
+            position = replace(position, generation=log.generation(position))
         if order is None or order.stream != position.stream:
-            return _forward(log, view, position, order)
-        if order.kind == "pin":
-            return _pinned(log, view, position, order)
-        if order.is_followed_by(position):
-            return _forward(log, view, position, order)
-        return _released(log, view, position, order)
+            return _new_order(log, view, position, order) or _forward(log, view, position)
+        return _ordered(log, view, position, order)
     except CACHE_FAULTS as fault:
         if log.is_doubted:
             return Doubt(log.number, fault)
@@ -128,15 +121,35 @@ def _order(log: SeenLog, view: View) -> Order | None:
     return None if newest is None or newest.counter <= view.policy.released else newest
 
 
-def _pinned(log: SeenLog, view: View, position: Position, order: Order) -> Apply | Stay:
-    """Go to the version of a pin or an own rollback, and stay there until the stream is continued by another one."""
+def _new_order(log: SeenLog, view: View, position: Position, order: Order | None) -> Apply | None:
+    """Go to what a new order says if its stream continues that of the position. None if it does not."""
+    if order is None or not order.is_new:
+        return None
+    found = _joins(log, view, position, StreamReplacedError(log.url, position.version))
+    return found if isinstance(found, Apply) else None
+
+
+def _ordered(log: SeenLog, view: View, position: Position, order: Order) -> Apply | Stay:
+    """Follow an order of the position's stream, until the stream is continued by another one.
+
+    A pin leads exactly to its version, and the reader stays there. A release leads to a snapshot at or above it, unless
+    the reader is there already.
+    """
     is_there = order.is_followed_by(position)
+    if is_there and order.kind == "release":
+        return _forward(log, view, position)
     stay = Stay(log.number, f"pinned to version {order.version}", position.version)
     if is_there and (order.is_own or not view.looks_for_gap):
         return stay
     if not order.is_own and _has_ended(log, order):
         return _succession(log, view, position, order)
-    return stay if is_there else _to_pin(log, view, order)
+    if order.kind == "pin":
+        return stay if is_there else _to_pin(log, view, order)
+    return _to_release(log, view, order) or Stay(log.number, _not_yet(order))
+
+
+def _not_yet(order: Order) -> str:
+    return f"the canary does not allow the version {order.version} of the {order.kind} yet"
 
 
 def _to_pin(log: SeenLog, view: View, order: Order) -> Apply | Stay:
@@ -173,16 +186,8 @@ def _towards(log: SeenLog, view: View, order: Order) -> Apply | Stay:
     if position is None or position.rows is Rows.MIXED:
         return _start(log, view, order.version)
     if position.version >= order.version:
-        return Stay(log.number, f"the canary does not allow the pinned version {order.version} yet")
-    return _forward(log, view, position, order)
-
-
-def _released(log: SeenLog, view: View, position: Position, order: Order) -> Apply | Stay:
-    """Continue below a release: only from a snapshot at or above it, because the versions before it may be bad."""
-    if _has_ended(log, order):
-        return _succession(log, view, position, order)
-    found = _to_release(log, view, order)
-    return Stay(log.number, f"the canary does not allow the released version {order.version} yet") if found is None else found
+        return Stay(log.number, _not_yet(order))
+    return _forward(log, view, position, order.version)
 
 
 def _to_release(log: SeenLog, view: View, order: Order) -> Apply | None:
@@ -279,71 +284,36 @@ def _newest(log: SeenLog, view: View, found: Iterable[Manifest], cause: StreamEr
 # Forward
 
 
-def _forward(log: SeenLog, view: View, position: Position, order: Order | None) -> Apply | Stay:
+def _forward(log: SeenLog, view: View, position: Position, bound: int | None = None) -> Apply | Stay:
     """Apply the next version, one that replaces many, or after a fault what leads around it.
 
     Args:
         log: the log.
         view: the view.
         position: position of the reader, whose rows are not mixed.
-        order: a pin that the canary does not allow yet, which bounds the versions; or one of another stream.
+        bound: version that must not be passed; None without one.
     """
-    bound = order.version if order is not None and order.kind == "pin" and order.stream == position.stream else None
-    if view.catches_up and bound is None and (ahead := log.ahead()) is not None:
-        if view.fault_of(log, ahead) is None:
-            return Apply(log.number, (ahead,), Rule.CATCH_UP)
+    ahead = log.ahead(position) if view.catches_up and bound is None else None
+    if ahead is not None and view.fault_of(log, ahead) is None:
+        return Apply(log.number, (ahead,), Rule.CATCH_UP)
     try:
-        entry = _next(log, view, position)
-    except FAULTS as error:
-        fault: StreamError = error
-    except StaleCacheError:
-        raise
-    except StorageError as error:
-        if view.is_patient:
-            raise
-        fault = error
-    else:
-        if entry is None:
-            return Stay(log.number, f"version {position.version} is the newest")
-        allows = _allows(log, view, bound)
-        if allows is not None and not allows(entry):
-            return Stay(log.number, f"version {entry.version} is not allowed yet")
-        error_of_entry = view.fault_of(log, entry)
-        if error_of_entry is None:
-            return Apply(log.number, (entry,), Rule.NEXT)
-        if isinstance(error_of_entry, StorageError) and view.is_patient:
-            raise error_of_entry
-        fault = error_of_entry
-    if log.is_doubted and isinstance(fault, CACHE_FAULTS):
-        raise fault
-    return _around(log, view, position, fault, bound)
-
-
-def _next(log: SeenLog, view: View, position: Position) -> Manifest | None:
-    """Return the entry that follows a position, None if there is none.
-
-    Raises:
-        StreamReplacedError: if another entry is in its place, or the log lacks the entry of the position.
-        MissingVersionError: if it was deleted, or is a claim that is not part of the log.
-    """
-    entry = log.next(position.version + 1)
+        entry = next_entry(log, position, looks_for_gap=view.looks_for_gap)
+    except (*FAULTS, StorageError) as error:
+        return _around(log, view, position, error, bound)
     if entry is None:
-        if view.looks_for_gap:
-            log.check_gap()
-        return None
-    follows = entry.stream == position.stream and entry.parent == position.link
-    if not follows or entry.generation < (position.generation or 0):
-        raise StreamReplacedError(log.url, position.version)
-    if entry.kind == "claim" and not log.is_committed(entry):
-        head = log.head() or entry
-        raise MissingVersionError(entry.version, head.version)
-    return entry
+        return Stay(log.number, f"version {position.version} is the newest")
+    allows = _allows(log, view, bound)
+    if allows is not None and not allows(entry):
+        return Stay(log.number, f"version {entry.version} is not allowed yet")
+    fault = view.fault_of(log, entry)
+    return Apply(log.number, (entry,), Rule.NEXT) if fault is None else _around(log, view, position, fault, bound)
 
 
-def _around(
-    log: SeenLog, view: View, position: Position, fault: StreamError, bound: int | None
-) -> Apply | Stay:
+def _around(log: SeenLog, view: View, position: Position, fault: StreamError, bound: int | None) -> Apply | Stay:
     """Apply a merged delta or a newer snapshot, because the next version cannot be applied."""
+    is_unreadable = isinstance(fault, StorageError) and (view.is_patient or isinstance(fault, StaleCacheError))
+    if is_unreadable or (log.is_doubted and isinstance(fault, CACHE_FAULTS)):
+        raise fault
     if (joined := _joins(log, view, position, fault)) is not None:
         return joined
     allows = _allows(log, view, bound)
@@ -380,7 +350,7 @@ def _joins(log: SeenLog, view: View, position: Position, cause: StreamError) -> 
     found = _to_pin(log, view, order) if order.kind == "pin" else _to_release(log, view, order)
     if isinstance(found, Apply):
         return replace(found, cause=cause)
-    return found or Stay(log.number, f"the canary does not allow the released version {order.version} yet")
+    return found or Stay(log.number, _not_yet(order))
 
 
 def _is_forward(log: SeenLog, view: View, position: Position, snapshot: Manifest) -> bool:
@@ -392,10 +362,8 @@ def _is_forward(log: SeenLog, view: View, position: Position, snapshot: Manifest
         return position.precedes(snapshot) and snapshot.version > position.version
     if not position.precedes(snapshot) or position.generation in (None, snapshot.generation):
         return False
-    for other in view.logs:
-        if other.number != log.number and position.names(other.read(position.version)):
-            return False
-    return True
+    others = (other for other in view.logs if other.number != log.number)
+    return not any(position.names(other.read(position.version)) for other in others)
 
 
 def _is_other_copy(log: SeenLog, position: Position) -> bool:
@@ -426,9 +394,9 @@ def _check_may_follow(log: SeenLog, view: View, position: Position) -> None:
 def _check_is_newer(log: SeenLog, position: Position) -> None:
     """Raise OlderCopyError if a log of the position's stream is another copy of it, with nothing newer."""
     head = log.head()
-    if head is not None and head.stream == position.stream and not position.precedes(head):
-        if _is_other_copy(log, position):
-            raise OlderCopyError(log.url, head.version, position.version)
+    is_older = head is not None and head.stream == position.stream and not position.precedes(head)
+    if head is not None and is_older and _is_other_copy(log, position):
+        raise OlderCopyError(log.url, head.version, position.version)
 
 
 # Common parts

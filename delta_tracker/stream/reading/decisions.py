@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 from delta_tracker.errors import (
     CorruptPartError,
@@ -19,7 +20,7 @@ from delta_tracker.errors import (
 from delta_tracker.stream.format.manifest import Link, Manifest
 from delta_tracker.stream.pin import Pin
 from delta_tracker.stream.reading.position import Position, Rows
-from delta_tracker.stream.reading.seen import Look, SeenLog
+from delta_tracker.stream.reading.seen import Look, Question, SeenLog
 
 FAULTS = (
     CorruptPartError,
@@ -150,6 +151,12 @@ class View:
     looks_for_gap: bool = True
     catches_up: bool = False
     surveys: bool = False
+
+    def answered(self, number: int, question: Question[Any], answer: object) -> View:
+        """Return the view with the answer to a question about one log."""
+        return replace(
+            self, logs=tuple(log.answered(question, answer) if log.number == number else log for log in self.logs)
+        )
 
     @property
     def is_patient(self) -> bool:

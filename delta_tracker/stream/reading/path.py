@@ -20,7 +20,7 @@ from delta_tracker.stream.entry_names import Merged
 from delta_tracker.stream.format.manifest import Link, Manifest
 from delta_tracker.stream.log import generation_error
 from delta_tracker.stream.reading.position import Position
-from delta_tracker.stream.reading.seen import Entries
+from delta_tracker.stream.reading.seen import Entries, Following
 
 _MAX_UNREADABLE = 3
 _T = TypeVar("_T")
@@ -36,9 +36,34 @@ def readable(read: Callable[[_T], Manifest | None], what: _T) -> Manifest | None
         return None
 
 
-def snapshots(
-    log: Entries, *, allows: Allows | None = None, skips_unreadable: bool = False
-) -> Iterator[Manifest]:
+def next_entry(log: Following, position: Position, *, looks_for_gap: bool) -> Manifest | None:
+    """Return the entry that follows a position, None if there is none.
+
+    Args:
+        log: the log.
+        position: position of the reader.
+        looks_for_gap: True to check, if there is none, whether it was deleted or is not committed yet.
+
+    Raises:
+        StreamReplacedError: if another entry is in its place, or the log lacks the entry of the position.
+        MissingVersionError: if it was deleted, or is a claim that is not part of the log.
+        MalformedError, StorageError: if the log cannot be read.
+    """
+    entry = log.next(position.version + 1)
+    if entry is None:
+        if looks_for_gap:
+            log.check_gap(position)
+        return None
+    follows = entry.stream == position.stream and entry.parent == position.link
+    if not follows or entry.generation < (position.generation or 0):
+        raise StreamReplacedError(log.url, position.version)
+    if entry.kind == "claim" and not log.is_committed(entry):
+        head = log.head() or entry
+        raise MissingVersionError(entry.version, head.version)
+    return entry
+
+
+def snapshots(log: Entries, *, allows: Allows | None = None, skips_unreadable: bool = False) -> Iterator[Manifest]:
     """Yield the snapshots that a reader can start from, newest first.
 
     Args:
@@ -148,9 +173,7 @@ def is_next(merged: Manifest, position: Position) -> bool:
     return parent == position.link if parent.version == position.version else parent.version < position.version
 
 
-def path_to(
-    log: Entries, version: int, *, position: Position | None = None, of_any: bool = False
-) -> list[Manifest]:
+def path_to(log: Entries, version: int, *, position: Position | None = None, of_any: bool = False) -> list[Manifest]:
     """Return the entries to apply to reach a version, in order: a snapshot and its successors up to the version.
 
     Starts at a merged snapshot if there is one: retention may have deleted the versions that it replaces, or only their
@@ -247,7 +270,8 @@ def _entry(log: Entries, version: int, link: Link | None, merged: Mapping[int, M
         return whole if whole is not None and whole.link == entry.link else entry
     found = [each for each in log.merged(after=version - 1) if each.last == version]
     # A store that cannot list names only the newest merged snapshot.
-    for each in [*sorted(found, key=lambda each: (each.kind != "snapshot", each.first)), Merged(version, 0, "snapshot")]:
+    found.sort(key=lambda each: (each.kind != "snapshot", each.first))
+    for each in (*found, Merged(version, 0, "snapshot")):
         whole = log.read_merged(each)
         if whole is not None and link in (None, whole.link):
             return whole

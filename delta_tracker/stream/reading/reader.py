@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-import random
-import time
-from collections.abc import Sequence
-from dataclasses import replace
-from types import MappingProxyType
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from delta_tracker.errors import (
@@ -19,13 +16,10 @@ from delta_tracker.errors import (
     StaleCacheError,
     StorageError,
     StreamError,
-    kind_of,
     unraised,
 )
 from delta_tracker.stream.format.manifest import Manifest
-from delta_tracker.stream.interruption import sleep
 from delta_tracker.stream.log import StreamLog
-from delta_tracker.stream.pin import PinFollower
 from delta_tracker.stream.reading.decide import decide
 from delta_tracker.stream.reading.decisions import (
     FAULTS,
@@ -40,8 +34,11 @@ from delta_tracker.stream.reading.decisions import (
     View,
 )
 from delta_tracker.stream.reading.lag import Lag
+from delta_tracker.stream.reading.orders import Orders
 from delta_tracker.stream.reading.path import path_to
 from delta_tracker.stream.reading.position import Position, Rows
+from delta_tracker.stream.reading.resyncs import Resyncs
+from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.reading.seen import Failed, Look, SeenLog
 from delta_tracker.stream.reading.settling import Settling
 from delta_tracker.stream.reading.source import Source
@@ -112,21 +109,18 @@ class Reader:
         sources: stores of the stream.
         target: what the versions are applied to.
         observer: metrics.
-        follows_pins: True to obey pins and releases.
-        is_canary: True if the reader stays behind the newest version.
+        policy: what the process wants.
         skips_versions: True to apply entries that replace several versions when the reader is far behind.
+        runtime: clock, sleep and random numbers.
 
     Attributes:
-        policy: what this process wants.
-        pins: reader of pins; None to ignore them.
+        sources: stores of the stream.
+        orders: orders that the reader follows.
         settling: doubt of the current source; None if it is not behind a cache.
-        lag: measurement of the lag.
         rested: version after which the last look found no entry, and the monotonic time at which that began; None if it
             found one since.
-        resyncs: number of resyncs.
-        last_resync: description of the last resync; empty before the first.
+        resyncs: record of the resyncs.
         pinned: version at which an order keeps the reader, or to which it goes; None without one.
-        obeyed: counter of the last pin or release that was followed; 0 before the first.
     """
 
     def __init__(
@@ -134,29 +128,25 @@ class Reader:
         sources: Sources,
         target: Target,
         observer: Observer,
+        policy: Policy,
         *,
-        follows_pins: bool = False,
-        is_canary: bool = False,
         skips_versions: bool = True,
+        runtime: Runtime = REAL,
     ) -> None:
         self.sources = sources
+        self.orders = Orders(policy)
+        self.settling = _settling(sources.current)
+        self.rested: tuple[int, float] | None = None
+        self.resyncs = Resyncs()
+        self.pinned: int | None = None
         self._target = target
         self._observer = observer
-        self.policy = Policy(follows_pins=follows_pins, is_canary=is_canary)
-        self.pins = PinFollower() if follows_pins else None
-        self.settling = _settling(sources.current)
-        self.lag = Lag()
-        self.rested: tuple[int, float] | None = None
-        self.resyncs = 0
-        self.last_resync = ""
-        self.pinned: int | None = None
-        self.obeyed = 0
+        self._lag = Lag()
         self._skips_versions = skips_versions
+        self._runtime = runtime
         self._in_a_row = _CATCH_UP  # versions applied since the end of the log was seen
-        self._known_counter = 0  # of the newest order when a round ended
         self._num_failures = 0  # consecutive rounds that failed
-        self._surveyed_at = time.monotonic()
-        self._logged: set[tuple[object, ...]] = set()  # faults that were logged since the last applied version
+        self._surveyed_at = runtime.monotonic()
 
     @property
     def source(self) -> Source:
@@ -167,6 +157,25 @@ class Reader:
     def storage(self) -> Storage:
         """Store that is followed."""
         return self.sources.current.storage
+
+    @property
+    def position(self) -> Position | None:
+        """Position of the target."""
+        return self._target.position
+
+    @property
+    def version(self) -> int | None:
+        """Last applied version; None before the first."""
+        position = self._target.position
+        return None if position is None else position.version
+
+    def lag(self) -> tuple[int, float]:
+        """Return the number of committed versions that are not applied, and the age of the oldest one in seconds.
+
+        Raises:
+            StreamError: if the log cannot be read, or ends before the last applied version.
+        """
+        return self._lag.of(self.source.log, self.version)
 
     def advance(self, *, looks_for_gap: bool) -> bool:
         """Apply the next version, or several at once. Return False if there is nothing to apply.
@@ -180,12 +189,15 @@ class Reader:
         """
         self._target.restore()
         try:
-            has_moved = _Round(self, looks_for_gap=looks_for_gap).run()
+            has_moved = self._run(self._begin(looks_for_gap=looks_for_gap))
         except StaleCacheError:
             raise
         except (NoSnapshotError, StorageError):
             self._num_failures += 1
             raise
+        finally:
+            if self.settling is not None:
+                self._observer.read_past_cache(self.settling.take_count())
         self._num_failures = 0
         return has_moved
 
@@ -196,31 +208,25 @@ class Reader:
             StreamError, InvalidArgumentError: if the version cannot be reached. Nothing was changed.
         """
         self._target.restore()
-        position, log = self._target.position, self.source.log
-        order = None if self.pins is None else self.pins.order(self.storage)
-        path = path_to(log, version, position=position)
-        bound = self.source.bound
+        newest, bound = self.orders.newest(self.storage), self.source.bound
+        path = path_to(self.source.log, version, position=self._target.position)
         if bound is not None and not bound.allows(path[-1]):
             text = f"Pass an older version: a canary stays {bound.canary.text} behind the newest one"
             raise InvalidArgumentError("version", version, text)
         self._target.check_path(path, self.storage)
-        counter = max(0 if order is None else order.counter, 0 if self.policy.own is None else self.policy.own.counter)
-        own = Order(counter, "pin", path[-1].stream, version, None, version, is_own=True)
-        self.policy, self.pinned = replace(self.policy, own=own), version
+        self.orders.roll_back(path[-1], newest)
+        self.pinned = version
         self._target.write_path(path, self.storage)
         _logger.warning("rolled back to version %d of %s", version, self.storage.url)
 
     def release(self) -> None:
         """End a rollback of this process. Without one, end the pin that is followed, for this process."""
-        if self.policy.own is not None:
-            self.policy = replace(self.policy, own=None)
-        else:
-            self.policy = replace(self.policy, released=max(self.policy.released, self.obeyed))
+        self.orders.release()
         self.pinned = None
 
     def loaded(self) -> None:
         """Begin anew, because the target has another position."""
-        self.obeyed, self._in_a_row = 0, _CATCH_UP
+        self.orders.followed, self._in_a_row = 0, _CATCH_UP
         if self.settling is not None:
             self.settling.clear()
 
@@ -228,53 +234,131 @@ class Reader:
         """Return the entries that the reader would go to: that of a pin, or the newest snapshot and the newest entry.
 
         Only entries above the position are returned, and none after a rollback.
+
+        Raises:
+            StreamError: if the log cannot be read.
         """
-        if self.policy.own is not None:
+        if self.orders.policy.own is not None:
             return []
         log, bound = self.source.log, self.source.bound
-        order = None if self.pins is None else self.pins.order(self.storage)
+        order = self.orders.newest(self.storage)
         pinned = None if order is None or order.kind != "pin" else log.read(order.version)
         if pinned is not None and order is not None and pinned.stream == order.stream:
             return [pinned]
-        after = -1 if self._target.position is None else self._target.position.version
+        after = -1 if self.version is None else self.version
         found = [each for each in (log.newest_snapshot(), log.head()) if each is not None and each.version > after]
         return found if bound is None else [each for each in found if bound.allows(each)]
 
-    @property
-    def position(self) -> Position | None:
-        """Position of the target."""
-        return self._target.position
+    # One round
 
-    @property
-    def version(self) -> int | None:
-        """Last applied version; None before the first."""
-        position = self._target.position
-        return None if position is None else position.version
+    def _begin(self, *, looks_for_gap: bool) -> _Round:
+        sources, position, now = self.sources.due(), self._target.position, self._runtime.monotonic()
+        is_usable = position is not None and position.rows is not Rows.MIXED
+        view = View(
+            self._unseen(sources),
+            position,
+            self.orders.policy,
+            num_failures=self._num_failures,
+            looks_for_gap=looks_for_gap,
+            catches_up=self._skips_versions and is_usable and self._in_a_row >= _CATCH_UP,
+            surveys=looks_for_gap and len(sources) > 1 and now - self._surveyed_at >= _SURVEY_SECONDS,
+        )
+        if view.catches_up:
+            self._in_a_row = 0
+        if view.surveys:
+            self._surveyed_at = now
+        self._observer.looks(self.rested)
+        return _Round(view, {each.number: each for each in sources})
 
-    def measure_lag(self) -> tuple[int, float]:
-        """Return the number of committed versions that are not applied, and the age of the oldest one in seconds.
+    def _unseen(self, sources: Iterable[Source]) -> tuple[SeenLog, ...]:
+        current = self.source.number if self.settling is not None else None
+        return tuple(SeenLog(each.number, each.url, is_doubted=each.number == current) for each in sources)
 
-        Raises:
-            StreamError: if the log cannot be read, or ends before the last applied version.
-        """
-        return self.lag.of(self.source.log, self.version)
+    def _run(self, state: _Round) -> bool:
+        """Look, decide and act until something was applied, or nothing can be. Return True if it was applied."""
+        while True:
+            decision = decide(state.view)
+            match decision:
+                case Look():
+                    self._look(state, decision)
+                case Apply():
+                    if self._apply(state, decision):
+                        return True
+                case Doubt():
+                    self._doubt(state, decision)
+                case Stay():
+                    self._stay(state, decision)
+                    return False
+                case Fail():
+                    self._log_skipped(state, decision.error)
+                    raise decision.error
 
-    def saw_next(self, version: int, entry: Manifest | None, began: float) -> None:
-        """Record a look for the next entry, which began at a monotonic time."""
-        self.rested = (version - 1, began) if entry is None else None
-        if entry is not None:
-            self.lag.saw(version, began)
+    def _look(self, state: _Round, look: Look) -> None:
+        """Look up what the next decision needs."""
+        source, question, began = state.sources[look.number], look.question, self._runtime.monotonic()
+        is_current, answer = look.number == self.source.number, object()
+        try:
+            if question.about == "order":
+                answer = state.order = self.orders.newest(source.storage)
+            elif question.about == "named":
+                answer = self.orders.named(question.subject, source.log)
+            else:
+                answer = source.answer(question)
+        except StreamError as error:
+            answer = Failed(error)
+            state.skipped.append(error)
+            if not is_current and isinstance(error, MalformedError | StorageError):
+                self.sources.failed(source)
+                _logger.info("another source cannot be used: url=%s error=%s", source.url, error)
+        if question.about == "next" and is_current:
+            self.rested = None if isinstance(answer, Manifest) else (question.subject - 1, began)
+            if isinstance(answer, Manifest):
+                self._lag.saw(answer.version, began)
+        state.view = state.view.answered(look.number, question, answer)
 
-    def applied(self, decision: Apply, before: Position | None, order: Order | None) -> None:
+    def _apply(self, state: _Round, decision: Apply) -> bool:
+        """Apply entries. Return False if one of them has a fault, which the next decision takes into account."""
+        storage, entries = state.sources[decision.number].storage, decision.entries
+        try:
+            if decision.order is not None:
+                self._target.check_path(entries, storage)
+                self._target.write_path(entries, storage)
+            else:
+                self._target.apply(entries[0], storage, is_elsewhere=decision.is_elsewhere)
+        except (*FAULTS, StorageError) as error:
+            if isinstance(error, StaleCacheError):
+                raise
+            self._failed(state, decision, unraised(error))
+            return False
+        self._applied(state, decision)
+        return True
+
+    def _failed(self, state: _Round, decision: Apply, error: StreamError) -> None:
+        """Take a fault of an entry into account in the next decision."""
+        entry = decision.entries[0]
+        if decision.rule is Rule.CATCH_UP:
+            state.sources[decision.number].catch_up.avoid(entry)
+            _logger.info("cannot catch up with version %d: %s", entry.version, str(error))
+        elif decision.rule is not Rule.NEXT:
+            self.resyncs.log_once(logging.WARNING, "cannot resync with version %d: %s", error, entry.version)
+        view = state.view
+        if self._target.position != view.position:
+            view = replace(view, logs=self._unseen(state.sources.values()))
+        # An order may have been made meanwhile, which comes before a resync.
+        logs = tuple(log.without("order") for log in view.logs)
+        faults = tuple(Fault(decision.number, each, error) for each in decision.entries)
+        state.view = replace(view, logs=logs, faults=view.faults + faults, position=self._target.position)
+
+    def _applied(self, state: _Round, decision: Apply) -> None:
         """Record that entries were applied."""
-        source, last = self.sources[decision.number], decision.entries[-1]
-        if source is not self.source:
-            self._use(source)
-        if not source.log.is_listed:
-            source.log.pointer.saw(last)  # it may have been read from another view of the store
+        before, last = state.view.position, decision.entries[-1]
+        version = None if before is None else before.version
+        self._log_skipped(state, None)
+        self._use(self.sources[decision.number])
+        if not self.source.log.is_listed:
+            self.source.log.pointer.saw(last)  # it may have been read from another view of the store
         if self.settling is not None:
             self.settling.clear()
-        self._logged.clear()
         match decision.rule:
             case Rule.NEXT:
                 self._in_a_row += 1
@@ -284,249 +368,108 @@ class Reader:
                 self._in_a_row = _CATCH_UP
                 self._observer.caught_up()
                 kind = last.kind if last.merges is None else f"merged {last.kind}"
-                text = "caught up from version %s to %d with a %s"
-                _logger.info(text, None if before is None else before.version, last.version, kind)
+                _logger.info("caught up from version %s to %d with a %s", version, last.version, kind)
             case Rule.PIN:
                 _logger.warning("rolled back to version %d of %s", last.version, self.storage.url)
+        self.resyncs.applied()
         if decision.cause is not None:
-            self._resynced(decision.cause, None if before is None else before.version, last.version)
+            self.resyncs.add(self.storage.url, decision.cause, version, last.version)
+            self._observer.resynced(decision.cause)
         self.pinned = None if decision.order is None else decision.order.version
-        self.obeys(order)
+        self.orders.seen(state.order, self._target.position)
 
-    def _resynced(self, fault: StreamError, before: int | None, after: int) -> None:
-        self.resyncs += 1
-        self._observer.resynced(fault)
-        self.last_resync = f"version {before} to {after}: {type(fault).__name__}: {fault}"
-        _logger.warning("resync of %s from version %s to %s: %s", self.storage.url, before, after, str(fault))
+    def _stay(self, state: _Round, stay: Stay) -> None:
+        self._log_skipped(state, None)
+        self._in_a_row = 0
+        if state.view.looks_for_gap:
+            self._observer.rests(self.source.log, self._target.position)
+            if self.settling is not None:
+                self.settling.clear()
+        self._use(self.sources[stay.number])
+        self.pinned = stay.pinned
+        self.orders.seen(state.order, self._target.position)
 
-    def obeys(self, order: Order | None) -> None:
-        """Record the counter of an order if it is followed."""
-        self._known_counter = 0 if order is None else order.counter
-        if order is not None and order.is_followed_by(self._target.position):
-            self.obeyed = max(self.obeyed, order.counter)
-
-    def is_retired(self) -> bool:
-        """Return True if retention has deleted the next version, by the pointer past the caches."""
-        position, settling, log = self._target.position, self.settling, self.source.log
-        if position is None or settling is None or not settling.may_read_pointer():
-            return False
-        self._observer.read_past_cache(1)
-        claimed = log.pointer.newest(past_cache=True)
-        if claimed is None or claimed.oldest <= position.version + 1:
-            return False
-        confirmed = log.pointed(is_due=False)
-        return confirmed is not None and confirmed.oldest > position.version + 1
-
-    def newest_order(self, storage: Storage) -> Order | None:
-        """Return the newest pin or release that is known. If a forged one was dropped, forget what was done for it."""
-        if self.pins is None:
-            return None
-        pin = self.pins.order(storage)
-        if (last := self.pins.take_drop()) is not None:
-            self.obeyed = min(self.obeyed, last)
-            own = self.policy.own
-            if own is not None:
-                own = replace(own, counter=min(own.counter, last))
-            self.policy = replace(self.policy, own=own, released=min(self.policy.released, last))
-        return None if pin is None else replace(Order.of(pin), is_new=pin.counter != self._known_counter)
-
-    def named(self, order: Order, source: Source) -> Manifest | None:
-        """Return the entry that a pin or a release names; None if the log does not have it."""
-        entry = source.log.read(order.version)
-        is_there = entry is not None and (entry.stream, entry.link) == (order.stream, order.link)
-        if self.pins is not None and order.pin is not None:
-            (self.pins.confirm if is_there else self.pins.doubt)(order.pin)
-        return entry if is_there else None
-
-    def _use(self, source: Source) -> None:
-        """Follow another source, which leads on from the position."""
-        former = self.source
-        _logger.warning("continue from another source: url=%s former=%s", source.storage.url, former.storage.url)
-        if self._num_failures:
-            self.sources.failed(former)
-        self.sources.use(source)
-        self.rested, self.settling = None, _settling(source)
-        self._observer.failed_over(source.storage.url)
-
-    def _log_once(self, level: int, text: str, error: StreamError, *what: object) -> None:
-        """Log a fault once until the next version is applied."""
-        key = text, *what, *kind_of(error)
-        if key not in self._logged:
-            self._logged.add(key)
-            # As text, because a log handler may keep its arguments, and with the error the rows of the version.
-            _logger.log(level, text, *what, str(error))
-
-
-class _Round:
-    """One round of a reader: what it has seen, and which faults it has met.
-
-    Args:
-        reader: the reader.
-        looks_for_gap: see :meth:`Reader.advance`.
-    """
-
-    def __init__(self, reader: Reader, *, looks_for_gap: bool) -> None:
-        self._reader = reader
-        self._sources = {each.number: each for each in reader.sources.due()}
-        self._retry: Source | None = None  # source to read a faulty version from next
-        self._skipped: list[StreamError] = []  # errors of looks
-        self._has_waited = False  # before the first object was read again
-        self._order: Order | None = None
-        now = time.monotonic()
-        position, is_behind = reader.position, reader._in_a_row >= _CATCH_UP and reader._skips_versions
-        self._view = View(
-            tuple(map(self._unseen, self._sources.values())),
-            position,
-            reader.policy,
-            num_failures=reader._num_failures,
-            looks_for_gap=looks_for_gap,
-            catches_up=is_behind and position is not None and position.rows is not Rows.MIXED,
-            surveys=looks_for_gap and len(self._sources) > 1 and now - reader._surveyed_at >= _SURVEY_SECONDS,
-        )
-        if self._view.catches_up:
-            reader._in_a_row = 0
-        reader._observer.looks(reader.rested)
-        if self._view.surveys:
-            reader._surveyed_at = now
-
-    def run(self) -> bool:
-        """Look, decide and act until something was applied, or nothing can be. Return True if it was applied."""
-        try:
-            while True:
-                decision = decide(self._view)
-                match decision:
-                    case Look():
-                        self._look(decision)
-                    case Apply():
-                        if self._apply(decision):
-                            self._log_skipped(None)
-                            return True
-                    case Doubt():
-                        self._doubt(decision)
-                    case Stay():
-                        self._stay(decision)
-                        return False
-                    case Fail():
-                        self._log_skipped(decision.error)
-                        raise decision.error
-        finally:
-            settling = self._reader.settling
-            if settling is not None:
-                self._reader._observer.read_past_cache(settling.take_count())
-
-    def _unseen(self, source: Source) -> SeenLog:
-        is_current = source.number == self._reader.source.number
-        is_doubted = is_current and self._reader.settling is not None
-        return SeenLog(source.number, source.storage.url, is_doubted)
-
-    def _look(self, look: Look) -> None:
-        """Look up what the next decision needs."""
-        reader, source, question = self._reader, self._sources[look.number], look.question
-        began = time.monotonic()
-        answer: object
-        try:
-            if question.about == "order":
-                answer = self._order = reader.newest_order(source.storage)
-            elif question.about == "named":
-                answer = reader.named(question.subject, source)
-            else:
-                answer = source.answer(question, self._view.position)
-        except StreamError as error:
-            answer = Failed(error)
-            self._skipped.append(error)
-            if look.number != reader.source.number and isinstance(error, MalformedError | StorageError):
-                reader.sources.failed(source)
-                _logger.info("another source cannot be used: url=%s error=%s", source.storage.url, error)
-        if question.about == "next" and look.number == reader.source.number:
-            reader.saw_next(question.subject, answer if isinstance(answer, Manifest) else None, began)
-        logs = [
-            replace(log, answers=MappingProxyType({**log.answers, question: answer})) if log.number == look.number else log
-            for log in self._view.logs
-        ]
-        self._view = replace(self._view, logs=tuple(logs))
-
-    def _log_skipped(self, raised: StreamError | None) -> None:
-        """Log which entries could not be read, except for the error that is raised."""
-        for error in self._skipped:
-            if isinstance(error, MalformedError | StorageError) and error is not raised:
-                level = logging.WARNING if isinstance(error, MalformedError) else logging.INFO
-                self._reader._log_once(level, "skipped what cannot be read: %s", error)
-
-    def _apply(self, decision: Apply) -> bool:
-        """Apply entries. Return False if one of them has a fault, which the next decision takes into account."""
-        target, storage, entries = self._reader._target, self._sources[decision.number].storage, decision.entries
-        before = self._view.position
-        try:
-            if decision.order is not None:
-                target.check_path(entries, storage)
-                target.write_path(entries, storage)
-            else:
-                target.apply(entries[0], storage, is_elsewhere=decision.is_elsewhere)
-        except StreamError as error:
-            if isinstance(error, StaleCacheError) or not isinstance(error, (*FAULTS, StorageError)):
-                raise
-            self._failed(decision, error)
-            return False
-        self._reader.applied(decision, before, self._order)
-        return True
-
-    def _failed(self, decision: Apply, error: StreamError) -> None:
-        reader, entry = self._reader, decision.entries[0]
-        if decision.rule is Rule.CATCH_UP:
-            self._sources[decision.number].catch_up.avoid(entry)
-            _logger.info("cannot catch up with version %d: %s", entry.version, str(error))
-        elif decision.rule is not Rule.NEXT:
-            reader._log_once(logging.WARNING, "cannot resync with version %d: %s", error, entry.version)
-        faults = (*self._view.faults, *(Fault(decision.number, each, unraised(error)) for each in decision.entries))
-        if reader.position != self._view.position:
-            self._view = replace(self._view, logs=tuple(map(self._unseen, self._sources.values())))
-        # An order may have been made meanwhile, which comes before a resync.
-        logs = tuple(log.without("order") for log in self._view.logs)
-        self._view = replace(self._view, logs=logs, faults=faults, position=reader.position)
-
-    def _stay(self, stay: Stay) -> None:
-        reader = self._reader
-        reader._in_a_row = 0
-        if self._view.looks_for_gap:
-            reader._observer.rests(reader.source.log, reader.position)
-            if reader.settling is not None:
-                reader.settling.clear()
-        if stay.number != reader.source.number:
-            reader._use(self._sources[stay.number])
-        reader.pinned = stay.pinned
-        reader.obeys(self._order)
-
-    def _doubt(self, doubt: Doubt) -> None:
+    def _doubt(self, state: _Round, doubt: Doubt) -> None:
         """Read what may have caused a fault again: first from the cache, because another reader may have replaced it.
 
         Raises:
             StaleCacheError: if all of it was read past the cache, and the fault may still be that of a cache.
         """
-        reader, settling, source = self._reader, self._reader.settling, self._reader.source
-        assert settling is not None, "only the source behind a cache is doubted"
-        again, self._retry = self._retry, None
+        assert self.settling is not None, "only the source behind a cache is doubted"
+        source, again = self.source, state.retry
+        state.retry = None
         if again is None:
-            doubted = settling.doubt(doubt.error, self._view.position, source.storage)
+            doubted = self.settling.doubt(doubt.error, state.view.position, source.storage)
             if doubted is None:
-                self._believe(doubt)
+                self._believe(state, doubt.error)
                 return
             again = source.through(doubted)
-            if not self._has_waited:
-                self._has_waited = True
-                sleep(random.uniform(0, _SPREAD_SECONDS))  # noqa: S311  no secret
-                again, self._retry = source.through(source.storage), again
-        reader._target.restart()  # it may hold pieces of the faulty object
-        self._sources[source.number] = again
-        self._view = replace(
-            self._view, logs=tuple(map(self._unseen, self._sources.values())), faults=(), looks_for_gap=True
-        )
+            if not state.has_waited:
+                state.has_waited = True
+                self._runtime.sleep(self._runtime.uniform(0, _SPREAD_SECONDS))
+                again, state.retry = source.through(source.storage), again
+        self._target.restart()  # it may hold pieces of the faulty object
+        state.sources[source.number] = again
+        state.view = replace(state.view, logs=self._unseen(state.sources.values()), faults=(), looks_for_gap=True)
 
-    def _believe(self, doubt: Doubt) -> None:
-        reader, settling = self._reader, self._reader.settling
-        assert settling is not None, "checked before"
-        if not settling.is_over and not reader.is_retired():
-            raise StaleCacheError(reader.storage.url, _subject(doubt.error), settling.seconds)
-        self._view = replace(self._view, logs=tuple(replace(log, is_doubted=False) for log in self._view.logs))
+    def _believe(self, state: _Round, fault: StreamError) -> None:
+        """Believe a fault that has lasted. Raise StaleCacheError if it may still be that of a cache."""
+        assert self.settling is not None, "checked by the caller"
+        if not self.settling.is_over and not self._is_retired():
+            raise StaleCacheError(self.storage.url, _subject(fault), self.settling.seconds)
+        state.view = replace(state.view, logs=tuple(replace(log, is_doubted=False) for log in state.view.logs))
+
+    def _is_retired(self) -> bool:
+        """Return True if retention has deleted the next version, by the pointer past the caches."""
+        position, pointer = self._target.position, self.source.log.pointer
+        if position is None or self.settling is None or not self.settling.may_read_pointer():
+            return False
+        self._observer.read_past_cache(1)
+        claimed = pointer.newest(past_cache=True)
+        if claimed is None or claimed.oldest <= position.version + 1:
+            return False
+        confirmed = self.source.log.pointed(is_due=False)
+        return confirmed is not None and confirmed.oldest > position.version + 1
+
+    def _use(self, source: Source) -> None:
+        """Follow a source, which leads on from the position. No-op if it is followed already."""
+        former = self.source
+        if source is former:
+            return
+        _logger.warning("continue from another source: url=%s former=%s", source.url, former.url)
+        if self._num_failures:
+            self.sources.failed(former)
+        self.sources.use(source)
+        self.rested, self.settling = None, _settling(source)
+        self._observer.failed_over(source.url)
+
+    def _log_skipped(self, state: _Round, raised: StreamError | None) -> None:
+        """Log which entries could not be read, except for the error that is raised."""
+        for error in state.skipped:
+            if isinstance(error, MalformedError | StorageError) and error is not raised:
+                level = logging.WARNING if isinstance(error, MalformedError) else logging.INFO
+                self.resyncs.log_once(level, "skipped what cannot be read: %s", error)
+
+
+@dataclass(slots=True, eq=False)
+class _Round:
+    """What one round has seen, and what it has tried.
+
+    Args:
+        view: input of the next decision.
+        sources: number to source of the logs of the view. A source is replaced by a view of it past the caches.
+        order: newest pin or release that was seen.
+        retry: source to read a faulty version from next; None if there is none.
+        has_waited: True after the wait before the first object is read again.
+        skipped: errors of looks.
+    """
+
+    view: View
+    sources: dict[int, Source]
+    order: Order | None = None
+    retry: Source | None = None
+    has_waited: bool = False
+    skipped: list[StreamError] = field(default_factory=list)
 
 
 def _settling(source: Source) -> Settling | None:

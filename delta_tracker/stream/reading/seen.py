@@ -4,11 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
 from delta_tracker.errors import StreamError
 from delta_tracker.stream.entry_names import Merged
 from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.reading.position import Position
+
+if TYPE_CHECKING:
+    from delta_tracker.stream.reading.decisions import Order
+
+
+T = TypeVar("T")
+
+
+class Following(Protocol):
+    """Log whose entries are read one after the other."""
+
+    @property
+    def url(self) -> str:
+        """Url of the store."""
+
+    def next(self, version: int) -> Manifest | None:
+        """Return the entry of the version to apply next; None if it does not exist, as far as a poll can tell."""
+
+    def check_gap(self, position: Position) -> None:
+        """Raise an error if the entry after a position was deleted, or the log lacks the position's entry."""
+
+    def head(self) -> Manifest | None:
+        """Return the newest entry, None if there is none."""
+
+    def is_committed(self, entry: Manifest) -> bool:
+        """Return True if an entry that was read, such as a claim, is part of the log."""
 
 
 class Entries(Protocol):
@@ -45,8 +72,8 @@ class Entries(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """What a reader asks about one log.
+class Question(Generic[T]):
+    """What a reader asks about one log, whose answer is of type ``T``.
 
     Args:
         about: name of a method of :class:`SeenLog`.
@@ -69,7 +96,7 @@ class Look:
     """
 
     number: int
-    question: Question
+    question: Question[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,79 +130,82 @@ class SeenLog:
     number: int
     url: str
     is_doubted: bool = False
-    answers: Mapping[Question, Any] = field(default_factory=dict)
+    answers: Mapping[Question[Any], Any] = field(default_factory=dict)
 
     def next(self, version: int) -> Manifest | None:
         """Return the entry of the version to apply next; None if it does not exist, as far as a poll can tell."""
-        return self._ask("next", version)
+        return self._ask(Question[Manifest | None]("next", version, version))
 
-    def check_gap(self) -> None:
-        """Raise an error if the entry after the position was deleted, or the log lacks the position's entry."""
-        self._ask("check_gap")
+    def check_gap(self, position: Position) -> None:
+        """Raise an error if the entry after a position was deleted, or the log lacks the position's entry."""
+        self._ask(Question[None]("check_gap", position, position))
 
-    def ahead(self) -> Manifest | None:
+    def ahead(self, position: Position) -> Manifest | None:
         """Return a merged delta or a snapshot to apply instead of many versions; None if there is none."""
-        return self._ask("ahead")
+        return self._ask(Question[Manifest | None]("ahead", position, position))
 
     def allows(self, entry: Manifest) -> bool:
         """Return False for an entry that a canary must not apply yet."""
-        return self._ask("allows", (entry.stream, entry.link), entry)
+        return self._ask(Question[bool]("allows", (entry.stream, entry.link), entry))
 
-    def order(self) -> Any:
+    def order(self) -> Order | None:
         """Return the newest pin or release, None if there is none."""
-        return self._ask("order")
+        return self._ask(Question["Order | None"]("order"))
 
-    def named(self, order: Any) -> Manifest | None:
+    def named(self, order: Order) -> Manifest | None:
         """Return the entry that a pin or a release names; None if the log does not have it."""
-        return self._ask("named", order.counter, order)
+        return self._ask(Question[Manifest | None]("named", order.counter, order))
 
     def former_streams(self) -> tuple[str, ...]:
         """Return the streams of which the newest entry's stream is a fork, the last one first."""
-        return self._ask("former_streams")
+        return self._ask(Question[tuple[str, ...]]("former_streams"))
 
-    def generation(self) -> int | None:
-        """Return the generation of the position's entry; None if the log does not have it."""
-        return self._ask("generation")
+    def generation(self, position: Position) -> int | None:
+        """Return the generation of a position's entry; None if the log does not have it."""
+        return self._ask(Question[int | None]("generation", position, position))
 
     def read(self, version: int) -> Manifest | None:
         """Return the entry of a version, None if it does not exist."""
-        return self._ask("read", version)
+        return self._ask(Question[Manifest | None]("read", version, version))
 
     def read_merged(self, merged: Merged) -> Manifest | None:
         """Return a merged entry, None if it does not exist."""
-        return self._ask("read_merged", merged)
+        return self._ask(Question[Manifest | None]("read_merged", merged, merged))
 
     def merged(self, *, after: int = -1) -> list[Merged]:
         """Return references to the merged entries with a last version above ``after``, ascending."""
-        return self._ask("merged", after)
+        return self._ask(Question[list[Merged]]("merged", after, after))
 
     def versions(self, *, after: int = -1) -> list[int]:
         """Return the versions above ``after``, ascending."""
-        return self._ask("versions", after)
+        return self._ask(Question[list[int]]("versions", after, after))
 
     def head(self) -> Manifest | None:
         """Return the newest entry, None if there is none."""
-        return self._ask("head")
+        return self._ask(Question[Manifest | None]("head"))
 
     def newest_snapshot(self) -> Manifest | None:
         """Return the newest snapshot to start from, None if there is none."""
-        return self._ask("newest_snapshot")
+        return self._ask(Question[Manifest | None]("newest_snapshot"))
 
     def is_committed(self, entry: Manifest) -> bool:
         """Return True if a claim is part of the log."""
-        return self._ask("is_committed", (entry.stream, entry.link), entry)
+        return self._ask(Question[bool]("is_committed", (entry.stream, entry.link), entry))
+
+    def answered(self, question: Question[Any], answer: object) -> SeenLog:
+        """Return the same with one more answer."""
+        return replace(self, answers={**self.answers, question: answer})
 
     def without(self, about: str) -> SeenLog:
         """Return the same without the answers about something."""
         kept = {question: answer for question, answer in self.answers.items() if question.about != about}
         return replace(self, answers=kept)
 
-    def _ask(self, about: str, key: Hashable = None, subject: object = None) -> Any:
-        question = Question(about, key, key if subject is None else subject)
+    def _ask(self, question: Question[T]) -> T:
         try:
             answer = self.answers[question]
         except KeyError:
             raise Unseen(Look(self.number, question)) from None
         if isinstance(answer, Failed):
             raise answer.error.with_traceback(None)
-        return answer
+        return cast(T, answer)

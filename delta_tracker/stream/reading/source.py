@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 from delta_tracker.errors import MissingVersionError, StreamReplacedError
@@ -51,43 +52,48 @@ class Source:
         """Return the same source, read through another view of its store."""
         return Source(self.number, storage, self._canary)
 
-    def answer(self, question: Question, position: Position | None) -> Any:
-        """Look up the answer to a question of a reader at a position.
+    @property
+    def url(self) -> str:
+        """Url of the store."""
+        return self.storage.url
+
+    def answer(self, question: Question[Any]) -> Any:  # noqa: ANN401  by question
+        """Look up the answer to a question of a reader.
 
         Raises:
             StreamError: if the store cannot be read, or an entry is malformed or missing.
         """
-        subject = question.subject
-        match question.about:
-            case "next":
-                return self._next(subject)
-            case "check_gap":
-                return None if position is None else self._check_gap(position)
-            case "ahead":
-                return None if position is None else self.catch_up.find(position)
-            case "allows":
-                return self.bound is None or self.bound.allows(subject)
-            case "former_streams":
-                return former_streams(self.log)
-            case "generation":
-                return None if position is None else self._generation(position)
-            case "merged":
-                return self.log.merged(after=subject)
-            case "versions":
-                return self.log.versions(after=subject)
-            case "head":
-                return self.log.head()
-            case "newest_snapshot":
-                return self.log.newest_snapshot()
-            case "read":
-                return self.log.read(subject)
-            case "read_merged":
-                return self.log.read_merged(subject)
-            case "is_committed":
-                return self.log.is_committed(subject)
-        raise NotImplementedError(question.about)
+        log = self.log
+        answers: dict[str, Callable[[Any], object]] = {
+            "next": self.next,
+            "check_gap": self.check_gap,
+            "ahead": self.catch_up.find,
+            "allows": lambda entry: self.bound is None or self.bound.allows(entry),
+            "former_streams": lambda _: former_streams(log),
+            "generation": self._generation,
+            "merged": lambda after: log.merged(after=after),
+            "versions": lambda after: log.versions(after=after),
+            "head": lambda _: log.head(),
+            "newest_snapshot": lambda _: log.newest_snapshot(),
+            "read": log.read,
+            "read_merged": log.read_merged,
+            "is_committed": log.is_committed,
+        }
+        return answers[question.about](question.subject)
 
-    def _next(self, version: int) -> Manifest | None:
+    def head(self) -> Manifest | None:
+        """Return the newest entry, None if there is none."""
+        return self.log.head()
+
+    def is_committed(self, entry: Manifest) -> bool:
+        """Return True if an entry that was read is part of the log."""
+        return self.log.is_committed(entry)
+
+    def next(self, version: int) -> Manifest | None:
+        """Return the entry of the version to apply next; None if it does not exist, as far as a poll can tell.
+
+        Logs once per publisher that its clock differs from the store's.
+        """
         if not self.log.is_listed and not self.log.may_have(version):
             return None
         entry = self.log.read(version)
@@ -102,7 +108,7 @@ class Source:
         entry = readable(self.log.read, position.version)
         return entry.generation if entry is not None and position.names(entry) else None
 
-    def _check_gap(self, position: Position) -> None:
+    def check_gap(self, position: Position) -> None:
         """Raise an error if the entry after a position was deleted, or if the log was replaced.
 
         If the pointer object shows no newer version, and the log has the last applied entry, nothing is listed:

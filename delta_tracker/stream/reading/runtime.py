@@ -1,0 +1,28 @@
+"""Clock, sleep and random numbers of a reader: :class:`Runtime`."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from delta_tracker.stream.interruption import sleep
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """Functions of a reader that depend on time and chance. A simulation replaces them.
+
+    Args:
+        monotonic: returns a monotonic time in seconds.
+        sleep: waits for a number of seconds. A thread of a reader is interruptible meanwhile.
+        uniform: returns a random number between two bounds.
+    """
+
+    monotonic: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = sleep
+    uniform: Callable[[float, float], float] = random.uniform
+
+
+REAL = Runtime()
