@@ -43,6 +43,9 @@ class _StoredState(msgspec.Struct, forbid_unknown_fields=True):
     tables: dict[str, _StoredTable]
     identities: dict[str, Identity]
     default_slots: dict[str, tuple[_Count, ...]]
+    generation: _Count | None = None  # absent in states of earlier releases, as are the others with a default
+    pin: _Count = 0
+    release: _Count = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +59,9 @@ class SinkState:
         stream: id of the stream, 32 hex digits.
         version: version that no row is older than; None until the first snapshot is complete.
         xxh3: 128-bit xxh3 of the entry of ``version``, in hex; None if ``version`` is.
+        generation: generation of that entry; None if it is unknown.
+        pin: counter of the pin that was followed last; 0 if a release was, or neither.
+        release: counter of the release that was followed last; 0 if a pin was, or neither.
         applying: highest version of which some rows may be written; None if the rows of ``version`` are complete and no
             others were written.
         applying_xxh3: 128-bit xxh3 of the entry of ``applying``, in hex; None if ``applying`` is.
@@ -82,6 +88,9 @@ class SinkState:
     stream: str
     version: int | None = None
     xxh3: str | None = None
+    generation: int | None = None
+    pin: int = 0
+    release: int = 0
     applying: int | None = None
     applying_xxh3: str | None = None
     is_mixed: bool = False
@@ -114,6 +123,9 @@ class SinkState:
             stream=self.stream,
             version=self.version,
             xxh3=self.xxh3,
+            generation=self.generation,
+            pin=self.pin,
+            release=self.release,
             applying=self.applying,
             applying_xxh3=self.applying_xxh3,
             is_mixed=self.is_mixed,
@@ -142,6 +154,9 @@ class SinkState:
                 stream=stored.stream,
                 version=stored.version,
                 xxh3=stored.xxh3,
+                generation=stored.generation,
+                pin=stored.pin,
+                release=stored.release,
                 applying=stored.applying,
                 applying_xxh3=stored.applying_xxh3,
                 is_mixed=stored.is_mixed,

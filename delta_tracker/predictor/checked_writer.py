@@ -12,6 +12,7 @@ from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.part_buffer import PartBuffer
 from delta_tracker.stream.host_cache import HostCache
+from delta_tracker.stream.reading.orders import Followed
 from delta_tracker.stream.reading.position import Position
 from delta_tracker.stream.storage.storage import Storage
 
@@ -36,6 +37,15 @@ class CheckedWriter:
     def position(self) -> Position | None:
         """Position of the rows; None before the first version."""
         return self._writer.position
+
+    @property
+    def followed(self) -> Followed | None:
+        """Last order that was followed, as it was saved with the position."""
+        return self._writer.followed
+
+    def follow(self, followed: Followed) -> None:
+        """Save with the position which order was followed."""
+        self._writer.follow(followed)
 
     def restore(self) -> None:
         """Read the position again if it is unknown."""

@@ -27,6 +27,7 @@ from delta_tracker.predictor.version_writer import VersionWrite, VersionWriter
 from delta_tracker.raw_id_index import RawIdIndex
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.reading.orders import Followed
 from delta_tracker.stream.reading.position import Position, Rows
 from delta_tracker.types import Identity
 
@@ -74,6 +75,7 @@ class ModelWriter(VersionWriter):
         self.identities: Mapping[str, Identity] = {}
         self._position: Position | None = None  # of the last complete version
         self._is_mixed = False
+        self._followed: Followed | None = None
         self.num_rows = self.num_bytes = self.num_admitted = self.num_evicted = 0
         self._begun: Manifest | None = None  # newest version that may be partly written
         self._applying: int | None = None  # last version of which rows were written, until it is complete
@@ -110,6 +112,15 @@ class ModelWriter(VersionWriter):
                 yield served
             finally:
                 self.fence.leave_reading(streams)
+
+    @property
+    def followed(self) -> Followed | None:
+        """Last order that was followed; that of the loaded state before the first."""
+        return self._followed
+
+    def follow(self, followed: Followed) -> None:
+        """Return an order that was followed in the next :meth:`state_dict`."""
+        self._followed = followed
 
     def restore(self) -> None:
         """No-op: a model does not store its position."""
@@ -159,6 +170,8 @@ class ModelWriter(VersionWriter):
         """Return the stream position of the tables."""
         held = None if self._is_mixed else self._position
         position = {} if held is None else held.to_dict()
+        if position and self._followed is not None:
+            position[self._followed.kind] = self._followed.counter
         # Without a position too: until the snapshot is applied, unknown raw ids read the default rows of these buckets.
         return {**position, **({"identities": to_text(self.identities)} if self.identities else {})}
 
@@ -168,12 +181,13 @@ class ModelWriter(VersionWriter):
             raise InvalidArgumentError("state", state, "Pass what state_dict() returned")
         fields = dict(state)
         identities = from_text(fields.pop("identities", "{}"))
+        followed = _followed(fields)
         position = Position.from_dict(fields) if fields else None
         with self.lock.writing():
             with self.fence.writing():
                 self.applier.adopt(identities)
             self.identities = identities
-            self._position, self._is_mixed = position, False
+            self._position, self._is_mixed, self._followed = position, False, followed
             self.manifest = self._begun = None
             self._applying = None
             self._is_loaded = position is not None
@@ -243,6 +257,18 @@ class ModelWriter(VersionWriter):
         if begun is None or manifest.kind == "snapshot" or begun.version <= manifest.version:
             self._begun, self._is_torn = None, False
         self._applying = None if self._begun is None else self._begun.version
+
+
+def _followed(state: dict[str, str | int]) -> Followed | None:
+    """Take the order that was followed out of a saved state.
+
+    Raises:
+        InvalidArgumentError: if its counter is invalid.
+    """
+    found = [Followed(kind, state.pop(kind)) for kind in ("pin", "release") if kind in state]  # type: ignore[arg-type]
+    if any(type(each.counter) is not int or each.counter < 1 for each in found) or len(found) > 1:
+        raise InvalidArgumentError("state", state, "Pass what state_dict() returned")
+    return found[0] if found else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -37,6 +37,7 @@ from delta_tracker.row_target import RowTarget
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.manifest import Link, Manifest
 from delta_tracker.stream.interruption import check
+from delta_tracker.stream.reading.orders import Followed
 from delta_tracker.stream.reading.position import Position, Rows
 from delta_tracker.types import Identity, TableSpec
 
@@ -93,6 +94,26 @@ class SinkWriter(VersionWriter):
         if state.is_mixed:
             return replace(held, rows=Rows.MIXED)
         return held if state.applying is None else replace(held, rows=Rows.AHEAD)
+
+    @property
+    def followed(self) -> Followed | None:
+        """Last order that was followed, as it is stored with the position."""
+        state = self._state
+        if state is None or not (state.pin or state.release):
+            return None
+        return Followed("pin", state.pin) if state.pin else Followed("release", state.release)
+
+    def follow(self, followed: Followed) -> None:
+        """Store with the position which order was followed."""
+        held = self._state
+        if held is None or held.applying is not None or held.is_settling or followed == self.followed:
+            return  # the log of owners of an interrupted version must not be cleared
+        is_pin = followed.kind == "pin"
+        state = replace(held, pin=followed.counter if is_pin else 0, release=0 if is_pin else followed.counter)
+        self._is_known = False
+        self._sink.settle(state)
+        self._holds(state)
+        self._is_known = True
 
     def reading(self) -> AbstractContextManager[Served]:
         """Raise InvalidArgumentError: lookups read the row store."""
@@ -199,7 +220,7 @@ class SinkWriter(VersionWriter):
             return
         link, held = Link(state.version, state.xxh3), self._position
         if held is None or (held.stream, held.link) != (state.stream, link):  # otherwise, the generation is known
-            self._position = Position(state.stream, link)
+            self._position = Position(state.stream, link, state.generation)
 
     def _write(
         self,
@@ -423,6 +444,7 @@ def _begun(
         held,
         version=link.version if is_older else held.version,
         xxh3=link.xxh3 if is_older else held.xxh3,
+        generation=manifest.generation if is_older else held.generation,
         applying=link.version if is_newest else held.applying,
         applying_xxh3=link.xxh3 if is_newest else held.applying_xxh3,
         is_mixed=held.is_mixed or is_elsewhere,
@@ -445,6 +467,7 @@ def _finished(
         begun,
         version=link.version,
         xxh3=link.xxh3,
+        generation=manifest.generation,
         applying=None if is_complete else begun.applying,
         applying_xxh3=None if is_complete else begun.applying_xxh3,
         is_mixed=False,

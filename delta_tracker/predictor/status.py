@@ -42,6 +42,7 @@ class Status:
         evicted: number of raw ids removed from their rows since the start, counted in the same way.
         requests: number of requests to the stores of the predictor by operation, see
             :class:`~delta_tracker.stream.storage.storage.Storage`. Other users of the same ``Storage`` object count.
+        notice: what is no error, but should be known, such as a pin that is not followed; empty if there is nothing.
         cache: number of parts that the host cache had (``hits``), fetched (``misses``) or did not serve (``bypasses``);
             empty without a cache. Other predictors with the same ``HostCache`` object count.
         poll_seconds: current interval between two polls of :meth:`Predictor.follow`; None if it does not run.
@@ -62,3 +63,4 @@ class Status:
     requests: Mapping[str, int] = field(default_factory=dict)
     poll_seconds: float | None = None
     cache: Mapping[str, int] = field(default_factory=dict)
+    notice: str = ""

@@ -9,6 +9,7 @@ from typing import Protocol
 from delta_tracker.predictor.status import Served
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.reading.orders import Followed
 from delta_tracker.stream.reading.position import Position
 from delta_tracker.types import Identity
 
@@ -71,6 +72,15 @@ class VersionWriter(Protocol):
     @property
     def position(self) -> Position | None:
         """Position of the rows; None before the first version."""
+        ...
+
+    @property
+    def followed(self) -> Followed | None:
+        """Last order that was followed, as it was saved with the position; None without one."""
+        ...
+
+    def follow(self, followed: Followed) -> None:
+        """Save with the position which order was followed."""
         ...
 
     def reading(self) -> AbstractContextManager[Served]:

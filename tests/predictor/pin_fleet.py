@@ -92,7 +92,8 @@ class Fleet:
             target, options["chunk_rows"] = {FQN: Breaking.of(model[FQN])}, 5
         predictor = Predictor(target, self.storage if storage is None else storage, **options)
         if follows_pins:
-            predictor._reader.orders.pins = PinFollower(seconds=0.0)
+            for source in predictor._reader.sources:
+                source.pins = PinFollower(seconds=0.0)
         self.models.append(model)
         self.tables[predictor] = target[FQN]
         self.predictors.append(predictor)

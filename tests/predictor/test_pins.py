@@ -124,7 +124,7 @@ def test_a_pin_that_is_not_reached_ends_with_its_stream(fleet: Fleet, state: str
 def test_a_canary_leaves_a_pin_that_has_ended_by_an_older_snapshot(fleet: Fleet) -> None:
     model = fleet.writer.model()
     predictor = Predictor(model, fleet.storage, follows_pins=True, canary=Canary(versions=2))
-    predictor._reader.orders.pins = PinFollower(seconds=0.0)
+    predictor._reader.source.pins = PinFollower(seconds=0.0)
     predictor.sync()
     pin_version(fleet.storage, 2)
     predictor.sync()
@@ -166,7 +166,7 @@ def test_a_predictor_goes_from_a_former_stream_to_the_pin_of_the_new_one(fleet: 
 
 def test_a_predictor_goes_from_a_former_stream_past_what_a_release_of_the_new_one_skips(fleet: Fleet) -> None:
     canary = Predictor(fleet.writer.model(), fleet.storage, canary=Canary(versions=2), follows_pins=True)
-    canary._reader.orders.pins = PinFollower(seconds=0.0)
+    canary._reader.source.pins = PinFollower(seconds=0.0)
     canary.sync()
     last = fleet.writer.claim.head.version
     fleet.promoted()
@@ -188,7 +188,7 @@ def test_an_interrupted_move_to_the_pin_of_a_new_stream_is_completed(fleet: Flee
     model = fleet.writer.model()
     table = Breaking.of(model[FQN])
     predictor = Predictor({**model, FQN: table}, fleet.storage, follows_pins=True, chunk_rows=5)
-    predictor._reader.orders.pins = PinFollower(seconds=0.0)
+    predictor._reader.source.pins = PinFollower(seconds=0.0)
     predictor.sync()
     fleet.promoted()
     fleet.published("snapshot")

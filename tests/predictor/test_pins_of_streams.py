@@ -42,7 +42,7 @@ def _entry_parts(fleet: Fleet, version: int) -> list[str]:
 def _sink_predictor(fleet: Fleet) -> tuple[Predictor, MemorySink]:
     sink = MemorySink(Stored())
     predictor = Predictor(sink, fleet.storage, follows_pins=True, chunk_rows=5)
-    predictor._reader.orders.pins = PinFollower(seconds=0.0)
+    predictor._reader.source.pins = PinFollower(seconds=0.0)
     return predictor, sink
 
 
@@ -324,8 +324,8 @@ def test_a_resync_applies_nothing_after_a_pin_that_was_found_meanwhile(
     fleet.published("snapshot")
     pin = pin_version(fleet.storage, good)
     orders = iter([None])
-    assert predictor._reader.orders.pins is not None
-    monkeypatch.setattr(predictor._reader.orders.pins, "order", lambda _: next(orders, pin))
+    assert predictor._reader.source.pins is not None
+    monkeypatch.setattr(predictor._reader.source.pins, "order", lambda _: next(orders, pin))
     assert steps(predictor) == [good]
     assert predictor.status().resyncs == 0
 

@@ -166,7 +166,7 @@ def test_pins_and_releases_are_followed_past_a_damaged_cache(
     bits = served.table.clone()
     served.delta([2])
     predictor = Predictor(model, served.cache.url, follows_pins=True, cache=tmp_path if is_cached else None)
-    predictor._reader.orders.pins = PinFollower(seconds=0.0)
+    predictor._reader.source.pins = PinFollower(seconds=0.0)
     predictor._reader.settling = Settling(10.0, clock=lambda: 0.0)
     predictor._reader.source.log.pointer._seconds = 0.0
     predictor.sync()

@@ -7,10 +7,10 @@ from itertools import pairwise
 
 import pytest
 
-from delta_tracker.predictor.canary import Canary
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
+from delta_tracker.stream.reading.canary import Canary
 from delta_tracker.stream.rollback import pin_version
 from tests.predictor.readers import KINDS, Kind, Log, Reader, lose, mirror, new_store
 from tests.predictor.serving import eventually
@@ -88,7 +88,6 @@ def test_predictors_continue_in_the_stream_of_a_promoted_mirror(kind: Kind, posi
     assert reader.predictor.status().error is None
 
 
-@pytest.mark.xfail(strict=True, reason="no source qualifies that lacks the predictor's version")
 @_BOTH
 @_RESTARTS
 def test_predictors_below_the_mirror_of_a_lost_source_continue_there(kind: Kind, restarts: bool) -> None:
@@ -101,7 +100,6 @@ def test_predictors_below_the_mirror_of_a_lost_source_continue_there(kind: Kind,
     reader.assert_reaches(promotion.log)
 
 
-@pytest.mark.xfail(strict=True, reason="a predictor stays at the first source that can be read")
 @_BOTH
 @pytest.mark.parametrize("has_version", [False, True])
 def test_the_longest_mirror_of_a_lost_source_is_followed(kind: Kind, has_version: bool) -> None:
@@ -118,7 +116,6 @@ def test_the_longest_mirror_of_a_lost_source_is_followed(kind: Kind, has_version
     reader.assert_reaches(log)
 
 
-@pytest.mark.xfail(strict=True, reason="no source qualifies that lacks the predictor's version")
 @_BOTH
 @_RESTARTS
 def test_a_lower_number_of_the_next_stream_is_reported(
@@ -164,7 +161,6 @@ def test_predictors_continue_after_several_promotions_of_a_mirror(kind: Kind, po
     promotion.reader.assert_reaches(log)
 
 
-@pytest.mark.xfail(strict=True, reason="no source qualifies that lacks the predictor's version")
 @_BOTH
 @pytest.mark.parametrize("is_read", [False, True], ids=["absent meanwhile", "reading"])
 def test_predictors_follow_a_chain_of_mirrors(kind: Kind, is_read: bool) -> None:
@@ -184,7 +180,6 @@ def test_predictors_follow_a_chain_of_mirrors(kind: Kind, is_read: bool) -> None
     reader.assert_reaches(log)
 
 
-@pytest.mark.xfail(strict=True, reason="no source qualifies that lacks the predictor's version")
 @_BOTH
 def test_a_promotion_is_proven_after_retention_deleted_what_led_to_it(kind: Kind) -> None:
     promotion = Promotion(kind, "ahead")
@@ -200,7 +195,6 @@ def test_a_promotion_is_proven_after_retention_deleted_what_led_to_it(kind: Kind
     promotion.reader.assert_reaches(after)
 
 
-@pytest.mark.xfail(strict=True, reason="no source qualifies that lacks the predictor's version")
 @_BOTH
 def test_a_mirror_that_begins_after_a_promotion_proves_it(kind: Kind) -> None:
     promotion = Promotion(kind, "ahead")
@@ -241,7 +235,6 @@ def test_a_promotion_is_followed_while_the_former_source_can_be_read(kind: Kind,
     assert reader.place == (after.stream, after.newest)
 
 
-@pytest.mark.xfail(strict=True, reason="other sources are read only if the present one fails")
 @_BOTH
 def test_a_predictor_without_a_version_begins_in_the_newest_stream(kind: Kind) -> None:
     promotion = Promotion("model", "at")

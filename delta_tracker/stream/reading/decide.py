@@ -7,6 +7,7 @@ orders, tables whose rows are mixed, and a log that was replaced by an unrelated
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import takewhile
 
@@ -116,6 +117,11 @@ def _order(log: SeenLog, view: View) -> Order | None:
     """Return the order that applies: the newest pin or release, or an own rollback since."""
     own = view.policy.own
     newest: Order | None = log.order() if view.policy.follows_pins else None
+    for other in view.logs if view.policy.follows_pins and view.surveys else ():
+        with suppress(StreamError):
+            found = other.order()
+            if found is not None and (newest is None or newest.counter < found.counter):
+                newest = found
     if own is not None and (newest is None or newest.counter <= own.counter):
         return own
     return None if newest is None or newest.counter <= view.policy.released else newest

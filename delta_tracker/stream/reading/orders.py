@@ -2,70 +2,92 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from delta_tracker.stream.format.manifest import Manifest
-from delta_tracker.stream.log import StreamLog
-from delta_tracker.stream.pin import PinFollower
 from delta_tracker.stream.reading.decisions import Order, Policy
 from delta_tracker.stream.reading.position import Position
-from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.stream.reading.source import Source
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """Last pin or release that a reader has followed, as it is saved with the position.
+
+    Args:
+        kind: ``pin`` or ``release``.
+        counter: its counter.
+    """
+
+    kind: str
+    counter: int
 
 
 class Orders:
     """Orders to one reader, and which of them it has followed.
+
+    The newest one of all urls counts. One that was followed still counts if no url shows it any more: a mirror may lag.
 
     Args:
         policy: what the process wants at the start.
 
     Attributes:
         policy: what the process wants. Any thread may replace it by :meth:`release`.
-        pins: reader of pins; None to ignore them.
         followed: counter of the last pin or release that was followed; 0 before the first.
     """
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.pins = PinFollower() if policy.follows_pins else None
         self.followed = 0
+        self._last: Order | None = None  # that was followed
+        self._shown: dict[int, Order | None] = {}  # number of a url to its newest order
         self._known = 0  # counter of the newest order when a round ended
 
-    def newest(self, storage: Storage) -> Order | None:
-        """Return the newest pin or release that is known. If a forged one was dropped, forget what was done for it.
+    def newest(self, source: Source) -> Order | None:
+        """Return the newest pin or release of a source, or another one that is newer.
+
+        If a forged one was dropped, what was done for it is forgotten.
 
         Raises:
             StorageError: if the store cannot be read at the first look.
         """
-        if self.pins is None:
+        if not self.policy.follows_pins:
             return None
-        pin = self.pins.order(storage)
-        if (last := self.pins.take_drop()) is not None:
-            self.followed = min(self.followed, last)
-            own = (
-                None
-                if self.policy.own is None
-                else replace(self.policy.own, counter=min(self.policy.own.counter, last))
-            )
-            self.policy = replace(self.policy, own=own, released=min(self.policy.released, last))
-        return None if pin is None else replace(Order.of(pin), is_new=pin.counter != self._known)
+        pin = source.pins.order(source.storage)
+        if (last := source.pins.take_drop()) is not None:
+            self._drop(last)
+        self._shown[source.number] = None if pin is None else Order.of(pin)
+        found = [each for each in (*self._shown.values(), self._last) if each is not None]
+        newest = max(found, key=lambda each: each.counter, default=None)
+        return None if newest is None else replace(newest, is_new=newest.counter != self._known)
 
-    def named(self, order: Order, log: StreamLog) -> Manifest | None:
+    def named(self, order: Order, source: Source) -> Manifest | None:
         """Return the entry that a pin or a release names; None if the log does not have it.
 
         Raises:
             StreamError: if the entry cannot be read.
         """
-        entry = log.read(order.version)
+        entry = source.log.read(order.version)
         is_there = entry is not None and (entry.stream, entry.link) == (order.stream, order.link)
-        if self.pins is not None and order.pin is not None:
-            (self.pins.confirm if is_there else self.pins.doubt)(order.pin)
+        if order.pin is not None:
+            (source.pins.confirm if is_there else source.pins.doubt)(order.pin)
         return entry if is_there else None
 
-    def seen(self, order: Order | None, position: Position | None) -> None:
-        """Record the newest order at the end of a round, and whether a reader at a position has followed it."""
+    def seen(self, order: Order | None, position: Position | None) -> Followed | None:
+        """Record the newest order at the end of a round. Return it if a reader at a position has followed it now."""
         self._known = 0 if order is None else order.counter
-        if order is not None and order.is_followed_by(position):
-            self.followed = max(self.followed, order.counter)
+        if order is None or order.counter <= self.followed or not order.is_followed_by(position):
+            return None
+        self.followed, self._last = order.counter, order
+        return Followed(order.kind, order.counter)
+
+    def load(self, followed: Followed | None, position: Position | None) -> None:
+        """Begin with a saved position, and what was followed there."""
+        self.followed, self._last = 0, None
+        if followed is not None and position is not None:
+            self.followed = followed.counter
+            link = position.link
+            self._last = Order(followed.counter, followed.kind, position.stream, link.version, link, link.version)
 
     def roll_back(self, entry: Manifest, newest: Order | None) -> None:
         """Order this process to go to an entry and stay there. Pins up to ``newest`` no longer apply meanwhile."""
@@ -80,3 +102,12 @@ class Orders:
             self.policy = replace(self.policy, own=None)
         else:
             self.policy = replace(self.policy, released=max(self.policy.released, self.followed))
+
+    def _drop(self, counter: int) -> None:
+        """Forget orders above a counter."""
+        own = self.policy.own
+        own = None if own is None else replace(own, counter=min(own.counter, counter))
+        self.policy = replace(self.policy, own=own, released=min(self.policy.released, counter))
+        self.followed = min(self.followed, counter)
+        if self._last is not None and self._last.counter > counter:
+            self._last = None

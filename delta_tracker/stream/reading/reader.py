@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -20,6 +21,7 @@ from delta_tracker.errors import (
 )
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.pin import newest_pin
 from delta_tracker.stream.reading.decide import decide
 from delta_tracker.stream.reading.decisions import (
     FAULTS,
@@ -34,7 +36,7 @@ from delta_tracker.stream.reading.decisions import (
     View,
 )
 from delta_tracker.stream.reading.lag import Lag
-from delta_tracker.stream.reading.orders import Orders
+from delta_tracker.stream.reading.orders import Followed, Orders
 from delta_tracker.stream.reading.path import path_to
 from delta_tracker.stream.reading.position import Position, Rows
 from delta_tracker.stream.reading.resyncs import Resyncs
@@ -60,6 +62,13 @@ class Target(Protocol):
     @property
     def position(self) -> Position | None:
         """Position of the rows; None before the first version."""
+
+    @property
+    def followed(self) -> Followed | None:
+        """Last order that was followed, as it was saved with the position; None without one."""
+
+    def follow(self, followed: Followed) -> None:
+        """Save which order was followed with the position."""
 
     def restore(self) -> None:
         """Read the position again if it is unknown, for example after an error of a row store."""
@@ -121,6 +130,7 @@ class Reader:
             found one since.
         resyncs: record of the resyncs.
         pinned: version at which an order keeps the reader, or to which it goes; None without one.
+        notice: what is not an error, but should be known; empty if there is nothing.
     """
 
     def __init__(
@@ -139,6 +149,7 @@ class Reader:
         self.rested: tuple[int, float] | None = None
         self.resyncs = Resyncs()
         self.pinned: int | None = None
+        self.notice = ""
         self._target = target
         self._observer = observer
         self._lag = Lag()
@@ -146,7 +157,8 @@ class Reader:
         self._runtime = runtime
         self._in_a_row = _CATCH_UP  # versions applied since the end of the log was seen
         self._num_failures = 0  # consecutive rounds that failed
-        self._surveyed_at = runtime.monotonic()
+        self._surveyed_at = self._pins_at = float("-inf")  # monotonic times of the last looks
+        self.orders.load(target.followed, target.position)
 
     @property
     def source(self) -> Source:
@@ -192,8 +204,10 @@ class Reader:
             has_moved = self._run(self._begin(looks_for_gap=looks_for_gap))
         except StaleCacheError:
             raise
-        except (NoSnapshotError, StorageError):
+        except (NoSnapshotError, StorageError) as error:
             self._num_failures += 1
+            if isinstance(error, StorageError):
+                self.sources.failed(self.source)
             raise
         finally:
             if self.settling is not None:
@@ -208,7 +222,7 @@ class Reader:
             StreamError, InvalidArgumentError: if the version cannot be reached. Nothing was changed.
         """
         self._target.restore()
-        newest, bound = self.orders.newest(self.storage), self.source.bound
+        newest, bound = self.orders.newest(self.source), self.source.bound
         path = path_to(self.source.log, version, position=self._target.position)
         if bound is not None and not bound.allows(path[-1]):
             text = f"Pass an older version: a canary stays {bound.canary.text} behind the newest one"
@@ -226,7 +240,8 @@ class Reader:
 
     def loaded(self) -> None:
         """Begin anew, because the target has another position."""
-        self.orders.followed, self._in_a_row = 0, _CATCH_UP
+        self.orders.load(self._target.followed, self._target.position)
+        self._in_a_row = _CATCH_UP
         if self.settling is not None:
             self.settling.clear()
 
@@ -241,7 +256,7 @@ class Reader:
         if self.orders.policy.own is not None:
             return []
         log, bound = self.source.log, self.source.bound
-        order = self.orders.newest(self.storage)
+        order = self.orders.newest(self.source)
         pinned = None if order is None or order.kind != "pin" else log.read(order.version)
         if pinned is not None and order is not None and pinned.stream == order.stream:
             return [pinned]
@@ -252,7 +267,7 @@ class Reader:
     # One round
 
     def _begin(self, *, looks_for_gap: bool) -> _Round:
-        sources, position, now = self.sources.due(), self._target.position, self._runtime.monotonic()
+        sources, position = self.sources.due(), self._target.position
         is_usable = position is not None and position.rows is not Rows.MIXED
         view = View(
             self._unseen(sources),
@@ -261,14 +276,17 @@ class Reader:
             num_failures=self._num_failures,
             looks_for_gap=looks_for_gap,
             catches_up=self._skips_versions and is_usable and self._in_a_row >= _CATCH_UP,
-            surveys=looks_for_gap and len(sources) > 1 and now - self._surveyed_at >= _SURVEY_SECONDS,
+            surveys=len(sources) > 1 and self._is_survey_due(looks_for_gap=looks_for_gap),
         )
         if view.catches_up:
             self._in_a_row = 0
-        if view.surveys:
-            self._surveyed_at = now
         self._observer.looks(self.rested)
         return _Round(view, {each.number: each for each in sources})
+
+    def _is_survey_due(self, *, looks_for_gap: bool) -> bool:
+        """Return True if the other sources must be looked at: now and then, and to return to the first one."""
+        since = self._runtime.monotonic() - self._surveyed_at
+        return since >= _SURVEY_SECONDS or (looks_for_gap and self.source.number > 0)
 
     def _unseen(self, sources: Iterable[Source]) -> tuple[SeenLog, ...]:
         current = self.source.number if self.settling is not None else None
@@ -299,9 +317,10 @@ class Reader:
         is_current, answer = look.number == self.source.number, object()
         try:
             if question.about == "order":
-                answer = state.order = self.orders.newest(source.storage)
+                answer = self.orders.newest(self.sources[look.number])
+                state.order = answer or state.order
             elif question.about == "named":
-                answer = self.orders.named(question.subject, source.log)
+                answer = self.orders.named(question.subject, source)
             else:
                 answer = source.answer(question)
         except StreamError as error:
@@ -376,18 +395,41 @@ class Reader:
             self.resyncs.add(self.storage.url, decision.cause, version, last.version)
             self._observer.resynced(decision.cause)
         self.pinned = None if decision.order is None else decision.order.version
-        self.orders.seen(state.order, self._target.position)
+        self._end(state)
 
     def _stay(self, state: _Round, stay: Stay) -> None:
         self._log_skipped(state, None)
         self._in_a_row = 0
+        if state.view.surveys:
+            self._surveyed_at = self._runtime.monotonic()
         if state.view.looks_for_gap:
             self._observer.rests(self.source.log, self._target.position)
+            self._look_for_ignored_pin()
             if self.settling is not None:
                 self.settling.clear()
         self._use(self.sources[stay.number])
         self.pinned = stay.pinned
-        self.orders.seen(state.order, self._target.position)
+        self._end(state)
+
+    def _end(self, state: _Round) -> None:
+        """Record which order was followed in a round."""
+        followed = self.orders.seen(state.order, self._target.position)
+        if followed is not None:
+            self._target.follow(followed)
+
+    def _look_for_ignored_pin(self) -> None:
+        """Look now and then for a pin of the stream, if pins are not followed."""
+        now, position = self._runtime.monotonic(), self._target.position
+        if self.orders.policy.follows_pins or position is None or now - self._pins_at < _SURVEY_SECONDS:
+            return
+        self._pins_at = now
+        with suppress(StreamError):
+            pin = newest_pin(self.storage)
+            applies = pin is not None and pin.kind == "pin" and pin.stream == position.stream
+            notice = f"the pin of version {pin.version} is not followed" if applies and pin is not None else ""
+            if notice and notice != self.notice:
+                _logger.warning("%s, because follows_pins is False: url=%s", notice, self.storage.url)
+            self.notice = notice
 
     def _doubt(self, state: _Round, doubt: Doubt) -> None:
         """Read what may have caused a fault again: first from the cache, because another reader may have replaced it.
@@ -437,8 +479,6 @@ class Reader:
         if source is former:
             return
         _logger.warning("continue from another source: url=%s former=%s", source.url, former.url)
-        if self._num_failures:
-            self.sources.failed(former)
         self.sources.use(source)
         self.rested, self.settling = None, _settling(source)
         self._observer.failed_over(source.url)

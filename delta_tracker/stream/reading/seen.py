@@ -71,7 +71,7 @@ class Entries(Protocol):
         """Return True if an entry that was read, such as a claim, is part of the log."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: those of a generic class cannot be frozen in Python 3.11
 class Question(Generic[T]):
     """What a reader asks about one log, whose answer is of type ``T``.
 

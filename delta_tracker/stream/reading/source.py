@@ -10,6 +10,7 @@ from typing import Any
 from delta_tracker.errors import MissingVersionError, StreamReplacedError
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.pin import PinFollower
 from delta_tracker.stream.reading.canary import Canary, CanaryBound
 from delta_tracker.stream.reading.catch_up import CatchUp
 from delta_tracker.stream.reading.lineage import former_streams
@@ -34,6 +35,9 @@ class Source:
 
     Attributes:
         log: log of the stream.
+        bound: newest version that a canary may apply; None without one.
+        catch_up: search for entries that replace many versions.
+        pins: reader of the pins in the store.
         has_listed: True if the last check for a gap had to list the log.
     """
 
@@ -43,6 +47,7 @@ class Source:
         self.log = StreamLog(storage)
         self.bound = None if canary is None else CanaryBound(canary, self.log)
         self.catch_up = CatchUp(self.log, None if self.bound is None else self.bound.allows)
+        self.pins = PinFollower()
         self.has_listed = False
         self._canary = canary
         self._listed_at = time.monotonic()  # time of the last listing by a check for a gap, or of the construction
@@ -50,7 +55,9 @@ class Source:
 
     def through(self, storage: Storage) -> Source:
         """Return the same source, read through another view of its store."""
-        return Source(self.number, storage, self._canary)
+        other = Source(self.number, storage, self._canary)
+        other.pins = self.pins
+        return other
 
     @property
     def url(self) -> str:
@@ -122,6 +129,7 @@ class Source:
             StreamReplacedError: if the log does not have the last applied entry.
             UnreadablePointerError, StaleCacheError: if the pointer, over http, shows nothing.
         """
+        self.pins = PinFollower()
         self.has_listed = False
         held, log = position.link, self.log
         pointer = log.pointer.newest()
