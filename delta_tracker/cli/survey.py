@@ -13,9 +13,9 @@ from delta_tracker.cli.stream_command import Stream
 from delta_tracker.cli.text import plain
 from delta_tracker.cli.times import Skews
 from delta_tracker.errors import MalformedError, NoSnapshotError
-from delta_tracker.stream.cursor import StreamCursor
 from delta_tracker.stream.format.manifest import DTYPE_NAMES, Manifest
 from delta_tracker.stream.heartbeat import publisher_beat_time
+from delta_tracker.stream.reading.path import snapshots
 from delta_tracker.stream.store_clock import StoreClock
 from delta_tracker.types import TableSpec
 
@@ -257,9 +257,11 @@ def _start(stream: Stream, head: Manifest, held: Mapping[int, Entry]) -> tuple[S
         held: version to summary of each readable entry.
     """
     try:
-        snapshot = next(StreamCursor(stream.log).starts())
-    except (MalformedError, NoSnapshotError) as error:
+        snapshot = next(snapshots(stream.log), None)
+    except MalformedError as error:
         return None, [plain(f"a new predictor cannot start: {error.problem}")]
+    if snapshot is None:
+        return None, [plain(f"a new predictor cannot start: {NoSnapshotError(stream.storage.url).problem}")]
     path = [Entry.of(snapshot)]
     while (version := path[-1].version + 1) <= head.version:
         entry = held.get(version) or _merged_from(stream, version)

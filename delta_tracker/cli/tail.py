@@ -12,8 +12,10 @@ from delta_tracker.cli.numbers import Number
 from delta_tracker.cli.stream_command import Stream, stream_command
 from delta_tracker.cli.text import count, duration, moment, size
 from delta_tracker.errors import MalformedError
-from delta_tracker.stream.cursor import StreamCursor
 from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.reading.path import next_entry
+from delta_tracker.stream.reading.position import Position
+from delta_tracker.stream.reading.source import Source
 
 # Number of polls between two listings of the log. A listing shows if the next version is missing or not committed yet.
 _LOOKS_PER_LISTING = 10
@@ -51,7 +53,6 @@ def command(stream: Stream, lines: int, limit: int | None, every: float) -> int:
         stream.out.line(
             _COLUMNS.format("committed", "version", "kind", "gen", "rows", "bytes", "took", "pending"), "bold"
         )
-    cursor = StreamCursor(stream.log)
     num_shown, code = 0, OK
     for version in range(max(0, head.version - lines + 1), head.version + 1):
         manifest = stream.log.read(version)
@@ -62,17 +63,15 @@ def command(stream: Stream, lines: int, limit: int | None, every: float) -> int:
         elif num_shown > 0 and not _is_deletable(stream, version):
             stream.out.note(f"version {version} is missing. Run delta-tracker verify to see if readers are affected")
             code = FINDING
-    cursor.moved(head)
+    source, position = Source(0, stream.storage), Position.after(head)
     num_looks = 0
     while num_shown != limit:
-        manifest = cursor.next()
+        manifest = next_entry(source, position, looks_for_gap=num_looks == _LOOKS_PER_LISTING)
         if manifest is not None:
             num_shown += _show(stream, manifest)
-            cursor.moved(manifest)
+            position = Position.after(manifest)
             continue
-        num_looks += 1
-        if num_looks % _LOOKS_PER_LISTING == 0:
-            cursor.check_for_gap()
+        num_looks = num_looks % _LOOKS_PER_LISTING + 1
         time.sleep(every)
     return code
 

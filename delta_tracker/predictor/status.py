@@ -30,7 +30,7 @@ class Status:
         lag_versions: number of committed versions that are not applied; None if the store cannot be read.
         lag_seconds: age in seconds of the oldest version that is not applied; 0 if all versions are applied, above 0 if
             not, None if the store cannot be read. Does not depend on the time of day of any host, see
-            :meth:`~delta_tracker.stream.cursor.StreamCursor.lag`.
+            :class:`~delta_tracker.stream.reading.lag.Lag`.
         rows: number of rows written since the start.
         num_bytes: size in bytes of the parts applied since the start.
         resyncs: number of resyncs since the start.

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from delta_tracker.errors import CorruptPartError, InvalidArgumentError, MalformedError
-from delta_tracker.stream.cursor import Place
 from delta_tracker.stream.format.manifest import Manifest, Schema
 from delta_tracker.stream.format.shard_rows import rows_of
 from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.reading.position import Position
 from delta_tracker.types import ShardSpec
 
 _logger = logging.getLogger(__name__)
@@ -34,7 +34,8 @@ def rows_to_repair(
 
     Args:
         log: log of the stream.
-        note: stream position in the checkpoint, as :meth:`~delta_tracker.stream.cursor.Place.to_dict` returned it.
+        note: stream position in the checkpoint, as
+            :meth:`~delta_tracker.stream.reading.position.Position.to_dict` returned it.
         claim: manifest of the new publisher's claim.
         schema: format, tables, states and identities of the new publisher's versions.
         shards: FQN to shard of this rank.
@@ -50,7 +51,7 @@ def rows_to_repair(
         StorageError: if the store cannot be read.
     """
     try:
-        place = Place.from_dict(note) if isinstance(note, Mapping) else None
+        place = Position.from_dict(note) if isinstance(note, Mapping) else None
     except InvalidArgumentError:
         place = None
     if place is None or place.stream != claim.stream or not 0 <= place.link.version <= claim.version:

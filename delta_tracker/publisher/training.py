@@ -60,7 +60,7 @@ class ConsumerState:
         version: newest version whose rows this consumer has all read; None if there is none.
         left_out: FQN to global ids of rows of earlier versions that are still pending for the consumer.
         place: position of the stream of another publisher that has this consumer, see
-            :meth:`~delta_tracker.stream.cursor.Place.to_dict`; None if there is none.
+            :meth:`~delta_tracker.stream.reading.position.Position.to_dict`; None if there is none.
     """
 
     version: int | None

@@ -24,7 +24,6 @@ from delta_tracker.publisher.training import ConsumerState, Stateful, TrainingSo
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.sharding.dense import dense_tensors
 from delta_tracker.sharding.kernel_memory import one_cut
-from delta_tracker.stream.cursor import Place
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import (
@@ -38,6 +37,7 @@ from delta_tracker.stream.format.manifest import (
     Schema,
 )
 from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.reading.position import Position
 from delta_tracker.tracker.checkpoint.tracker_checkpoint import Restored
 from delta_tracker.tracker.consumer_handle import ConsumerHandle
 from delta_tracker.tracker.top_k import AllRanks, TopK, choose
@@ -216,7 +216,7 @@ class VersionSource:
                 self.handle.distrust(fqn, ids)
             self._has_snapshot = self._is_repairing = True
             if self._training is not None and isinstance(self.handle.note, Mapping):
-                self._cuts = [(self.handle.position, Place.from_dict(self.handle.note).link.version)]
+                self._cuts = [(self.handle.position, Position.from_dict(self.handle.note).version)]
         self._note(writer.head)
 
     def copy(self) -> list[BlockRows]:
@@ -374,7 +374,7 @@ class VersionSource:
 
         Saves None instead if the next version must be a snapshot.
         """
-        place = Place(head.stream, head.link).to_dict() if self._has_snapshot else None
+        place = Position(head.stream, head.link).to_dict() if self._has_snapshot else None
         self.handle.annotate(place)
 
     def _prepare(self) -> None:

@@ -34,7 +34,6 @@ from delta_tracker.errors import (
     StorageError,
     StreamError,
 )
-from delta_tracker.stream.cursor import StreamCursor
 from delta_tracker.stream.format.digests import PieceHasher
 from delta_tracker.stream.format.manifest import Manifest, Part, Stored
 from delta_tracker.stream.format.parse import parse_manifest
@@ -43,6 +42,7 @@ from delta_tracker.stream.log import MAX_ENTRY_BYTES, Merged, StreamLog, entry_n
 from delta_tracker.stream.maintenance.retention import Retained, Retention, RetentionPasses
 from delta_tracker.stream.pin import MAX_PIN_BYTES, MAX_REASON, Pin, newest_pin
 from delta_tracker.stream.pointer_writer import POINTER_SECONDS, PointerWriter
+from delta_tracker.stream.reading.path import path_to
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.uncopied import Uncopied
 
@@ -381,7 +381,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         if pin is None or pin.kind != "pin" or pin.stream != head.stream:
             return None
         try:
-            start = StreamCursor(self._from).path_to(pin.version)[0]
+            start = path_to(self._from, pin.version)[0]
         except (MissingVersionError, NoSnapshotError, InvalidArgumentError) as error:
             text = "the pinned version cannot be copied, so predictors of the copy cannot follow the pin: %s"
             _logger.warning(text, error)

@@ -21,7 +21,6 @@ from delta_tracker.errors import (
     ReadOnlyStoreError,
     RetentionRunningError,
 )
-from delta_tracker.stream.cursor import StreamCursor
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.part_reader import PartReader
 from delta_tracker.stream.log import StreamLog
@@ -34,6 +33,7 @@ from delta_tracker.stream.pin import (
     pin_name,
     running_deletions,
 )
+from delta_tracker.stream.reading.path import path_to
 from delta_tracker.stream.storage.storage import Storage
 
 _FAULTS = (CorruptPartError, MalformedError, MissingVersionError, NoSnapshotError, RetentionRunningError)
@@ -182,7 +182,7 @@ def checked_path(log: StreamLog, version: int, *, reads_parts: bool = False) -> 
         InvalidArgumentError, MissingVersionError, NoSnapshotError, CorruptPartError, StorageError: see
             :func:`pin_version`.
     """
-    path = StreamCursor(log).path_to(version)
+    path = path_to(log, version)
     entry = log.read(version)  # the path may end with a merged snapshot instead
     if entry is None or path[-1].link != entry.link:
         raise MissingVersionError(version, (log.head() or path[-1]).version)

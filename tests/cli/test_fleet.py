@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from delta_tracker import Predictor
-from delta_tracker.stream.reading.canary import Canary
 from delta_tracker.stream.heartbeat import read_heartbeats
+from delta_tracker.stream.reading.canary import Canary
 from tests.cli.commands import Cli, beat, leave, url_of
 from tests.stream.streams import Writer
 

@@ -16,13 +16,13 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from delta_tracker.errors import DraftFormatError, InvalidArgumentError, NewerFormatError, StreamError
+from delta_tracker.errors import DraftFormatError, InvalidArgumentError, NewerFormatError, NoSnapshotError, StreamError
 from delta_tracker.predictor.predictor import Predictor
 from delta_tracker.raw_id_index import RawIdIndex
-from delta_tracker.stream.cursor import StreamCursor
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.reading.path import path_to, snapshots
 from delta_tracker.stream.storage.storage import Storage
 
 _POLL_SECONDS = 0.02
@@ -40,8 +40,8 @@ class _Reader:
     """
 
     def __init__(self, storage: Storage, version: int | None) -> None:
-        cursor = StreamCursor(StreamLog(storage))
-        path = _newest(cursor) if version is None else cursor.path_to(version)
+        log = StreamLog(storage)
+        path = _newest(log) if version is None else path_to(log, version)
         tables = next(each.tables for each in path if each.tables)
         Contents(storage, path[0])  # checks the sizes before the tables are allocated
         self._model = {fqn: torch.zeros(each.num_rows, each.dim, dtype=each.dtype) for fqn, each in tables.items()}
@@ -81,12 +81,15 @@ class _Reader:
         draft.replace(output)
 
 
-def _newest(cursor: StreamCursor) -> list[Manifest]:
+def _newest(log: StreamLog) -> list[Manifest]:
     """Return the newest snapshot and the readable entries after it."""
-    path = [next(cursor.starts())]
-    for version in cursor.log.versions(after=path[0].version):
+    snapshot = next(snapshots(log), None)
+    if snapshot is None:
+        raise NoSnapshotError(log.url)
+    path = [snapshot]
+    for version in log.versions(after=snapshot.version):
         with suppress(StreamError):  # the predictor refuses the entry
-            entry = cursor.log.read(version)
+            entry = log.read(version)
             path += [] if entry is None else [entry]
     return path
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 from unittest import mock
@@ -14,12 +13,12 @@ import torch
 from torch import Tensor
 
 from delta_tracker.predictor import identities
-from delta_tracker.stream.cursor import StreamCursor
 from delta_tracker.stream.format import block_rows, contents, parse, part_reader
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.reading.position import Position
 from tests.conformance import fuzz, reference
 from tests.conformance.__main__ import all_cases, faults, main
 from tests.conformance.program import InProcess, Main
@@ -54,11 +53,11 @@ def test_every_case_names_a_rule_of_the_format() -> None:
     assert [case.name for case in all_cases() if case.rule not in text] == []
 
 
-_MOVED, _DECODE = StreamCursor.moved, block_rows.decode_rows
+_DECODE = block_rows.decode_rows
 
 
-def _forgets_generation(cursor: StreamCursor, manifest: Manifest) -> None:
-    _MOVED(cursor, replace(manifest, generation=0))
+def _forgets_generation(entry: Manifest) -> Position:
+    return Position(entry.stream, entry.link, 0)
 
 
 def _truncates(stored: Tensor, encoding: Encoding, num_columns: int, dtype: torch.dtype) -> Tensor:
@@ -85,7 +84,7 @@ _FAULTS: dict[str, tuple[Any, str, Any, list[str]]] = {
     "it writes listed rows first": (contents, "newest", _listed_first, ["listed rows"]),
     "it cuts the lower bits": (block_rows, "decode_rows", _truncates, ["form F32 in a table of BF16"]),
     "it ignores merged entries": (StreamLog, "merged", lambda *_, **__: [], ["log a merged snapshot"]),
-    "it accepts a lower generation": (StreamCursor, "moved", _forgets_generation, ["generation is"]),
+    "it accepts a lower generation": (Position, "after", _forgets_generation, ["generation is"]),
 }
 
 

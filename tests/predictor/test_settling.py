@@ -26,7 +26,6 @@ from delta_tracker.errors import (
 )
 from delta_tracker.monitor import Monitor
 from delta_tracker.predictor import follower
-from delta_tracker.stream.cursor import Place
 from delta_tracker.stream.doubted_storage import DoubtedStorage
 from delta_tracker.stream.format.manifest import Link, Manifest
 from delta_tracker.stream.log import entry_name
@@ -34,6 +33,7 @@ from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.pin import PinFollower
 from delta_tracker.stream.pointer import POINTER_NAME
 from delta_tracker.stream.reading import reader as reader_module
+from delta_tracker.stream.reading.position import Position
 from delta_tracker.stream.reading.settling import Settling
 from delta_tracker.stream.rollback import pin_version, release_pin
 from tests.monitor.figures import Figures
@@ -356,7 +356,7 @@ def test_random_faults_of_a_cache_cause_no_resync_and_no_storm(served: Served, s
 def test_a_doubt_lasts_for_its_time_and_belongs_to_one_position() -> None:
     now = [0.0]
     settling, storage = Settling(10.0, clock=lambda: now[0]), Storage("http://127.0.0.1:1")
-    place = Place("0" * 32, Link(4, "0" * 32))
+    place = Position("0" * 32, Link(4, "0" * 32))
     part, entry = CorruptPartError("parts/x", "short"), MissingVersionError(5, 6)
     assert isinstance(settling.doubt(part, place, storage), DoubtedStorage)
     assert settling.doubt(part, place, storage) is None, "once per doubt"
@@ -365,7 +365,7 @@ def test_a_doubt_lasts_for_its_time_and_belongs_to_one_position() -> None:
     assert not settling.is_over
     now[0] = 10.0
     assert settling.is_over, "another kind of fault does not begin another doubt"
-    assert settling.doubt(part, Place("0" * 32, Link(5, "0" * 32)), storage) is not None
+    assert settling.doubt(part, Position("0" * 32, Link(5, "0" * 32)), storage) is not None
     assert not settling.is_over
     settling.clear()
     assert settling.doubt(part, place, storage) is not None

@@ -13,12 +13,12 @@ import torch
 
 from delta_tracker import Predictor
 from delta_tracker.errors import InvalidArgumentError, NoSnapshotError, StorageError, StreamError
-from delta_tracker.stream.cursor import Place
 from delta_tracker.stream.heartbeat import Pulse, read_heartbeats
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.mirror import Mirror
 from delta_tracker.stream.promotion import promote
 from delta_tracker.stream.reading import sources as sources_module
+from delta_tracker.stream.reading.position import Position
 from delta_tracker.stream.reading.sources import Sources
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.stream.storage.url import default_poll_seconds
@@ -47,8 +47,8 @@ def mirrored(writer: Writer, destination: Storage) -> Mirror:
     return mirror
 
 
-def place_of(writer: Writer) -> Place:
-    return Place(writer.claim.head.stream, writer.claim.head.link)
+def place_of(writer: Writer) -> Position:
+    return Position(writer.claim.head.stream, writer.claim.head.link)
 
 
 @pytest.fixture

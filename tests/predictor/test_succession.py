@@ -16,16 +16,7 @@ from tests.predictor.readers import KINDS, Kind, Log, Reader, lose, mirror, new_
 from tests.predictor.serving import eventually
 from tests.stores.wrapped import WrappedStorage
 
-_BEHIND_FOR_EVER = pytest.mark.xfail(strict=True, reason="no source qualifies that lacks the predictor's version")
-_POSITIONS = pytest.mark.parametrize(
-    "position",
-    [
-        pytest.param("ahead", marks=_BEHIND_FOR_EVER),
-        "at",
-        "below",
-        pytest.param("below the start", marks=_BEHIND_FOR_EVER),
-    ],
-)
+_POSITIONS = pytest.mark.parametrize("position", ["ahead", "at", "below", "below the start"])
 _BOTH = pytest.mark.parametrize("kind", KINDS)
 _RESTARTS = pytest.mark.parametrize("restarts", [False, True], ids=["running", "restarted"])
 
@@ -134,7 +125,7 @@ def test_a_lower_number_of_the_next_stream_is_reported(
     assert str(held) in reader.predictor.status().last_resync
 
 
-@pytest.mark.parametrize("position", [pytest.param("ahead", marks=_BEHIND_FOR_EVER), "at"])
+@pytest.mark.parametrize("position", ["ahead", "at"])
 def test_follow_continues_in_the_stream_of_a_promoted_mirror(position: str) -> None:
     promotion = Promotion("model", position)
     predictor = promotion.reader.predictor
@@ -214,11 +205,7 @@ def test_a_mirror_that_begins_after_a_promotion_proves_it(kind: Kind) -> None:
 @pytest.mark.parametrize(
     "order",
     [
-        pytest.param(
-            [0, 1],
-            id="source first",
-            marks=pytest.mark.xfail(strict=True, reason="other sources are read only if the present one fails"),
-        ),
+        pytest.param([0, 1], id="source first"),
         pytest.param([1, 0], id="mirror first"),
     ],
 )

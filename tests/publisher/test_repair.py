@@ -8,9 +8,9 @@ import pytest
 
 from delta_tracker.errors import LostEntryError
 from delta_tracker.publisher.repair import rows_to_repair
-from delta_tracker.stream.cursor import Place
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.log import StreamLog, entry_name
+from delta_tracker.stream.reading.position import Position
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import Bucket, Identity, ShardSpec
 from tests.stream.streams import FQN, Writer
@@ -24,7 +24,7 @@ def _repair(writer: Writer, note: object, shard: ShardSpec | None = None) -> dic
 
 
 def _place(writer: Writer) -> dict[str, str | int]:
-    return Place(writer.claim.head.stream, writer.claim.head.link).to_dict()
+    return Position(writer.claim.head.stream, writer.claim.head.link).to_dict()
 
 
 @pytest.fixture

@@ -20,11 +20,13 @@ import numpy as np
 
 from delta_tracker.errors import FencedError, StorageError, StreamError
 from delta_tracker.stream import log
-from delta_tracker.stream.cursor import Place, StreamCursor
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.parse import parse_manifest
 from delta_tracker.stream.log import Claim, StreamLog, entry_name
 from delta_tracker.stream.maintenance.retention import Retention, retain
+from delta_tracker.stream.reading.path import next_entry, path_to
+from delta_tracker.stream.reading.position import Position
+from delta_tracker.stream.reading.source import Source
 from delta_tracker.stream.storage.storage import Storage, StoredObject, Transfer
 
 
@@ -233,12 +235,14 @@ class World:
         before, self.storage.before_each = self.storage.before_each, lambda: None
         for version in self.log.versions():
             if self.storage.data[entry_name(version)] != self.storage.truth[version]:
-                cursor = StreamCursor(self.log)
-                held = parse_manifest("", self.storage.truth[version - 1]) if version else None
-                cursor.place = None if held is None else Place(held.stream, held.link)
-                for read in (cursor.next, lambda: cursor.path_to(version)):  # noqa: B023  called at once
+                found: list[Manifest | None] = []
+                if version:
+                    position = Position.after(parse_manifest("", self.storage.truth[version - 1]))
                     with contextlib.suppress(StreamError):
-                        self.assert_true([found for found in _listed(read()) if found.version == version])
+                        found.append(next_entry(Source(0, self.storage), position, looks_for_gap=False))
+                with contextlib.suppress(StreamError):
+                    found += path_to(self.log, version)
+                self.assert_true([each for each in found if each is not None and each.version == version])
         self.storage.before_each = before
 
     def finish(self) -> None:
@@ -253,10 +257,6 @@ class World:
             claims = [entry.version for entry in entries if entry.kind == "claim"]
             kept = set(self.log.versions())
             assert kept >= {version for claim in claims for version in (claim - 1, claim) if version >= 0}
-
-
-def _listed(found: Manifest | list[Manifest] | None) -> list[Manifest]:
-    return found if isinstance(found, list) else [] if found is None else [found]
 
 
 def explore(program: str, *, max_sleeps: int = 1, is_old: bool = False, is_directory: bool = False) -> int:

@@ -23,12 +23,13 @@ from unittest import mock
 
 from delta_tracker.errors import FencedError, LostEntryError, StorageError, StreamError
 from delta_tracker.stream import log as log_module
-from delta_tracker.stream.cursor import Place, StreamCursor
 from delta_tracker.stream.format.manifest import Kind, Manifest
 from delta_tracker.stream.format.parse import parse_manifest
 from delta_tracker.stream.log import Claim, StreamLog
 from delta_tracker.stream.maintenance.retention import Retention, retain
+from delta_tracker.stream.reading.position import Position
 from tests.stream.interleavings import Choices, Killed, TrueStorage, _draft
+from tests.stream.plain_reader import plain_reader
 
 # x deletes the newest entry, X all; c is a claim of another publisher, s and d are its snapshot and delta; r retention.
 BEFORE = ("", "x", "xx", "X", "r")
@@ -47,7 +48,7 @@ class World:
         self.log = StreamLog(self.storage)
         self.used: dict[tuple[str, str], bytes] = {}  # name and publisher to the bytes that it created
         self.deleted: set[bytes] = set()  # by the person
-        self.places: list[Place] = []  # of readers
+        self.places: list[Position] = []  # of readers
         self.is_disturbed = False
         self.history = ""
         self.writers: dict[str, str] = {}  # writer of a claim to that of the publisher's first claim
@@ -94,7 +95,7 @@ class World:
 
     def _acknowledge(self, publisher: Claim, entry: Manifest) -> None:
         self.acknowledged.append((publisher, entry))
-        self.places.append(Place(entry.stream, entry.link))
+        self.places.append(Position.after(entry))
         if entry.to_json() in self.deleted:
             return
         found = self._entries()
@@ -162,29 +163,15 @@ class World:
         assert self.commit(last[0], "delta")
         head = self._entries()[max(self._entries())]
         assert last[0].head == head
-        there = Place(head.stream, head.link)
+        there = Position.after(head)
         for place in [None, *self.places]:
-            cursor = StreamCursor(self.log)
-            cursor.place = place
+            reader = plain_reader(self.log.storage, place)
             num_left = 2 * _ROUNDS + 10
             while num_left:
-                self._read(cursor)
-                num_left = min(num_left - 1, 2) if cursor.place == there else num_left - 1  # it stays there
-            assert cursor.place == there, f"a reader at {place} does not arrive"
-
-    def _read(self, cursor: StreamCursor) -> None:
-        try:
-            found = cursor.next()
-            if found is None:
-                cursor.check_for_gap()
-        except StreamError as error:
-            with contextlib.suppress(StreamError):
-                found = next(cursor.way_back(error), None)
-                if found is not None:
-                    cursor.moved(found)
-        else:
-            if found is not None:
-                cursor.moved(found)
+                with contextlib.suppress(StreamError):
+                    reader.advance(looks_for_gap=True)
+                num_left = min(num_left - 1, 2) if reader.position == there else num_left - 1  # it stays there
+            assert reader.position == there, f"a reader at {place} does not arrive"
 
 
 def explore(kind: Kind, *, is_directory: bool, befores: tuple[str, ...] = BEFORE) -> int:

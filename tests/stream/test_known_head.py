@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from delta_tracker.stream.cursor import Place, StreamCursor
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.pin import announce_deletions
 from delta_tracker.stream.pointer import POINTER_NAME, read_pointer
 from delta_tracker.stream.pointer_writer import PointerWriter
+from delta_tracker.stream.reading.path import next_entry
+from delta_tracker.stream.reading.position import Position
+from delta_tracker.stream.reading.source import Source
 from delta_tracker.stream.storage.storage import Storage
 from tests.stores.wrapped import READS, WrappedStorage
 from tests.stream.streams import Writer
@@ -59,15 +61,11 @@ def test_no_operation_lists_a_log_with_a_pointer_whatever_its_length(
     storage.take()
     assert StreamLog(storage).head() == head
     assert StreamLog(storage).newest_snapshot().version == 1
-    cursor = StreamCursor(StreamLog(storage))
-    cursor.place = Place(head.stream, head.link)
-    assert cursor.next() is None
-    cursor.check_for_gap()
+    position = Position.after(head)
+    assert next_entry(Source(0, storage), position, looks_for_gap=True) is None
     claim = StreamLog(storage).claim()
     assert claim.head.parent == head.link
-    cursor = StreamCursor(StreamLog(storage))
-    cursor.place = Place(head.stream, head.link)
-    assert cursor.next() == claim.head
+    assert next_entry(Source(0, storage), position, looks_for_gap=True) == claim.head
     assert storage.count("names", "objects", name="log") == 0
     assert storage.count(*READS) < 200
 

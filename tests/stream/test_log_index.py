@@ -9,12 +9,12 @@ from collections.abc import Iterator
 import pytest
 
 from delta_tracker.errors import ReadOnlyStoreError, StaleCacheError
-from delta_tracker.stream.cursor import StreamCursor
 from delta_tracker.stream.entry_names import entry_name
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.pointer import POINTER_NAME
+from delta_tracker.stream.reading.path import path_to
 from delta_tracker.stream.rollback import pin_version
 from delta_tracker.stream.storage.storage import Storage
 from tests.predictor.cache_server import CacheServer, cache_server
@@ -236,7 +236,7 @@ def test_a_path_from_an_older_merged_snapshot_is_found_over_http(writer: Writer,
     retain(writer.storage, Retention(versions=1, grace_seconds=0.0))
     listed = StreamLog(writer.storage)
     point_at_the_head(writer.storage, oldest=_oldest(listed))
-    path = StreamCursor(listed).path_to(version)
+    path = path_to(listed, version)
     assert path[0].merges is not None
     assert listed.read(merged.version) is None
-    assert StreamCursor(_over_http(served)).path_to(version) == path
+    assert path_to(_over_http(served), version) == path

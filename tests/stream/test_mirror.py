@@ -23,7 +23,6 @@ from delta_tracker.errors import (
     UnreadablePointerError,
 )
 from delta_tracker.stream import mirror as mirror_module
-from delta_tracker.stream.cursor import StreamCursor
 from delta_tracker.stream.format.parse import parse_manifest
 from delta_tracker.stream.log import Merged, StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
@@ -31,6 +30,7 @@ from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.mirror import Mirror
 from delta_tracker.stream.pin import Pin, newest_pin
 from delta_tracker.stream.pointer import POINTER_NAME, read_pointer
+from delta_tracker.stream.reading.path import path_to
 from delta_tracker.stream.rollback import pin_version
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import StateSpec, TableStates
@@ -591,7 +591,7 @@ def test_the_destination_has_its_own_retention(writer: Writer) -> None:
     version, table = table_at(destination)
     assert version == writer.claim.head.version
     assert torch.equal(table, writer.table)
-    path = StreamCursor(StreamLog(destination)).path_to(version)
+    path = path_to(StreamLog(destination), version)
     assert [each.version for each in path] == [version]
 
 

@@ -23,7 +23,6 @@ from delta_tracker.errors import (
 )
 from delta_tracker.publisher.repair import rows_to_repair
 from delta_tracker.recovery.path import recovery_path
-from delta_tracker.stream.cursor import Place, StreamCursor
 from delta_tracker.stream.format.manifest import Fork, Manifest
 from delta_tracker.stream.format.parse import parse_manifest
 from delta_tracker.stream.log import StreamLog, entry_name
@@ -31,6 +30,8 @@ from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.mirror import Mirror
 from delta_tracker.stream.promotion import promote
+from delta_tracker.stream.reading.path import path_to
+from delta_tracker.stream.reading.position import Position
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import ShardSpec, StateSpec, TableStates
 from tests.stores.rules import calls, on
@@ -77,7 +78,7 @@ def test_a_promotion_is_a_claim_of_a_new_stream(writer: Writer) -> None:
     publisher = StreamLog(destination).claim().head
     assert (publisher.stream, publisher.generation, publisher.forked_from) == (fork.stream, fork.generation + 1, None)
     assert publisher.snapshot is None
-    note = Place(head.stream, head.link).to_dict()
+    note = Position(head.stream, head.link).to_dict()
     shards = {FQN: ShardSpec(writer.spec, 0, 20, ((0, 4),))}
     rows = rows_to_repair(StreamLog(destination), note, publisher, (1, {FQN: writer.spec}, {}, {}), shards)
     assert rows is None, "a trainer that was restored from the mirror sends a snapshot"
@@ -137,7 +138,7 @@ def test_predictors_keep_their_rows_until_the_first_snapshot(writer: Writer, has
     assert torch.equal(other, second.table)
     for version in (3, 4):
         with pytest.raises(MissingVersionError):
-            StreamCursor(StreamLog(destination)).path_to(version)
+            path_to(StreamLog(destination), version)
 
 
 def test_retention_keeps_what_readers_of_either_stream_need(writer: Writer) -> None:

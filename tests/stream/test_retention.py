@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 
 from delta_tracker.errors import FencedError, InvalidArgumentError, MalformedError, StorageError
 from delta_tracker.state_tree import pack
-from delta_tracker.stream.cursor import StreamCursor
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import Merged, StreamLog, entry_name, part_name
 from delta_tracker.stream.maintenance import retention as retention_module
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import HEARTBEAT_SECONDS, ORPHAN_SECONDS, Retained, Retention, retain
+from delta_tracker.stream.reading.lag import Lag
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import StateSpec, TableStates
 from tests.stores.rules import Dated, calls, fails, nth, on
@@ -300,7 +300,7 @@ def test_no_reader_within_the_grace_period_loses_its_next_version(seed: int) -> 
     with clock.of_the_log(skewed()):
         history = History(storage, seed)
     readers = [Reader(history, seed + number) for number in range(2)]
-    cursors = [StreamCursor(history.log) for _ in readers]
+    lags = [Lag() for _ in readers]
     synced = [clock.seconds] * 2
     skew = 0.0
     for _ in range(60):
@@ -320,18 +320,16 @@ def test_no_reader_within_the_grace_period_loses_its_next_version(seed: int) -> 
                 retain(storage, Retention(versions=1, seconds=chance.choice([None, 1.0]), grace_seconds=1000))
             else:
                 getattr(history, kind)()
-        for reader, cursor in zip(readers, cursors, strict=True):
-            _check_lag(history, reader, cursor)
+        for reader, lag in zip(readers, lags, strict=True):
+            _check_lag(history, reader, lag)
     for reader in readers:
         reader.sync()
         assert (reader.resyncs, reader.held.version) == (0, history.version)
 
 
-def _check_lag(history: History, reader: Reader, cursor: StreamCursor) -> None:
-    if reader.held is not None:
-        cursor.moved(reader.held)
-    held = cursor.version
-    count, seconds = cursor.lag()
+def _check_lag(history: History, reader: Reader, lag: Lag) -> None:
+    held = None if reader.held is None else reader.held.version
+    count, seconds = lag.of(history.log, held)
     assert (count > 0) == (seconds > 0)
     assert count == history.version - held if held is not None else count > 0
     assert 0 <= seconds <= 60 * 200 + 1

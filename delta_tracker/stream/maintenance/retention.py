@@ -39,7 +39,6 @@ from dataclasses import dataclass, field
 from itertools import islice, takewhile
 
 from delta_tracker.errors import InvalidArgumentError, MissingVersionError, NoSnapshotError
-from delta_tracker.stream.cursor import StreamCursor
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import Merged, StreamLog, entry_name
 from delta_tracker.stream.pin import (
@@ -51,6 +50,7 @@ from delta_tracker.stream.pin import (
     newest_counter,
     newest_pin,
 )
+from delta_tracker.stream.reading.path import path_to
 from delta_tracker.stream.storage.storage import Storage, StoredObject
 
 _logger = logging.getLogger(__name__)
@@ -399,7 +399,7 @@ def _pinned_path(log: StreamLog, held: _Held, pin: Pin | None) -> list[Manifest]
     if pin is None or pin.kind != "pin" or pin.stream != held.head.stream:
         return []
     try:
-        path = StreamCursor(log).path_to(pin.version)
+        path = path_to(log, pin.version)
     except (MissingVersionError, NoSnapshotError, InvalidArgumentError) as error:
         text = "the pinned version cannot be reached, so nothing is kept for it: counter=%d version=%d error=%s"
         _logger.warning(text, pin.counter, pin.version, error)

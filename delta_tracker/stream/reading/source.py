@@ -41,7 +41,7 @@ class Source:
         has_listed: True if the last check for a gap had to list the log.
     """
 
-    def __init__(self, number: int, storage: Storage, canary: Canary | None) -> None:
+    def __init__(self, number: int, storage: Storage, canary: Canary | None = None) -> None:
         self.number = number
         self.storage = storage
         self.log = StreamLog(storage)

@@ -1,0 +1,55 @@
+"""Reader of a log that applies entries to nothing: only its position moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.reading.decisions import Policy
+from delta_tracker.stream.reading.orders import Followed
+from delta_tracker.stream.reading.position import Position
+from delta_tracker.stream.reading.reader import Reader
+from delta_tracker.stream.reading.sources import Sources
+from delta_tracker.stream.storage.storage import Storage
+
+
+class Nothing:
+    """Target without rows, and observer without metrics."""
+
+    def __init__(self, position: Position | None) -> None:
+        self.position = position
+        self.followed: Followed | None = None
+
+    def follow(self, followed: Followed) -> None:
+        self.followed = followed
+
+    def restore(self) -> None: ...
+
+    def restart(self) -> None: ...
+
+    def apply(self, entry: Manifest, storage: Storage, *, is_elsewhere: bool) -> None:
+        self.position = Position.after(entry)
+
+    def check_path(self, entries: Sequence[Manifest], storage: Storage) -> None: ...
+
+    def write_path(self, entries: Sequence[Manifest], storage: Storage) -> None:
+        self.position = Position.after(entries[-1])
+
+    def resynced(self, fault: Exception) -> None: ...
+
+    def caught_up(self) -> None: ...
+
+    def read_past_cache(self, num_objects: int) -> None: ...
+
+    def failed_over(self, url: str) -> None: ...
+
+    def looks(self, rested: tuple[int, float] | None) -> None: ...
+
+    def rests(self, log: StreamLog, position: Position | None) -> None: ...
+
+
+def plain_reader(storage: Storage, position: Position | None = None) -> Reader:
+    """Return a reader at a position."""
+    target = Nothing(position)
+    return Reader(Sources(storage), target, target, Policy())
