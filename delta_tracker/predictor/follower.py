@@ -265,7 +265,7 @@ class Follower:
             log ends before the last applied version.
         """
         try:
-            return self._reader.lag()
+            return self._reader.lag.of(self._reader.source.log, self._reader.version)
         except StreamError:
             return None
 
@@ -280,7 +280,7 @@ class Follower:
 
         For heartbeats. The result is as old as the last poll.
         """
-        rested, seconds, position = self._reader.rested, self.poll_seconds, self._reader.position
+        rested, seconds, position = self._reader.lag.rested, self.poll_seconds, self._reader.position
         if (
             self.error is not None
             or seconds is None

@@ -251,7 +251,7 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
             requests=dict(requests),
             cache={} if self._cache is None else dict(self._cache.counts),
             poll_seconds=self._follower.poll_seconds,
-            notice=reader.notice,
+            notice=reader.ignored.notice,
         )
 
     def sync(self, limit: int | None = None) -> int:

@@ -93,7 +93,7 @@ def test_a_sync_that_ends_at_a_held_version_wakes_it(writer: Writer) -> None:
     writer.snapshot()
     with suppress(HeldVersionError), Predictor(writer.model(), writer.storage, gate=Gate()) as predictor:
         predictor.follow(poll_seconds=1000)
-        eventually(lambda: predictor._reader.rested is not None)  # the thread looks again in 1000 s
+        eventually(lambda: predictor._reader.lag.rested is not None)  # the thread looks again in 1000 s
         writer.delta([3])
         writer.table[5] = torch.nan
         writer.write("delta", [writer.rows([5])])

@@ -6,7 +6,7 @@ orders, tables whose rows are mixed, and a log that was replaced by an unrelated
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import takewhile
@@ -324,14 +324,14 @@ def _around(log: SeenLog, view: View, position: Position, fault: StreamError, bo
         return joined
     allows = _allows(log, view, bound)
     if not isinstance(fault, StreamReplacedError | HeldVersionError):
-        # A merged delta would contain the rows of a held version.
+        # A merged entry would contain the rows of a held version.
         merged = merged_deltas(log, position, allows=allows, skips_unreadable=not view.is_patient)
         if (found := _first(log, view, merged, Rule.RESYNC, fault)) is not None:
             return found
-    newer = takewhile(
-        lambda snapshot: _is_forward(log, view, position, snapshot),
-        snapshots(log, allows=allows, skips_unreadable=not view.is_patient),
-    )
+    found_snapshots = snapshots(log, allows=allows, skips_unreadable=not view.is_patient)
+    newer: Iterator[Manifest] = takewhile(lambda snapshot: _is_forward(log, view, position, snapshot), found_snapshots)
+    if isinstance(fault, HeldVersionError):
+        newer = (snapshot for snapshot in newer if snapshot.merges is None)
     if (found := _first(log, view, newer, Rule.RESYNC, fault)) is not None:
         return found
     if isinstance(fault, StreamReplacedError):
@@ -368,8 +368,15 @@ def _is_forward(log: SeenLog, view: View, position: Position, snapshot: Manifest
         return position.precedes(snapshot) and snapshot.version > position.version
     if not position.precedes(snapshot) or position.generation in (None, snapshot.generation):
         return False
-    others = (other for other in view.logs if other.number != log.number)
-    return not any(position.names(other.read(position.version)) for other in others)
+    return _all_others(log, view, lambda other: not position.names(other.read(position.version)))
+
+
+def _all_others(log: SeenLog, view: View, lacks: Callable[[SeenLog], bool]) -> bool:
+    """Return True if all other urls can be read, and each of their logs lacks something."""
+    try:
+        return not view.is_partial and all(lacks(other) for other in view.logs if other.number != log.number)
+    except (MalformedError, StorageError):
+        return False
 
 
 def _is_other_copy(log: SeenLog, position: Position) -> bool:
@@ -387,14 +394,13 @@ def _check_may_follow(log: SeenLog, view: View, position: Position) -> None:
     It must be a fork of the position's stream. Otherwise all logs must be readable, and none may have the position's
     stream: then it was replaced.
     """
-    if position.stream in log.former_streams():
-        return
-    for other in view.logs:
-        if other.number == log.number:
-            continue
+
+    def lacks(other: SeenLog) -> bool:
         head = other.head()
-        if head is not None and position.stream in (head.stream, *other.former_streams()):
-            raise StreamReplacedError(log.url, position.version)
+        return head is None or position.stream not in (head.stream, *other.former_streams())
+
+    if position.stream not in log.former_streams() and not _all_others(log, view, lacks):
+        raise StreamReplacedError(log.url, position.version)
 
 
 def _check_is_newer(log: SeenLog, position: Position) -> None:

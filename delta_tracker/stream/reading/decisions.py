@@ -141,6 +141,7 @@ class View:
         looks_for_gap: True to check, if the next entry is missing, whether it was deleted or is not committed yet.
         catches_up: True to look for an entry that replaces many versions.
         surveys: True to look at the other urls although the first one shows nothing new.
+        is_partial: True if some urls are not asked now, because they failed.
     """
 
     logs: tuple[SeenLog, ...]
@@ -151,6 +152,7 @@ class View:
     looks_for_gap: bool = True
     catches_up: bool = False
     surveys: bool = False
+    is_partial: bool = False
 
     def answered(self, number: int, question: Question[Any], answer: object) -> View:
         """Return the view with the answer to a question about one log."""

@@ -18,15 +18,21 @@ class Lag:
     newest version, by the store's modification times, and the time since this reader first saw the newest version, by
     this process's monotonic clock. It is too low by the time from the commit of the newest version until the reader saw
     it, and by up to one second if the store truncates modification times.
+
+    Attributes:
+        rested: version after which the last look found no entry, and the monotonic time at which that began; None if it
+            found one since.
     """
 
     def __init__(self) -> None:
+        self.rested: tuple[int, float] | None = None
         self._newest = -1, 0.0  # newest version seen, and the monotonic time at which it was seen first
 
-    def saw(self, version: int, now: float) -> None:
-        """Record that an entry that was read existed at the monotonic time ``now``."""
-        if version > self._newest[0]:
-            self._newest = version, now
+    def looked(self, version: int, *, is_there: bool, began: float) -> None:
+        """Record whether the entry of the next version existed at the monotonic time ``began``."""
+        self.rested = None if is_there else (version - 1, began)
+        if is_there and version > self._newest[0]:
+            self._newest = version, began
 
     def of(self, log: StreamLog, held: int | None) -> tuple[int, float]:
         """Return the number of versions above ``held``, and the age of the oldest one in seconds.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -21,7 +20,6 @@ from delta_tracker.errors import (
 )
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
-from delta_tracker.stream.pin import newest_pin
 from delta_tracker.stream.reading.decide import decide
 from delta_tracker.stream.reading.decisions import (
     FAULTS,
@@ -35,6 +33,7 @@ from delta_tracker.stream.reading.decisions import (
     Stay,
     View,
 )
+from delta_tracker.stream.reading.ignored_pins import IgnoredPins
 from delta_tracker.stream.reading.lag import Lag
 from delta_tracker.stream.reading.orders import Followed, Orders
 from delta_tracker.stream.reading.path import path_to
@@ -126,11 +125,10 @@ class Reader:
         sources: stores of the stream.
         orders: orders that the reader follows.
         settling: doubt of the current source; None if it is not behind a cache.
-        rested: version after which the last look found no entry, and the monotonic time at which that began; None if it
-            found one since.
+        lag: measurement of the lag.
         resyncs: record of the resyncs.
         pinned: version at which an order keeps the reader, or to which it goes; None without one.
-        notice: what is not an error, but should be known; empty if there is nothing.
+        ignored: pins that the reader does not follow.
     """
 
     def __init__(
@@ -146,18 +144,17 @@ class Reader:
         self.sources = sources
         self.orders = Orders(policy)
         self.settling = _settling(sources.current)
-        self.rested: tuple[int, float] | None = None
+        self.lag = Lag()
         self.resyncs = Resyncs()
         self.pinned: int | None = None
-        self.notice = ""
+        self.ignored = IgnoredPins(runtime.monotonic)
         self._target = target
         self._observer = observer
-        self._lag = Lag()
         self._skips_versions = skips_versions
         self._runtime = runtime
         self._in_a_row = _CATCH_UP  # versions applied since the end of the log was seen
         self._num_failures = 0  # consecutive rounds that failed
-        self._surveyed_at = self._pins_at = float("-inf")  # monotonic times of the last looks
+        self._surveyed_at = float("-inf")  # monotonic time of the last look at all sources
         self.orders.load(target.followed, target.position)
 
     @property
@@ -180,14 +177,6 @@ class Reader:
         """Last applied version; None before the first."""
         position = self._target.position
         return None if position is None else position.version
-
-    def lag(self) -> tuple[int, float]:
-        """Return the number of committed versions that are not applied, and the age of the oldest one in seconds.
-
-        Raises:
-            StreamError: if the log cannot be read, or ends before the last applied version.
-        """
-        return self._lag.of(self.source.log, self.version)
 
     def advance(self, *, looks_for_gap: bool) -> bool:
         """Apply the next version, or several at once. Return False if there is nothing to apply.
@@ -276,11 +265,12 @@ class Reader:
             num_failures=self._num_failures,
             looks_for_gap=looks_for_gap,
             catches_up=self._skips_versions and is_usable and self._in_a_row >= _CATCH_UP,
+            is_partial=len(sources) < len(self.sources),
             surveys=len(sources) > 1 and self._is_survey_due(looks_for_gap=looks_for_gap),
         )
         if view.catches_up:
             self._in_a_row = 0
-        self._observer.looks(self.rested)
+        self._observer.looks(self.lag.rested)
         return _Round(view, {each.number: each for each in sources})
 
     def _is_survey_due(self, *, looks_for_gap: bool) -> bool:
@@ -330,9 +320,7 @@ class Reader:
                 self.sources.failed(source)
                 _logger.info("another source cannot be used: url=%s error=%s", source.url, error)
         if question.about == "next" and is_current:
-            self.rested = None if isinstance(answer, Manifest) else (question.subject - 1, began)
-            if isinstance(answer, Manifest):
-                self._lag.saw(answer.version, began)
+            self.lag.looked(question.subject, is_there=isinstance(answer, Manifest), began=began)
         state.view = state.view.answered(look.number, question, answer)
 
     def _apply(self, state: _Round, decision: Apply) -> bool:
@@ -404,7 +392,8 @@ class Reader:
             self._surveyed_at = self._runtime.monotonic()
         if state.view.looks_for_gap:
             self._observer.rests(self.source.log, self._target.position)
-            self._look_for_ignored_pin()
+            if not self.orders.policy.follows_pins:
+                self.ignored.look(self.storage, self._target.position)
             if self.settling is not None:
                 self.settling.clear()
         self._use(self.sources[stay.number])
@@ -416,20 +405,6 @@ class Reader:
         followed = self.orders.seen(state.order, self._target.position)
         if followed is not None:
             self._target.follow(followed)
-
-    def _look_for_ignored_pin(self) -> None:
-        """Look now and then for a pin of the stream, if pins are not followed."""
-        now, position = self._runtime.monotonic(), self._target.position
-        if self.orders.policy.follows_pins or position is None or now - self._pins_at < _SURVEY_SECONDS:
-            return
-        self._pins_at = now
-        with suppress(StreamError):
-            pin = newest_pin(self.storage)
-            applies = pin is not None and pin.kind == "pin" and pin.stream == position.stream
-            notice = f"the pin of version {pin.version} is not followed" if applies and pin is not None else ""
-            if notice and notice != self.notice:
-                _logger.warning("%s, because follows_pins is False: url=%s", notice, self.storage.url)
-            self.notice = notice
 
     def _doubt(self, state: _Round, doubt: Doubt) -> None:
         """Read what may have caused a fault again: first from the cache, because another reader may have replaced it.
@@ -480,7 +455,7 @@ class Reader:
             return
         _logger.warning("continue from another source: url=%s former=%s", source.url, former.url)
         self.sources.use(source)
-        self.rested, self.settling = None, _settling(source)
+        self.lag.rested, self.settling = None, _settling(source)
         self._observer.failed_over(source.url)
 
     def _log_skipped(self, state: _Round, raised: StreamError | None) -> None:
