@@ -19,10 +19,10 @@ from delta_tracker.recovery.row_writer import RowWriter
 from delta_tracker.recovery.targets import state_table
 from delta_tracker.recovery.training_states import TrainingStates
 from delta_tracker.row_target import Region, RowTarget, TensorTarget
-from delta_tracker.stream.cursor import StreamCursor
 from delta_tracker.stream.format.manifest import DenseSpec, Manifest
 from delta_tracker.stream.format.part_reader import dense_of, read_parts
 from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.reading.path import path_to
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import ShardSpec, StateSpec, TableSpec, TableStates
 
@@ -51,7 +51,7 @@ def entries_of(log: StreamLog, version: int) -> list[Manifest]:
         NotRecoverableError: if the version has states, and cannot be restored.
         MalformedError, MissingVersionError, NoSnapshotError, StorageError: if the version cannot be read.
     """
-    path = StreamCursor(log).path_to(version, of_any=True)
+    path = path_to(log, version, of_any=True)
     for fqn in path[-1].identities:
         raise InvalidArgumentError("--dcp", fqn, "Choose --out: the table has raw ids, which --dcp cannot write")
     if path[-1].training:

@@ -18,8 +18,8 @@ from delta_tracker.cli.text import count, plain, several
 from delta_tracker.cli.versions import bytes_to_read, check_tables, contents_of, mapped, write_owners, write_rows
 from delta_tracker.errors import InvalidArgumentError, StorageError
 from delta_tracker.raw_ids import NO_OWNER
-from delta_tracker.stream.cursor import StreamCursor
 from delta_tracker.stream.format.manifest import DenseSpec, Manifest
+from delta_tracker.stream.reading.path import path_to
 from delta_tracker.types import TableSpec
 
 _CHUNK_BYTES = 4 << 20
@@ -50,8 +50,7 @@ Examples:
 def command(stream: Stream, v1: int, v2: int, *, fqn: str | None, limit: int, shows_ids: bool) -> int:
     """Compare the two versions of the table and print the differences."""
     stream.newest_readable()
-    cursor = StreamCursor(stream.log)
-    paths = cursor.path_to(v1, of_any=True), cursor.path_to(v2, of_any=True)
+    paths = path_to(stream.log, v1, of_any=True), path_to(stream.log, v2, of_any=True)
     spec = _table(fqn, paths[0][0])
     if shows_ids:
         return _show_ids(stream, (v1, v2), paths, spec, limit)

@@ -27,9 +27,9 @@ from delta_tracker.cli.versions import (
     write_rows,
 )
 from delta_tracker.errors import InvalidArgumentError, StorageError
-from delta_tracker.stream.cursor import StreamCursor
 from delta_tracker.stream.format.manifest import DTYPE_NAMES, DenseSpec, Manifest
 from delta_tracker.stream.format.part_writer import ALIGNMENT, SIZE_BYTES
+from delta_tracker.stream.reading.path import path_to
 
 _METADATA = "__metadata__"
 
@@ -149,7 +149,7 @@ def _put_together(stream: Stream, version: int, draft: Path, form: str) -> tuple
         MissingVersionError, NoSnapshotError, CorruptPartError, StorageError: if the version cannot be read.
         OSError: if a file cannot be written.
     """
-    path = StreamCursor(stream.log).path_to(version, of_any=True)
+    path = path_to(stream.log, version, of_any=True)
     work = draft / "work"
     work.mkdir()
     rooms: dict[str, Tensor] | None = None

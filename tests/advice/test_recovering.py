@@ -104,8 +104,8 @@ def test_an_older_version_than_a_corrupt_one_is_restored(tmp_path: Path) -> None
 
 
 @pytest.mark.advice(
-    "NotRecoverableError: Restoration.run Restoration._prepare Plan.check_objects names_of_all_ranks recovery_path "
-    "_Search._target _Search._error"
+    "NotRecoverableError: Restoration.run Restoration._prepare Plan.check_objects names_of_all_ranks "
+    "recovery_path _path"
 )
 @pytest.mark.parametrize("kind", ["no stream", "only a claim", "without states", "missing part"])
 def test_another_version_is_restored_or_none(tmp_path: Path, kind: str) -> None:

@@ -25,7 +25,7 @@ from delta_tracker.monitor import Monitor
 from delta_tracker.publisher import coordinator
 from delta_tracker.publisher.version_source import VersionSource
 from delta_tracker.recovery import plan, preparation
-from delta_tracker.recovery.path import _Search
+from delta_tracker.recovery.following import Following
 from delta_tracker.recovery.random_states import RandomStates
 from delta_tracker.recovery.row_writer import RowWriter
 from delta_tracker.sharding.interrupted import check_complete
@@ -292,7 +292,7 @@ def _fault(where: str) -> Iterator[None]:
             raise fault
 
         # Without a path from the applied version, the first entry is the snapshot.
-        older = mock.patch.object(_Search, "path_after", return_value=None)
+        older = mock.patch.object(Following, "applied", return_value=None)
         with mock.patch.object(RowWriter, "write", failing), older if where == "older rows" else nullcontext():
             yield
         return

@@ -39,7 +39,17 @@ from delta_tracker.stream.reading.decisions import (
     Stay,
     View,
 )
-from delta_tracker.stream.reading.path import Allows, merged_deltas, next_entry, path_to, readable, snapshots, steps_to
+from delta_tracker.stream.reading.path import (
+    Allows,
+    check_is_newer,
+    is_forward,
+    is_other_copy,
+    merged_deltas,
+    next_entry,
+    path_to,
+    path_to_entry,
+    snapshots,
+)
 from delta_tracker.stream.reading.position import Position, Rows
 from delta_tracker.stream.reading.seen import SeenLog, Unseen
 
@@ -164,17 +174,15 @@ def _to_pin(log: SeenLog, view: View, order: Order) -> Apply | Stay:
     target = None if order.is_own else _named(log, order)
     if target is not None and view.policy.is_canary and not log.allows(target):
         return _towards(log, view, order)
-    path: list[Manifest] | None = None
-    is_below = position is not None and position.rows is Rows.WHOLE and position.stream == order.stream
-    if target is not None and position is not None and is_below and position.version < order.version:
-        path = steps_to(log, target, position)
-    is_elsewhere = path is None
-    if path is None:
-        path = path_to(log, order.version, position=position if order.is_own else None)
+    if target is None:
+        path = path_to(log, order.version, position=position)
+    else:
+        is_whole = position is not None and position.rows is Rows.WHOLE
+        path = path_to_entry(log, target, order.newest, position=position if is_whole else None)
     for entry in path:
         if (fault := view.fault_of(log, entry)) is not None:
             raise fault
-    return Apply(log.number, tuple(path), Rule.PIN, is_elsewhere=is_elsewhere, order=order)
+    return Apply(log.number, tuple(path), Rule.PIN, is_elsewhere=path[0].kind == "snapshot", order=order)
 
 
 def _named(log: SeenLog, order: Order) -> Manifest:
@@ -335,7 +343,7 @@ def _around(log: SeenLog, view: View, position: Position, fault: StreamError, bo
     if (found := _first(log, view, newer, Rule.RESYNC, fault)) is not None:
         return found
     if isinstance(fault, StreamReplacedError):
-        _check_is_newer(log, position)
+        check_is_newer(log, position)
     raise fault
 
 
@@ -364,11 +372,11 @@ def _is_forward(log: SeenLog, view: View, position: Position, snapshot: Manifest
     if snapshot.stream != position.stream:
         _check_may_follow(log, view, position)
         return True
-    if not _is_other_copy(log, position):
-        return position.precedes(snapshot) and snapshot.version > position.version
-    if not position.precedes(snapshot) or position.generation in (None, snapshot.generation):
+    if not is_forward(log, position, snapshot):
         return False
-    return _all_others(log, view, lambda other: not position.names(other.read(position.version)))
+    return not is_other_copy(log, position) or _all_others(
+        log, view, lambda other: not position.names(other.read(position.version))
+    )
 
 
 def _all_others(log: SeenLog, view: View, lacks: Callable[[SeenLog], bool]) -> bool:
@@ -377,15 +385,6 @@ def _all_others(log: SeenLog, view: View, lacks: Callable[[SeenLog], bool]) -> b
         return not view.is_partial and all(lacks(other) for other in view.logs if other.number != log.number)
     except (MalformedError, StorageError):
         return False
-
-
-def _is_other_copy(log: SeenLog, position: Position) -> bool:
-    """Return True if a log of the position's stream ends before the position, or has another entry in its place."""
-    head = log.head()
-    if head is not None and head.version < position.version:
-        return True
-    held = readable(log.read, position.version)
-    return held is not None and not position.names(held)
 
 
 def _check_may_follow(log: SeenLog, view: View, position: Position) -> None:
@@ -401,14 +400,6 @@ def _check_may_follow(log: SeenLog, view: View, position: Position) -> None:
 
     if position.stream not in log.former_streams() and not _all_others(log, view, lacks):
         raise StreamReplacedError(log.url, position.version)
-
-
-def _check_is_newer(log: SeenLog, position: Position) -> None:
-    """Raise OlderCopyError if a log of the position's stream is another copy of it, with nothing newer."""
-    head = log.head()
-    is_older = head is not None and head.stream == position.stream and not position.precedes(head)
-    if head is not None and is_older and _is_other_copy(log, position):
-        raise OlderCopyError(log.url, head.version, position.version)
 
 
 # Common parts

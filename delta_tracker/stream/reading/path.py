@@ -5,7 +5,9 @@ The functions read only entries. ``allows`` returns False for an entry that the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
 from delta_tracker.errors import (
@@ -13,6 +15,7 @@ from delta_tracker.errors import (
     MalformedError,
     MissingVersionError,
     NoSnapshotError,
+    OlderCopyError,
     StorageError,
     StreamReplacedError,
 )
@@ -26,6 +29,7 @@ _MAX_UNREADABLE = 3
 _T = TypeVar("_T")
 
 Allows = Callable[[Manifest], bool]
+ReadMerged = Callable[[Merged], Manifest | None]
 
 
 def readable(read: Callable[[_T], Manifest | None], what: _T) -> Manifest | None:
@@ -54,12 +58,7 @@ def next_entry(log: Following, position: Position, *, looks_for_gap: bool) -> Ma
         if looks_for_gap:
             log.check_gap(position)
         return None
-    follows = entry.stream == position.stream and entry.parent == position.link
-    if not follows or entry.generation < (position.generation or 0):
-        raise StreamReplacedError(log.url, position.version)
-    if entry.kind == "claim" and not log.is_committed(entry):
-        head = log.head() or entry
-        raise MissingVersionError(entry.version, head.version)
+    check_follows(log, entry, position)
     return entry
 
 
@@ -176,9 +175,6 @@ def is_next(merged: Manifest, position: Position) -> bool:
 def path_to(log: Entries, version: int, *, position: Position | None = None, of_any: bool = False) -> list[Manifest]:
     """Return the entries to apply to reach a version, in order: a snapshot and its successors up to the version.
 
-    Starts at a merged snapshot if there is one: retention may have deleted the versions that it replaces, or only their
-    parts.
-
     Args:
         log: the log.
         version: version of the newest stream of the log.
@@ -199,45 +195,101 @@ def path_to(log: Entries, version: int, *, position: Position | None = None, of_
         raise InvalidArgumentError("version", version, remedy)
     if position is not None and position.stream != head.stream:
         raise StreamReplacedError(log.url, position.version)
-    merged = {each.last: each for each in log.merged() if each.kind == "snapshot"}
+    try:
+        return path_to_entry(log, committed_entry(log, version, head, of_any=of_any), head.version)
+    except NoSnapshotError:
+        if head.snapshot is None:
+            raise NoSnapshotError(log.url) from None
+        raise
+    except MissingVersionError as error:
+        first = log.read(error.version + 1) if of_any else None
+        if first is None or first.forked_from is None:
+            raise
+        remedy = f"Pass one before version {first.version}, which starts another stream, or a later snapshot"
+        raise InvalidArgumentError("version", version, remedy) from error
+
+
+def path_to_entry(
+    log: Entries,
+    target: Manifest,
+    newest: int,
+    *,
+    position: Position | None = None,
+    shortcut: ReadMerged | None = None,
+) -> list[Manifest]:
+    """Return the entries to apply to reach an entry: those after a position, or a snapshot and its successors.
+
+    Begins with the newest snapshot before the target, of the log or merged: retention may have deleted the versions
+    that a merged one replaces, or only their parts. With a position at or above the newest snapshot of the log, begins
+    after it, if all entries from there on are deltas and claims.
+
+    Args:
+        log: the log.
+        target: entry of the log, or a merged entry.
+        newest: newest version, for messages.
+        position: position of the reader; None to begin with a snapshot.
+        shortcut: reads a merged entry to apply instead of the versions that it replaces, and returns None if it must
+            not be used. None to use merged deltas only for versions that the log lacks.
+
+    Returns:
+        The entries in order. Empty if the target is the entry of the position. The first one is a snapshot unless it
+        follows the position.
+
+    Raises:
+        MissingVersionError: if a required entry is missing or was replaced.
+        NoSnapshotError: if there is no snapshot at or below the target.
+        MalformedError: if an entry cannot be read, or has a lower generation than its predecessor.
+        StorageError: if the store cannot be read.
+    """
+    if position is not None:
+        is_near = (target.snapshot or 0) <= position.version <= target.version
+        position = position if is_near and position.stream == target.stream else None
+    ways = [(place, read) for place in dict.fromkeys((position, None)) for read in dict.fromkeys((shortcut, None))]
+    for way in ways[:-1]:
+        with suppress(MalformedError, MissingVersionError, NoSnapshotError):
+            return _path(log, target, newest, *way)
+    return _path(log, target, newest, *ways[-1])
+
+
+def _path(
+    log: Entries,
+    target: Manifest,
+    newest: int,
+    position: Position | None,
+    shortcut: ReadMerged | None,
+) -> list[Manifest]:
+    """Go back from the target by the links of the entries, to a position or else to the first snapshot.
+
+    A merged delta that begins before the position, or before the snapshot, may belong to another history than the rows.
+    """
+    after = (target.snapshot or 0) - 1 if position is None else position.version
+    merged = [] if position is not None and shortcut is None else log.merged(after=after)
+    starts = [each for each in merged if position is None and each.kind == "snapshot" and each.last <= target.version]
+    floor = max((each.last for each in starts), default=-1) if position is None else position.version
+    deltas = [each for each in merged if shortcut is not None and each.kind == "delta" and each.first > floor]
+    instead = {each.last: each for each in [*reversed(deltas), *starts]}  # the longest delta with each last version
+    read = shortcut or partial(readable, log.read_merged)
     path: list[Manifest] = []
-    link: Link | None = None
-    asked = version
-    found = _entry(log, version, None, merged) if of_any else None
-    stream = head.stream if found is None else found.stream
-    while not path or path[-1].kind != "snapshot":
-        entry = _entry(log, version, link, merged)
-        if of_any and path and path[-1].forked_from is not None:
-            remedy = f"Pass one before version {path[-1].version}, which starts another stream, or a later snapshot"
-            raise InvalidArgumentError("version", asked, remedy)
-        if entry is None or entry.stream != stream:
-            raise MissingVersionError(version, head.version)
-        if not path and entry.kind == "claim" and not log.is_committed(entry):
-            raise MissingVersionError(version, head.version)
+    link = target.link
+    while position is None or link != position.link:
+        if position is not None and link.version <= position.version:
+            raise MissingVersionError(position.version, newest)
+        entry = read(instead[link.version]) if link.version in instead else None
+        if entry is None or entry.link != link:
+            entry = target if link == target.link else _entry(log, link.version, link)
+        if entry is None or entry.stream != target.stream:
+            raise MissingVersionError(link.version, newest)
         if path and entry.generation > path[-1].generation:
             raise generation_error(path[-1], entry)
         path.append(entry)
-        if entry.kind != "snapshot":
-            if entry.parent is None:
-                raise NoSnapshotError(log.url, None if head.snapshot is None else asked)
-            link = entry.parent
-            version = link.version
-    return path[::-1]
-
-
-def steps_to(log: Entries, target: Manifest, position: Position) -> list[Manifest] | None:
-    """Return the entries of the log from a position to a later entry; None if they do not lead there."""
-    path: list[Manifest] = []
-    entry: Manifest | None = target
-    while entry is not None and entry.stream == position.stream and entry.version > position.version:
-        path.append(entry)
-        if entry.parent == position.link:
-            return path[::-1]
+        if entry.kind == "snapshot":
+            break
+        if entry.parent is None:
+            raise NoSnapshotError(log.url, target.version)
         link = entry.parent
-        entry = None if link is None else readable(log.read, link.version)
-        if entry is not None and (entry.link != link or entry.generation > path[-1].generation):
-            return None
-    return None
+    if position is not None and path and path[-1].generation < (position.generation or 0):
+        raise MissingVersionError(path[-1].version, newest)
+    return path[::-1]
 
 
 def _newest_below(log: Entries, version: int) -> Manifest | None:
@@ -252,27 +304,81 @@ def _newest_below(log: Entries, version: int) -> Manifest | None:
         return head
 
 
-def _entry(log: Entries, version: int, link: Link | None, merged: Mapping[int, Merged]) -> Manifest | None:
-    """Return the merged snapshot or else the log entry of a version, or another merged entry that ends with it.
-
-    Returns None if no entry matches.
+def committed_entry(
+    log: Entries, version: int, head: Manifest, *, link: Link | None = None, of_any: bool = False
+) -> Manifest:
+    """Return the log's entry of a version, or a merged entry that ends with it.
 
     Args:
         log: the log.
         version: version of the entry.
+        head: newest entry of the log.
         link: required link of the entry; None accepts every link.
-        merged: last version to reference of each merged snapshot.
+        of_any: True to accept an entry of a former stream of the log.
+
+    Raises:
+        MissingVersionError: if there is no such entry, or only a claim that is not part of the log.
+        MalformedError, StorageError: if the log cannot be read.
     """
+    entry = _entry(log, version, link)
+    if entry is None or (entry.stream != head.stream and not of_any):
+        raise MissingVersionError(version, head.version)
+    if entry.kind == "claim" and not log.is_committed(entry):
+        raise MissingVersionError(version, head.version)
+    return entry
+
+
+def _entry(log: Entries, version: int, link: Link | None) -> Manifest | None:
+    """Return the log's entry of a version, or a merged entry that ends with it; None if none of them has the link."""
     entry = log.read(version)
     if entry is not None and link in (None, entry.link):
-        snapshot = merged.get(version) if entry.kind != "snapshot" else None
-        whole = None if snapshot is None else readable(log.read_merged, snapshot)
-        return whole if whole is not None and whole.link == entry.link else entry
+        return entry
     found = [each for each in log.merged(after=version - 1) if each.last == version]
-    # A store that cannot list names only the newest merged snapshot.
     found.sort(key=lambda each: (each.kind != "snapshot", each.first))
-    for each in (*found, Merged(version, 0, "snapshot")):
-        whole = log.read_merged(each)
-        if whole is not None and link in (None, whole.link):
-            return whole
+    for each in [*found, Merged(version, 0, "snapshot")]:  # a store that cannot list names only the newest snapshot
+        entry = log.read_merged(each)
+        if entry is not None and link in (None, entry.link):
+            return entry
     return None
+
+
+def check_follows(log: Entries | Following, entry: Manifest, position: Position) -> None:
+    """Check that an entry follows a position.
+
+    Raises:
+        StreamReplacedError: if it does not.
+        MissingVersionError: if it is a claim that is not part of the log.
+        MalformedError, StorageError: if the log cannot be read.
+    """
+    follows = entry.stream == position.stream and entry.parent == position.link
+    if not follows or entry.generation < (position.generation or 0):
+        raise StreamReplacedError(log.url, position.version)
+    if entry.kind == "claim" and not log.is_committed(entry):
+        head = log.head() or entry
+        raise MissingVersionError(entry.version, head.version)
+
+
+def is_other_copy(log: Entries, position: Position) -> bool:
+    """Return True if a log of the position's stream ends before the position, or has another entry in its place."""
+    head = log.head()
+    if head is not None and head.version < position.version:
+        return True
+    held = readable(log.read, position.version)
+    return held is not None and not position.names(held)
+
+
+def is_forward(log: Entries, position: Position, entry: Manifest) -> bool:
+    """Return True if an entry of the position's stream is newer, and of a later generation in another copy."""
+    if not position.precedes(entry):
+        return False
+    if is_other_copy(log, position):
+        return position.generation not in (None, entry.generation)
+    return entry.version > position.version
+
+
+def check_is_newer(log: Entries, position: Position) -> None:
+    """Raise OlderCopyError if a log of the position's stream is another copy of it, with nothing newer."""
+    head = log.head()
+    is_newer = head is None or head.stream != position.stream or position.precedes(head)
+    if head is not None and not is_newer and is_other_copy(log, position):
+        raise OlderCopyError(log.url, head.version, position.version)
