@@ -129,7 +129,6 @@ class Source:
             StreamReplacedError: if the log does not have the last applied entry.
             UnreadablePointerError, StaleCacheError: if the pointer, over http, shows nothing.
         """
-        self.pins = PinFollower()
         self.has_listed = False
         held, log = position.link, self.log
         pointer = log.pointer.newest()
