@@ -89,7 +89,7 @@ def test_a_command_is_given_a_stream_or_a_description(cli: Cli, tmp_path: Path) 
     cli("plan", "--from", job.url)
 
 
-@pytest.mark.advice("InvalidArgumentError: StreamCursor.path_to _refuse_former", "MissingVersionError: checked_path")
+@pytest.mark.advice("InvalidArgumentError: path_to _refuse_former", "MissingVersionError: checked_path")
 def test_a_version_of_the_stream_is_passed(tmp_path: Path) -> None:
     job, model = Job(tmp_path), small_model()
     predictor = job.serve(model)

@@ -187,7 +187,7 @@ def _damage(job: Job, version: int, kind: str) -> type[Exception]:
     "_check_piece _check_size _refusals",
     "MalformedError: parse_manifest StreamLog.read StreamLog.read_merged generation_error Storage._allocate "
     "version_owners identities_after CachedStorage.read",
-    "MissingVersionError: StreamCursor.check_for_gap StreamCursor.next",
+    "MissingVersionError: Source.check_gap check_follows",
 )
 @pytest.mark.parametrize("kind", _DAMAGES)
 def test_a_snapshot_of_the_trainer_replaces_a_damaged_version(tmp_path: Path, kind: str) -> None:
@@ -206,8 +206,8 @@ def test_a_snapshot_of_the_trainer_replaces_a_damaged_version(tmp_path: Path, ki
 
 
 @pytest.mark.advice(
-    "StreamReplacedError: Predictor._take StreamCursor.next StreamCursor.check_for_gap StreamCursor.path_to "
-    "StreamCursor._listed_lag"
+    "StreamReplacedError: CheckedWriter.apply check_follows Source.check_gap path_to _check_may_follow "
+    "Lag._listed"
 )
 def test_a_snapshot_to_the_present_stream_serves_a_predictor_of_the_former(tmp_path: Path) -> None:
     job, model = Job(tmp_path), small_model()
@@ -224,7 +224,7 @@ def test_a_snapshot_to_the_present_stream_serves_a_predictor_of_the_former(tmp_p
     assert job.is_served_by(model, predictor.sync())
 
 
-@pytest.mark.advice("NoSnapshotError: StreamCursor.starts StreamCursor.path_to Predictor._obeys")
+@pytest.mark.advice("NoSnapshotError: _newest _path path_to _begin")
 def test_a_snapshot_makes_a_stream_readable(tmp_path: Path) -> None:
     tracker = ModelDeltaTracker(small_model())
     with Publisher(tracker, f"file://{tmp_path}") as publisher:
@@ -238,7 +238,7 @@ def test_a_snapshot_makes_a_stream_readable(tmp_path: Path) -> None:
         assert predictor.version == 1
 
 
-@pytest.mark.advice("MissingVersionError: StreamCursor.path_to")
+@pytest.mark.advice("MissingVersionError: committed_entry _path")
 def test_another_version_than_a_missing_one_is_asked_for(tmp_path: Path) -> None:
     job, model = Job(tmp_path), small_model()
     predictor = job.serve(model)

@@ -359,7 +359,7 @@ def cases() -> Iterator[Case]:
     for is_behind in (False, True):
         text = "before" if is_behind else "at"
         yield Follow(f"follow a claim after a lost entry, from {text} it", _LOST, partial(_lost, is_behind=is_behind))
-    yield Follow("follow a fork", "Readers of the former stream treat it as another stream", _forked)
+    yield Follow("follow a fork", "The claim proves that its stream continues the former one", _forked)
     yield Follow("follow a part that comes late", "the parts of an entry exist", _late_part)
     for text, (make, change) in _REFUSED.items():
         yield Follow(f"follow a version with {text}", _CHECK, partial(_refused, make, change))

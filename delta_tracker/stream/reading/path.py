@@ -368,12 +368,8 @@ def is_other_copy(log: Entries, position: Position) -> bool:
 
 
 def is_forward(log: Entries, position: Position, entry: Manifest) -> bool:
-    """Return True if an entry of the position's stream is newer, and of a later generation in another copy."""
-    if not position.precedes(entry):
-        return False
-    if is_other_copy(log, position):
-        return position.generation not in (None, entry.generation)
-    return entry.version > position.version
+    """Return True if an entry of the position's stream is newer. Only in another copy may its version be lower."""
+    return position.precedes(entry) and (entry.version > position.version or is_other_copy(log, position))
 
 
 def check_is_newer(log: Entries, position: Position) -> None:
