@@ -12,6 +12,7 @@ from delta_tracker.errors import (
     MalformedError,
     MissingVersionError,
     NotRecoverableError,
+    OlderCopyError,
     StorageError,
     StreamError,
     StreamReplacedError,
@@ -24,9 +25,11 @@ from delta_tracker.recovery.plan import Plan
 from delta_tracker.recovery.preparation import prepare
 from delta_tracker.recovery.row_writer import RowWriter
 from delta_tracker.sharding.interrupted import is_following, mark_following
-from delta_tracker.stream.cursor import StreamCursor
 from delta_tracker.stream.format.manifest import Manifest, Schema
 from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.reading.path import check_is_newer, is_forward, next_entry
+from delta_tracker.stream.reading.position import Position
+from delta_tracker.stream.reading.source import Source
 
 _logger = logging.getLogger(__name__)
 
@@ -62,7 +65,8 @@ class Following:
         self.error: StreamError | None = None
         self._log = log
         self._job = job
-        self._cursor = StreamCursor(log)
+        self._source = Source(0, log.storage, log=log)
+        self._position: Position | None = None  # after the last entry, which may be a claim
         self._ahead: deque[Manifest] = deque()  # entries of a path that are not written yet
         self._writer: RowWriter | None = None
         self._schema: Schema | None = None  # of the entries that the writer can write
@@ -141,14 +145,14 @@ class Following:
             self._begin_again()
 
     def _begin_again(self) -> None:
-        self._applied = self._partial = self._cursor.place = None
+        self._applied = self._partial = self._position = None
         self._ahead.clear()
 
     def _try(self, call: Callable[[], bool]) -> bool:
         """Return the result of ``call``. Record an error of the store or of the stream, and return False."""
         try:
             has_moved = call()
-        except (StorageError, *_FAULTS) as error:
+        except (StorageError, OlderCopyError, *_FAULTS) as error:
             if isinstance(error, NotRecoverableError) and self._writer is None:
                 raise
             self._failed(error)
@@ -167,7 +171,7 @@ class Following:
 
     def _step(self) -> bool:
         """Apply the next entry and return True. Return False if there is none yet."""
-        if self._cursor.place is None and not self._ahead:
+        if self._position is None and not self._ahead:
             try:
                 self._take_path(recovery_path(self._log))
             except NotRecoverableError as error:
@@ -179,6 +183,10 @@ class Following:
             entry = self._ahead[0] if self._ahead else self._next()
             if entry is None:
                 return False
+            if self._applied is not None and self.applied() is None:
+                _logger.warning("standby begins again: a version that it applied in part is not in the log any more")
+                self._begin_again()
+                return True
             self._apply(entry)
         except _FAULTS as fault:
             if not self._finds_other_path(entry):
@@ -187,13 +195,14 @@ class Following:
             return True
         if self._ahead:
             self._ahead.popleft()
-        self._cursor.moved(entry)
+        self._position = Position.after(entry)
         return True
 
     def _next(self) -> Manifest | None:
-        entry = self._cursor.next()
-        if entry is None and (self.error is not None or time.monotonic() >= self._gap_check):
-            self._cursor.check_for_gap()
+        assert self._position is not None, "an entry was applied"
+        looks_for_gap = self.error is not None or time.monotonic() >= self._gap_check
+        entry = next_entry(self._source, self._position, looks_for_gap=looks_for_gap)
+        if entry is None and looks_for_gap:
             self._gap_check = time.monotonic() + _GAP_CHECK_SECONDS
         return entry
 
@@ -223,17 +232,30 @@ class Following:
 
         Args:
             faulty: entry that cannot be applied; None if the next entry cannot be read.
+
+        Raises:
+            OlderCopyError: if the log is another copy of the stream, with nothing newer than the position.
         """
-        applied = self._applied if faulty is None else None
+        applied = self._applied if faulty is None and self._partial is None else None
         try:
-            path = recovery_path(self._log, applied=applied)
-            if any((each.link, each.merges) == (faulty.link, faulty.merges) for each in path if faulty is not None):
+            path = recovery_path(self._log, applied=applied, avoid=faulty)
+            if faulty in path or not self._is_forward(path[-1]):
                 return False
-            self._take_path(path[1:] if applied is not None and path[0].link == applied.link else path)
+            self._take_path(path[1:] if path[0] == applied else path)
         except (StorageError, *_FAULTS) as error:
             _logger.info("standby found no other path: %s", str(error))
             return False
         return bool(self._ahead)
+
+    def _is_forward(self, target: Manifest) -> bool:
+        """Return True unless the model has rows that are as new as an entry of the same stream."""
+        position = self._position
+        if self._applied is None or position is None or target.stream != position.stream:
+            return True
+        if is_forward(self._log, position, target):
+            return True
+        check_is_newer(self._log, position)
+        return False
 
     def _take_path(self, path: Sequence[Manifest]) -> None:
         """Apply the entries of a path next."""

@@ -85,10 +85,11 @@ def _path(
 
     def shortcut(merged: Merged) -> Manifest | None:
         try:
-            return None if avoid is not None and Merged.of(avoid) == merged else log.read_merged(merged)
+            entry = log.read_merged(merged)
         except MalformedError as error:
             _logger.warning("a merged entry is unreadable; the versions that it replaces are used: %s", error)
             return None
+        return None if entry == avoid else entry
 
     position = None if applied is None else Position.after(applied)
     path = path_to_entry(log, target, head.version, position=position, shortcut=shortcut)

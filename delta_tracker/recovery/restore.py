@@ -20,9 +20,9 @@ from delta_tracker.recovery.path import recovery_path
 from delta_tracker.recovery.plan import Plan
 from delta_tracker.recovery.preparation import Prepared, prepare
 from delta_tracker.sharding.interrupted import mark, unmark
-from delta_tracker.stream.cursor import Place
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.reading.position import Position
 from delta_tracker.stream.storage.storage import Location, open_storage
 from delta_tracker.tracker.data_position import DataPosition
 from delta_tracker.tracker.tracker import ModelDeltaTracker
@@ -272,7 +272,7 @@ class Restoration:
             self._unloaded = {name: made.states.of_all_ranks(name) for name in names}
         if job.tracker is not None:
             last = made.plan.last
-            note = Place(last.stream, last.link).to_dict()
+            note = Position(last.stream, last.link).to_dict()
             notes = {**made.places, **({made.publisher: note} if made.publisher in job.tracker.consumers else {})}
             job.tracker.restore_from_stream(last.batches[1], made.pending, notes)
             if job.objects.data is not None:

@@ -256,6 +256,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         Raises:
             StorageError: if the store cannot be read.
             MalformedError, CorruptPartError, MissingVersionError, StreamReplacedError: if a version cannot be applied.
+            OlderCopyError: if the store shows an older copy of the stream. The applied version is kept.
             NotRecoverableError, RestoreMismatchError, InvalidArgumentError, TableMismatchError, RestoreFailedError,
             RankLostError: as :meth:`follow` raises them.
         """

@@ -29,11 +29,11 @@ from delta_tracker.recovery.following import Following
 from delta_tracker.recovery.random_states import RandomStates
 from delta_tracker.recovery.row_writer import RowWriter
 from delta_tracker.sharding.interrupted import check_complete
-from delta_tracker.stream.cursor import StreamCursor
 from delta_tracker.stream.heartbeat import PublisherPulse, read_heartbeats
 from delta_tracker.stream.liveness import Liveness
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
+from delta_tracker.stream.reading.source import Source
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.stream.takeover_request import request_takeover
 from tests.publisher.publishing_cases import assert_equal, attempt, empty_model
@@ -407,15 +407,15 @@ def followed_until(rank: int, world_size: int, path: str, spec: dict[str, Any]) 
     check_successor(trainer, publisher, job, taken, expected)
     other = made(spec, rank).standby(path)
     other.sync()
-    following, calls = StreamCursor.next, []
+    following, calls = Source.next, []
 
-    def unreachable(cursor: StreamCursor) -> Any:
-        calls.append(cursor)
+    def unreachable(source: Source, version: int) -> Any:
+        calls.append(version)
         if len(calls) <= 2:
             raise StorageError("file:///gone", "the disk is gone")
-        return following(cursor)
+        return following(source, version)
 
-    with mock.patch.object(StreamCursor, "next", unreachable) if rank == world_size - 1 else nullcontext():
+    with mock.patch.object(Source, "next", unreachable) if rank == world_size - 1 else nullcontext():
         make_silent(path)
         silent = other.follow(silence=30.0)
     assert len(calls) > 2 or rank < world_size - 1, "a rank that is cut off prevents the claim"
@@ -873,6 +873,43 @@ def replaced(rank: int, world_size: int, path: str, spec: dict[str, Any], where:
     other.train(1)
     assert publisher.publish().kind == "delta"
     check_successor(other, publisher, job, standby.take_over(force=True), other.held())
+
+
+def rolled_back(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> list[str]:
+    """A standby keeps its version while the log is an older copy, and follows a trainer that continues from the copy.
+
+    A version that was applied in part before, and is not in the copy, leaves no rows.
+    """
+    trainer, job = Job(spec_of(**spec), rank), made(spec, rank)
+    publisher = trainer.publisher(path)
+    trainer.train(2)
+    publisher.snapshot()
+    standby, messages = job.standby(path), []
+    log = Path(path) / "stream" / "log"
+    for is_partial in (False, True):
+        trainer.train(1)
+        held = publisher.publish()
+        standby.sync()
+        before = sorted(log.iterdir())
+        trainer.train(3)
+        publisher.publish()
+        publisher.close()
+        with _fault("rows") if is_partial else nullcontext():
+            messages.append(attempt(standby.sync))
+        for each in set(log.iterdir()) - set(before):  # as in a backup from before the version
+            each.unlink()
+        trainer = made(spec, rank)
+        trainer.restore(path)
+        if not is_partial:
+            messages += [attempt(standby.sync), attempt(standby.sync)]
+            assert standby.version == held.version + 1
+        publisher = trainer.publisher(path)
+        trainer.train(1)
+        last = publisher.publish()
+        assert (standby.sync(), standby.error) == (last.version, None)
+        assert same(job.rows(), trainer.rows())
+    publisher.close()
+    return messages
 
 
 def disturbed(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> list[str]:

@@ -58,7 +58,12 @@ def next_entry(log: Following, position: Position, *, looks_for_gap: bool) -> Ma
         if looks_for_gap:
             log.check_gap(position)
         return None
-    check_follows(log, entry, position)
+    follows = entry.stream == position.stream and entry.parent == position.link
+    if not follows or entry.generation < (position.generation or 0):
+        raise StreamReplacedError(log.url, position.version)
+    if entry.kind == "claim" and not log.is_committed(entry):
+        head = log.head() or entry
+        raise MissingVersionError(entry.version, head.version)
     return entry
 
 
@@ -340,22 +345,6 @@ def _entry(log: Entries, version: int, link: Link | None) -> Manifest | None:
         if entry is not None and link in (None, entry.link):
             return entry
     return None
-
-
-def check_follows(log: Entries | Following, entry: Manifest, position: Position) -> None:
-    """Check that an entry follows a position.
-
-    Raises:
-        StreamReplacedError: if it does not.
-        MissingVersionError: if it is a claim that is not part of the log.
-        MalformedError, StorageError: if the log cannot be read.
-    """
-    follows = entry.stream == position.stream and entry.parent == position.link
-    if not follows or entry.generation < (position.generation or 0):
-        raise StreamReplacedError(log.url, position.version)
-    if entry.kind == "claim" and not log.is_committed(entry):
-        head = log.head() or entry
-        raise MissingVersionError(entry.version, head.version)
 
 
 def is_other_copy(log: Entries, position: Position) -> bool:

@@ -32,6 +32,7 @@ class Source:
         number: number of the store among those of the reader.
         storage: the store.
         canary: distance that the reader keeps from the newest version; None without one.
+        log: log of the stream; None to open it.
 
     Attributes:
         log: log of the stream.
@@ -41,10 +42,12 @@ class Source:
         has_listed: True if the last check for a gap had to list the log.
     """
 
-    def __init__(self, number: int, storage: Storage, canary: Canary | None = None) -> None:
+    def __init__(
+        self, number: int, storage: Storage, canary: Canary | None = None, *, log: StreamLog | None = None
+    ) -> None:
         self.number = number
         self.storage = storage
-        self.log = StreamLog(storage)
+        self.log = StreamLog(storage) if log is None else log
         self.bound = None if canary is None else CanaryBound(canary, self.log)
         self.catch_up = CatchUp(self.log, None if self.bound is None else self.bound.allows)
         self.pins = PinFollower()
