@@ -908,8 +908,36 @@ def rolled_back(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> 
         last = publisher.publish()
         assert (standby.sync(), standby.error) == (last.version, None)
         assert same(job.rows(), trainer.rows())
+    trainer.train(1)
+    lost = publisher.publish()
+    standby.sync()
     publisher.close()
+    (Path(path) / "stream" / entry_name(lost.version)).unlink()
+    make_silent(path)
+    messages.append(attempt(standby.take_over))
+    trainer = made(spec, rank)
+    trainer.restore(path)
+    standby.take_over(force=True)
+    assert same(job.held(), trainer.held())
     return messages
+
+
+def begun(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> None:
+    """A standby that begins applies the versions that a damaged merged one replaces."""
+    trainer, job = Job(spec_of(**spec), rank), made(spec, rank)
+    publisher = trainer.publisher(path)
+    trainer.train(1)
+    publisher.snapshot()
+    for _ in range(3):
+        trainer.train(1)
+        last = publisher.publish()
+    merged = compact(Storage(f"file://{path}/stream"), fold=1e9)
+    assert (merged.kind, merged.version) == ("delta", last.version)
+    part = Path(path) / "stream" / merged.parts[0].name
+    part.write_bytes(b"\0" * part.stat().st_size)
+    assert job.standby(path).sync() == last.version
+    assert same(job.rows(), trainer.rows())
+    publisher.close()
 
 
 def disturbed(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> list[str]:

@@ -199,7 +199,12 @@ def test_a_standby_does_not_follow_an_older_copy_of_the_log(one_rank: RankPool, 
         "nothing was raised",
         *["OlderCopyError"] * 2,
         "StorageError",
+        "StandbyBehindError",
     ]
+
+
+def test_a_damaged_merged_version_does_not_hide_those_that_it_replaces(one_rank: RankPool, tmp_path: Path) -> None:
+    one_rank.run(f"{_CASES}:begun", path=str(tmp_path), spec=spec(1))
 
 
 @pytest.mark.sweep("long")
