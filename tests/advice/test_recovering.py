@@ -104,8 +104,8 @@ def test_an_older_version_than_a_corrupt_one_is_restored(tmp_path: Path) -> None
 
 
 @pytest.mark.advice(
-    "NotRecoverableError: Restoration.run Restoration._prepare Plan.check_objects names_of_all_ranks "
-    "recovery_path _path"
+    "NotRecoverableError: Restoration.run Restoration._prepare Plan.check_objects names_of_all_ranks recovery_path "
+    "_path"
 )
 @pytest.mark.parametrize("kind", ["no stream", "only a claim", "without states", "missing part"])
 def test_another_version_is_restored_or_none(tmp_path: Path, kind: str) -> None:
@@ -263,7 +263,7 @@ def _snapshot(job: _Job, **options: Any) -> None:
 @pytest.mark.advice(
     "FollowingError: mark_following",
     "LivePublisherError: Standby.take_over Standby._claim Standby._check_still_silent Standby._claim_after "
-    "StreamLog.claim live_publisher",
+    "StreamLog.claim _silent_head",
     "InvalidArgumentError: Claim.use",
 )
 @pytest.mark.parametrize("way", ["stop", "force"])
