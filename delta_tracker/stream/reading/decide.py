@@ -110,7 +110,7 @@ def _at(log: SeenLog, view: View) -> Apply | Stay | Doubt:
         if position is None or position.rows is Rows.MIXED:
             return _begin(log, view, order)
         if position.generation is None:
-            position = replace(position, generation=log.generation(position))
+            position = replace(position, generation=_generation(log, view, position))
         if order is None or order.stream != position.stream:
             return _new_order(log, view, position, order) or _forward(log, view, position)
         return _ordered(log, view, position, order)
@@ -118,6 +118,15 @@ def _at(log: SeenLog, view: View) -> Apply | Stay | Doubt:
         if log.is_doubted:
             return Doubt(log.number, fault)
         raise
+
+
+def _generation(log: SeenLog, view: View, position: Position) -> int | None:
+    """Return the generation of a position by the first log that has its entry; None if there is none."""
+    for each in (log, *view.logs):
+        with suppress(StorageError):
+            if (found := each.generation(position)) is not None:
+                return found
+    return None
 
 
 # Orders
@@ -170,11 +179,10 @@ def _not_yet(order: Order) -> str:
 
 def _to_pin(log: SeenLog, view: View, order: Order) -> Apply | Stay:
     """Apply what leads exactly to the version of an order: forward by deltas, back by a snapshot."""
-    position = view.position
-    target = None if order.is_own else _named(log, order)
-    if target is not None and view.policy.is_canary and not log.allows(target):
+    position, target = view.position, _named(log, order)
+    if not order.is_own and view.policy.is_canary and not log.allows(target):
         return _towards(log, view, order)
-    if target is None:
+    if order.is_own:
         path = path_to(log, order.version, position=position)
     else:
         is_whole = position is not None and position.rows is Rows.WHOLE
@@ -186,9 +194,13 @@ def _to_pin(log: SeenLog, view: View, order: Order) -> Apply | Stay:
 
 
 def _named(log: SeenLog, order: Order) -> Manifest:
-    """Return the entry that an order names. Raise MissingVersionError if there is none."""
-    entry = log.named(order)
-    if entry is None:
+    """Return the entry that an order names; for an own rollback, the newest one, whose log has the version.
+
+    Raises:
+        MissingVersionError: if there is none.
+    """
+    entry = log.head() if order.is_own else log.named(order)
+    if entry is None or entry.stream != order.stream or entry.version < order.version:
         remedy = "Pass another version (delta-tracker rollback --replace), or call delta-tracker release"
         raise MissingVersionError(order.version, order.newest).advising(remedy)
     return entry
@@ -199,8 +211,12 @@ def _towards(log: SeenLog, view: View, order: Order) -> Apply | Stay:
     position = view.position
     if position is None or position.rows is Rows.MIXED:
         return _start(log, view, order.version)
+    stay = Stay(log.number, _not_yet(order))
+    if position.stream != order.stream:
+        found = snapshots(log, allows=_allows(log, view, order.version), skips_unreadable=not view.is_patient)
+        return _first(log, view, takewhile(lambda each: each.stream == order.stream, found), Rule.RESYNC) or stay
     if position.version >= order.version:
-        return Stay(log.number, _not_yet(order))
+        return stay
     return _forward(log, view, position, order.version)
 
 
@@ -257,6 +273,8 @@ def _begin(log: SeenLog, view: View, order: Order | None) -> Apply | Stay:
     head = log.head()
     if not order.is_own and (head is None or head.stream != order.stream):
         return _start(log, view)
+    if view.position is not None and view.position.stream != order.stream:
+        _check_may_follow(log, view, view.position)
     if order.kind == "pin":
         return _to_pin(log, view, order)
     found = _to_release(log, view, order)
@@ -282,6 +300,8 @@ def _start(log: SeenLog, view: View, bound: int | None = None) -> Apply:
 def _newest(log: SeenLog, view: View, found: Iterable[Manifest], cause: StreamError | None) -> Apply:
     num_unreadable = 0
     for snapshot in found:
+        if view.position is not None and view.position.stream != snapshot.stream:
+            _check_may_follow(log, view, view.position)
         fault = view.fault_of(log, snapshot)
         if fault is None:
             rule = Rule.START if cause is None else Rule.RESYNC

@@ -1,0 +1,290 @@
+"""A reader with rows in memory: it asks :func:`decide`, answers its looks, and does what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from delta_tracker.errors import (
+    HeldVersionError,
+    NoSnapshotError,
+    StaleCacheError,
+    StorageError,
+    StreamError,
+    StreamReplacedError,
+)
+from delta_tracker.stream.format.manifest import Link, Manifest
+from delta_tracker.stream.reading import decide as rules
+from delta_tracker.stream.reading import position as positions
+from delta_tracker.stream.reading.decisions import (
+    CACHE_FAULTS,
+    Apply,
+    Decision,
+    Doubt,
+    Fail,
+    Fault,
+    Order,
+    Policy,
+    View,
+)
+from delta_tracker.stream.reading.seen import Failed, Look, Question, SeenLog
+from tests.stream.reading.logs import (
+    NUM_ROWS,
+    Log,
+    Rows,
+    fault_of_parts,
+    generation_of,
+    rows_after,
+    stream_of,
+    word_of,
+    written_by,
+)
+
+MIXED = ("?",) * NUM_ROWS
+_MAX_LOOKS = 120
+_MAX_TRIES = 12
+
+
+class ViolationError(AssertionError):
+    """A rule was violated."""
+
+
+@dataclass(frozen=True)
+class World:
+    """What a reader sees.
+
+    Args:
+        logs: log at each url.
+        bad: words of the versions that the gate rejects.
+        sees_merged: True if the gate also rejects merged entries with rows of these versions.
+        is_cached: True if the first url is behind a cache.
+    """
+
+    logs: tuple[Log, ...]
+    bad: frozenset[str] = frozenset()
+    sees_merged: bool = True
+    is_cached: bool = False
+
+    @cached_property
+    def key(self) -> Hashable:
+        """What tells worlds without faults apart."""
+        return tuple(each.key for each in self.logs), self.bad, self.sees_merged
+
+    def healed(self) -> World:
+        """Return the world after its faults have ended."""
+        return replace(self, logs=tuple(each.healed() for each in self.logs), is_cached=False)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """State of a reader.
+
+    Args:
+        word: word of the last applied entry; None before the first.
+        rows: the rows.
+        knows_generation: False if the position was saved without its generation.
+        ahead: newest word of which rows may have been written, empty if it is ``word``.
+        is_loaded: True after a restart, until a snapshot is applied.
+        is_mixed: True if the rows are unrelated.
+        policy: what the process wants.
+        behind: number of versions to stay behind the newest one.
+        known: newest pin or release that was seen.
+        confirmed: the last one whose entry was read.
+        ended: counter of the newest order when the last round ended.
+        held: words that the gate has rejected.
+        failures: number of consecutive rounds that failed.
+        current: number of the url that is followed.
+    """
+
+    word: str | None = None
+    rows: Rows = ("",) * NUM_ROWS
+    knows_generation: bool = True
+    ahead: str = ""
+    is_loaded: bool = False
+    is_mixed: bool = False
+    policy: Policy = field(default_factory=Policy)
+    behind: int = 0
+    known: Order | None = None
+    confirmed: Order | None = None
+    ended: int = 0
+    held: frozenset[str] = frozenset()
+    failures: int = 0
+    current: int = 0
+
+    @property
+    def position(self) -> positions.Position | None:
+        if self.word is None:
+            return None
+        rows = positions.Rows.AHEAD if self.ahead or self.is_loaded else positions.Rows.WHOLE
+        rows = positions.Rows.MIXED if self.is_mixed else rows
+        generation = generation_of(self.word) if self.knows_generation else None
+        return positions.Position(stream_of(self.word), Link(len(self.word) - 1, self.word), generation, rows)
+
+
+def at(word: str, **fields: object) -> Reader:
+    """Return a reader that has applied a version completely."""
+    return replace(Reader(word, rows_after(word)), **fields)  # type: ignore[arg-type]
+
+
+def ahead_of(word: str, ahead: str, **fields: object) -> Reader:
+    """Return a reader that was interrupted while it wrote the versions up to ``ahead``, after those of ``word``."""
+    rows, later = rows_after(word), rows_after(ahead)
+    some = tuple(later[row] if row % 2 == 0 else rows[row] for row in range(NUM_ROWS))
+    return replace(Reader(word, some, ahead=ahead), **fields)  # type: ignore[arg-type]
+
+
+def mixed_at(word: str, **fields: object) -> Reader:
+    """Return a reader that was interrupted while it went elsewhere."""
+    return replace(Reader(word, MIXED, is_mixed=True), **fields)  # type: ignore[arg-type]
+
+
+def advance(
+    world: World, reader: Reader, *, surveys: bool = False, catches_up: bool = False, is_cut: bool = False
+) -> tuple[Reader, Decision]:
+    """Run one round. Return the reader after it and what it decided last.
+
+    Args:
+        world: what the reader sees.
+        reader: the reader.
+        surveys: see :class:`View`.
+        catches_up: see :class:`View`.
+        is_cut: True to interrupt the first write of a version after some of its rows.
+    """
+    answers: list[dict[Question, object]] = [{} for _ in world.logs]
+    order = [reader.current, *(each for each in range(len(world.logs)) if each != reader.current)]
+
+    def unseen(number: int, *, is_doubted: bool) -> SeenLog:
+        answers[number] = {}
+        return SeenLog(number, world.logs[number].url, is_doubted and number == 0, answers[number])
+
+    view = View(
+        tuple(unseen(number, is_doubted=world.is_cached) for number in order),
+        reader.position,
+        replace(reader.policy, is_canary=reader.behind > 0),
+        num_failures=reader.failures,
+        catches_up=catches_up and reader.word is not None and not reader.is_mixed,
+        surveys=surveys and len(order) > 1,
+    )
+    num_looks = num_tries = 0
+    while True:
+        decision = rules.decide(view)
+        match decision:
+            case Look(number, question):
+                num_looks += 1
+                if num_looks > _MAX_LOOKS or question in answers[number]:
+                    raise ViolationError(f"looks do not end: {num_looks} looks, the last for {question}")
+                answers[number][question], reader = _answer(world.logs[number], question, reader)
+            case Doubt():
+                if decision.number != 0 or not world.is_cached:
+                    raise ViolationError("a url that is not behind a cache is doubted")
+                view = replace(view, logs=tuple(replace(each, is_doubted=False) for each in view.logs))
+            case Apply():
+                num_tries += 1
+                if num_tries > _MAX_TRIES:
+                    raise ViolationError(f"tries do not end: {decision}")
+                is_start = reader.word is None or reader.is_mixed  # an older snapshot is a start, too
+                if (
+                    not is_start
+                    and view.logs[0].is_doubted
+                    and isinstance(decision.cause, CACHE_FAULTS)
+                    and decision.number == 0
+                ):
+                    raise ViolationError(f"a fault of a cache is believed at once: {decision.cause}")
+                try:
+                    _check(world, reader, decision)
+                except StreamError as error:
+                    held = {word_of(each) for each in decision.entries if isinstance(error, HeldVersionError)}
+                    reader = replace(reader, held=reader.held | held)
+                    faults = (*view.faults, *(Fault(decision.number, each, error) for each in decision.entries))
+                    view = replace(view, faults=faults)
+                    continue
+                return _written(reader, decision, is_cut=is_cut), decision
+            case Fail(error):
+                is_unsure = isinstance(error, NoSnapshotError | StorageError) and not isinstance(error, StaleCacheError)
+                return replace(reader, failures=reader.failures + 1 if is_unsure else 0), decision
+            case _:
+                counter = 0 if reader.known is None else reader.known.counter
+                return replace(reader, failures=0, current=decision.number, ended=counter), decision
+
+
+def _answer(log: Log, question: Question, reader: Reader) -> tuple[object, Reader]:
+    try:
+        if question.about == "order":
+            if not log.is_up and reader.known is None:
+                raise StorageError(log.url, "cannot look for a pin")
+            newest = max(log.orders if log.is_up else (), key=lambda each: each.counter, default=None)
+            if newest is not None and (reader.known is None or newest.counter > reader.known.counter):
+                reader = replace(reader, known=newest)
+            known = reader.known
+            return None if known is None else replace(known, is_new=known.counter != reader.ended), reader
+        if question.about == "named":
+            if not log.is_up:
+                raise StorageError(log.url, "cannot read")
+            entry = log.read(question.subject.version)
+            if entry is None or (entry.stream, entry.link) != (question.subject.stream, question.subject.link):
+                return None, reader
+            return entry, replace(reader, confirmed=reader.known)
+        return log.answer(question, reader.position, reader.behind), reader
+    except StreamError as error:
+        return Failed(error), reader
+
+
+def leaves_rows(reader: Reader, entry: Manifest) -> bool:
+    """Return True if rows of a version that another publisher has replaced would remain once an entry is applied."""
+    if not reader.ahead or reader.is_loaded or entry.kind == "snapshot" or reader.ahead.startswith(word_of(entry)):
+        return False
+    is_fenced = len(reader.ahead) > entry.version and generation_of(reader.ahead) < entry.generation
+    return is_fenced or len(reader.ahead) - 1 == entry.version
+
+
+def _check(world: World, reader: Reader, decision: Apply) -> None:
+    """Read the parts of all entries, and ask the gate about them.
+
+    Raises:
+        StreamError: if an entry cannot be applied.
+    """
+    log = world.logs[decision.number]
+    for entry in decision.entries:
+        if not log.is_up:
+            raise StorageError(log.url, "cannot read")
+        if decision.order is None and leaves_rows(reader, entry):
+            raise StreamReplacedError(log.url, entry.version)
+        error = fault_of_parts(log, entry)
+        if error is not None:
+            raise error
+        is_rejected = word_of(entry) in world.bad and entry.merges is None
+        if entry.merges is not None and world.sees_merged:
+            is_rejected = bool(world.bad & set(written_by(entry).values()))
+        if is_rejected and decision.order is None:
+            raise HeldVersionError(entry.version, "values")
+
+
+def _written(reader: Reader, decision: Apply, *, is_cut: bool) -> Reader:
+    before = reader
+    for number, entry in enumerate(decision.entries):
+        word, content, rows = word_of(entry), written_by(entry), list(reader.rows)
+        is_last = number == len(decision.entries) - 1
+        is_elsewhere = entry.kind == "snapshot" if decision.order is not None else decision.is_elsewhere
+        if is_cut and is_last:
+            for row in sorted(content)[: (len(content) + 1) // 2]:
+                rows[row] = content[row]
+            is_mixed = reader.is_mixed or (is_elsewhere and reader.word is not None)
+            longest = max(reader.ahead, word, key=len)
+            ahead = "" if reader.word is None else longest
+            return replace(reader, rows=tuple(rows), is_mixed=is_mixed, ahead=ahead, failures=0)
+        for row, value in content.items():
+            rows[row] = value
+        is_whole = entry.kind == "snapshot" or not reader.ahead or len(reader.ahead) <= len(word)
+        reader = replace(
+            reader,
+            word=word,
+            rows=tuple(rows),
+            knows_generation=True,
+            ahead="" if is_whole else reader.ahead,
+            is_loaded=reader.is_loaded and entry.kind != "snapshot",
+            is_mixed=False,
+            held=frozenset(),
+        )
+    counter = 0 if before.known is None else before.known.counter
+    return replace(reader, failures=0, current=decision.number, ended=counter)
