@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError, wait
@@ -90,6 +89,7 @@ class Follower:
         max_pause_seconds: float = float("inf"),
     ) -> None:
         self._reader = reader
+        self._runtime = reader.runtime
         self._lock = lock
         self._beat = beat
         self._gauges = gauges
@@ -155,7 +155,7 @@ class Follower:
             begun: Future[None] = Future()
             over = threading.Event()
             arguments = poll_seconds, refuse, begun, over
-            thread = threading.Thread(target=self._run, args=arguments, name="predictor", daemon=True)
+            thread = self._runtime.thread(target=self._run, args=arguments, name="predictor", daemon=True)
             self._thread, self._over = thread, over  # set before the thread runs: code in it may call stop()
             try:
                 thread.start()
@@ -209,11 +209,11 @@ class Follower:
         """
         if self._thread is threading.current_thread():
             raise InvalidArgumentError("wait()", "called in the thread of follow()", "Call it in another thread")
-        waiter, end = SimpleQueue[None](), None if seconds is None else time.monotonic() + seconds
+        waiter, end = SimpleQueue[None](), None if seconds is None else self._runtime.monotonic() + seconds
         try:
             self._waiters.append(waiter)
             while not is_there() and self.is_running:
-                waiter.get(timeout=None if end is None else max(0.0, end - time.monotonic()))
+                waiter.get(timeout=None if end is None else max(0.0, end - self._runtime.monotonic()))
         except Empty:
             pass
         finally:
@@ -289,7 +289,7 @@ class Follower:
             or rested[0] != position.version
         ):
             return self.lag()
-        return (0, 0.0) if time.monotonic() - rested[1] <= 2 * seconds + 1.0 else self.lag()
+        return (0, 0.0) if self._runtime.monotonic() - rested[1] <= 2 * seconds + 1.0 else self.lag()
 
     def _run(
         self, poll_seconds: float | None, refuse: Callable[[], None], begun: Future[None], over: threading.Event
@@ -315,6 +315,8 @@ class Follower:
             longest=longest,
             longest_hinted=longest_hinted,
             is_delayed=not storage.lists,
+            clock=self._runtime.monotonic,
+            uniform=self._runtime.uniform,
         )
 
     def _follow(self, poll_seconds: float | None, refuse: Callable[[], None], begun: Future[None]) -> None:
@@ -324,7 +326,10 @@ class Follower:
         """
         self._schedule = schedule = self._new_schedule(poll_seconds)
         self._gap_seconds = GAP_CHECK_SECONDS
-        self._pause, self._gap_check = schedule.first_seconds, time.monotonic() + jittered(self._gap_seconds)
+        self._pause, self._gap_check = (
+            schedule.first_seconds,
+            self._runtime.monotonic() + jittered(self._gap_seconds, self._runtime.uniform),
+        )
         with interruptible(self._stop), suppress(Interrupted):
             if not self._begins(refuse, begun):
                 return
@@ -382,13 +387,13 @@ class Follower:
             return
         position = self._reader.position
         if self.error is not None or position is None:
-            self._stop.wait(jittered(self._pause))
+            self._runtime.wait(self._stop, jittered(self._pause, self._runtime.uniform))
             return
         if self._hints.num_failures != self._num_hint_failures:
             self._num_hint_failures = self._hints.num_failures
             schedule.distrust()
-        end = time.monotonic() + min(schedule.pause(), self._max_pause_seconds)
-        while (left := end - time.monotonic()) > 0 and not self._stop.is_set():
+        end = self._runtime.monotonic() + min(schedule.pause(), self._max_pause_seconds)
+        while (left := end - self._runtime.monotonic()) > 0 and not self._stop.is_set():
             if self._hints.wait(position.stream, position.version, min(left, _BEAT_SECONDS)):
                 schedule.hinted()
                 return
@@ -398,7 +403,7 @@ class Follower:
     def _look(self, schedule: PollSchedule) -> bool:
         """Apply the next version and return True. Return False if there is none."""
         # An error may have been found by a gap check. Only another one can show that it no longer exists.
-        looks_for_gap = self.error is not None or time.monotonic() >= self._gap_check
+        looks_for_gap = self.error is not None or self._runtime.monotonic() >= self._gap_check
         has_moved = False
         try:
             with self._held_lock():
@@ -422,7 +427,7 @@ class Follower:
                 is_well = self.error is None and self._reader.source.has_listed
                 longer = min(2 * self._gap_seconds, _MAX_GAP_CHECKS * GAP_CHECK_SECONDS)
                 self._gap_seconds = longer if is_well else GAP_CHECK_SECONDS
-                self._gap_check = time.monotonic() + jittered(self._gap_seconds)
+                self._gap_check = self._runtime.monotonic() + jittered(self._gap_seconds, self._runtime.uniform)
         return has_moved
 
     def _survives(self, call: Callable[[], object]) -> bool:

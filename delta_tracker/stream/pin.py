@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import random
 import re
 import secrets
 import time
@@ -20,6 +19,7 @@ from msgspec import convert
 from delta_tracker.errors import MalformedError, StorageError
 from delta_tracker.stream.format.field_types import Count, Hex, Time
 from delta_tracker.stream.format.parse import load_json
+from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.storage.storage import Storage
 
 _logger = logging.getLogger(__name__)
@@ -216,9 +216,11 @@ class PinFollower:
 
     Args:
         seconds: time between two looks, times a random factor of 0.75 to 1.25.
+        runtime: clock and random numbers of the reader.
     """
 
-    def __init__(self, seconds: float = 5.0) -> None:
+    def __init__(self, seconds: float = 5.0, runtime: Runtime = REAL) -> None:
+        self._runtime = runtime
         self._seconds = seconds
         self._newest: Pin | None = None
         self._confirmed: Pin | None = None  # the last one whose entry was read
@@ -238,7 +240,7 @@ class PinFollower:
         Raises:
             StorageError: if the store cannot be read at the first look.
         """
-        now = time.monotonic()
+        now = self._runtime.monotonic()
         if self._next is not None and now < self._next:
             return self._newest
         try:
@@ -247,7 +249,7 @@ class PinFollower:
             if self._next is None:
                 raise
             _logger.warning("could not look for a pin, which is looked for again: error=%s", error)
-        self._next = now + self._seconds * random.uniform(0.75, 1.25)  # noqa: S311  no secret
+        self._next = now + self._seconds * self._runtime.uniform(0.75, 1.25)
         return self._newest
 
     def confirm(self, pin: Pin) -> None:

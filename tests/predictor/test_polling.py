@@ -12,9 +12,9 @@ import pytest
 from delta_tracker import Predictor, Storage
 from delta_tracker.errors import StorageError
 from delta_tracker.predictor.polling import PollSchedule
-from delta_tracker.stream import cursor
 from delta_tracker.stream import heartbeat as heartbeat_module
 from delta_tracker.stream.notify.notifier import LocalNotifier
+from delta_tracker.stream.reading import source as source_module
 from delta_tracker.stream.storage.url import default_poll_seconds
 from tests.predictor.pointed import point_at_the_head
 from tests.predictor.serving import eventually
@@ -179,7 +179,7 @@ def test_a_stream_without_a_pointer_is_listed_less_and_less_often(monkeypatch: p
 
 
 def test_a_deleted_version_is_noticed_although_the_pointer_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cursor, "_LIST_SECONDS", 3600.0)
+    monkeypatch.setattr(source_module, "_LIST_SECONDS", 3600.0)
     shorten_waits(monkeypatch, gap_check_seconds=0.01, back_off_seconds=0.002)
     writer = Writer(Storage("memory://"))
     writer.snapshot()
@@ -199,7 +199,7 @@ def test_a_deleted_version_is_noticed_although_the_pointer_is_old(monkeypatch: p
 
 def test_a_claim_does_not_prove_that_the_next_version_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retention keeps claims, also when it has deleted the entry after them."""
-    monkeypatch.setattr(cursor, "_LIST_SECONDS", 3600.0)
+    monkeypatch.setattr(source_module, "_LIST_SECONDS", 3600.0)
     shorten_waits(monkeypatch, gap_check_seconds=0.01, back_off_seconds=0.002)
     first = Writer(Storage("memory://"))
     first.snapshot()

@@ -19,6 +19,7 @@ from delta_tracker.stream.mirror import Mirror
 from delta_tracker.stream.promotion import promote
 from delta_tracker.stream.reading import sources as sources_module
 from delta_tracker.stream.reading.position import Position
+from delta_tracker.stream.reading.runtime import Runtime
 from delta_tracker.stream.reading.sources import Sources
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.stream.storage.url import default_poll_seconds
@@ -277,7 +278,7 @@ def test_a_source_without_the_applied_version_is_not_used(
 
 def test_a_failed_source_is_asked_again_after_a_growing_pause() -> None:
     clock = Clock()
-    sources = Sources([Storage("memory://"), Storage("memory://")], clock=clock)
+    sources = Sources([Storage("memory://"), Storage("memory://")], runtime=Runtime(monotonic=clock))
     first, other = sources
     asked = []
     for second in range(1500):

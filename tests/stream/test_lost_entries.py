@@ -19,7 +19,6 @@ from delta_tracker.errors import (
     StorageError,
     UnknownOutcomeError,
 )
-from delta_tracker.stream import cursor
 from delta_tracker.stream.format.manifest import Kind
 from delta_tracker.stream.log import Claim, StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact

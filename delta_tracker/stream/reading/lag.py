@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 from delta_tracker.errors import StreamReplacedError
 from delta_tracker.stream.entry_names import entry_name
 from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.reading.runtime import REAL, Runtime
 
 _LEAST_SECONDS = 1e-6  # a lag of 0 means that all versions are applied
 
@@ -19,12 +18,16 @@ class Lag:
     this process's monotonic clock. It is too low by the time from the commit of the newest version until the reader saw
     it, and by up to one second if the store truncates modification times.
 
+    Args:
+        runtime: clock of the reader.
+
     Attributes:
         rested: version after which the last look found no entry, and the monotonic time at which that began; None if it
             found one since.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, runtime: Runtime = REAL) -> None:
+        self._monotonic = runtime.monotonic
         self.rested: tuple[int, float] | None = None
         self._newest = -1, 0.0  # newest version seen, and the monotonic time at which it was seen first
 
@@ -45,7 +48,7 @@ class Lag:
             UnreadablePointerError, StaleCacheError: if the pointer, over http, shows nothing.
             StorageError: if the store cannot be read.
         """
-        began = time.monotonic()
+        began = self._monotonic()
         if held is None:
             return self._listed(log, began, -1)
         newest = log.newest_version(held)
@@ -57,7 +60,7 @@ class Lag:
         self._sees(newest, began)
         if newest == held:
             return 0, 0.0
-        seconds = max(0.0, last.modified - first.modified) + time.monotonic() - self._newest[1]
+        seconds = max(0.0, last.modified - first.modified) + self._monotonic() - self._newest[1]
         return newest - held, max(seconds, _LEAST_SECONDS)
 
     def _listed(self, log: StreamLog, began: float, held: int) -> tuple[int, float]:
@@ -70,7 +73,7 @@ class Lag:
         waiting = {version: modified for version, modified in listed.items() if version > held}
         if not waiting:
             return 0, 0.0
-        seconds = max(waiting.values()) - waiting[min(waiting)] + time.monotonic() - self._newest[1]
+        seconds = max(waiting.values()) - waiting[min(waiting)] + self._monotonic() - self._newest[1]
         return len(waiting), max(seconds, _LEAST_SECONDS)
 
     def _sees(self, head: int, now: float) -> None:

@@ -119,13 +119,14 @@ class Reader:
         observer: metrics.
         policy: what the process wants.
         skips_versions: True to apply entries that replace several versions when the reader is far behind.
-        runtime: clock, sleep and random numbers.
+        runtime: clock, waits, random numbers and threads.
 
     Attributes:
         sources: stores of the stream.
         orders: orders that the reader follows.
         settling: doubt of the current source; None if it is not behind a cache.
         lag: measurement of the lag.
+        runtime: clock, waits, random numbers and threads.
         resyncs: record of the resyncs.
         pinned: version at which an order keeps the reader, or to which it goes; None without one.
         ignored: pins that the reader does not follow.
@@ -143,15 +144,15 @@ class Reader:
     ) -> None:
         self.sources = sources
         self.orders = Orders(policy)
-        self.settling = _settling(sources.current)
-        self.lag = Lag()
+        self.settling = _settling(sources.current, runtime)
+        self.lag = Lag(runtime)
         self.resyncs = Resyncs()
         self.pinned: int | None = None
         self.ignored = IgnoredPins(runtime.monotonic)
         self._target = target
         self._observer = observer
         self._skips_versions = skips_versions
-        self._runtime = runtime
+        self.runtime = runtime
         self._in_a_row = _CATCH_UP  # versions applied since the end of the log was seen
         self._num_failures = 0  # consecutive rounds that failed
         self._surveyed_at = float("-inf")  # monotonic time of the last look at all sources
@@ -275,7 +276,7 @@ class Reader:
 
     def _is_survey_due(self, *, looks_for_gap: bool) -> bool:
         """Return True if the other sources must be looked at: now and then, and to return to the first one."""
-        since = self._runtime.monotonic() - self._surveyed_at
+        since = self.runtime.monotonic() - self._surveyed_at
         return since >= _SURVEY_SECONDS or (looks_for_gap and self.source.number > 0)
 
     def _unseen(self, sources: Iterable[Source]) -> tuple[SeenLog, ...]:
@@ -303,7 +304,7 @@ class Reader:
 
     def _look(self, state: _Round, look: Look) -> None:
         """Look up what the next decision needs."""
-        source, question, began = state.sources[look.number], look.question, self._runtime.monotonic()
+        source, question, began = state.sources[look.number], look.question, self.runtime.monotonic()
         is_current, answer = look.number == self.source.number, object()
         try:
             if question.about == "order":
@@ -389,7 +390,7 @@ class Reader:
         self._log_skipped(state, None)
         self._in_a_row = 0
         if state.view.surveys:
-            self._surveyed_at = self._runtime.monotonic()
+            self._surveyed_at = self.runtime.monotonic()
         if state.view.looks_for_gap:
             self._observer.rests(self.source.log, self._target.position)
             if not self.orders.policy.follows_pins:
@@ -423,7 +424,7 @@ class Reader:
             again = source.through(doubted)
             if not state.has_waited:
                 state.has_waited = True
-                self._runtime.sleep(self._runtime.uniform(0, _SPREAD_SECONDS))
+                self.runtime.sleep(self.runtime.uniform(0, _SPREAD_SECONDS))
                 again, state.retry = source.through(source.storage), again
         self._target.restart()  # it may hold pieces of the faulty object
         state.sources[source.number] = again
@@ -455,7 +456,7 @@ class Reader:
             return
         _logger.warning("continue from another source: url=%s former=%s", source.url, former.url)
         self.sources.use(source)
-        self.lag.rested, self.settling = None, _settling(source)
+        self.lag.rested, self.settling = None, _settling(source, self.runtime)
         self._observer.failed_over(source.url)
 
     def _log_skipped(self, state: _Round, raised: StreamError | None) -> None:
@@ -487,8 +488,8 @@ class _Round:
     skipped: list[StreamError] = field(default_factory=list)
 
 
-def _settling(source: Source) -> Settling | None:
-    return None if source.storage.lists else Settling()
+def _settling(source: Source, runtime: Runtime) -> Settling | None:
+    return None if source.storage.lists else Settling(clock=runtime.monotonic)
 
 
 def _subject(fault: StreamError) -> str:

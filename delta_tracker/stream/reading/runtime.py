@@ -1,8 +1,9 @@
-"""Clock, sleep and random numbers of a reader: :class:`Runtime`."""
+"""Clock, waits, random numbers and threads of a reader: :class:`Runtime`."""
 
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,11 +19,15 @@ class Runtime:
         monotonic: returns a monotonic time in seconds.
         sleep: waits for a number of seconds. A thread of a reader is interruptible meanwhile.
         uniform: returns a random number between two bounds.
+        wait: waits for an event, or for a number of seconds; returns True if the event is set.
+        thread: makes a thread, with the arguments of ``threading.Thread``.
     """
 
     monotonic: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = sleep
-    uniform: Callable[[float, float], float] = random.uniform
+    uniform: Callable[[float, float], float] = random.uniform  # no secret
+    wait: Callable[[threading.Event, float], bool] = threading.Event.wait
+    thread: Callable[..., threading.Thread] = threading.Thread
 
 
 REAL = Runtime()

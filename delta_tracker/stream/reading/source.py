@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from delta_tracker.stream.reading.catch_up import CatchUp
 from delta_tracker.stream.reading.lineage import former_streams
 from delta_tracker.stream.reading.path import readable
 from delta_tracker.stream.reading.position import Position
+from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.reading.seen import Question
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.stream.store_clock import skew_problem
@@ -43,22 +43,31 @@ class Source:
     """
 
     def __init__(
-        self, number: int, storage: Storage, canary: Canary | None = None, *, log: StreamLog | None = None
+        self,
+        number: int,
+        storage: Storage,
+        canary: Canary | None = None,
+        *,
+        log: StreamLog | None = None,
+        runtime: Runtime = REAL,
     ) -> None:
         self.number = number
         self.storage = storage
         self.log = StreamLog(storage) if log is None else log
         self.bound = None if canary is None else CanaryBound(canary, self.log)
         self.catch_up = CatchUp(self.log, None if self.bound is None else self.bound.allows)
-        self.pins = PinFollower()
+        self.pins = PinFollower(runtime=runtime)
         self.has_listed = False
         self._canary = canary
-        self._listed_at = time.monotonic()  # time of the last listing by a check for a gap, or of the construction
+        self._runtime = runtime
+        self._listed_at = (
+            self._runtime.monotonic()
+        )  # time of the last listing by a check for a gap, or of the construction
         self._skewed = ""  # last publisher whose skew was logged
 
     def through(self, storage: Storage) -> Source:
         """Return the same source, read through another view of its store."""
-        other = Source(self.number, storage, self._canary)
+        other = Source(self.number, storage, self._canary, runtime=self._runtime)
         other.pins = self.pins
         return other
 
@@ -142,11 +151,11 @@ class Source:
                 return
             own = log.read(held.version)
             is_own = own is not None and own.xxh3 == held.xxh3
-            is_due = log.is_listed and time.monotonic() - self._listed_at >= _LIST_SECONDS
+            is_due = log.is_listed and self._runtime.monotonic() - self._listed_at >= _LIST_SECONDS
             if own is not None and is_own and not is_due and (own.kind != "claim" or log.is_surely_newest(own)):
                 return
         self.has_listed = log.is_listed
-        self._listed_at = time.monotonic()
+        self._listed_at = self._runtime.monotonic()
         if log.is_listed:  # a long log has many older entries
             head = max(log.versions(after=held.version - 1), default=-1)
         else:  # a claim of the pointer is a reason to look for the next entry, and is confirmed before a resync

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.stream.reading.canary import Canary
+from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.reading.source import Source
 from delta_tracker.stream.storage.storage import Location, Storage, open_storage
 
@@ -31,7 +31,7 @@ class Sources:
     Args:
         url: url or store, or a sequence of them, in the order of preference.
         canary: distance that the reader keeps from the newest version; None without one.
-        clock: monotonic clock, in seconds.
+        runtime: clock and random numbers of the reader.
 
     Attributes:
         current: source that the reader follows.
@@ -45,7 +45,7 @@ class Sources:
         url: Location | Sequence[Location],
         canary: Canary | None = None,
         *,
-        clock: Callable[[], float] = time.monotonic,
+        runtime: Runtime = REAL,
     ) -> None:
         given = list(url) if isinstance(url, Sequence) and not isinstance(url, str) else [url]
         if not given:
@@ -54,10 +54,10 @@ class Sources:
         names = [id(each) if each.url == "memory://" else each.url.rstrip("/") for each in stores]
         if len(set(names)) < len(names):
             raise InvalidArgumentError("url", [each.url for each in stores], "Pass each store once")
-        self._all = [Source(number, each, canary) for number, each in enumerate(stores)]
+        self._all = [Source(number, each, canary, runtime=runtime) for number, each in enumerate(stores)]
         self._rests = [_Rest(_FIRST_PAUSE_SECONDS) for _ in stores]
-        self._clock = clock
-        self._since = clock()  # time at which the current source became it
+        self._monotonic = runtime.monotonic
+        self._since = runtime.monotonic()  # time at which the current source became it
         self.current = self._all[0]
 
     def __iter__(self) -> Iterator[Source]:
@@ -71,17 +71,17 @@ class Sources:
 
     def due(self) -> list[Source]:
         """Return the current source, and then the others that may be asked, in the order of preference."""
-        now = self._clock()
+        now = self._monotonic()
         others = [each for each in self._all if each is not self.current and now >= self._rests[each.number].until]
         return [self.current, *others]
 
     def use(self, source: Source) -> None:
         """Make a source current."""
-        self.current, self._since = source, self._clock()
+        self.current, self._since = source, self._monotonic()
 
     def failed(self, source: Source) -> None:
         """Record that a source failed, once for each pause."""
-        now, rest = self._clock(), self._rests[source.number]
+        now, rest = self._monotonic(), self._rests[source.number]
         if source is self.current and now - self._since > _MAX_PAUSE_SECONDS:
             rest.pause = _FIRST_PAUSE_SECONDS  # it worked for a while
         if now >= rest.until:
