@@ -162,7 +162,7 @@ def test_a_reader_below_a_gap_finds_it_although_the_pointer_is_old(
     now = time.monotonic()
     writer.snapshot()
     assert predictor.sync() == 2
-    monkeypatch.setattr(cursor.time, "monotonic", lambda: now + 61)
+    monkeypatch.setattr(predictor._reader.source, "_listed_at", float("-inf"))
     assert predictor.sync() == 5
     assert torch.equal(model[FQN], writer.table)
 

@@ -60,9 +60,7 @@ class Source:
         self.has_listed = False
         self._canary = canary
         self._runtime = runtime
-        self._listed_at = (
-            self._runtime.monotonic()
-        )  # time of the last listing by a check for a gap, or of the construction
+        self._listed_at = runtime.monotonic()  # of the last listing by a check for a gap, or of the construction
         self._skewed = ""  # last publisher whose skew was logged
 
     def through(self, storage: Storage) -> Source:
