@@ -12,7 +12,16 @@ import pytest
 import torch
 
 from delta_tracker import Predictor
-from delta_tracker.errors import InvalidArgumentError, NoSnapshotError, StorageError, StreamError
+from delta_tracker.errors import (
+    CorruptPartError,
+    InvalidArgumentError,
+    MissingVersionError,
+    NoSnapshotError,
+    OlderCopyError,
+    StorageError,
+    StreamError,
+    StreamReplacedError,
+)
 from delta_tracker.stream.heartbeat import Pulse, read_heartbeats
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.mirror import Mirror
@@ -20,7 +29,9 @@ from delta_tracker.stream.promotion import promote
 from delta_tracker.stream.reading import sources as sources_module
 from delta_tracker.stream.reading.position import Position
 from delta_tracker.stream.reading.runtime import Runtime
+from delta_tracker.stream.reading.settling import Settling
 from delta_tracker.stream.reading.sources import Sources
+from delta_tracker.stream.rollback import pin_version
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.stream.storage.url import default_poll_seconds
 from tests.predictor.cache_server import cache_server
@@ -188,21 +199,135 @@ def test_a_predictor_starts_at_another_source_if_the_first_has_no_stream(tmp_pat
     assert torch.equal(table, writer.table)
 
 
-def test_a_replaced_stream_without_a_snapshot_does_not_lead_to_another_source() -> None:
+@pytest.mark.usefixtures("no_pause")
+@pytest.mark.parametrize("state", ["emptied", "another stream"])
+def test_another_stream_is_followed_only_if_no_source_has_the_applied_one(state: str) -> None:
     writer = Writer(Storage("memory://"))
     writer.snapshot()
-    other = Storage("memory://")
-    mirrored(writer, other)
-    predictor = Predictor({FQN: torch.zeros(20, 4)}, [writer.storage, other])
+    mirror = flaky()
+    copier = mirrored(writer, mirror)
+    table = torch.zeros(20, 4)
+    predictor = Predictor({FQN: table}, [former := WrappedStorage(writer.storage), mirror])
     predictor.sync()
-    for prefix in ("log", "parts"):
-        for name in writer.storage.names(prefix):
-            writer.storage.delete(name)
-    StreamLog(writer.storage).claim()  # a new stream, without a snapshot yet
+    former.inner = Storage("memory://")
+    if state == "another stream":
+        Writer(former.inner).snapshot()
+    with pytest.raises(StreamReplacedError):
+        predictor.sync()
+    assert predictor.version == 1
+    writer.delta([1])
+    assert copier.step()
+    assert predictor.sync() == 2
+    assert torch.equal(table, writer.table)
+
+    cut(mirror, is_down=True)
     for _ in range(4):
         with contextlib.suppress(StreamError):
             predictor.sync()
-        assert predictor._reader.storage is writer.storage
+    assert predictor.status().stream == writer.claim.head.stream, "the mirror may have later versions"
+    cut(mirror, is_down=False)
+    mirror.inner = Storage("memory://")
+    if state == "emptied":
+        Writer(former.inner).snapshot()
+    assert predictor.sync() == 1
+    assert predictor.status().stream != writer.claim.head.stream
+    assert "version 2 to 1" in predictor.status().last_resync
+
+
+def test_a_pinned_version_is_not_left_for_a_stream_that_no_promotion_connects() -> None:
+    writer = Writer(Storage("memory://"))
+    writer.snapshot()
+    good = writer.table.clone()
+    writer.delta([1])
+    pin_version(writer.storage, 1)
+    mirror = flaky()
+    mirrored(writer, mirror).copy_pins()
+    table = torch.zeros(20, 4)
+    predictor = Predictor({FQN: table}, [former := WrappedStorage(writer.storage), mirror], follows_pins=True)
+    assert predictor.sync() == 1
+    former.inner = Storage("memory://")
+    Writer(former.inner).snapshot()
+    cut(mirror, is_down=True)
+    for _ in range(3):
+        with pytest.raises(StreamReplacedError):
+            predictor.sync()
+    assert torch.equal(table, good)
+
+
+@pytest.mark.parametrize("has_generation", [False, True])
+def test_a_restored_log_with_lower_numbers_is_newer_by_its_generation(*, has_generation: bool) -> None:
+    """A position of an older release has no generation: it waits for a higher number."""
+    writer = Writer(Storage("memory://"))
+    writer.snapshot()
+    copy = Storage("memory://")
+    mirrored(writer, copy)
+    for _ in range(4):
+        newest = writer.delta([1])
+    table = writer.table.clone()
+    predictor = Predictor({FQN: table}, copy)
+    state = {"stream": newest.stream, "version": newest.version, "xxh3": newest.xxh3}
+    predictor.load_state_dict(state | ({"generation": newest.generation} if has_generation else {}))
+    with pytest.raises(OlderCopyError, match="up to version 1, and version 5 is applied"):
+        predictor.sync()
+    assert predictor.status().lag_versions is None
+    after = Writer(copy)
+    while after.snapshot().version < 5:
+        if has_generation:
+            assert predictor.sync() == after.claim.head.version
+            assert torch.equal(table, after.table)
+            continue
+        with pytest.raises(OlderCopyError):
+            predictor.sync()
+    after.snapshot()
+    assert predictor.sync() == 6
+    assert predictor.state_dict()["generation"] == after.claim.head.generation
+
+
+@pytest.mark.parametrize("has_source", [False, True])
+def test_an_older_copy_over_http_is_no_newer_stream(tmp_path: Path, *, has_source: bool) -> None:
+    writer = Writer(Storage("memory://"))
+    writer.snapshot()
+    mirror = WrappedStorage(Storage(tmp_path.as_uri()))
+    mirrored(writer, mirror)
+    newest = writer.delta([1])
+    table = writer.table.clone()
+    with cache_server(Storage(tmp_path.as_uri())) as cache:
+        point_at_the_head(mirror)
+        predictor = Predictor({FQN: table}, [cache.url, writer.storage] if has_source else cache.url)
+        predictor._reader.settling = Settling(seconds=0.0)
+        predictor.load_state_dict(Position.after(newest).to_dict())
+        if has_source:
+            writer.delta([2])
+            assert predictor.sync() == 3
+        else:
+            with pytest.raises(OlderCopyError, match="up to version 1, and version 2 is applied"):
+                predictor.sync()
+            assert predictor.status().lag_versions is None
+        assert torch.equal(table, writer.table)
+
+
+@pytest.mark.parametrize("fault", ["part", "entry"])
+@pytest.mark.parametrize("copy", ["lags", "fails"])
+def test_what_is_lost_is_not_read_from_a_copy_that_does_not_have_it(fault: str, copy: str) -> None:
+    writer = Writer(Storage("memory://"))
+    writer.snapshot()
+    other = flaky()
+    mirrored(writer, other)
+    table = torch.zeros(20, 4)
+    predictor = Predictor({FQN: table}, [writer.storage, other])
+    predictor.sync()
+    before = table.clone()
+    lost = writer.delta([1])
+    writer.delta([2])
+    cut(other, copy == "fails")
+    writer.storage.delete(lost.parts[0].name if fault == "part" else entry_name(lost.version))
+    with pytest.raises((CorruptPartError, MissingVersionError)):
+        predictor.sync()
+    assert predictor.version == 1
+    assert torch.equal(table, before)
+    newest = writer.snapshot()
+    assert predictor.sync() == newest.version
+    assert torch.equal(table, writer.table)
 
 
 @pytest.mark.parametrize("is_given", [False, True])

@@ -80,15 +80,15 @@ def _decide(view: View) -> Decision:
             found = _at(other, replace(view, looks_for_gap=True, surveys=False))
         except StreamError:
             continue
-        is_better = _has_failed(decision) or other.number < lead.number
+        is_better = _is_unusable(decision) or other.number < lead.number
         if isinstance(found, Apply) or (isinstance(found, Stay) and is_better):
             return found
     return decision
 
 
-def _has_failed(decision: Decision) -> bool:
-    """Return True if another log at rest is better: the error of a log that was replaced must be seen."""
-    return isinstance(decision, Fail) and not isinstance(decision.error, StreamReplacedError)
+def _is_unusable(decision: Decision) -> bool:
+    """Return True if another log at rest is better. If it lacks a version too, the fault of that one must be seen."""
+    return isinstance(decision, Fail) and isinstance(decision.error, StorageError | OlderCopyError)
 
 
 def _asks_others(decision: Decision, view: View) -> bool:
