@@ -15,6 +15,7 @@ from delta_tracker.state_tree import pack
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.shard_rows import local_rows
 from delta_tracker.stream.log import Merged, StreamLog, entry_name
+from delta_tracker.stream.reading.path import path_to
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import Bucket, Identity, ShardSpec, StateSpec, TableStates
 from tests.stream.streams import FQN, Writer
@@ -123,6 +124,15 @@ def test_a_version_whose_log_entry_is_gone_is_found_as_a_merged_one() -> None:
     assert found(stream, 10) == [("merged", 9), ("delta", 10)]
     with pytest.raises(NotRecoverableError, match=r"version 8 of memory:// cannot be restored: version 8 is missing"):
         recovery_path(stream.log, 8)
+
+
+def test_a_missing_version_is_passed_with_a_merged_delta() -> None:
+    stream = Stream()
+    stream.merge(7, 10)
+    stream.merge(10, 12)
+    stream.storage.delete(entry_name(9))
+    assert found(stream) == [*chain(6), ("merged", 10), ("delta", 11), ("delta", 12)]
+    assert [each.version for each in path_to(stream.log, 12)] == [6, 10, 11, 12]
 
 
 @pytest.mark.parametrize("version", [6, 8])

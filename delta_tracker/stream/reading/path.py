@@ -5,7 +5,7 @@ The functions read only entries. ``allows`` returns False for an entry that the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TypeVar
@@ -282,6 +282,8 @@ def _path(
         entry = read(instead[link.version]) if link.version in instead else None
         if entry is None or entry.link != link:
             entry = target if link == target.link else _entry(log, link.version, link)
+        if entry is None and (entry := _over(log, link.version, merged, path)) is not None:
+            path = [each for each in path if each.version > entry.version]
         if entry is None or entry.stream != target.stream:
             raise MissingVersionError(link.version, newest)
         if path and entry.generation > path[-1].generation:
@@ -295,6 +297,14 @@ def _path(
     if position is not None and path and path[-1].generation < (position.generation or 0):
         raise MissingVersionError(path[-1].version, newest)
     return path[::-1]
+
+
+def _over(log: Entries, version: int, merged: Sequence[Merged], path: Sequence[Manifest]) -> Manifest | None:
+    """Return a merged delta that replaces a version and ends with an entry of a path; None if there is none."""
+    spans = [each for each in merged if each.kind == "delta" and each.first <= version < each.last]
+    found = (readable(log.read_merged, each) for each in spans)
+    links = {each.link for each in path}
+    return next((each for each in found if each is not None and each.link in links), None)
 
 
 def _newest_below(log: Entries, version: int) -> Manifest | None:
