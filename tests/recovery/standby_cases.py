@@ -33,6 +33,8 @@ from delta_tracker.stream.heartbeat import PublisherPulse, read_heartbeats
 from delta_tracker.stream.liveness import Liveness
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
+from delta_tracker.stream.mirror import Mirror
+from delta_tracker.stream.promotion import promote
 from delta_tracker.stream.reading.source import Source
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.stream.takeover_request import request_takeover
@@ -920,6 +922,33 @@ def rolled_back(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> 
     standby.take_over(force=True)
     assert same(job.held(), trainer.held())
     return messages
+
+
+def promoted(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> str:
+    """A standby of a mirror that is promoted keeps its version until the new stream has a snapshot."""
+    trainer, job = Job(spec_of(**spec), rank), made(spec, rank)
+    copy, copied = f"{path}/copy", f"file://{path}/copy/stream"
+    with trainer.publisher(path) as publisher:
+        trainer.train(1)
+        publisher.snapshot()
+        trainer.train(1)
+        last = publisher.publish()
+    mirror = Mirror(Storage(f"file://{path}/stream"), Storage(copied, create=True))
+    while mirror.step():
+        pass
+    standby = job.standby(copy)
+    assert standby.sync() == last.version
+    promote(Storage(copied))
+    message = attempt(standby.sync)
+    assert standby.version == last.version
+    with trainer.publisher(copy) as publisher:
+        trainer.train(1)
+        publisher.snapshot()
+        trainer.train(1)
+        last = publisher.publish()
+    assert (standby.sync(), standby.error) == (last.version, None)
+    assert same(job.rows(), trainer.rows())
+    return message
 
 
 def begun(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> None:

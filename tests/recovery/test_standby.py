@@ -204,6 +204,11 @@ def test_a_standby_does_not_follow_an_older_copy_of_the_log(one_rank: RankPool, 
     ]
 
 
+def test_a_standby_of_a_promoted_mirror_follows_the_new_stream(one_rank: RankPool, tmp_path: Path) -> None:
+    (message,) = one_rank.run(f"{_CASES}:promoted", path=str(tmp_path), spec=spec(1))
+    assert message.startswith("StreamReplacedError")
+
+
 def test_a_damaged_merged_version_does_not_hide_those_that_it_replaces(one_rank: RankPool, tmp_path: Path) -> None:
     one_rank.run(f"{_CASES}:begun", path=str(tmp_path), spec=spec(1))
 
