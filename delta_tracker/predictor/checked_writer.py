@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from delta_tracker.errors import StreamReplacedError
 from delta_tracker.predictor.gate import GateKeeper
@@ -70,13 +70,13 @@ class CheckedWriter:
         if gate is not None:
             gate.passed(entry, measure)
 
-    def check_path(self, entries: Sequence[Manifest], storage: Storage) -> None:
-        """Read and validate the versions of a path. Nothing is written."""
+    def check_path(self, entries: Sequence[Manifest], storage: Storage) -> Iterator[Manifest]:
+        """Read and validate the versions of a path. Yields each before its check. Nothing is written."""
         self._writer.restore()
         identities = self._writer.identities
-        writes = [self._writer.resolve(entry) for entry in entries]
-        for entry, write in zip(entries, writes, strict=True):
-            identities = identities_after(entry, identities)
+        for entry in entries:
+            yield entry
+            write, identities = self._writer.resolve(entry), identities_after(entry, identities)
             write.check(self._contents(entry, storage))
 
     def write_path(self, entries: Sequence[Manifest], storage: Storage) -> None:

@@ -74,6 +74,7 @@ class ModelWriter(VersionWriter):
         self.manifest: Manifest | None = None
         self.identities: Mapping[str, Identity] = {}
         self._position: Position | None = None  # of the last complete version
+        self._shown: Position | None = None  # the last result of `position` with other rows
         self._is_mixed = False
         self._followed: Followed | None = None
         self.num_rows = self.num_bytes = self.num_admitted = self.num_evicted = 0
@@ -90,12 +91,14 @@ class ModelWriter(VersionWriter):
     @property
     def position(self) -> Position | None:
         """Position of the tables; None before the first version."""
-        held = self._position
-        if held is None:
-            return None
-        if self._is_mixed:
-            return replace(held, rows=Rows.MIXED)
-        return replace(held, rows=Rows.AHEAD) if self._is_loaded or self._applying is not None else held
+        held, shown = self._position, self._shown
+        is_ahead = self._is_loaded or self._applying is not None
+        rows = Rows.MIXED if self._is_mixed else Rows.AHEAD if is_ahead else Rows.WHOLE
+        if held is None or held.rows is rows:
+            return held
+        if shown is None or (shown.link, shown.rows) != (held.link, rows):
+            shown = self._shown = replace(held, rows=rows)
+        return shown
 
     @contextmanager
     def reading(self) -> Iterator[Served]:

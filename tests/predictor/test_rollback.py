@@ -310,9 +310,9 @@ def test_a_release_while_a_rollback_is_completed_is_kept(monkeypatch: pytest.Mon
     assert predictor.status().pinned == 3
     check_path = predictor._reader._target.check_path
 
-    def releasing(*given: Any) -> None:
+    def releasing(*given: Any) -> Any:
         predictor.release()  # as another thread may do while the versions are read
-        check_path(*given)
+        return check_path(*given)
 
     monkeypatch.setattr(predictor._reader._target, "check_path", releasing)
     assert predictor.sync() == history.version

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
@@ -31,7 +31,8 @@ class Nothing:
     def apply(self, entry: Manifest, storage: Storage, *, is_elsewhere: bool) -> None:
         self.position = Position.after(entry)
 
-    def check_path(self, entries: Sequence[Manifest], storage: Storage) -> None: ...
+    def check_path(self, entries: Sequence[Manifest], storage: Storage) -> Iterator[Manifest]:
+        yield from entries
 
     def write_path(self, entries: Sequence[Manifest], storage: Storage) -> None:
         self.position = Position.after(entries[-1])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
 
 from delta_tracker.errors import (
     CorruptPartError,
@@ -154,7 +153,7 @@ class View:
     surveys: bool = False
     is_partial: bool = False
 
-    def answered(self, number: int, question: Question[Any], answer: object) -> View:
+    def answered(self, number: int, question: Question, answer: object) -> View:
         """Return the view with the answer to a question about one log."""
         return replace(
             self, logs=tuple(log.answered(question, answer) if log.number == number else log for log in self.logs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -75,8 +75,8 @@ class Target(Protocol):
     def apply(self, entry: Manifest, storage: Storage, *, is_elsewhere: bool) -> None:
         """Read and validate a version, then write it. Nothing is written if it is invalid."""
 
-    def check_path(self, entries: Sequence[Manifest], storage: Storage) -> None:
-        """Read and validate versions that an order leads to. Nothing is written."""
+    def check_path(self, entries: Sequence[Manifest], storage: Storage) -> Iterator[Manifest]:
+        """Read and validate versions that an order leads to. Yields each before its check. Nothing is written."""
 
     def write_path(self, entries: Sequence[Manifest], storage: Storage) -> None:
         """Write versions that were checked. Bypasses the gate."""
@@ -217,7 +217,8 @@ class Reader:
         if bound is not None and not bound.allows(path[-1]):
             text = f"Pass an older version: a canary stays {bound.canary.text} behind the newest one"
             raise InvalidArgumentError("version", version, text)
-        self._target.check_path(path, self.storage)
+        for _ in self._target.check_path(path, self.storage):
+            pass
         self.orders.roll_back(path[-1], newest)
         self.pinned = version
         self._target.write_path(path, self.storage)
@@ -327,23 +328,24 @@ class Reader:
     def _apply(self, state: _Round, decision: Apply) -> bool:
         """Apply entries. Return False if one of them has a fault, which the next decision takes into account."""
         storage, entries = state.sources[decision.number].storage, decision.entries
+        entry = entries[0]
         try:
             if decision.order is not None:
-                self._target.check_path(entries, storage)
+                for entry in self._target.check_path(entries, storage):  # noqa: B007  the faulty one, after an error
+                    pass
                 self._target.write_path(entries, storage)
             else:
-                self._target.apply(entries[0], storage, is_elsewhere=decision.is_elsewhere)
+                self._target.apply(entry, storage, is_elsewhere=decision.is_elsewhere)
         except (*FAULTS, StorageError) as error:
             if isinstance(error, StaleCacheError):
                 raise
-            self._failed(state, decision, unraised(error))
+            self._failed(state, decision, entry, unraised(error))
             return False
         self._applied(state, decision)
         return True
 
-    def _failed(self, state: _Round, decision: Apply, error: StreamError) -> None:
+    def _failed(self, state: _Round, decision: Apply, entry: Manifest, error: StreamError) -> None:
         """Take a fault of an entry into account in the next decision."""
-        entry = decision.entries[0]
         if decision.rule is Rule.CATCH_UP:
             state.sources[decision.number].catch_up.avoid(entry)
             _logger.info("cannot catch up with version %d: %s", entry.version, str(error))
@@ -354,8 +356,8 @@ class Reader:
             view = replace(view, logs=self._unseen(state.sources.values()))
         # An order may have been made meanwhile, which comes before a resync.
         logs = tuple(log.without("order") for log in view.logs)
-        faults = tuple(Fault(decision.number, each, error) for each in decision.entries)
-        state.view = replace(view, logs=logs, faults=view.faults + faults, position=self._target.position)
+        faults = (*view.faults, Fault(decision.number, entry, error))
+        state.view = replace(view, logs=logs, faults=faults, position=self._target.position)
 
     def _applied(self, state: _Round, decision: Apply) -> None:
         """Record that entries were applied."""

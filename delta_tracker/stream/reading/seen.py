@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from delta_tracker.errors import StreamError
 from delta_tracker.stream.entry_names import Merged
@@ -13,9 +13,6 @@ from delta_tracker.stream.reading.position import Position
 
 if TYPE_CHECKING:
     from delta_tracker.stream.reading.decisions import Order
-
-
-T = TypeVar("T")
 
 
 class Following(Protocol):
@@ -71,9 +68,9 @@ class Entries(Protocol):
         """Return True if an entry that was read, such as a claim, is part of the log."""
 
 
-@dataclass(frozen=True)  # without slots: those of a generic class cannot be frozen in Python 3.11
-class Question(Generic[T]):
-    """What a reader asks about one log, whose answer is of type ``T``.
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a reader asks about one log.
 
     Args:
         about: name of a method of :class:`SeenLog`.
@@ -96,7 +93,7 @@ class Look:
     """
 
     number: int
-    question: Question[Any]
+    question: Question
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,69 +127,69 @@ class SeenLog:
     number: int
     url: str
     is_doubted: bool = False
-    answers: Mapping[Question[Any], Any] = field(default_factory=dict)
+    answers: Mapping[Question, Any] = field(default_factory=dict)
 
     def next(self, version: int) -> Manifest | None:
         """Return the entry of the version to apply next; None if it does not exist, as far as a poll can tell."""
-        return self._ask(Question[Manifest | None]("next", version, version))
+        return cast("Manifest | None", self._ask("next", version, version))
 
     def check_gap(self, position: Position) -> None:
         """Raise an error if the entry after a position was deleted, or the log lacks the position's entry."""
-        self._ask(Question[None]("check_gap", position, position))
+        self._ask("check_gap", position, position)
 
     def ahead(self, position: Position) -> Manifest | None:
         """Return a merged delta or a snapshot to apply instead of many versions; None if there is none."""
-        return self._ask(Question[Manifest | None]("ahead", position, position))
+        return cast("Manifest | None", self._ask("ahead", position, position))
 
     def allows(self, entry: Manifest) -> bool:
         """Return False for an entry that a canary must not apply yet."""
-        return self._ask(Question[bool]("allows", (entry.stream, entry.link), entry))
+        return cast("bool", self._ask("allows", (entry.stream, entry.link), entry))
 
     def order(self) -> Order | None:
         """Return the newest pin or release, None if there is none."""
-        return self._ask(Question["Order | None"]("order"))
+        return cast("Order | None", self._ask("order"))
 
     def named(self, order: Order) -> Manifest | None:
         """Return the entry that a pin or a release names; None if the log does not have it."""
-        return self._ask(Question[Manifest | None]("named", order.counter, order))
+        return cast("Manifest | None", self._ask("named", order.counter, order))
 
     def former_streams(self) -> tuple[str, ...]:
         """Return the streams of which the newest entry's stream is a fork, the last one first."""
-        return self._ask(Question[tuple[str, ...]]("former_streams"))
+        return cast("tuple[str, ...]", self._ask("former_streams"))
 
     def generation(self, position: Position) -> int | None:
         """Return the generation of a position's entry; None if the log does not have it."""
-        return self._ask(Question[int | None]("generation", position, position))
+        return cast("int | None", self._ask("generation", position, position))
 
     def read(self, version: int) -> Manifest | None:
         """Return the entry of a version, None if it does not exist."""
-        return self._ask(Question[Manifest | None]("read", version, version))
+        return cast("Manifest | None", self._ask("read", version, version))
 
     def read_merged(self, merged: Merged) -> Manifest | None:
         """Return a merged entry, None if it does not exist."""
-        return self._ask(Question[Manifest | None]("read_merged", merged, merged))
+        return cast("Manifest | None", self._ask("read_merged", merged, merged))
 
     def merged(self, *, after: int = -1) -> list[Merged]:
         """Return references to the merged entries with a last version above ``after``, ascending."""
-        return self._ask(Question[list[Merged]]("merged", after, after))
+        return cast("list[Merged]", self._ask("merged", after, after))
 
     def versions(self, *, after: int = -1) -> list[int]:
         """Return the versions above ``after``, ascending."""
-        return self._ask(Question[list[int]]("versions", after, after))
+        return cast("list[int]", self._ask("versions", after, after))
 
     def head(self) -> Manifest | None:
         """Return the newest entry, None if there is none."""
-        return self._ask(Question[Manifest | None]("head"))
+        return cast("Manifest | None", self._ask("head"))
 
     def newest_snapshot(self) -> Manifest | None:
         """Return the newest snapshot to start from, None if there is none."""
-        return self._ask(Question[Manifest | None]("newest_snapshot"))
+        return cast("Manifest | None", self._ask("newest_snapshot"))
 
     def is_committed(self, entry: Manifest) -> bool:
         """Return True if a claim is part of the log."""
-        return self._ask(Question[bool]("is_committed", (entry.stream, entry.link), entry))
+        return cast("bool", self._ask("is_committed", (entry.stream, entry.link), entry))
 
-    def answered(self, question: Question[Any], answer: object) -> SeenLog:
+    def answered(self, question: Question, answer: object) -> SeenLog:
         """Return the same with one more answer."""
         return replace(self, answers={**self.answers, question: answer})
 
@@ -201,11 +198,12 @@ class SeenLog:
         kept = {question: answer for question, answer in self.answers.items() if question.about != about}
         return replace(self, answers=kept)
 
-    def _ask(self, question: Question[T]) -> T:
+    def _ask(self, about: str, key: Hashable = None, subject: object = None) -> object:
+        question = Question(about, key, subject)
         try:
             answer = self.answers[question]
         except KeyError:
             raise Unseen(Look(self.number, question)) from None
         if isinstance(answer, Failed):
             raise answer.error.with_traceback(None)
-        return cast(T, answer)
+        return answer

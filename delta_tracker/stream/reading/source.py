@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from delta_tracker.errors import MissingVersionError, StreamReplacedError
@@ -62,6 +62,22 @@ class Source:
         self._runtime = runtime
         self._listed_at = runtime.monotonic()  # of the last listing by a check for a gap, or of the construction
         self._skewed = ""  # last publisher whose skew was logged
+        own = self.log
+        self._answers: Mapping[str, Callable[[Any], object]] = {
+            "next": self.next,
+            "check_gap": self.check_gap,
+            "ahead": self.catch_up.find,
+            "allows": lambda entry: self.bound is None or self.bound.allows(entry),
+            "former_streams": lambda _: former_streams(own),
+            "generation": self._generation,
+            "merged": lambda after: own.merged(after=after),
+            "versions": lambda after: own.versions(after=after),
+            "head": lambda _: own.head(),
+            "newest_snapshot": lambda _: own.newest_snapshot(),
+            "read": own.read,
+            "read_merged": own.read_merged,
+            "is_committed": own.is_committed,
+        }
 
     def through(self, storage: Storage) -> Source:
         """Return the same source, read through another view of its store."""
@@ -74,29 +90,13 @@ class Source:
         """Url of the store."""
         return self.storage.url
 
-    def answer(self, question: Question[Any]) -> Any:  # noqa: ANN401  by question
+    def answer(self, question: Question) -> Any:  # noqa: ANN401  by question
         """Look up the answer to a question of a reader.
 
         Raises:
             StreamError: if the store cannot be read, or an entry is malformed or missing.
         """
-        log = self.log
-        answers: dict[str, Callable[[Any], object]] = {
-            "next": self.next,
-            "check_gap": self.check_gap,
-            "ahead": self.catch_up.find,
-            "allows": lambda entry: self.bound is None or self.bound.allows(entry),
-            "former_streams": lambda _: former_streams(log),
-            "generation": self._generation,
-            "merged": lambda after: log.merged(after=after),
-            "versions": lambda after: log.versions(after=after),
-            "head": lambda _: log.head(),
-            "newest_snapshot": lambda _: log.newest_snapshot(),
-            "read": log.read,
-            "read_merged": log.read_merged,
-            "is_committed": log.is_committed,
-        }
-        return answers[question.about](question.subject)
+        return self._answers[question.about](question.subject)
 
     def head(self) -> Manifest | None:
         """Return the newest entry, None if there is none."""
