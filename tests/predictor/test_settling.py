@@ -198,10 +198,7 @@ def test_several_wrong_objects_of_one_version_are_read_past_the_cache_once_each(
     assert [served.cache.uncached[name] for name in names] == [1, 1]
 
 
-@pytest.mark.advice(
-    "StaleCacheError: Predictor._settles Predictor._obeys_despite_caches StreamLog._pointed_head"
-    " StreamLog._confirmed_by"
-)
+@pytest.mark.advice("StaleCacheError: Reader._believe StreamLog._pointed_head StreamLog._confirmed_by")
 @pytest.mark.parametrize("damage", ["delete", "alter"])
 def test_a_fault_of_the_origin_is_believed_after_a_while(served: Served, damage: str) -> None:
     now = [0.0]

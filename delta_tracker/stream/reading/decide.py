@@ -111,7 +111,9 @@ def _at(log: SeenLog, view: View) -> Apply | Stay | Doubt:
             return _begin(log, view, order)
         if position.generation is None:
             position = replace(position, generation=_generation(log, view, position))
-        if order is None or order.stream != position.stream:
+        if order is None:
+            return _forward(log, view, position)
+        if order.stream != position.stream:
             return _new_order(log, view, position, order) or _forward(log, view, position)
         return _ordered(log, view, position, order)
     except CACHE_FAULTS as fault:
@@ -135,8 +137,10 @@ def _generation(log: SeenLog, view: View, position: Position) -> int | None:
 def _order(log: SeenLog, view: View) -> Order | None:
     """Return the order that applies: the newest pin or release, or an own rollback since."""
     own = view.policy.own
-    newest: Order | None = log.order() if view.policy.follows_pins else None
-    for other in view.logs if view.policy.follows_pins and view.surveys else ():
+    if not view.policy.follows_pins:
+        return own
+    newest = log.order()
+    for other in view.logs if view.surveys else ():
         with suppress(StreamError):
             found = other.order()
             if found is not None and (newest is None or newest.counter < found.counter):
@@ -146,9 +150,9 @@ def _order(log: SeenLog, view: View) -> Order | None:
     return None if newest is None or newest.counter <= view.policy.released else newest
 
 
-def _new_order(log: SeenLog, view: View, position: Position, order: Order | None) -> Apply | None:
+def _new_order(log: SeenLog, view: View, position: Position, order: Order) -> Apply | None:
     """Go to what a new order says if its stream continues that of the position. None if it does not."""
-    if order is None or not order.is_new:
+    if not order.is_new:
         return None
     found = _joins(log, view, position, StreamReplacedError(log.url, position.version))
     return found if isinstance(found, Apply) else None

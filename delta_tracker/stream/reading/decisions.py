@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 
 from delta_tracker.errors import (
@@ -19,7 +19,7 @@ from delta_tracker.errors import (
 from delta_tracker.stream.format.manifest import Link, Manifest
 from delta_tracker.stream.pin import Pin
 from delta_tracker.stream.reading.position import Position, Rows
-from delta_tracker.stream.reading.seen import Look, Question, SeenLog
+from delta_tracker.stream.reading.seen import Look, SeenLog
 
 FAULTS = (
     CorruptPartError,
@@ -152,12 +152,6 @@ class View:
     catches_up: bool = False
     surveys: bool = False
     is_partial: bool = False
-
-    def answered(self, number: int, question: Question, answer: object) -> View:
-        """Return the view with the answer to a question about one log."""
-        return replace(
-            self, logs=tuple(log.answered(question, answer) if log.number == number else log for log in self.logs)
-        )
 
     @property
     def is_patient(self) -> bool:

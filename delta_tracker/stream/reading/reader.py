@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -53,6 +53,9 @@ _CATCH_UP = 8
 # A read past a cache waits up to this long: many readers of one cache meet a fault at the same time.
 _SPREAD_SECONDS = 1.0
 _SURVEY_SECONDS = 60.0  # between two looks at the other sources while the current one shows nothing new
+
+
+_Answers = dict[int, dict[tuple[str, Hashable], object]]
 
 
 class Target(Protocol):
@@ -260,8 +263,9 @@ class Reader:
     def _begin(self, *, looks_for_gap: bool) -> _Round:
         sources, position = self.sources.due(), self._target.position
         is_usable = position is not None and position.rows is not Rows.MIXED
+        answers: _Answers = {}
         view = View(
-            self._unseen(sources),
+            self._unseen(sources, answers),
             position,
             self.orders.policy,
             num_failures=self._num_failures,
@@ -273,16 +277,21 @@ class Reader:
         if view.catches_up:
             self._in_a_row = 0
         self._observer.looks(self.lag.rested)
-        return _Round(view, {each.number: each for each in sources})
+        return _Round(view, {each.number: each for each in sources}, answers)
 
     def _is_survey_due(self, *, looks_for_gap: bool) -> bool:
         """Return True if the other sources must be looked at: now and then, and to return to the first one."""
         since = self.runtime.monotonic() - self._surveyed_at
         return since >= _SURVEY_SECONDS or (looks_for_gap and self.source.number > 0)
 
-    def _unseen(self, sources: Iterable[Source]) -> tuple[SeenLog, ...]:
+    def _unseen(self, sources: Iterable[Source], answers: _Answers) -> tuple[SeenLog, ...]:
+        """Return the logs of sources before the first look, whose answers will be in ``answers``."""
         current = self.source.number if self.settling is not None else None
-        return tuple(SeenLog(each.number, each.url, is_doubted=each.number == current) for each in sources)
+        logs = []
+        for each in sources:
+            answers[each.number] = {}
+            logs.append(SeenLog(each.number, each.storage.url, each.number == current, answers[each.number]))
+        return tuple(logs)
 
     def _run(self, state: _Round) -> bool:
         """Look, decide and act until something was applied, or nothing can be. Return True if it was applied."""
@@ -305,25 +314,25 @@ class Reader:
 
     def _look(self, state: _Round, look: Look) -> None:
         """Look up what the next decision needs."""
-        source, question, began = state.sources[look.number], look.question, self.runtime.monotonic()
+        source, began = state.sources[look.number], self.runtime.monotonic()
         is_current, answer = look.number == self.source.number, object()
         try:
-            if question.about == "order":
+            if look.about == "order":
                 answer = self.orders.newest(self.sources[look.number])
                 state.order = answer or state.order
-            elif question.about == "named":
-                answer = self.orders.named(question.subject, source)
+            elif look.about == "named":
+                answer = self.orders.named(look.subject, source)
             else:
-                answer = source.answer(question)
+                answer = source.answer(look)
         except StreamError as error:
             answer = Failed(error)
             state.skipped.append(error)
             if not is_current and isinstance(error, MalformedError | StorageError):
                 self.sources.failed(source)
                 _logger.info("another source cannot be used: url=%s error=%s", source.url, error)
-        if question.about == "next" and is_current:
-            self.lag.looked(question.subject, is_there=isinstance(answer, Manifest), began=began)
-        state.view = state.view.answered(look.number, question, answer)
+        if look.about == "next" and is_current:
+            self.lag.looked(look.subject, is_there=isinstance(answer, Manifest), began=began)
+        state.answers[look.number][look.about, look.key] = answer
 
     def _apply(self, state: _Round, decision: Apply) -> bool:
         """Apply entries. Return False if one of them has a fault, which the next decision takes into account."""
@@ -353,11 +362,11 @@ class Reader:
             self.resyncs.log_once(logging.WARNING, "cannot resync with version %d: %s", error, entry.version)
         view = state.view
         if self._target.position != view.position:
-            view = replace(view, logs=self._unseen(state.sources.values()))
-        # An order may have been made meanwhile, which comes before a resync.
-        logs = tuple(log.without("order") for log in view.logs)
+            view = replace(view, logs=self._unseen(state.sources.values(), state.answers))
+        for answers in state.answers.values():
+            answers.pop(("order", None), None)  # one may have been made meanwhile, which comes before a resync
         faults = (*view.faults, Fault(decision.number, entry, error))
-        state.view = replace(view, logs=logs, faults=faults, position=self._target.position)
+        state.view = replace(view, faults=faults, position=self._target.position)
 
     def _applied(self, state: _Round, decision: Apply) -> None:
         """Record that entries were applied."""
@@ -430,7 +439,8 @@ class Reader:
                 again, state.retry = source.through(source.storage), again
         self._target.restart()  # it may hold pieces of the faulty object
         state.sources[source.number] = again
-        state.view = replace(state.view, logs=self._unseen(state.sources.values()), faults=(), looks_for_gap=True)
+        logs = self._unseen(state.sources.values(), state.answers)
+        state.view = replace(state.view, logs=logs, faults=(), looks_for_gap=True)
 
     def _believe(self, state: _Round, fault: StreamError) -> None:
         """Believe a fault that has lasted. Raise StaleCacheError if it may still be that of a cache."""
@@ -476,6 +486,7 @@ class _Round:
     Args:
         view: input of the next decision.
         sources: number to source of the logs of the view. A source is replaced by a view of it past the caches.
+        answers: number to the answers of the log of the view.
         order: newest pin or release that was seen.
         retry: source to read a faulty version from next; None if there is none.
         has_waited: True after the wait before the first object is read again.
@@ -484,6 +495,7 @@ class _Round:
 
     view: View
     sources: dict[int, Source]
+    answers: _Answers
     order: Order | None = None
     retry: Source | None = None
     has_waited: bool = False

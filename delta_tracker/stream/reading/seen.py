@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from delta_tracker.errors import StreamError
@@ -69,31 +69,20 @@ class Entries(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """What a reader asks about one log.
-
-    Args:
-        about: name of a method of :class:`SeenLog`.
-        key: what the question is about.
-        subject: argument to look it up with.
-    """
-
-    about: str
-    key: Hashable = None
-    subject: Any = field(default=None, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
 class Look:
     """Decision to look something up before the next decision.
 
     Args:
         number: number of the log.
-        question: what to look up.
+        about: name of the method of :class:`SeenLog` that needs the answer.
+        key: what the question is about.
+        subject: argument to look it up with.
     """
 
     number: int
-    question: Question
+    about: str
+    key: Hashable = None
+    subject: Any = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +102,7 @@ class Unseen(Exception):  # noqa: N818  no error: a decision needs one more look
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SeenLog:
-    """What one round of a reader has seen of the log at one url. Immutable.
+    """What one round of a reader has seen of the log at one url. Only the loop adds answers, between two decisions.
 
     A method returns the answer of a look, raises the error of one that failed, or raises :class:`Unseen`.
 
@@ -121,13 +110,13 @@ class SeenLog:
         number: number of the url, 0 for the first.
         url: the url.
         is_doubted: True if a fault may be that of a cache, and must not be believed yet.
-        answers: what was looked up.
+        answers: what was looked up, by the name of the method and the key.
     """
 
     number: int
     url: str
     is_doubted: bool = False
-    answers: Mapping[Question, Any] = field(default_factory=dict)
+    answers: Mapping[tuple[str, Hashable], object] = field(default_factory=dict)
 
     def next(self, version: int) -> Manifest | None:
         """Return the entry of the version to apply next; None if it does not exist, as far as a poll can tell."""
@@ -135,11 +124,11 @@ class SeenLog:
 
     def check_gap(self, position: Position) -> None:
         """Raise an error if the entry after a position was deleted, or the log lacks the position's entry."""
-        self._ask("check_gap", position, position)
+        self._ask("check_gap", None, position)
 
     def ahead(self, position: Position) -> Manifest | None:
         """Return a merged delta or a snapshot to apply instead of many versions; None if there is none."""
-        return cast("Manifest | None", self._ask("ahead", position, position))
+        return cast("Manifest | None", self._ask("ahead", None, position))
 
     def allows(self, entry: Manifest) -> bool:
         """Return False for an entry that a canary must not apply yet."""
@@ -159,7 +148,7 @@ class SeenLog:
 
     def generation(self, position: Position) -> int | None:
         """Return the generation of a position's entry; None if the log does not have it."""
-        return cast("int | None", self._ask("generation", position, position))
+        return cast("int | None", self._ask("generation", None, position))
 
     def read(self, version: int) -> Manifest | None:
         """Return the entry of a version, None if it does not exist."""
@@ -189,21 +178,11 @@ class SeenLog:
         """Return True if a claim is part of the log."""
         return cast("bool", self._ask("is_committed", (entry.stream, entry.link), entry))
 
-    def answered(self, question: Question, answer: object) -> SeenLog:
-        """Return the same with one more answer."""
-        return replace(self, answers={**self.answers, question: answer})
-
-    def without(self, about: str) -> SeenLog:
-        """Return the same without the answers about something."""
-        kept = {question: answer for question, answer in self.answers.items() if question.about != about}
-        return replace(self, answers=kept)
-
     def _ask(self, about: str, key: Hashable = None, subject: object = None) -> object:
-        question = Question(about, key, subject)
         try:
-            answer = self.answers[question]
+            answer = self.answers[about, key]
         except KeyError:
-            raise Unseen(Look(self.number, question)) from None
+            raise Unseen(Look(self.number, about, key, subject)) from None
         if isinstance(answer, Failed):
             raise answer.error.with_traceback(None)
         return answer

@@ -16,7 +16,7 @@ from delta_tracker.stream.reading.lineage import former_streams
 from delta_tracker.stream.reading.path import readable
 from delta_tracker.stream.reading.position import Position
 from delta_tracker.stream.reading.runtime import REAL, Runtime
-from delta_tracker.stream.reading.seen import Question
+from delta_tracker.stream.reading.seen import Look
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.stream.store_clock import skew_problem
 
@@ -90,13 +90,13 @@ class Source:
         """Url of the store."""
         return self.storage.url
 
-    def answer(self, question: Question) -> Any:  # noqa: ANN401  by question
-        """Look up the answer to a question of a reader.
+    def answer(self, look: Look) -> object:
+        """Look up what a reader needs.
 
         Raises:
             StreamError: if the store cannot be read, or an entry is malformed or missing.
         """
-        return self._answers[question.about](question.subject)
+        return self._answers[look.about](look.subject)
 
     def head(self) -> Manifest | None:
         """Return the newest entry, None if there is none."""
