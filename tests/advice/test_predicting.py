@@ -223,7 +223,7 @@ def test_a_snapshot_to_the_present_stream_serves_a_predictor_of_the_former(tmp_p
     assert job.is_served_by(model, predictor.sync())
 
 
-@pytest.mark.advice("NoSnapshotError: _newest _path path_to _begin")
+@pytest.mark.advice("NoSnapshotError: _newest _path path_to _begin _start")
 def test_a_snapshot_makes_a_stream_readable(tmp_path: Path) -> None:
     tracker = ModelDeltaTracker(small_model())
     with Publisher(tracker, f"file://{tmp_path}") as publisher:
