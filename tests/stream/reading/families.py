@@ -184,6 +184,19 @@ def two_urls(trunk: str, size: int) -> Iterator[State]:
                 yield World(pair), replace(reader, behind=1)
 
 
+def damaged_urls(size: int) -> Iterator[State]:
+    """Yield states of two urls of one stream, one of which has a fault that never ends; the other may be behind."""
+    for word in words(size):
+        names = [word[:end] for end in range(1, len(word) + 1)]
+        damaged = [Log(word, faults={name: fault}, is_lost=True) for name, fault in product(names, _FAULTS)]
+        damaged.append(Log(word, is_up=False, is_lost=True))
+        for log, other in product(damaged, {word, word[:-1]}):
+            pair = log, Log(other, url="other")
+            for reader in _positions(pair, is_short=False):
+                yield World(pair), reader
+                yield World(pair[::-1]), reader
+
+
 def three_urls(trunk: str, size: int) -> Iterator[State]:
     """Yield states of three urls, each with its own view of a stream."""
     shown = [log for log in views(trunk, size) if log.first == 0 or log.word.endswith("s")]
@@ -222,6 +235,7 @@ FAMILIES: dict[str, tuple[Callable[[], Iterator[State]], Callable[[], Iterator[S
     "orders": (lambda: orders(1), lambda: orders(3)),
     "late claims": (lambda: late_claims(5), lambda: late_claims(7)),
     "two urls": (lambda: two_urls("csd", 1), lambda: two_urls("csdd", 2)),
+    "damaged urls": (lambda: damaged_urls(2), lambda: damaged_urls(3)),
     "three urls": (lambda: three_urls("csd", 0), lambda: three_urls("csdd", 1)),
     "promoted orders": (lambda: promoted_orders("cs"), lambda: promoted_orders("csdds")),
 }

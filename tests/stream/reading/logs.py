@@ -137,6 +137,8 @@ class Log:
         orders: pins and releases.
         is_up: False if the store cannot be read.
         late: claim at a name that retention has made free, which is not part of the log.
+        url: the url.
+        is_lost: True if the faults never end.
     """
 
     word: str
@@ -147,6 +149,7 @@ class Log:
     is_up: bool = True
     late: Manifest | None = None
     url: str = "memory"
+    is_lost: bool = False
 
     @cached_property
     def entries(self) -> Mapping[int, Manifest]:
@@ -162,7 +165,8 @@ class Log:
     def key(self) -> Hashable:
         """What tells logs without faults apart."""
         late = None if self.late is None else self.late.xxh3
-        return self.word, tuple(each.xxh3 for each in self.merged), self.first, self.orders, late, self.url
+        lost = (self.is_up, tuple(self.faults.items())) if self.is_lost else None
+        return self.word, tuple(each.xxh3 for each in self.merged), self.first, self.orders, late, self.url, lost
 
     @cached_property
     def newest(self) -> int:
@@ -182,6 +186,8 @@ class Log:
 
     def healed(self) -> Log:
         """Return the log after its faults have ended."""
+        if self.is_lost:
+            return self
         return Log(self.word, self.merged, self.first, {}, self.orders, True, self.late, self.url)
 
     # What a reader asks.

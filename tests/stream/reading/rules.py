@@ -163,7 +163,7 @@ def chances(world: World, reader: Reader) -> Iterator[str]:
     """Yield what a reader at rest could do by the rules, if all its urls can be read and no entry has a fault."""
     order = order_of(reader)
     for number, log in enumerate(world.logs):
-        if not log.word:
+        if not log.word or log.is_lost:
             continue
         head = log.entries[log.newest]
         if order is not None and (order.stream == head.stream or order.is_own):
@@ -262,7 +262,7 @@ def _has_path(log: Log, named: Manifest) -> bool:
     word = word_of(named)
     for version in range(named.version, len(stream_of(word)) - 1, -1):
         entry = log.entries.get(version)
-        if entry is None or entry.xxh3 != word[: version + 1]:
+        if entry is None or entry.xxh3 != word[: version + 1] or log.fault(entry):
             return False
         if entry.kind == "snapshot":
             return True
