@@ -117,7 +117,8 @@ def _text(each: tuple[Reader, Decision]) -> str:
     reader, decision = each
     if not isinstance(decision, Apply):
         return f"{decision} at {reader.word}"
-    return f"{decision.rule.name} {[e.xxh3 for e in decision.entries]} of url {decision.number}: {decision.cause} -> {reader}"
+    names = [entry.xxh3 for entry in decision.entries]
+    return f"{decision.rule.name} {names} of url {decision.number}: {decision.cause} -> {reader}"
 
 
 def main(names: list[str]) -> None:

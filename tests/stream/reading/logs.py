@@ -1,15 +1,15 @@
 """Logs in memory, named by words, that answer the questions of a reader.
 
-Each letter of a word is an entry: ``x`` and ``y`` claims that start unrelated streams, ``c`` a claim of the same stream
-by another publisher, ``f`` a claim that starts a fork, ``s`` a snapshot, ``d`` a delta. The hash of an entry is the word
-up to it. So two logs have the entries of their common prefix in common, and one word shows its whole history.
+Each letter of a word is an entry: ``s`` a snapshot, ``d`` a delta, ``c`` a claim of another publisher, or of the first,
+``f`` a claim that starts a fork, ``x`` a claim that starts an unrelated stream. The hash of an entry is the word up to
+it. So two logs have the entries of their common prefix in common, and a word shows its whole history.
 
 There are three rows. The snapshot or delta of version ``v`` writes row ``v % 3``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any
@@ -51,7 +51,7 @@ def lineage(word: str) -> tuple[str, ...]:
 @cache
 def generation_of(word: str) -> int:
     """Return the generation of the last entry of a word."""
-    return sum(letter in "xycf" for letter in word)
+    return sum(letter in "xcf" for letter in word)
 
 
 @cache
@@ -174,7 +174,7 @@ class Log:
         return max(self.entries, default=-1)
 
     def fault(self, entry: Manifest) -> str:
-        """Return the fault of an entry, empty without one. Retention deletes the parts also of entries that it keeps."""
+        """Return the fault of an entry, empty without one. Retention deletes the parts of entries that it keeps."""
         if entry.version < self.first and entry.kind != "claim" and entry.merges is None:
             return "corrupt"
         return self.faults.get(entry.xxh3, "")
@@ -198,39 +198,31 @@ class Log:
         Raises:
             StreamError: if the store cannot be read, or an entry has a fault.
         """
-        subject = question.subject
-        if not self.is_up and question.about != "generation":
+        if question.about == "generation":
+            return self._generation(position)
+        if not self.is_up:
             raise self._unreadable("all")
-        match question.about:
-            case "next" | "read":
-                return self.read(subject)
-            case "read_merged":
-                return self.read_merged(subject)
-            case "merged":
-                return self.merged_after(subject)
-            case "versions":
-                return self.versions(after=subject)
-            case "head":
-                return self.head()
-            case "newest_snapshot":
-                return self._newest_snapshot()
-            case "is_committed":
-                return self._is_committed(subject)
-            case "former_streams":
-                return former_streams(self)  # type: ignore[arg-type]
-            case "allows":
-                return subject.version + behind <= self.newest
-            case "check_gap":
-                return None if position is None else self._check_gap(position)
-            case "generation":
-                assert position is not None
-                entry = self.entries.get(position.version) if self.is_up else None
-                is_readable = entry is not None and self.fault(entry) not in ("malformed", "unreadable")
-                return entry.generation if entry is not None and is_readable and position.names(entry) else None
-            case "ahead":
-                assert position is not None
-                return self._ahead(position, behind)
-        raise NotImplementedError(question.about)
+        answers: Mapping[str, Callable[[Any], Any]] = {
+            "next": self.read,
+            "read": self.read,
+            "read_merged": self.read_merged,
+            "merged": self.merged_after,
+            "versions": lambda after: self.versions(after=after),
+            "head": lambda _: self.head(),
+            "newest_snapshot": lambda _: self._newest_snapshot(),
+            "is_committed": self._is_committed,
+            "former_streams": lambda _: former_streams(self),  # type: ignore[arg-type]
+            "allows": lambda entry: entry.version + behind <= self.newest,
+            "check_gap": lambda _: None if position is None else self._check_gap(position),
+            "ahead": lambda _: None if position is None else self._ahead(position, behind),
+        }
+        return answers[question.about](question.subject)
+
+    def _generation(self, position: Position | None) -> int | None:
+        entry = None if position is None or not self.is_up else self.entries.get(position.version)
+        if entry is None or position is None or self.fault(entry) in ("malformed", "unreadable"):
+            return None
+        return entry.generation if position.names(entry) else None
 
     def read(self, version: int) -> Manifest | None:
         entry = self.entries.get(version)

@@ -139,7 +139,7 @@ def mixed_at(word: str, **fields: object) -> Reader:
     return replace(Reader(word, MIXED, is_mixed=True), **fields)  # type: ignore[arg-type]
 
 
-def advance(
+def advance(  # noqa: C901  one case for each decision
     world: World, reader: Reader, *, surveys: bool = False, catches_up: bool = False, is_cut: bool = False
 ) -> tuple[Reader, Decision]:
     """Run one round. Return the reader after it and what it decided last.
@@ -206,6 +206,14 @@ def advance(
             case _:
                 counter = 0 if reader.known is None else reader.known.counter
                 return replace(reader, failures=0, current=decision.number, ended=counter), decision
+
+
+def _check_doubt(view: View, reader: Reader, decision: Apply) -> None:
+    """Check that no fault of a cache is believed at once. Without rows, an older snapshot is a start, too."""
+    is_start = reader.word is None or reader.is_mixed
+    is_doubted = view.logs[0].is_doubted and decision.number == view.logs[0].number
+    if not is_start and is_doubted and isinstance(decision.cause, CACHE_FAULTS):
+        raise ViolationError(f"a fault of a cache is believed at once: {decision.cause}")
 
 
 def _answer(log: Log, question: Question, reader: Reader) -> tuple[object, Reader]:

@@ -23,13 +23,8 @@ def check(world: World, before: Reader, decision: Decision, after: Reader, *, is
     log, order = world.logs[decision.number], order_of(after)
     if not log.is_up:
         raise ViolationError("a url is read that cannot be read")
-    for entry in decision.entries:
-        if entry not in log.merged and log.entries.get(entry.version) != entry:
-            raise ViolationError(f"{word_of(entry)} is not at this url")
-        if entry == log.late and entry.version < log.newest:
-            raise ViolationError("a late claim is applied")
     last = decision.entries[-1]
-    _check_start(before, decision)
+    _check_entries(log, before, decision)
     if decision.order is None:
         if len(decision.entries) > 1:
             raise ViolationError("several entries without an order")
@@ -46,7 +41,12 @@ def check(world: World, before: Reader, decision: Decision, after: Reader, *, is
         _check_rows(after)
 
 
-def _check_start(before: Reader, decision: Apply) -> None:
+def _check_entries(log: Log, before: Reader, decision: Apply) -> None:
+    for entry in decision.entries:
+        if entry not in log.merged and log.entries.get(entry.version) != entry:
+            raise ViolationError(f"{word_of(entry)} is not at this url")
+        if entry == log.late and entry.version < log.newest:
+            raise ViolationError("a late claim is applied")
     first = decision.entries[0]
     if first.kind != "snapshot" and (before.word is None or before.is_mixed):
         raise ViolationError("rows of a delta on those of unrelated versions")
@@ -82,7 +82,7 @@ def _check_forward(world: World, log: Log, before: Reader, entry: Manifest) -> N
         raise ViolationError(f"{word_of(entry)} does not follow {before.word}")
 
 
-def may_follow(world: World, log: Log, reader: Reader, entry: Manifest) -> bool:
+def may_follow(world: World, log: Log, reader: Reader, entry: Manifest) -> bool:  # noqa: PLR0911  one for each rule
     """Return True if an entry is newer than the position, or its stream proves that it continues the position's."""
     position, word = reader.word, word_of(entry)
     assert position is not None
@@ -190,11 +190,6 @@ def _starts(world: World, log: Log, reader: Reader, stream: str) -> list[Manifes
     return [e for e in found if e.kind == "snapshot" and e.stream == stream and _is_usable(world, log, reader, e)]
 
 
-def _is_lost(log: Log, word: str) -> bool:
-    """Return True if a log does not show a word although it is its own: retention has deleted the entry."""
-    return len(word) - 1 not in log.entries
-
-
 def _newer(world: World, log: Log, reader: Reader) -> str:
     stream = stream_of(log.word)
     starts = _starts(world, log, reader, stream)
@@ -203,28 +198,35 @@ def _newer(world: World, log: Log, reader: Reader) -> str:
         if is_other and not _is_replaced(world, reader.word or ""):
             return ""
         return f"start from {word_of(starts[0])}" if starts else ""
-    word = reader.word
-    if log.word.startswith(word) and len(log.word) > len(word):
-        following = log.entries.get(len(word))
-        is_claim = following is not None and following.kind == "claim" and following.version < log.newest
-        if is_claim and len(word) + 1 not in log.entries:
-            following = None  # it leads nowhere
-        if following is not None and following != log.late and stream_of(word_of(following)) == stream_of(word):
-            if _is_usable(world, log, reader, following) and not leaves_rows(reader, following):
-                return f"{word_of(following)} is next"
-        for each in log.merged:
-            if each.kind == "delta" and stream_of(word_of(each)) == stream_of(word) and each.version >= len(word):
-                is_better = following is None or following == log.late
-                if is_better and Merged.of(each).first <= len(word) and _is_usable(world, log, reader, each):
-                    return f"{each.xxh3} leads on"
+    if chance := _next_step(world, log, reader, reader.word):
+        return chance
     for each in starts:
         if each.merges is not None and world.bad:
             continue
         if may_follow(world, log, reader, each):
-            if stream == stream_of(word) and not word_of(each).startswith(word) and not reader.knows_generation:
-                continue
-            return f"{word_of(each)} is newer"
+            is_other = stream == stream_of(reader.word) and not word_of(each).startswith(reader.word)
+            if not is_other or reader.knows_generation:
+                return f"{word_of(each)} is newer"
     return ""
+
+
+def _next_step(world: World, log: Log, reader: Reader, word: str) -> str:
+    """Return the entry of the log or the merged delta that follows a word in its history."""
+    if not log.word.startswith(word) or len(log.word) == len(word):
+        return ""
+    following = log.entries.get(len(word))
+    if following == log.late or (following is not None and _leads_nowhere(log, following)):
+        following = None
+    found = [following] if following is not None and not leaves_rows(reader, following) else []
+    if following is None:
+        deltas = [each for each in log.merged if each.kind == "delta"]
+        found = [each for each in deltas if Merged.of(each).first <= len(word) <= each.version]
+    usable = (each for each in found if each.stream == stream_of(word) and _is_usable(world, log, reader, each))
+    return next((f"{each.xxh3} leads on" for each in usable), "")
+
+
+def _leads_nowhere(log: Log, entry: Manifest) -> bool:
+    return entry.kind == "claim" and entry.version < log.newest and entry.version + 1 not in log.entries
 
 
 def _succeeding(world: World, log: Log, reader: Reader, order: Order) -> str:
@@ -235,7 +237,7 @@ def _succeeding(world: World, log: Log, reader: Reader, order: Order) -> str:
     return f"{word_of(starts[0])} continues the pinned stream" if starts else ""
 
 
-def _ordered(world: World, log: Log, reader: Reader, order: Order) -> str:
+def _ordered(world: World, log: Log, reader: Reader, order: Order) -> str:  # noqa: PLR0911  one for each rule
     named = log.entries.get(order.version)
     if named is None or (order.link is not None and named.link != order.link) or named.stream != order.stream:
         return ""
