@@ -97,15 +97,20 @@ def _orders(word: str) -> Iterator[Order]:
             yield Order(2, "release", stream, end - 1, link, max(0, end - 2))
 
 
-def orders(size: int) -> Iterator[State]:
-    """Yield states of one log with a pin, a release or an own rollback, with one fault."""
-    for word in words(size):
+def orders(size: int, *, is_short: bool = False) -> Iterator[State]:
+    """Yield states of one log with a pin, a release or an own rollback, with one fault.
+
+    Args:
+        size: see :func:`words`.
+        is_short: True for snapshots and deltas without faults and merged entries.
+    """
+    for word in words(size, "sd" if is_short else "sdc"):
         names = [word[:end] for end in range(1, len(word) + 1)]
-        for order, merged in product(_orders(word), _merged(word)):
+        for order, merged in product(_orders(word), [()] if is_short else _merged(word)):
             faults: list[dict[str, str]] = [{}, *({n: f} for n, f in product(names, ("malformed", "corrupt")))]
             if not merged:
                 faults += [{n: f} for n, f in product(names, ("missing", "unreadable", "lost"))]
-            for fault, first in product(faults, _retained(word)):
+            for fault, first in product(faults[:1] if is_short else faults, _retained(word)):
                 world = World((Log(word, merged, first, fault, (order,)),))
                 for reader in readers(word, is_short=True):
                     yield world, replace(reader, policy=_PINS)
@@ -232,7 +237,7 @@ def replace_url(log: Log, url: str) -> Log:
 FAMILIES: dict[str, tuple[Callable[[], Iterator[State]], Callable[[], Iterator[State]]]] = {
     "one url": (lambda: one_url(2), lambda: one_url(4)),
     "gates": (lambda: gates(3), lambda: gates(4)),
-    "orders": (lambda: orders(1), lambda: orders(3)),
+    "orders": (lambda: orders(3, is_short=True), lambda: orders(3)),
     "late claims": (lambda: late_claims(5), lambda: late_claims(7)),
     "two urls": (lambda: two_urls("csd", 1), lambda: two_urls("csdd", 2)),
     "damaged urls": (lambda: damaged_urls(2), lambda: damaged_urls(3)),

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from delta_tracker.stream.entry_names import Merged
 from delta_tracker.stream.format.manifest import Manifest
@@ -161,7 +162,9 @@ def _is_barred(log: Log, reader: Reader, order: Order) -> bool:
 
 def chances(world: World, reader: Reader) -> Iterator[str]:
     """Yield what a reader at rest could do by the rules, if all its urls can be read and no entry has a fault."""
-    order = order_of(reader)
+    shown = [each for log in world.logs if log.is_up for each in log.orders]
+    known = max(shown if reader.known is None else [reader.known, *shown], key=lambda each: each.counter, default=None)
+    order = order_of(replace(reader, known=known))
     for number, log in enumerate(world.logs):
         if not log.word or log.is_lost:
             continue
