@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from tests.traces.compare import Trace, report, stable
+from tests.traces.compare import report, stable
 
 _ROOT = Path(__file__).parents[2]
 _STREAM = ("mirror", "pin", "pointer", "promotion", "retention", "rollback")
@@ -29,7 +29,7 @@ def main() -> None:
     recording.add_argument("file", type=Path)
     recording.add_argument("tests", nargs="*", default=_TESTS, help="arguments of pytest; default: tests of readers")
     recording.add_argument("--worlds", type=int, default=100, metavar="SEEDS", help="number of worlds (default: 100)")
-    recording.add_argument("--runs", type=int, default=3, help="number of runs that must agree (default: 3)")
+    recording.add_argument("--runs", type=int, default=2, help="number of runs that must agree (default: 2)")
     comparison = commands.add_parser("compare", help="print the first difference of each trace, and a summary")
     comparison.add_argument("old", type=Path)
     comparison.add_argument("new", type=Path)
@@ -42,9 +42,16 @@ def main() -> None:
 
 
 def _record(arguments: argparse.Namespace) -> None:
-    """Write the traces of all runs, as far as they agree."""
+    """Write the traces of all runs, as far as they agree. The runs disturb each other, which shows what is stable."""
     began = time.monotonic()
-    runs = [_run(arguments) for _ in range(arguments.runs)]
+    with tempfile.TemporaryDirectory() as folder:
+        files = [[Path(folder) / f"{kind}-{run}" for kind in ("tests", "worlds")] for run in range(arguments.runs)]
+        started = [process for pair in files for process in _started(arguments, *pair)]
+        for process in started:
+            process.wait()
+        runs = [
+            {name: trace for file in pair for name, trace in json.loads(file.read_text()).items()} for pair in files
+        ]
     names = dict.fromkeys(name for run in runs for name in run)
     traces = {name: stable([run.get(name, {}) for run in runs]) for name in names}
     arguments.file.write_bytes(gzip.compress(json.dumps(traces).encode()))
@@ -52,17 +59,14 @@ def _record(arguments: argparse.Namespace) -> None:
     print(f"{len(traces)} traces of {len(runs)} runs in {time.monotonic() - began:.0f} s; readers: {dict(forms)}")
 
 
-def _run(arguments: argparse.Namespace) -> dict[str, Trace]:
-    """Run the tests and the worlds once, at the same time; return their traces."""
-    environ = os.environ | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder) / name for name in ("tests.json", "worlds.json")]
-        tests = [*_PYTEST.split(), "--traces", str(files[0]), *arguments.tests]
-        worlds = ["-W", "ignore", "-m", "tests.traces.worlds", str(arguments.worlds), str(files[1])]
-        started = [subprocess.Popen([sys.executable, *each], cwd=_ROOT, env=environ) for each in (tests, worlds)]
-        for each in started:
-            each.wait()
-        return {name: trace for file in files for name, trace in json.loads(file.read_text()).items()}
+def _started(arguments: argparse.Namespace, tests: Path, worlds: Path) -> list[subprocess.Popen[bytes]]:
+    """Start the tests and the worlds, which write two files."""
+    environ = os.environ | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""}
+    commands = [
+        [*_PYTEST.split(), "--traces", str(tests), *arguments.tests],
+        ["-W", "ignore", "-m", "tests.traces.worlds", str(arguments.worlds), str(worlds)],
+    ]
+    return [subprocess.Popen([sys.executable, *each], cwd=_ROOT, env=environ) for each in commands]
 
 
 if __name__ == "__main__":
