@@ -29,7 +29,7 @@ def main() -> None:
     recording.add_argument("file", type=Path)
     recording.add_argument("tests", nargs="*", default=_TESTS, help="arguments of pytest; default: tests of readers")
     recording.add_argument("--worlds", type=int, default=100, metavar="SEEDS", help="number of worlds (default: 100)")
-    recording.add_argument("--runs", type=int, default=2, help="number of runs that must agree (default: 2)")
+    recording.add_argument("--runs", type=int, default=3, help="number of runs that must agree (default: 3)")
     comparison = commands.add_parser("compare", help="print the first difference of each trace, and a summary")
     comparison.add_argument("old", type=Path)
     comparison.add_argument("new", type=Path)

@@ -115,7 +115,7 @@ def report(old: Mapping[str, Trace], new: Mapping[str, Trace]) -> Iterator[str]:
                 events = (_events(call, are_versions=False) for call in each["calls"])
                 counts.update(event.split()[0] for event in chain.from_iterable(events))
     kinds["only in the old file"], kinds["only in the new file"] = len(old.keys() - new), len(new.keys() - old)
-    yield from (f"{count} traces: {kind}" for kind, count in kinds.most_common())
+    yield from (f"{count} traces: {kind}" for kind, count in kinds.most_common() if count)
     yield from (f"{count} readers: {form}" for form, count in forms.most_common())
     changes = [f"{kind} {requests[0][kind]} to {requests[1][kind]}" for kind in sorted(requests[0] | requests[1])]
     yield f"requests of complete readers: {', '.join(changes)}"
