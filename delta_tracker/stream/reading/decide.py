@@ -42,8 +42,8 @@ from delta_tracker.stream.reading.decisions import (
 from delta_tracker.stream.reading.path import (
     Allows,
     check_is_newer,
+    has_other_entry,
     is_forward,
-    is_other_copy,
     merged_deltas,
     next_entry,
     path_to,
@@ -398,9 +398,10 @@ def _is_forward(log: SeenLog, view: View, position: Position, snapshot: Manifest
         return True
     if not is_forward(log, position, snapshot):
         return False
-    return not is_other_copy(log, position) or _all_others(
-        log, view, lambda other: not position.names(other.read(position.version))
-    )
+    if len(view.logs) == 1 and not view.is_partial:
+        return True
+    is_other = snapshot.version <= position.version or has_other_entry(log, position)
+    return not is_other or _all_others(log, view, lambda other: not position.names(other.read(position.version)))
 
 
 def _all_others(log: SeenLog, view: View, lacks: Callable[[SeenLog], bool]) -> bool:

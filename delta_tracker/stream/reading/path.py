@@ -362,6 +362,11 @@ def is_other_copy(log: Entries, position: Position) -> bool:
     head = log.head()
     if head is not None and head.version < position.version:
         return True
+    return has_other_entry(log, position)
+
+
+def has_other_entry(log: Entries, position: Position) -> bool:
+    """Return True if a log has another entry in the place of the position's."""
     held = readable(log.read, position.version)
     return held is not None and not position.names(held)
 

@@ -60,6 +60,7 @@ class Source:
         self.has_listed = False
         self._canary = canary
         self._runtime = runtime
+        self._held: Manifest | None = None  # entry of a position that was saved without its generation
         self._listed_at = runtime.monotonic()  # of the last listing by a check for a gap, or of the construction
         self._skewed = ""  # last publisher whose skew was logged
         own = self.log
@@ -122,8 +123,9 @@ class Source:
         return entry
 
     def _generation(self, position: Position) -> int | None:
-        entry = readable(self.log.read, position.version)
-        return entry.generation if entry is not None and position.names(entry) else None
+        if self._held is None or not position.names(self._held):
+            self._held = readable(self.log.read, position.version)
+        return self._held.generation if self._held is not None and position.names(self._held) else None
 
     def check_gap(self, position: Position) -> None:
         """Raise an error if the entry after a position was deleted, or if the log was replaced.
