@@ -60,7 +60,7 @@ class SinkState:
         version: version that no row is older than; None until the first snapshot is complete.
         xxh3: 128-bit xxh3 of the entry of ``version``, in hex; None if ``version`` is.
         generation: generation of that entry; None if it is unknown.
-        pin: counter of the pin that was followed last; 0 if a release was, or neither.
+        pin: counter of the pin that led to ``version``; 0 without one.
         release: counter of the release that was followed last; 0 if a pin was, or neither.
         applying: highest version of which some rows may be written; None if the rows of ``version`` are complete and no
             others were written.

@@ -161,6 +161,9 @@ class ModelWriter(VersionWriter):
             self._map(change)
         with self.lock.writing(), self.fence.writing():
             receiver.write_dense(contents)
+            is_same = self._position is not None and self._position.stream == manifest.stream
+            if not is_same or (self._followed is not None and self._followed.kind == "pin"):
+                self._followed = None
             self._position = Position.after(manifest)
             self._finish(manifest)
             if manifest.kind != "claim":

@@ -471,6 +471,7 @@ def _finished(
         applying=None if is_complete else begun.applying,
         applying_xxh3=None if is_complete else begun.applying_xxh3,
         is_mixed=False,
+        pin=0,
         is_settling=has_changed or dict(begun.default_slots) != _defaults(identities),
         identities=identities,
     )

@@ -10,6 +10,7 @@ import pytest
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
+from delta_tracker.stream.pin import PinFollower
 from delta_tracker.stream.reading.canary import Canary
 from delta_tracker.stream.rollback import pin_version
 from tests.predictor.readers import KINDS, Kind, Log, Reader, lose, mirror, new_store
@@ -314,3 +315,79 @@ def test_a_stream_that_no_promotion_connects_is_not_followed() -> None:
     lose(promotion.source)
     reader.syncs(10)
     assert reader.place == held
+
+
+@_BOTH
+@pytest.mark.parametrize("restarts", [False, True], ids=["running", "restarted"])
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_pin_of_the_next_stream_counts_if_former_ones_have_higher_counters(
+    kind: Kind, restarts: bool, is_lost: bool
+) -> None:
+    """The mirror lacks the last pins of the source when it is promoted, so that its counters begin below them."""
+    urls = [new_store(), new_store()]
+    log = Log(urls[0])
+    log.snapshot()
+    mirror(*urls)
+    log.deltas(2)
+    for version in (log.newest, log.newest - 1):
+        pin_version(urls[0].inner, version, replaces=True)
+    reader = Reader(kind, urls, log.rows, follows_pins=True)
+    reader.syncs(2)
+    assert reader.place == (log.stream, log.newest - 1)
+    after = log.promoted(urls[1])
+    pinned = after.snapshot()
+    after.deltas(1)
+    if is_lost:
+        lose(urls[0])
+    else:
+        reader = reader.restarted(urls)  # it looks at all urls at once
+    for source in reader.predictor._reader.sources:
+        source.pins = PinFollower(seconds=0.0)
+    reader.assert_reaches(after)
+    if restarts:
+        reader = reader.restarted(urls)
+    order = pin_version(urls[1].inner, pinned)
+    assert order.counter == 1
+    reader.syncs(5)
+    assert reader.place == (after.stream, pinned)
+    after.deltas(1)
+    reader.syncs(5)
+    assert reader.place == (after.stream, pinned)
+
+
+@_BOTH
+def test_a_pin_that_was_followed_before_a_promotion_does_not_hold_a_predictor_after_a_restart(kind: Kind) -> None:
+    urls = [new_store(), new_store()]
+    log = Log(urls[0])
+    log.snapshot()
+    log.deltas(2)
+    mirror(*urls)
+    pin_version(urls[0].inner, log.newest - 1)
+    reader = Reader(kind, urls, log.rows, follows_pins=True)
+    reader.syncs(2)
+    assert reader.place == (log.stream, log.newest - 1)
+    lose(urls[0])
+    after = log.promoted(urls[1])
+    after.snapshot()
+    reader.assert_reaches(after)
+    reader = reader.restarted(urls)
+    after.deltas(2)
+    reader.assert_reaches(after)
+
+
+@_BOTH
+def test_a_pin_that_a_predictor_has_released_does_not_hold_it_at_a_mirror_without_the_pin(kind: Kind) -> None:
+    urls = [new_store(), new_store()]
+    log = Log(urls[0])
+    first = log.snapshot()
+    log.deltas(3)
+    mirror(*urls)
+    pin_version(urls[0].inner, first)
+    reader = Reader(kind, urls, log.rows, follows_pins=True)
+    reader.syncs(2)
+    assert reader.predictor.version == first
+    reader.predictor.release()
+    reader.predictor.sync(1)
+    assert reader.predictor.version == first + 1
+    lose(urls[0])
+    reader.restarted(urls).assert_reaches(log)

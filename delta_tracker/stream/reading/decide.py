@@ -139,12 +139,10 @@ def _order(log: SeenLog, view: View) -> Order | None:
     own = view.policy.own
     if not view.policy.follows_pins:
         return own
-    newest = log.order()
     for other in view.logs if view.surveys else ():
         with suppress(StreamError):
-            found = other.order()
-            if found is not None and (newest is None or newest.counter < found.counter):
-                newest = found
+            other.order()
+    newest = log.order()  # last, because it may be that of another url
     if own is not None and (newest is None or newest.counter <= own.counter):
         return own
     return None if newest is None or newest.counter <= view.policy.released else newest

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from delta_tracker.errors import MalformedError, StorageError
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.reading.decisions import Order, Policy
+from delta_tracker.stream.reading.lineage import former_streams
 from delta_tracker.stream.reading.position import Position
 from delta_tracker.stream.reading.source import Source
 
@@ -27,6 +31,8 @@ class Orders:
     """Orders to one reader, and which of them it has followed.
 
     The newest one of all urls counts. One that was followed still counts if no url shows it any more: a mirror may lag.
+    At a promoted mirror, orders of the former streams give way to one of its own: the counters of its own ones may be
+    lower, because the mirror lacked the last of the former ones.
 
     Args:
         policy: what the process wants at the start.
@@ -42,6 +48,8 @@ class Orders:
         self._last: Order | None = None  # that was followed
         self._shown: dict[int, Order | None] = {}  # number of a url to its newest order
         self._known = 0  # counter of the newest order when a round ended
+        # Number of a url and streams of orders to the former streams of its log.
+        self._former: dict[tuple[int, frozenset[str]], tuple[str, ...]] = {}
 
     def newest(self, source: Source) -> Order | None:
         """Return the newest pin or release of a source, or another one that is newer.
@@ -58,8 +66,18 @@ class Orders:
             self._drop(last)
         self._shown[source.number] = None if pin is None else Order.of(pin)
         found = [each for each in (*self._shown.values(), self._last) if each is not None]
-        newest = max(found, key=lambda each: each.counter, default=None)
+        newest = max(self._present(found, source), key=lambda each: each.counter, default=None)
         return None if newest is None else replace(newest, is_new=newest.counter != self._known)
+
+    def _present(self, found: Sequence[Order], source: Source) -> Sequence[Order]:
+        """Return the orders without those of the former streams of a source, unless there are no others."""
+        key = source.number, frozenset(each.stream for each in found)
+        if len(key[1]) <= 1:
+            return found
+        if key not in self._former:
+            with suppress(MalformedError, StorageError):
+                self._former[key] = former_streams(source.log)
+        return [each for each in found if each.stream not in self._former.get(key, ())] or found
 
     def named(self, order: Order, source: Source) -> Manifest | None:
         """Return the entry that a pin or a release names; None if the log does not have it.
@@ -74,9 +92,9 @@ class Orders:
         return entry if is_there else None
 
     def seen(self, order: Order | None, position: Position | None) -> Followed | None:
-        """Record the newest order at the end of a round. Return it if a reader at a position has followed it now."""
+        """Record the newest order at the end of a round. Return it if a reader at a position has followed it."""
         self._known = 0 if order is None else order.counter
-        if order is None or order.counter <= self.followed or not order.is_followed_by(position):
+        if order is None or not order.is_followed_by(position):
             return None
         self.followed, self._last = order.counter, order
         return Followed(order.kind, order.counter)
