@@ -88,6 +88,8 @@ def command(stream: Stream, limit: int, *, removes: bool) -> int:
         for each, _ in shown:
             if each.beat.error is not None:  # it may be long, so it is not in the table
                 stream.out.line(f"{each.beat.name} has an error: {each.beat.error}", "red")
+            elif each.beat.why:
+                stream.out.line(f"{each.beat.name}: {each.beat.why}")
     are_silent = bool(states) and all(state == "silent" for _, state in states)
     return 1 if are_silent or any(state in _BAD for _, state in states) else 0
 

@@ -252,6 +252,7 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
             cache={} if self._cache is None else dict(self._cache.counts),
             poll_seconds=self._follower.poll_seconds,
             notice=reader.ignored.notice,
+            why=reader.why,
         )
 
     def sync(self, limit: int | None = None) -> int:
@@ -543,6 +544,7 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
                 error=status.error,
                 canary=None if self._canary is None else self._canary.text,
                 pin=self._reader.orders.followed,
+                why=status.why,
             )
 
     def _refuse_inside_reading(self, call: str) -> None:

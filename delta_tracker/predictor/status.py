@@ -36,13 +36,15 @@ class Status:
         resyncs: number of resyncs since the start.
         last_resync: description of the last resync; empty before the first.
         error: type and message of :attr:`Predictor.error`; None without an error.
-        pinned: version to which the predictor was rolled back; None without a rollback.
+        pinned: version at which a pin or a rollback keeps the predictor; None without one.
         admitted: number of raw ids mapped to rows since the start; a raw id that moves to another row is counted. A
             table with several mappings is counted for each of them.
         evicted: number of raw ids removed from their rows since the start, counted in the same way.
         requests: number of requests to the stores of the predictor by operation, see
             :class:`~delta_tracker.stream.storage.storage.Storage`. Other users of the same ``Storage`` object count.
         notice: what is no error, but should be known, such as a pin that is not followed; empty if there is nothing.
+        why: last decision and its reason, such as ``version 7 is the newest`` or ``pinned to version 3``; empty before
+            the first. The rules are in FLEET.md.
         cache: number of parts that the host cache had (``hits``), fetched (``misses``) or did not serve (``bypasses``);
             empty without a cache. Other predictors with the same ``HostCache`` object count.
         poll_seconds: current interval between two polls of :meth:`Predictor.follow`; None if it does not run.
@@ -64,3 +66,4 @@ class Status:
     poll_seconds: float | None = None
     cache: Mapping[str, int] = field(default_factory=dict)
     notice: str = ""
+    why: str = ""

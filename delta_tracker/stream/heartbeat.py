@@ -64,6 +64,8 @@ class Heartbeat:
         host: name of the predictor's host, cut to 253 characters; empty in heartbeats of older releases.
         seconds: time between two heartbeats.
         window: the last ten heartbeats, oldest first, this one included.
+        why: last decision of the predictor and its reason, see :class:`~delta_tracker.predictor.status.Status`; empty
+            in heartbeats of older releases and of standbys.
     """
 
     name: Annotated[str, Meta(pattern=_NAME)]
@@ -79,6 +81,7 @@ class Heartbeat:
     host: Annotated[str, Meta(max_length=_MAX_HOST)] = ""
     seconds: Time = BEAT_SECONDS
     window: Annotated[tuple[Look, ...], Meta(max_length=16)] = ()
+    why: Annotated[str, Meta(max_length=_MAX_TEXT)] = ""
 
 
 def check_name(name: object) -> None:
@@ -94,12 +97,13 @@ def check_name(name: object) -> None:
 def leave_heartbeat(storage: Storage, beat: Heartbeat) -> None:
     """Write a heartbeat, replacing an earlier one of the same name.
 
-    The error in the heartbeat is truncated to 1,000 characters.
+    The error and the reason in the heartbeat are truncated to 1,000 characters.
 
     Raises:
         StorageError: if the store cannot be written.
     """
-    fields = asdict(beat) | {"error": None if beat.error is None else beat.error[:_MAX_TEXT]}
+    error = None if beat.error is None else beat.error[:_MAX_TEXT]
+    fields = asdict(beat) | {"error": error, "why": beat.why[:_MAX_TEXT]}
     storage.replace(heartbeat_path(beat.name), json.dumps(fields).encode())
 
 

@@ -37,6 +37,14 @@ def test_a_long_error_leaves_the_table_readable(cli: Cli, writer: Writer) -> Non
     assert any(line.startswith("bad has an error: cannot be read cannot") for line in lines)
 
 
+def test_why_a_predictor_keeps_its_version_is_shown(cli: Cli, writer: Writer) -> None:
+    predictor = Predictor(writer.model(), writer.storage, name="pinned", follows_pins=True, dense=False)
+    cli("rollback", url_of(writer), 2)
+    predictor.sync()
+    assert [each["why"] for each in cli.json("fleet", url_of(writer))["shown"]] == ["pinned to version 2"]
+    assert "pinned: pinned to version 2" in cli("fleet", url_of(writer)).splitlines()
+
+
 def test_a_thousand_heartbeats_cost_a_request_each_and_a_few_more(cli: Cli, writer: Writer) -> None:
     for number in range(1000):
         leave(writer, beat(writer, f"p-{number}", version=4, window=_CURRENT))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
 from delta_tracker import Predictor, Storage
+from delta_tracker.errors import StreamError
+from delta_tracker.stream.pin import PinFollower
+from delta_tracker.stream.rollback import pin_version, release_pin
 from tests.stream.histories import Clock, clocked
 from tests.stream.slow_s3 import slow_s3
 from tests.stream.streams import Writer
@@ -34,6 +39,66 @@ def test_the_status_counts_what_was_applied(clock: Clock) -> None:
     assert status.rows == 20 + 3 + 1
     assert status.num_bytes == sum(manifest.num_bytes for manifest in manifests)
     assert (status.lag_versions, status.resyncs, status.last_resync, status.pinned) == (0, 0, "", None)
+
+
+def test_the_status_says_why() -> None:
+    """The rules are in FLEET.md."""
+    writer = Writer(Storage("memory://"))
+    predictor = Predictor(writer.model(), writer.storage, follows_pins=True, dense=False)
+    predictor._reader.source.pins = PinFollower(seconds=0.0)
+    seen = [predictor.status().why]
+
+    def look(limit: int | None = None) -> None:
+        with suppress(StreamError):
+            predictor.sync(limit)
+        seen.append(predictor.status().why)
+
+    look()
+    writer.snapshot()
+    look(limit=1)
+    writer.delta([1])
+    look(limit=1)
+    look()
+    pin_version(writer.storage, 1)
+    look(limit=1)
+    look()
+    writer.snapshot()
+    release_pin(writer.storage)
+    look(limit=1)
+    predictor.rollback(1)
+    seen.append(predictor.status().why)
+    predictor.release()
+    seen.append(predictor.status().why)
+    look(limit=1)
+    assert seen == [
+        "",
+        "nothing can be applied: NoSnapshotError",
+        "applied version 1: the tables have no rows of the stream yet, or mixed ones",
+        "applied version 2: the next version is committed",
+        "version 2 is the newest",
+        "applied version 1: a pin or a rollback applies",
+        "pinned to version 1",
+        "applied version 3: a pin was released",
+        "pinned to version 1",
+        "",
+        "applied version 3: a pin was released",
+    ]
+
+
+def test_the_log_says_why_a_predictor_waits_or_leaves_a_pin(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    writer = Writer(Storage("memory://"))
+    writer.snapshot()
+    predictor = Predictor(writer.model(), writer.storage, follows_pins=True, dense=False)
+    predictor._reader.source.pins = PinFollower(seconds=0.0)
+    pin_version(writer.storage, 1)
+    for _ in range(3):
+        predictor.sync()
+    assert caplog.text.count("reader waits: pinned to version 1") == 1
+    writer.snapshot()
+    release_pin(writer.storage)
+    predictor.sync()
+    assert "applied version 2: a pin was released: url=memory:// former=1" in caplog.text
 
 
 @pytest.mark.parametrize("ahead", [3600.0, -3600.0])

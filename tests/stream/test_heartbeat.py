@@ -27,7 +27,7 @@ _BEAT = Heartbeat(
 )
 _FIELDS = {field: getattr(_BEAT, field) for field in Heartbeat.__slots__}
 _REQUIRED = [
-    field for field in _FIELDS if field not in ("canary", "pin", "host", "seconds", "window")
+    field for field in _FIELDS if field not in ("canary", "pin", "host", "seconds", "window", "why")
 ]  # those of all releases
 
 
@@ -69,11 +69,17 @@ def test_a_written_heartbeat_is_read(changes: dict[str, object]) -> None:
     assert read_heartbeats(storage) == [other, beat]
 
 
-def test_a_long_error_is_cut() -> None:
+def test_long_texts_are_cut() -> None:
     storage = Storage("memory://")
-    leave_heartbeat(storage, Heartbeat(**_FIELDS | {"error": "é" * 100_000}))
+    leave_heartbeat(storage, Heartbeat(**_FIELDS | {"error": "é" * 100_000, "why": "w" * 100_000}))
     (beat,) = read_heartbeats(storage)
-    assert beat.error == "é" * 1000
+    assert (beat.error, beat.why) == ("é" * 1000, "w" * 1000)
+
+
+def test_unknown_fields_of_later_releases_are_ignored() -> None:
+    storage = Storage("memory://")
+    plant(storage, _FIELDS | {"later": {"why": 1}})
+    assert read_heartbeats(storage) == [_BEAT]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +88,7 @@ def test_a_long_error_is_cut() -> None:
         b"", b"{", b"\xff", b"[]", b"null", b"1", b"[" * 10_000, b" " * 20_000, {},
         *(_FIELDS | {field: value} for field, value in [
             ("name", "p-2"), ("name", 1), ("time", "1"), ("time", -1), ("time", math.nan), ("time", math.inf),
-            ("time", True), ("stream", "0"), ("stream", 1), ("version", -1), ("version", 1.0), ("version", 2**63),
+            ("time", True), ("stream", "0"), ("stream", 1), ("version", -1), ("version", 1.0), ("version", 2**63), ("why", None), ("why", "w" * 1001),
             ("lag_versions", "1"), ("lag_seconds", math.nan), ("lag_seconds", -0.1), ("resyncs", None), ("error", 1),
         ]),
         *(_FIELDS | {field: value} for field, value in [("canary", 1), ("pin", None), ("pin", -1)]),

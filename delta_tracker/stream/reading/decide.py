@@ -165,18 +165,18 @@ def _ordered(log: SeenLog, view: View, position: Position, order: Order) -> Appl
     is_there = order.is_followed_by(position)
     if is_there and order.kind == "release":
         return _forward(log, view, position)
-    stay = Stay(log.number, f"pinned to version {order.version}", position.version)
+    stay = Stay(log.number, Rule.PINNED, f"pinned to version {order.version}", position.version)
     if is_there and (order.is_own or not view.looks_for_gap):
         return stay
     if not order.is_own and _has_ended(log, order):
         return _succession(log, view, position, order)
     if order.kind == "pin":
         return stay if is_there else _to_pin(log, view, order)
-    return _to_release(log, view, order) or Stay(log.number, _not_yet(order))
+    return _to_release(log, view, order) or Stay(log.number, Rule.CANARY, _not_yet(order))
 
 
 def _not_yet(order: Order) -> str:
-    return f"the canary does not allow the version {order.version} of the {order.kind} yet"
+    return f"the canary does not allow version {order.version} of the {order.kind} yet"
 
 
 def _to_pin(log: SeenLog, view: View, order: Order) -> Apply | Stay:
@@ -213,7 +213,7 @@ def _towards(log: SeenLog, view: View, order: Order) -> Apply | Stay:
     position = view.position
     if position is None or position.rows is Rows.MIXED:
         return _start(log, view, order.version)
-    stay = Stay(log.number, _not_yet(order))
+    stay = Stay(log.number, Rule.CANARY, _not_yet(order))
     if position.stream != order.stream:
         found = snapshots(log, allows=_allows(log, view, order.version), skips_unreadable=not view.is_patient)
         return _first(log, view, takewhile(lambda each: each.stream == order.stream, found), Rule.RESYNC) or stay
@@ -262,7 +262,7 @@ def _succession(log: SeenLog, view: View, position: Position, order: Order) -> A
     found = snapshots(log, allows=_allows(log, view), skips_unreadable=not view.is_patient)
     decision = _first(log, view, takewhile(lambda each: each.stream != order.stream, found), Rule.SUCCESSION)
     text = f"the stream of the pinned version {order.version} ended, and the next one has no snapshot yet"
-    return Stay(log.number, text, position.version) if decision is None else decision
+    return Stay(log.number, Rule.ENDED, text, position.version) if decision is None else decision
 
 
 # Without usable rows
@@ -337,10 +337,10 @@ def _forward(log: SeenLog, view: View, position: Position, bound: int | None = N
     except (*FAULTS, StorageError) as error:
         return _around(log, view, position, error, bound)
     if entry is None:
-        return Stay(log.number, f"version {position.version} is the newest")
+        return Stay(log.number, Rule.NEWEST, f"version {position.version} is the newest")
     allows = _allows(log, view, bound)
     if allows is not None and not allows(entry):
-        return Stay(log.number, f"version {entry.version} is not allowed yet")
+        return Stay(log.number, Rule.CANARY, f"version {entry.version} is not allowed yet")
     fault = view.fault_of(log, entry)
     return Apply(log.number, (entry,), Rule.NEXT) if fault is None else _around(log, view, position, fault, bound)
 
@@ -386,7 +386,7 @@ def _joins(log: SeenLog, view: View, position: Position, cause: StreamError) -> 
     found = _to_pin(log, view, order) if order.kind == "pin" else _to_release(log, view, order)
     if isinstance(found, Apply):
         return replace(found, cause=cause)
-    return found or Stay(log.number, _not_yet(order))
+    return found or Stay(log.number, Rule.CANARY, _not_yet(order))
 
 
 def _is_forward(log: SeenLog, view: View, position: Position, snapshot: Manifest) -> bool:

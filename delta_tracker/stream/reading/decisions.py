@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import ClassVar
 
 from delta_tracker.errors import (
     CorruptPartError,
@@ -164,15 +165,88 @@ class View:
 
 
 class Rule(Enum):
-    """Why entries are applied."""
+    """Rule of a decision. ``python -m tests.reader_rules`` writes the table of the rules in FLEET.md.
 
-    NEXT = "it follows the applied version"
-    CATCH_UP = "it replaces many versions"
-    START = "newest snapshot to start from"
-    RESYNC = "the next version cannot be applied"
-    PIN = "the stream is pinned to it"
-    RELEASE = "a pin was released"
-    SUCCESSION = "its stream continues the pinned one"
+    Attributes:
+        when: condition of the rule.
+        does: what the reader does.
+        shown: what ``status()``, the log and the metrics show.
+    """
+
+    when: str
+    does: str
+    shown: str
+
+    def __init__(self, when: str, does: str, shown: str) -> None:
+        self.when = when
+        self.does = does
+        self.shown = shown
+
+    NEXT = (
+        "the next version is committed",
+        "apply it",
+        "`version`",
+    )
+    CATCH_UP = (
+        "8 versions or more are not applied",
+        "apply the longest merged delta, or a newer snapshot with fewer bytes",
+        "log: `caught up from version 5 to 60`",
+    )
+    START = (
+        "the tables have no rows of the stream yet, or mixed ones",
+        "apply the newest snapshot. If it does not fit the model, no older one",
+        "`version`",
+    )
+    RESYNC = (
+        "the next version cannot be applied",
+        "apply a merged delta or a newer snapshot, also of a stream that continues this one; none with a held version",
+        "`resyncs`, `last_resync`; a warning",
+    )
+    PIN = (
+        "a pin or a rollback applies",
+        "go exactly to its version, forward by the versions between or back from a snapshot. Bypasses the gate",
+        "`pinned`; warning: `rolled back to version 3`",
+    )
+    RELEASE = (
+        "a pin was released",
+        "apply the newest snapshot at or above the version of the release. No-op above it",
+        "`version`; `pinned` is None",
+    )
+    SUCCESSION = (
+        "the pinned stream ended, and the next one has a snapshot",
+        "apply that snapshot",
+        "`stream`; `pinned` is None",
+    )
+    NEWEST = (
+        "no newer version is committed",
+        "wait",
+        "`why`: `version 7 is the newest`",
+    )
+    CANARY = (
+        "the canary does not allow the next version, or that of a pin or release, yet",
+        "wait",
+        "`why`: `version 8 is not allowed yet`",
+    )
+    PINNED = (
+        "the tables have the version of a pin or a rollback",
+        "wait for a release or another pin",
+        "`pinned`; `why`: `pinned to version 3`",
+    )
+    ENDED = (
+        "the pinned stream ended, and the next one has no snapshot yet",
+        "keep the rows, also if the pinned version was not reached",
+        "`pinned` is the version of the rows; `why`",
+    )
+    CACHE = (
+        "a fault may be that of an HTTP cache",
+        "read the object again from the cache, and then once past it. Believe the fault after 10 s",
+        "`error`: `StaleCacheError`",
+    )
+    FAULT = (
+        "nothing can be applied",
+        "keep the rows and retry, also at the other urls",
+        "`error`",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,11 +276,13 @@ class Stay:
 
     Args:
         number: number of the url that shows it.
-        why: reason, for people.
+        rule: why.
+        why: the same with the versions, for people.
         pinned: version at which an order keeps the reader; None without one.
     """
 
     number: int
+    rule: Rule
     why: str
     pinned: int | None = None
 
@@ -220,6 +296,7 @@ class Doubt:
         error: the fault.
     """
 
+    rule: ClassVar[Rule] = Rule.CACHE
     number: int
     error: StreamError
 
@@ -228,6 +305,7 @@ class Doubt:
 class Fail:
     """Decision to report an error, and to try again later."""
 
+    rule: ClassVar[Rule] = Rule.FAULT
     error: StreamError
 
 

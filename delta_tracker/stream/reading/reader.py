@@ -132,6 +132,7 @@ class Reader:
         runtime: clock, waits, random numbers and threads.
         resyncs: record of the resyncs.
         pinned: version at which an order keeps the reader, or to which it goes; None without one.
+        why: last decision and its reason; empty before the first, and after :meth:`release`.
         ignored: pins that the reader does not follow.
     """
 
@@ -151,6 +152,7 @@ class Reader:
         self.lag = Lag(runtime)
         self.resyncs = Resyncs()
         self.pinned: int | None = None
+        self.why = ""
         self.ignored = IgnoredPins(runtime.monotonic)
         self._target = target
         self._observer = observer
@@ -195,9 +197,10 @@ class Reader:
         self._target.restore()
         try:
             has_moved = self._run(self._begin(looks_for_gap=looks_for_gap))
-        except StaleCacheError:
-            raise
-        except (NoSnapshotError, StorageError) as error:
+        except StreamError as error:
+            self.why = f"{Rule.FAULT.when}: {type(error).__name__}"
+            if isinstance(error, StaleCacheError) or not isinstance(error, NoSnapshotError | StorageError):
+                raise
             self._num_failures += 1
             if isinstance(error, StorageError):
                 self.sources.failed(self.source)
@@ -223,14 +226,14 @@ class Reader:
         for _ in self._target.check_path(path, self.storage):
             pass
         self.orders.roll_back(path[-1], newest)
-        self.pinned = version
+        self.pinned, self.why = version, f"pinned to version {version}"
         self._target.write_path(path, self.storage)
         _logger.warning("rolled back to version %d of %s", version, self.storage.url)
 
     def release(self) -> None:
         """End a rollback of this process. Without one, end the pin that is followed, for this process."""
         self.orders.release()
-        self.pinned = None
+        self.pinned, self.why = None, ""
 
     def loaded(self) -> None:
         """Begin anew, because the target has another position."""
@@ -378,6 +381,7 @@ class Reader:
             self.source.log.pointer.saw(last)  # it may have been read from another view of the store
         if self.settling is not None:
             self.settling.clear()
+        self.why = f"applied version {last.version}: {decision.rule.when}"
         match decision.rule:
             case Rule.NEXT:
                 self._in_a_row += 1
@@ -390,6 +394,8 @@ class Reader:
                 _logger.info("caught up from version %s to %d with a %s", version, last.version, kind)
             case Rule.PIN:
                 _logger.warning("rolled back to version %d of %s", last.version, self.storage.url)
+            case Rule.RELEASE | Rule.SUCCESSION:
+                _logger.warning("%s: url=%s former=%s", self.why, self.storage.url, version)
         self.resyncs.applied()
         if decision.cause is not None:
             self.resyncs.add(self.storage.url, decision.cause, version, last.version)
@@ -409,7 +415,9 @@ class Reader:
             if self.settling is not None:
                 self.settling.clear()
         self._use(self.sources[stay.number])
-        self.pinned = stay.pinned
+        if stay.why != self.why:
+            _logger.log(logging.DEBUG if stay.rule is Rule.NEWEST else logging.INFO, "reader waits: %s", stay.why)
+        self.pinned, self.why = stay.pinned, stay.why
         self._end(state)
 
     def _end(self, state: _Round) -> None:
