@@ -133,10 +133,15 @@ class ModelWriter(VersionWriter):
         return _ModelWrite(self, self.applier.resolve(manifest))
 
     def leaves_rows(self, manifest: Manifest) -> bool:
-        """Return True if rows of another entry with the same version number may remain once ``manifest`` is applied."""
+        """Return True if rows of a version that another publisher has replaced may remain once ``manifest`` is applied.
+
+        They are those of another entry with the same number, or of a later one of a lower generation.
+        """
         begun = self._begun
-        is_other = begun is not None and begun.version == manifest.version and begun.link != manifest.link
-        return is_other and manifest.kind != "snapshot"
+        if begun is None or manifest.kind == "snapshot" or begun.stream != manifest.stream:
+            return False
+        is_fenced = begun.version > manifest.version and begun.generation < manifest.generation
+        return is_fenced or (begun.version == manifest.version and begun.link != manifest.link)
 
     def apply(self, receiver: Receiver, contents: Contents, *, is_elsewhere: bool) -> None:
         """Write a version to ``receiver``; see :meth:`VersionWrite.apply`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from contextlib import suppress
 from typing import Any
 
@@ -159,7 +158,6 @@ def test_a_reader_below_a_gap_finds_it_although_the_pointer_is_old(
     predictor.sync(limit=2)
     assert predictor.version == 2
     lose_the_newest(writer)
-    now = time.monotonic()
     writer.snapshot()
     assert predictor.sync() == 2
     monkeypatch.setattr(predictor._reader.source, "_listed_at", float("-inf"))

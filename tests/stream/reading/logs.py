@@ -27,7 +27,7 @@ from delta_tracker.stream.format.manifest import Fork, Link, Manifest
 from delta_tracker.stream.reading.decisions import Order
 from delta_tracker.stream.reading.lineage import former_streams
 from delta_tracker.stream.reading.position import Position
-from delta_tracker.stream.reading.seen import Question
+from delta_tracker.stream.reading.seen import Look
 
 NUM_ROWS = 3
 Rows = tuple[str, ...]
@@ -192,7 +192,7 @@ class Log:
 
     # What a reader asks.
 
-    def answer(self, question: Question, position: Position | None, behind: int) -> Any:
+    def answer(self, question: Look, position: Position | None, behind: int) -> Any:
         """Return the answer to a question of a reader that stays ``behind`` versions behind the newest one.
 
         Raises:

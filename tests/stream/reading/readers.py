@@ -28,7 +28,7 @@ from delta_tracker.stream.reading.decisions import (
     Policy,
     View,
 )
-from delta_tracker.stream.reading.seen import Failed, Look, Question, SeenLog
+from delta_tracker.stream.reading.seen import Failed, Look, SeenLog
 from tests.stream.reading.logs import (
     NUM_ROWS,
     Log,
@@ -151,7 +151,7 @@ def advance(  # noqa: C901  one case for each decision
         catches_up: see :class:`View`.
         is_cut: True to interrupt the first write of a version after some of its rows.
     """
-    answers: list[dict[Question, object]] = [{} for _ in world.logs]
+    answers: list[dict[tuple[str, Hashable], object]] = [{} for _ in world.logs]
     order = [reader.current, *(each for each in range(len(world.logs)) if each != reader.current)]
 
     def unseen(number: int, *, is_doubted: bool) -> SeenLog:
@@ -170,11 +170,11 @@ def advance(  # noqa: C901  one case for each decision
     while True:
         decision = rules.decide(view)
         match decision:
-            case Look(number, question):
+            case Look(number, about, key):
                 num_looks += 1
-                if num_looks > _MAX_LOOKS or question in answers[number]:
-                    raise ViolationError(f"looks do not end: {num_looks} looks, the last for {question}")
-                answers[number][question], reader = _answer(world.logs[number], question, reader)
+                if num_looks > _MAX_LOOKS or (about, key) in answers[number]:
+                    raise ViolationError(f"looks do not end: {num_looks} looks, the last for {decision}")
+                answers[number][about, key], reader = _answer(world.logs[number], decision, reader)
             case Doubt():
                 if decision.number != 0 or not world.is_cached:
                     raise ViolationError("a url that is not behind a cache is doubted")
@@ -216,7 +216,7 @@ def _check_doubt(view: View, reader: Reader, decision: Apply) -> None:
         raise ViolationError(f"a fault of a cache is believed at once: {decision.cause}")
 
 
-def _answer(log: Log, question: Question, reader: Reader) -> tuple[object, Reader]:
+def _answer(log: Log, question: Look, reader: Reader) -> tuple[object, Reader]:
     try:
         if question.about == "order":
             if not log.is_up and reader.known is None:

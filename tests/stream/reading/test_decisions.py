@@ -44,8 +44,9 @@ def _ordered(world: World, reader: Reader, kind: str) -> State:
         entry = max(allowed, key=lambda each: each.version, default=None)
         if former is not None and entry is not None and (kind == "pin" or entry.version > former.version):
             order = Order(former.counter + 1, kind, former.stream, entry.version, entry.link, former.newest)
-            log = replace(log, orders=(*log.orders, order))
-        logs.append(log)
+            logs.append(replace(log, orders=(*log.orders, order)))
+        else:
+            logs.append(log)
     return replace(world, logs=tuple(logs)), replace(reader, policy=replace(reader.policy, own=None))
 
 
