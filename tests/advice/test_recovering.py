@@ -263,7 +263,7 @@ def _snapshot(job: _Job, **options: Any) -> None:
 @pytest.mark.advice(
     "FollowingError: mark_following",
     "LivePublisherError: Standby.take_over Standby._claim Standby._check_still_silent Standby._claim_after "
-    "StreamLog.claim _silent_head",
+    "StreamLog.claim live_publisher",
     "InvalidArgumentError: Claim.use",
 )
 @pytest.mark.parametrize("way", ["stop", "force"])
