@@ -13,6 +13,7 @@ from delta_tracker import Predictor, Storage
 from delta_tracker.errors import StorageError
 from delta_tracker.predictor.polling import PollSchedule
 from delta_tracker.stream import heartbeat as heartbeat_module
+from delta_tracker.stream.mirror import Mirror
 from delta_tracker.stream.notify.notifier import LocalNotifier
 from delta_tracker.stream.reading import source as source_module
 from delta_tracker.stream.storage.url import default_poll_seconds
@@ -161,6 +162,40 @@ def test_a_resting_follower_sends_few_requests_and_lists_nothing(
     bound = seconds * (1 / 0.02 if poll_seconds else 1 / 0.075) + 2 * (seconds / 0.15 + 1) + 2
     assert found["list"] == 0
     assert sum(found.values()) <= bound
+
+
+def test_a_poll_costs_the_same_with_a_position_of_an_older_release() -> None:
+    """It has no generation, which is read once."""
+    writer = Writer(WrappedStorage(Storage("memory://")))
+    writer.snapshot()
+    first = Predictor(writer.model(), writer.storage)
+    first.sync()
+    state = first.state_dict()
+    requests = []
+    for loaded in (state, {key: value for key, value in state.items() if key != "generation"}):
+        predictor = Predictor(writer.model(), writer.storage)
+        predictor.load_state_dict(loaded)
+        predictor.sync()
+        writer.storage.take()
+        predictor.sync()
+        requests.append([(each.kind, each.name) for each in writer.storage.take()])
+    assert requests[0] == requests[1]
+
+
+def test_a_url_that_lags_is_not_asked_at_each_poll() -> None:
+    source, lagging = Storage("memory://"), WrappedStorage(Storage("memory://"))
+    writer = Writer(source)
+    writer.snapshot()
+    mirror = Mirror(source, lagging)
+    while mirror.step():
+        pass
+    newest = writer.delta([1]).version
+    predictor = Predictor(writer.model(), [lagging, source])
+    assert predictor.sync() == newest
+    lagging.take()
+    for _ in range(5):
+        predictor.sync()
+    assert not lagging.take()
 
 
 def test_a_stream_without_a_pointer_is_listed_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:

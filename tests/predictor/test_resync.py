@@ -29,6 +29,7 @@ from delta_tracker.stream.storage.storage import Storage
 from tests.predictor.serving import Follower, a_history, assert_holds, empty_model, eventually, read
 from tests.predictor.waits import shorten_waits
 from tests.stores.rules import nth
+from tests.stores.wrapped import WrappedStorage
 from tests.stream.histories import History
 from tests.stream.streams import FQN, Writer
 
@@ -347,3 +348,17 @@ def test_names_map_tables_and_dense_tensors() -> None:
     for names in ({FQN: "nothing"}, {FQN: "mine", "other": "mine"}):
         with pytest.raises(InvalidArgumentError, match="names="):
             Predictor(model, writer.storage, names=names).sync()
+
+
+def test_a_resync_at_the_only_url_does_not_read_the_applied_entry() -> None:
+    """Another url could show that the log is another copy of the stream."""
+    writer = Writer(WrappedStorage(Storage("memory://")))
+    writer.snapshot()
+    held = writer.delta([1]).version
+    predictor = Predictor(writer.model(), writer.storage)
+    predictor.sync()
+    writer.storage.delete(writer.delta([2]).parts[0].name)
+    newest = writer.snapshot().version
+    writer.storage.take()
+    assert predictor.sync() == newest
+    assert entry_name(held) not in [each.name for each in writer.storage.take()]
