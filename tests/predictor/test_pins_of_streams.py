@@ -451,3 +451,21 @@ def test_a_canary_applies_nothing_after_a_pin_that_it_does_not_allow_yet(
     fleet.published("delta")
     canary.release()
     assert steps(canary) == [good]
+
+
+def test_a_predictor_that_waits_for_the_next_stream_searches_its_origin_rarely(fleet: Fleet) -> None:
+    good = fleet.published("delta")
+    storage = WrappedStorage(fleet.storage)
+    predictor = fleet.join(storage=storage)
+    predictor.sync()
+    fleet.published("delta")
+    pin_version(fleet.storage, good)
+    fleet.promoted()
+    origin = entry_name(0)  # the search reads the first entry
+    reads = []
+    for _ in range(3):
+        storage.take()
+        assert predictor.sync() == good
+        reads.append([each.name for each in storage.take()].count(origin))
+    assert reads[0] > 0
+    assert reads[1:] == [0, 0]

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
+from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.reading.path import readable
 
 _MAX_UNREADABLE = 2  # consecutive malformed entries that are skipped
 
 
-def former_streams(log: StreamLog) -> tuple[str, ...]:
-    """Return the streams of which the newest entry's stream is a fork, the last one first.
+def former_streams(log: StreamLog, head: Manifest) -> tuple[str, ...]:
+    """Return the streams of which the stream of the newest entry is a fork, the last one first.
 
     Each promotion of a mirror starts another stream in its log, with a claim that names the former one. Retention keeps
     claims, so the claim is the lowest entry of its stream. The search reads a logarithmic number of entries.
 
+    Args:
+        log: the log.
+        head: its newest entry.
+
     Raises:
-        MalformedError: if the newest entry does not follow the format.
         StorageError: if the store cannot be read.
     """
-    head = log.head()
-    if head is None:
-        return ()
     versions, found, stream = log.versions(), list[str](), head.stream
     while versions:
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from delta_tracker.errors import MalformedError, StorageError
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.reading.decisions import Order, Policy
-from delta_tracker.stream.reading.lineage import former_streams
 from delta_tracker.stream.reading.position import Position
 from delta_tracker.stream.reading.source import Source
 
@@ -76,7 +75,8 @@ class Orders:
             return found
         if key not in self._former:
             with suppress(MalformedError, StorageError):
-                self._former[key] = former_streams(source.log)
+                head = source.log.head()
+                self._former[key] = () if head is None else source.former_streams(head)
         return [each for each in found if each.stream not in self._former.get(key, ())] or found
 
     def named(self, order: Order, source: Source) -> Manifest | None:

@@ -144,7 +144,8 @@ class SeenLog:
 
     def former_streams(self) -> tuple[str, ...]:
         """Return the streams of which the newest entry's stream is a fork, the last one first."""
-        return cast("tuple[str, ...]", self._ask("former_streams"))
+        head = self.head()
+        return () if head is None else cast("tuple[str, ...]", self._ask("former_streams", head.stream, head))
 
     def generation(self, position: Position) -> int | None:
         """Return the generation of a position's entry; None if the log does not have it."""

@@ -22,7 +22,7 @@ from delta_tracker.stream.store_clock import skew_problem
 
 _logger = logging.getLogger(__name__)
 
-_LIST_SECONDS = 60.0  # after which a log that seems to have no newer version is listed
+_LIST_SECONDS = 60.0  # after which a log that seems to have no newer version, or its former streams, are listed
 
 
 class Source:
@@ -61,6 +61,7 @@ class Source:
         self._canary = canary
         self._runtime = runtime
         self._held: Manifest | None = None  # entry of a position that was saved without its generation
+        self._lineage: tuple[str, float, tuple[str, ...]] | None = None  # stream, time of the search, former streams
         self._listed_at = runtime.monotonic()  # of the last listing by a check for a gap, or of the construction
         self._skewed = ""  # last publisher whose skew was logged
         own = self.log
@@ -69,7 +70,7 @@ class Source:
             "check_gap": self.check_gap,
             "ahead": self.catch_up.find,
             "allows": lambda entry: self.bound is None or self.bound.allows(entry),
-            "former_streams": lambda _: former_streams(own),
+            "former_streams": self.former_streams,
             "generation": self._generation,
             "merged": lambda after: own.merged(after=after),
             "versions": lambda after: own.versions(after=after),
@@ -121,6 +122,13 @@ class Source:
                 self._skewed = entry.writer
                 _logger.warning("%s: url=%s", problem, self.storage.url)
         return entry
+
+    def former_streams(self, head: Manifest) -> tuple[str, ...]:
+        """Return the former streams of the newest entry's stream. They are searched for once per minute."""
+        now = self._runtime.monotonic()
+        if self._lineage is None or self._lineage[0] != head.stream or now - self._lineage[1] >= _LIST_SECONDS:
+            self._lineage = head.stream, now, former_streams(self.log, head)
+        return self._lineage[2]
 
     def _generation(self, position: Position) -> int | None:
         if self._held is None or not position.names(self._held):

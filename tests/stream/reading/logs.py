@@ -211,7 +211,7 @@ class Log:
             "head": lambda _: self.head(),
             "newest_snapshot": lambda _: self._newest_snapshot(),
             "is_committed": self._is_committed,
-            "former_streams": lambda _: former_streams(self),  # type: ignore[arg-type]
+            "former_streams": lambda head: former_streams(self, head),  # type: ignore[arg-type]
             "allows": lambda entry: entry.version + behind <= self.newest,
             "check_gap": lambda _: None if position is None else self._check_gap(position),
             "ahead": lambda _: None if position is None else self._ahead(position, behind),
