@@ -310,6 +310,8 @@ def _newest(log: SeenLog, view: View, found: Iterable[Manifest], cause: StreamEr
             return Apply(log.number, (snapshot,), rule, cause, is_elsewhere=cause is not None)
         if isinstance(fault, TableMismatchError | DenseMismatchError):
             raise fault
+        if isinstance(fault, StorageError) and view.is_patient:
+            raise fault
         cause = cause or fault
         num_unreadable += isinstance(fault, StorageError)
         if num_unreadable == NUM_TRIES:  # an outage, not a single object
