@@ -198,6 +198,7 @@ def test_an_interrupted_move_to_the_pin_of_a_new_stream_is_completed(fleet: Flee
     table.left = num_left
     with pytest.raises(RuntimeError, match="device lost"):
         predictor.sync()
+    assert predictor.status().pinned == good
     assert predictor.sync() == good
     assert torch.equal(model[FQN], fleet.bits[good])
 

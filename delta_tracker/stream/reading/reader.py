@@ -345,6 +345,7 @@ class Reader:
             if decision.order is not None:
                 for entry in self._target.check_path(entries, storage):  # noqa: B007  the faulty one, after an error
                     pass
+                self.pinned = decision.order.version
                 self._target.write_path(entries, storage)
             else:
                 self._target.apply(entry, storage, is_elsewhere=decision.is_elsewhere)
@@ -405,7 +406,8 @@ class Reader:
 
     def _stay(self, state: _Round, stay: Stay) -> None:
         self._log_skipped(state, None)
-        self._in_a_row = 0
+        if stay.pinned is None:
+            self._in_a_row = 0
         if state.view.surveys:
             self._surveyed_at = self.runtime.monotonic()
         if state.view.looks_for_gap:
