@@ -62,7 +62,8 @@ class History:
         kinds: kind of each version. A claim has no rows.
         streams: ids of the streams. Each was forked from the one before it.
         head: newest version of the trainer's stream, None for none.
-        orders: pins and releases, the oldest first.
+        orders: pins and releases, the oldest first. A promotion removes those that the mirror lacks.
+        ordered: all pins and releases by their stream and counter.
     """
 
     copies: dict[Key, Copy] = field(default_factory=dict)
@@ -71,6 +72,7 @@ class History:
     streams: list[str] = field(default_factory=list)
     head: Key | None = None
     orders: list[Order] = field(default_factory=list)
+    ordered: dict[Key, Order] = field(default_factory=dict)
 
     def absorb(self, store: Store, copy: Copy) -> list[Entry]:
         """Record the entries that a store has after the head, and return them.
@@ -127,6 +129,7 @@ class History:
         """Record the pins and releases that a store has after the newest one, and return them."""
         found = [Order.of(each, self.pin, self.head) for each in store.orders()[len(self.orders) :]]
         self.orders += found
+        self.ordered |= {(each.stream, each.counter): each for each in found}
         return found
 
     def promoted(self, store: Store, stream: str, version: int) -> None:

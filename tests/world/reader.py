@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from delta_tracker import Canary, Gate, Predictor
-from tests.world.history import Place
+from tests.world.history import Order, Place
 from tests.world.served import Served, ServedRows, served
 from tests.world.stores import Store
 from tests.world.web import Web
@@ -92,10 +92,9 @@ class Reader:
         known: number of orders that existed at its own rollback.
         knew_all: True if its stores had all of them.
         excused: counter of the newest order that its own release may have ended.
-        pinned: counter of the pin that it has followed, 0 without one.
+        pinned: pin that it has followed, None without one.
         may_serve_held: True if an accepted version or a rollback has led past the gate.
         kinds: kinds of versions of which its gate has a baseline without large values.
-        is_restored: True from a restart with a saved position until the version changes.
         is_interrupted: True from an error of what it writes to until a call succeeds.
     """
 
@@ -109,10 +108,9 @@ class Reader:
     known: int = 0
     knew_all: bool = True
     excused: int = 0
-    pinned: int = 0
+    pinned: Order | None = None
     may_serve_held: bool = False
     kinds: set[str] = field(default_factory=set)
-    is_restored: bool = False
     is_interrupted: bool = False
 
     def __post_init__(self) -> None:
@@ -157,15 +155,16 @@ class Reader:
             after = Reader.new(self.name, settings)
             after.served.load(saved.tables)
             after.predictor.load_state_dict(saved.state)
-        after.is_restored = True
-        after.floor, after.may_serve_held = self.floor, self.may_serve_held
+        after.floor, after.may_serve_held, after.pinned = self.floor, self.may_serve_held, self.pinned
         after.is_interrupted = self.is_interrupted
         return after
 
     def released(self) -> None:
-        """End its own rollback, and the pins that it may have followed."""
+        """End its own rollback, or else the pins that it may have followed."""
         self.predictor.release()
-        self.own, self.pinned, self.excused = None, 0, self.seen
+        if self.own is None:
+            self.excused = self.seen
+        self.own, self.pinned = None, None
 
     def describe(self) -> str:
         settings = self.settings

@@ -40,30 +40,22 @@ def check(reader: Reader, history: History, encoding: str | None, *, is_complete
     if reader.floor is not None and place < reader.floor:
         reader.kinds.clear()
     is_pinned = reader.settings.follows_pins and any(
-        (each.kind, each.stream, each.version) == ("pin", *key) for each in history.orders
+        (each.kind, each.stream, each.version) == ("pin", *key) for each in history.ordered.values()
     )
     reader.may_serve_held |= is_pinned  # an order bypasses the gate
     _check_gate(reader, Copy(held, {}), version)
     if reader.floor is not None and place < reader.floor and not is_pinned:
-        first = reader.settings.stores[0]
-        is_first = reader.is_restored and not first.has_entry(history.streams[reader.floor[0]], reader.floor[1])
-        rule = "backwards after a restart" if is_first else "backwards"
-        raise RuleError(rule, f"{reader.describe()} from {reader.floor} to {place} without an order")
+        raise RuleError("backwards", f"{reader.describe()} from {reader.floor} to {place} without an order")
     _check_canary(reader, place, history, key)
     _check_orders(reader, place, history, key)
     if Copy(held, {}).is_healthy:
         reader.kinds |= {history.kinds[key]} - {"claim"}
-    reader.is_restored = reader.is_restored and place == reader.floor
     reader.floor = place
     newest = history.pin
-    if newest is not None and is_complete and _is_at(newest.version, place, reader):
+    if newest is not None and is_complete and reader.own is None and key == (newest.stream, newest.version):
         # It may be there by chance, before it has looked for the pin.
-        reader.pinned = newest.counter if CLOCK.now > newest.time + LOOK_SECONDS else reader.pinned
+        reader.pinned = newest if reader.predictor.status().pinned == newest.version else reader.pinned
     reader.seen = len(history.orders)
-
-
-def _is_at(version: int, place: Place, reader: Reader) -> bool:
-    return reader.settings.follows_pins and reader.own is None and place[1] == version
 
 
 def _check_gate(reader: Reader, held: Copy, version: int) -> None:
@@ -94,16 +86,16 @@ def _check_orders(reader: Reader, place: Place, history: History, key: Key) -> N
     is_free = own is None or place[0] != own[0] or place == own
     if not is_free and reader.knew_all and len(history.orders) == reader.known:
         raise RuleError("rollback", f"{reader.describe()} left {own} for {place}")
-    if own is not None or not history.is_shown_by(reader.settings.stores):
+    if own is not None:
         return
-    if reader.floor is None:
+    if reader.floor is None and history.is_shown_by(reader.settings.stores):
         _check_start(reader, key, history.pin)
-    if not 0 < reader.pinned <= len(history.orders):
+    pin = reader.pinned
+    if pin is None:
         return
-    pin = history.orders[reader.pinned - 1]
     if _is_after(key, pin) and key[1] <= pin.bad and reader.floor != place:
-        ordered = [each.version for each in history.orders[reader.pinned :]]
-        if key[1] not in ordered:
+        later = [each for each in history.ordered.values() if each.stream == pin.stream and each.counter > pin.counter]
+        if all(key[1] != each.version for each in later):
             raise RuleError("bad version", f"{reader.describe()} has left {pin} for {place}")
     if pin == history.pin and key != (pin.stream, pin.version):
         raise RuleError("pin", f"{reader.describe()} has left {pin}, which applies, for {place}")

@@ -47,6 +47,7 @@ class Store:
         is_failing: True while every request fails.
         is_unmounted: True while the directory is missing.
         is_lost: True if it fails for ever.
+        is_former: True after the promotion of a mirror of it.
         has_lost_parts: True if some parts are damaged for ever.
     """
 
@@ -54,6 +55,7 @@ class Store:
     is_failing: bool = False
     is_unmounted: bool = False
     is_lost: bool = False
+    is_former: bool = False
     has_lost_parts: bool = False
     _pointer: bytes = b""  # before it was forged
     _wrong: bytes = b""

@@ -35,27 +35,26 @@ def targets(reader: Reader, history: History) -> set[Place] | None:
         found = {own} | (found if own[0] != number else set())
     if not reader.settings.follows_pins:
         return found or None
-    # The one that the stores show. A mirror that cannot copy the newest one shows an older one.
-    shown = max((each["counter"] for store in stores for each in store.orders()), default=0)
-    for order in {*history.orders[-1:], *history.orders[max(0, shown - 1) : shown]}:
-        is_known = order.counter == len(history.orders) == shown
-        is_there = any(each.version == order.version for each in allowed)
+    # The newest one that one of the stores shows. If a mirror cannot copy the newest one, it shows an older one.
+    shown = max((each["counter"] for store in stores for each in store.orders() if each["stream"] == stream), default=0)
+    newest_one = max((counter for name, counter in history.ordered if name == stream), default=0)
+    for order in {history.ordered[stream, counter] for counter in (shown, newest_one) if counter}:
+        is_known = newest_one == shown
+        is_there = order.version in ends
         pinned = (number, order.version)
-        if order.stream != stream:
-            continue
         if order.kind == "pin":
             found = _pinned(reader, order, found, pinned, is_certain=is_known and is_there, is_known=is_known)
         else:
             found |= newest if reader.own is not None else set()
         if not is_there and floor is None:
             return None  # a canary waits for the version of the order
-        if not is_there and floor is not None and floor < pinned:
+        if not is_there and floor is not None:
             found |= _while_waiting(floor, number, history)
     return found or None
 
 
 def _while_waiting(floor: Place, number: int, history: History) -> set[Place]:
-    """Return where a predictor may be that waits for an order of a stream: it may reach the end of a former one."""
+    """Return where a predictor may be that cannot follow an order of a stream: it may reach the end of a former one."""
     former = {(floor[0], version) for stream, version in history.copies if stream == history.streams[floor[0]]}
     return {history.without_claims(floor)} | (former if floor[0] < number else set())
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import re
 import tempfile
 import threading
 import traceback
@@ -328,7 +327,7 @@ class World:
     def _mirror(self, who: int, choice: int) -> str | None:
         index = self._stores.index(self._primary)
         store = self._stores[(index + 1 + who % 2) % 3]
-        if store.is_lost or store.is_unmounted or self._primary.is_lost:
+        if store.is_lost or store.is_former or store.is_unmounted or self._primary.is_lost:
             return None
         keeps = ["--keep-versions", str(2 + choice % 3)] if choice % 5 == 0 else []
         return f"{store.path.name}: {self._command('mirror', '--once', self._primary.url, store.url, *keeps)[1]}"
@@ -377,10 +376,11 @@ class World:
         return text
 
     def _promote(self, who: int, choice: int) -> str | None:
-        """Continue at a mirror of the lost primary."""
-        found = [store for store in self._stores if store.is_healthy and store.has_log()]
-        head = self._history.head
-        if not self._primary.is_lost or not found or head is None:
+        """Continue at a mirror of the lost primary, or rarely of one that can be read."""
+        former, head = self._primary, self._history.head
+        mirrors = [store for store in self._stores if store is not former and not store.is_former]
+        found = [store for store in mirrors if store.is_healthy and store.has_log()]
+        if not (former.is_lost or choice % 8 == 7) or not found or head is None:
             return None
         store = found[who % len(found)]
         newest = max((each for each in store.entries() if not each.is_merged), key=lambda each: each.version)
@@ -389,11 +389,12 @@ class World:
         self.trainer.discard()
         self._standby = None
         said = self._restore(store, choice) if self._schedule.states and choice % 2 else "continues"
-        code, text = self._command("mirror", self._primary.url, store.url, "--promote", "--json")
+        forced = [] if former.is_lost else ["--force"]
+        code, text = self._command("mirror", former.url, store.url, "--promote", *forced, "--json")
         if code != 0 and not store.following(newest.version):
             return text
         fork = store.following(newest.version)[0]
-        self._primary = store
+        self._primary, former.is_former = store, True
         self._history.promoted(store, fork.stream, fork.version)
         return f"{store.path.name} after version {newest.version}, trainer {said}"
 
@@ -480,6 +481,7 @@ class World:
             if reader in self._readers:
                 reader.predictor.sync(limit)
         if self._dies():
+            reader.pinned = None  # it may have left the pin for a newer one, which it has not stored yet
             return f"died; {self._restarted(reader, saved, turns=False)}"
         is_interrupted = any(isinstance(each, SinkError | InterruptionError) for each in errors)
         reader.is_interrupted = is_interrupted or (reader.is_interrupted and bool(errors))
@@ -510,7 +512,7 @@ class World:
             return f"died; {self._restarted(reader, None, turns=False)}"  # no position was saved before the call
         if not errors:
             reader.own, reader.own_time, reader.known = (reader.floor[0], version), CLOCK.now, len(self._history.orders)
-            reader.floor, reader.may_serve_held, reader.pinned = reader.own, True, 0
+            reader.floor, reader.may_serve_held, reader.pinned = reader.own, True, None
             reader.knew_all = self._history.is_shown_by(reader.settings.stores)
         elif not isinstance(errors[0], StorageError) and reader.predictor.version != before:
             raise RuleError("failed call", f"rollback to {version} raised {errors[0]} and changed the version")
@@ -590,7 +592,7 @@ class World:
 
     def _wait_for_all(self, *, is_clean: bool) -> None:
         """Let the mirrors copy everything, and wait for each predictor."""
-        mirrors = [store for store in self._stores if store is not self._primary and store.has_log()]
+        mirrors = [each for each in self._stores if each is not self._primary and each.has_log() and not each.is_former]
         for store in mirrors if self._history.has_snapshot and not self._primary.is_lost else []:
             if not store.is_lost:
                 self._mirror_last(store)
@@ -673,16 +675,25 @@ class World:
             said = self._followed(reader, goals)
         num_there = 0
         for number in range(_ROUNDS):
-            num_there += goals is not None and self._whole(reader) in goals
+            num_there += goals is not None and self._whole(reader) in goals and self._has_returned(reader)
             if goals is None or num_there == _NUM_STAYS or reader not in self._readers:
                 break
             said = self._synced(reader, 1 if number < _SINGLE_ROUNDS else None)
             CLOCK.advance(_ROUND_SECONDS)
         self._say(f"{reader.describe()} ends at {reader.floor} of {goals}: {said}")
         if goals is not None and self._whole(reader) not in goals and reader in self._readers:
-            rule = self._cause(reader, max(goals), said)
+            rule = self._cause(reader, max(goals))
             self._readers.remove(reader)
             self.found(rule, f"{reader.describe()} at {reader.floor} instead of {sorted(goals)}: {said}")
+        elif goals is not None and reader in self._readers and not self._has_returned(reader):
+            self.found("first url", f"{reader.describe()} at {reader.floor} reads {reader.predictor}")
+
+    def _has_returned(self, reader: Reader) -> bool:
+        """Return True unless a predictor reads another url although the first one has all versions."""
+        first, head = reader.settings.stores[0], self._history.head
+        has_all = not first.is_lost and head is not None and first.has_entry(*head) and not first.has_lost_parts
+        url = first.url if reader.settings.web is None else reader.settings.web.url_of(first)
+        return not has_all or repr(reader.predictor).startswith(f"Predictor({url!r}")
 
     def _followed(self, reader: Reader, goals: set[tuple[int, int]]) -> str:
         """Let the thread of ``follow()`` reach the target, while the clock advances."""
@@ -700,28 +711,10 @@ class World:
         self._check(reader, is_complete=False)
         return f"followed to {reader.floor} {errors or ''}"
 
-    def _cause(self, reader: Reader, target: tuple[int, int], said: str) -> str:
+    def _cause(self, reader: Reader, target: tuple[int, int]) -> str:
         """Return the rule that a predictor breaks which does not reach its target."""
-        stores = [store for store in reader.settings.stores if not store.is_lost]
-        has_others, is_lost = len(reader.settings.stores) > 1, len(stores) < len(reader.settings.stores)
-        floor = reader.floor
-        key = None if floor is None else (self._history.streams[floor[0]], floor[1])
-        is_lagging = key is not None and not all(store.has_entry(*key) for store in stores)
-        shows_all = self._history.is_shown_by(stores)
-        causes = {
-            "behind a promotion": floor is not None and floor[0] < target[0] and is_lagging,
-            "behind at a lost source": is_lost and is_lagging,
-            "behind at a mirror": re.search("StreamReplaced|MissingVersion", said) and has_others and is_lagging,
-            "beyond a pin": floor is not None and floor > target and has_others and not shows_all,
-            "behind at a shorter mirror": has_others and "Error" not in said and self._is_at_an_end(reader),
-        }
-        return next((rule for rule, is_it in causes.items() if is_it), "behind")
-
-    def _is_at_an_end(self, reader: Reader) -> bool:
-        """Return True if one of the stores of a predictor has nothing after its version."""
-        stores = [store for store in reader.settings.stores if not store.is_lost]
-        heads = [max((each.version for each in store.entries()), default=-1) for store in stores]
-        return reader.floor is None or reader.floor[1] in heads
+        is_former = reader.floor is not None and reader.floor[0] < target[0]
+        return "behind a promotion over http" if is_former and reader.settings.web is not None else "behind"
 
     def _whole(self, reader: Reader) -> tuple[int, int] | None:
         """Return the stream and version of a predictor, without the claims that change no row."""
