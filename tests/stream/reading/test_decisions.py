@@ -60,7 +60,7 @@ def _steps(world: World, reader: Reader, kind: str, *, catches_up: bool) -> Iter
             state = _state_of(reader) if is_own else state
         reader, decision = advance(world, reader, surveys=number > 0, catches_up=catches_up)
         before, state = state, _state_after(reader, decision, state)
-        if isinstance(decision, Apply) or before != state:
+        if isinstance(decision, Apply) or (isinstance(decision, Stay) and before != state):
             yield before, state, decision.rule
 
 
