@@ -1,4 +1,4 @@
-"""Rules of a reader and steps between its states. ``python -m tests.reader_rules`` writes the table in FLEET.md."""
+"""Rules of a reader and steps between its states: ``python -m tests.reader_rules`` writes the table in FLEET.md."""
 
 from __future__ import annotations
 

@@ -50,51 +50,41 @@ _PIN_SECONDS = 5.0  # maximum time between two looks for a pin
 class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
     """Reader of a stream that applies each version once, in order, to the tables of a model.
 
-    A predictor starts from the newest snapshot and applies every later version. A version is read into a reused buffer
-    of up to 320 MiB and validated completely before its first row is written, so that an invalid version leaves the
-    tables and :attr:`version` unchanged. If the next version cannot be applied (it is missing, damaged, removed by
-    retention or rejected by the gate, or the url now contains another stream), the predictor resyncs: it continues from
-    the newest snapshot or from a merged version, which replaces several versions, and logs a warning. Only models with
-    TorchRec modules require torchrec.
+    A predictor starts from the newest snapshot and applies every later version. A version is validated completely
+    before its first row is written, so that an invalid one leaves the tables and :attr:`version` unchanged. If the next
+    version cannot be applied, the predictor resyncs: it continues from a merged version or a newer snapshot, and logs a
+    warning. It never goes back to an older version, except by a pin or :meth:`rollback`, in a stream that continues the
+    former one, or if an interrupted write has mixed the rows. FLEET.md has the rules, failover and limits.
 
-    Lookups in other threads run inside ``with predictor.reading()``, where no row changes. Rows are written in chunks,
-    each while no thread is inside ``reading()``. While a version is applied, lookups see the new values of some of its
-    rows and the old values of others, but no torn (partly written) row. All dense tensors change together after the
-    last row. While a manifest is parsed, lookups in other threads wait for Python's interpreter lock, but at most about
-    0.2 s at a time for a manifest of 10 MB (1,000 tables on 64 ranks), and 0.35 s for the largest one, 64 MiB.
-
-    If the trainer's tables have managed collisions, the mapping from raw ids to rows is part of each version. It is
-    written to the collision modules of the model, which must be in evaluation mode, or to the ``raw_ids`` of tables
-    without such modules. While a version is applied, each raw id reads its own row as of the last version or this one,
-    or the default row that the trainer's module has for unknown ids; it never reads the row of another id. The mapping
-    of a table is replaced in one hold of the lock. Models that were scripted, or traced by ``torch.fx``, are rejected.
+    Lookups in other threads run inside ``with predictor.reading()``, where no row changes. While a version is applied,
+    lookups see the new values of some of its rows and the old values of others, but no torn (partly written) row. All
+    dense tensors change together after the last row. Raw ids of tables with managed collisions are written to the
+    collision modules of the model, which must be in evaluation mode, or to ``raw_ids``; no raw id ever reads the row of
+    another one.
 
     Args:
-        model: module whose tables have the same names as the tables of the stream (``<fqn>.weight``), or a mapping of
-            FQN to tensor or :class:`~delta_tracker.row_target.RowTarget`. A module may contain ``nn.Embedding``,
-            ``nn.EmbeddingBag`` and TorchRec collections, which may be unsharded, sharded or quantized. The tables are
-            looked up for each version, so that ``model.to(device)`` may be called between versions. Or a
-            :class:`~delta_tracker.row_sink.RowSink`, for lookups in other processes: it keeps the position, all tables
-            under their names in the stream and their raw ids, but no dense tensors. Then :meth:`reading`,
-            :meth:`state_dict`, :meth:`load_state_dict`, ``names`` and ``raw_ids`` raise InvalidArgumentError.
+        model: module whose tables have the same names as those of the stream (``<fqn>.weight``), or a mapping of FQN to
+            tensor or :class:`~delta_tracker.row_target.RowTarget`. A module may contain ``nn.Embedding``,
+            ``nn.EmbeddingBag`` and TorchRec collections (unsharded, sharded or quantized). The tables are looked up for
+            each version, so ``model.to(device)`` may be called between versions. Or a
+            :class:`~delta_tracker.row_sink.RowSink`, which keeps the position and all tables, but no dense tensors, for
+            lookups in other processes: :meth:`reading`, :meth:`state_dict`, :meth:`load_state_dict`, ``names`` and
+            ``raw_ids`` then raise InvalidArgumentError.
         url: url of the stream, such as ``file:///directory``, ``s3://bucket/prefix`` or ``https://cache/prefix``, or an
-            opened :class:`~delta_tracker.stream.storage.storage.Storage`. A sequence of them names mirrors of the same
-            stream: if the current one fails, the predictor continues from another that has the same entry at its
-            version.
-        names: name in the stream to name in the model, for tables and dense tensors whose names differ. A key that
-            ends with a dot, or is empty, is a prefix: ``{"module.": ""}``. Or a function from name to name.
+            opened :class:`~delta_tracker.stream.storage.storage.Storage`. A sequence of them names copies of one
+            stream, preferred in this order: what one lacks is read from another.
+        names: name in the stream to name in the model, for tables and dense tensors whose names differ. A key that ends
+            with a dot, or is empty, is a prefix: ``{"module.": ""}``. Or a function from name to name.
         dense: True to apply the dense parameters and buffers of the stream too; the model must have all of them.
         raw_ids: table name in the stream to :class:`~delta_tracker.raw_id_index.RawIdIndex`, for tables whose raw ids
-            are not mapped by a collision module of the model. The predictor changes the indexes.
-        gate: bounds on the values of a version; a version that violates a bound is held. None disables the check.
-        chunk_rows: maximum number of rows in a chunk. A lookup waits for at most one chunk, or for the change of a
-            mapping of raw ids, which writes 24 bytes per row of the table.
-        notifier: delivers hints of new versions to :meth:`follow`. Without a notifier, or when it fails, versions are
-            found by polling.
+            no collision module of the model maps. The predictor changes the indexes.
+        gate: bounds on the values of a version; a version that violates one is held. None disables the check.
+        chunk_rows: maximum number of rows that are written while lookups wait.
+        notifier: delivers hints of new versions to :meth:`follow`; None to find versions by polling only.
         name: name of the heartbeat that is written to the stream every few seconds, see
-            :mod:`~delta_tracker.stream.heartbeat`; None disables the heartbeat. A heartbeat requires write permission.
-            The name is also the label ``predictor`` of the metrics (default ``"predictor"``), with a suffix ``-2``,
-            ``-3``, ... if another predictor of this process has the same name.
+            :mod:`~delta_tracker.stream.heartbeat`, which requires write permission; None disables it. Also the label
+            ``predictor`` of the metrics (default ``"predictor"``), with a suffix ``-2``, ``-3``, ... if another
+            predictor of this process has the name.
         monitor: monitor for the metrics; None for ``delta_tracker.monitor.MONITOR``.
         cache: directory, or :class:`~delta_tracker.stream.host_cache.HostCache`, in which the predictors of one host
             keep the parts that they read, so that each is fetched once.
@@ -256,11 +246,12 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         )
 
     def sync(self, limit: int | None = None) -> int:
-        """Apply the committed versions that are not applied yet.
+        """Apply the committed versions that are not applied yet, by the rules in FLEET.md.
 
-        After :meth:`rollback`, no newer version is applied until :meth:`release`. A predictor that is many versions
-        behind applies merged versions and newer snapshots, each of which replaces several versions. If the gate has a
-        ``max_drift``, each version is applied by itself.
+        After :meth:`rollback`, and at the version of a pin, no newer version is applied until a release. A predictor
+        that is many versions behind applies merged versions and newer snapshots, each of which replaces several
+        versions. If the gate has a ``max_drift``, each version is applied by itself. With several urls, an error is
+        raised if none of them leads on, and for the first of consecutive errors of a store.
 
         Args:
             limit: maximum number of versions to apply; None for all. A merged version counts as one. The first version
@@ -272,8 +263,10 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         Raises:
             NoSnapshotError: if the stream has no snapshot to start from.
             HeldVersionError: if the gate rejects the next version.
-            MissingVersionError: if a version is missing and no resync is possible.
-            StreamReplacedError: if the url now contains another stream, and no resync is possible.
+            MissingVersionError: if a version is missing and no resync is possible, or a pin names no entry of the log.
+            StreamReplacedError: if the url contains another stream, which does not continue the applied one, or no
+                resync is possible.
+            OlderCopyError: if each url has an older copy of the stream, such as a mirror that lags.
             TableMismatchError, DenseMismatchError: if a version does not fit the model and no resync is possible.
             PartialRowsError: if a table accepts only whole rows, a version has only some columns of a row, and no
                 resync is possible.
@@ -319,10 +312,7 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         By default, a directory is polled every 10 ms, and every 100 ms while no version comes; a remote store every
         second, and every 5 seconds while no version comes. After three hints of the notifier in a row that were right,
         a directory is polled every second and a remote store every 30 seconds, until a version comes without a hint or
-        the notifier fails. After a failover, the intervals are those of the new source. Intervals of 0.1 seconds and
-        more vary by a quarter. A poll requests one object. While no version comes, the thread sends at most
-        ``1 / interval + 2 / 5`` requests a second, plus 1 for each heartbeat; it lists the store only if the publisher
-        writes no pointer object, then every 5 to 60 seconds. With a :class:`Canary`, a poll sends two more requests.
+        the notifier fails. After a failover, the intervals are those of the new source. FLEET.md has the requests.
 
         Args:
             poll_seconds: number of seconds between two polls, more than 0, which depend neither on hints nor on the age
@@ -435,7 +425,9 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         self._gate.accept(version)
 
     def rollback(self, version: int) -> None:
-        """Return to an earlier version, and apply no newer version until :meth:`release`. Bypasses the gate.
+        """Return to an earlier version, and apply no newer one until :meth:`release`. Bypasses the gate.
+
+        With ``follows_pins``, a newer pin or release of the stream ends the rollback.
 
         All data is read and validated before the first row is written, except that a hash module's probes are checked
         version by version.
@@ -464,8 +456,8 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
     def release(self) -> None:
         """End a :meth:`rollback`: the next :meth:`sync`, or a running :meth:`follow`, applies newer versions again.
 
-        With ``follows_pins``, a pin applies again after a rollback. Without a rollback, this call ends the pin that is
-        followed, for this predictor.
+        With ``follows_pins``, the pin or release of the stream then applies again. Without a rollback, this call ends
+        the pin that is followed, for this predictor and until the next pin.
         """
         self._reader.release()
 
@@ -483,22 +475,24 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
           the state of each ``RawIdIndex``) in one ``with predictor.reading()``. No other order is correct.
 
         Returns:
-            Dict with the keys ``stream``, ``version`` and ``xxh3``, and for tables with raw ids ``identities``, a text
-            with the buckets of the raw ids. There is no position before the first version, or if an interrupted call
-            left rows of unrelated versions in the tables: the dict then has only ``identities``, or is empty. After
-            such a dict is loaded, only a snapshot can be applied.
+            Dict with the keys ``stream``, ``version``, ``xxh3`` and ``generation``; ``pin`` or ``release``, the counter
+            of the one that was followed last, so that a mirror that lags does not undo it after a restart; and for
+            tables with raw ids ``identities``, a text with the buckets of the raw ids. There is no position before the
+            first version, or if an interrupted call left rows of unrelated versions in the tables: the dict then has
+            only ``identities``, or is empty. After such a dict is loaded, only a snapshot can be applied.
         """
         return self._writer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, str | int]) -> None:
         """Restore the stream position of tables that were saved together with ``state``.
 
-        The next :meth:`sync` or :meth:`follow` continues with the version after this position, or resyncs. Load the
+        The next :meth:`sync` or :meth:`follow` continues with the version after this position, or resyncs; a pinned
+        version is applied again, because the rows may be newer. A :meth:`rollback` is not part of the state. Load the
         mapping of raw ids before: the model's state, or that of each ``RawIdIndex``.
 
         Args:
-            state: result of :meth:`state_dict`. If it has no position, the next :meth:`sync` or :meth:`follow` starts
-                from the newest snapshot.
+            state: result of :meth:`state_dict`, also of an older release. If it has no position, the next :meth:`sync`
+                or :meth:`follow` starts from the newest snapshot.
 
         Raises:
             InvalidArgumentError: if ``state`` is invalid or does not fit the mapping of raw ids, or if called inside
