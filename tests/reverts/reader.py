@@ -15,7 +15,7 @@ _NEWER = {
         Revert("the version counts first", Returns("Position.precedes", "entry.version > self.version")),
         Revert("an unknown generation is the lowest", Returns("decide._generation", "0")),
         Revert(
-            "an entry of another stream follows", Replaces("decide._next", "entry.stream == position.stream", "True")
+            "an entry of another stream follows", Replaces("path.next_entry", "entry.stream == position.stream", "True")
         ),
     ],
 }
@@ -30,7 +30,7 @@ _SUCCESSION = {
         ),
         Revert(
             "a stream is replaced although another url continues it",
-            Replaces("decide._check_may_follow", "(head.stream, *other.former_streams())", "(head.stream,)"),
+            Replaces("lacks", "(head.stream, *other.former_streams())", "(head.stream,)"),
         ),
         Revert("mixed rows are replaced by those of any stream", Loses("decide._newest", "_check_may_follow(...)")),
         Revert(
@@ -66,7 +66,7 @@ _ORDERS = {
         ),
         Revert(
             "a reader stays above a pin",
-            Replaces("decide._pinned", "stay if is_there else _to_pin(log, view, order)", "stay"),
+            Replaces("decide._ordered", "stay if is_there else _to_pin(log, view, order)", "stay"),
         ),
         Revert("a position is at each pin", Returns("Order.is_followed_by", "True")),
         Revert(
@@ -75,9 +75,9 @@ _ORDERS = {
         ),
         Revert(
             "the path to a pin begins after its snapshot",
-            Replaces("path.path_to", "path[::-1]", "path[::-1][1:] or path"),
+            Replaces("reading.path._path", "path[::-1]", "path[::-1][1:] or path"),
         ),
-        Revert("the path to a pin lacks its end", Replaces("path.path_to", "path[::-1]", "path[:0:-1] or path")),
+        Revert("the path to a pin lacks its end", Replaces("reading.path._path", "path[::-1]", "path[:0:-1] or path")),
     ],
 }
 
@@ -142,7 +142,7 @@ _GATE = {
         Revert("a held version is tried again at once", Returns("View.fault_of", "None")),
         Revert("a held version blocks newer snapshots", Replaces("decide._around", "takewhile(...)", "()")),
         Revert("a held start is replaced by nothing", Replaces("decide._newest", "found", "list(found)[:1]")),
-        Revert("a held version is passed", Replaces("decide._forward", "error_of_entry is None", "True")),
+        Revert("a held version is passed", Replaces("decide._forward", "fault is None", "True")),
     ],
 }
 
@@ -156,8 +156,8 @@ _ROWS = {
 # Faults: a fault is overcome by what leads around it, with patience for stores.
 _FAULTS = {
     "late claims": [
-        Revert("a late claim is applied", Replaces("decide._next", "log.is_committed(entry)", "True")),
-        Revert("no claim is applied", Replaces("decide._next", "log.is_committed(entry)", "False")),
+        Revert("a late claim is applied", Replaces("path.next_entry", "log.is_committed(entry)", "True")),
+        Revert("no claim is applied", Replaces("path.next_entry", "log.is_committed(entry)", "False")),
     ],
 }
 
