@@ -12,7 +12,7 @@ from tests.reader_rules import Step
 from tests.stream.reading.families import FAMILIES, State
 from tests.stream.reading.readers import Reader, World, advance
 
-_EVERY = {"one url": 11, "gates": 20, "orders": 3, "promoted orders": 11}  # of which each this many-th state is run
+_EVERY = {"one url": 5, "gates": 20, "orders": 3, "promoted orders": 11}  # of which each this many-th state is run
 
 
 def _states() -> Iterator[State]:
