@@ -19,6 +19,7 @@ from delta_tracker.errors import (
     MissingVersionError,
     NoReleaseError,
     PinConflictError,
+    NoSnapshotError,
     PinnedError,
     StreamError,
 )
@@ -201,6 +202,21 @@ def test_an_interrupted_move_to_the_pin_of_a_new_stream_is_completed(fleet: Flee
     assert predictor.status().pinned == good
     assert predictor.sync() == good
     assert torch.equal(model[FQN], fleet.bits[good])
+
+
+def test_a_pin_whose_stream_ends_during_the_move_to_it_is_no_longer_reported(fleet: Fleet) -> None:
+    fleet.deltas(2)
+    predictor = fleet.join(is_fragile=True)
+    predictor.sync()
+    pin_version(fleet.storage, 2)
+    fleet.tables[predictor].left = 1
+    with pytest.raises(RuntimeError, match="device lost"):
+        predictor.sync()
+    assert predictor.status().pinned == 2
+    fleet.promoted()
+    with pytest.raises(NoSnapshotError):
+        predictor.sync()
+    assert predictor.status().pinned is None
 
 
 def test_a_damaged_snapshot_after_a_pin_that_has_ended_is_passed_over(fleet: Fleet) -> None:

@@ -204,6 +204,8 @@ class Reader:
             self._num_failures += 1
             if isinstance(error, StorageError):
                 self.sources.failed(self.source)
+            elif self.orders.policy.own is None:
+                self.pinned = None  # the stream of an interrupted move to a pin has ended
             raise
         finally:
             if self.settling is not None:
