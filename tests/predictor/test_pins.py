@@ -18,8 +18,8 @@ from delta_tracker.errors import (
     CorruptPartError,
     MissingVersionError,
     NoReleaseError,
-    PinConflictError,
     NoSnapshotError,
+    PinConflictError,
     PinnedError,
     StreamError,
 )
