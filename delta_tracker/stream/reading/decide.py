@@ -139,13 +139,24 @@ def _order(log: SeenLog, view: View) -> Order | None:
     own = view.policy.own
     if not view.policy.follows_pins:
         return own
+    newest = log.order()
     for other in view.logs if view.surveys else ():
         with suppress(StreamError):
-            other.order()
-    newest = log.order()  # last, because it may be that of another url
+            found = other.order()
+            if found is not None and (newest is None or _is_newer(log, found, newest)):
+                newest = found
     if own is not None and (newest is None or newest.counter <= own.counter):
         return own
     return None if newest is None or newest.counter <= view.policy.released else newest
+
+
+def _is_newer(log: SeenLog, order: Order, former: Order) -> bool:
+    """Return True if an order is newer: its stream continues that of the other one, or else its counter is higher."""
+    if order.stream != former.stream:
+        streams = log.former_streams()
+        if (order.stream in streams) != (former.stream in streams):
+            return former.stream in streams
+    return former.counter < order.counter
 
 
 def _new_order(log: SeenLog, view: View, position: Position, order: Order) -> Apply | None:
