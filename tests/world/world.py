@@ -304,7 +304,7 @@ class World:
         (standby, trainer), former = self._standby, self.trainer
         self._standby, taken = None, None
         with self._call() as errors:
-            if choice % 2 or not self._primary.is_healthy:
+            if choice % 2 or self._disk.fault is not None or not self._primary.is_healthy:  # follow() waits for a store
                 taken = standby.take_over(force=choice % 4 == 1)
             else:
                 taken = standby.follow(silence=20.0)
