@@ -53,8 +53,8 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
     A predictor starts from the newest snapshot and applies every later version. A version is validated completely
     before its first row is written, so that an invalid one leaves the tables and :attr:`version` unchanged. If the next
     version cannot be applied, the predictor resyncs: it continues from a merged version or a newer snapshot, and logs a
-    warning. It never goes back to an older version, except by a pin or :meth:`rollback`, in a stream that continues the
-    former one, or if an interrupted write has mixed the rows. FLEET.md has the rules, failover and limits.
+    warning. An older copy of the stream, such as a mirror that lags, never leads back. FLEET.md has all rules, failover
+    and limits.
 
     Lookups in other threads run inside ``with predictor.reading()``, where no row changes. While a version is applied,
     lookups see the new values of some of its rows and the old values of others, but no torn (partly written) row. All
