@@ -475,8 +475,8 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
           the state of each ``RawIdIndex``) in one ``with predictor.reading()``. No other order is correct.
 
         Returns:
-            Dict with the keys ``stream``, ``version``, ``xxh3`` and ``generation``; ``pin`` or ``release``, the counter
-            of the one that was followed last, so that a mirror that lags does not undo it after a restart; and for
+            Dict with the keys ``stream``, ``version``, ``xxh3`` and ``generation``; the counter ``pin`` of the pin that
+            led to the version, or ``release`` of the last release, which a mirror that lags does not undo; and for
             tables with raw ids ``identities``, a text with the buckets of the raw ids. There is no position before the
             first version, or if an interrupted call left rows of unrelated versions in the tables: the dict then has
             only ``identities``, or is empty. After such a dict is loaded, only a snapshot can be applied.
