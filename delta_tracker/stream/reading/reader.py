@@ -277,17 +277,12 @@ class Reader:
             looks_for_gap=looks_for_gap,
             catches_up=self._skips_versions and is_usable and self._in_a_row >= _CATCH_UP,
             is_partial=len(sources) < len(self.sources),
-            surveys=len(sources) > 1 and self._is_survey_due(looks_for_gap=looks_for_gap),
+            surveys=len(sources) > 1 and self.runtime.monotonic() - self._surveyed_at >= _SURVEY_SECONDS,
         )
         if view.catches_up:
             self._in_a_row = 0
         self._observer.looks(self.lag.rested)
         return _Round(view, {each.number: each for each in sources}, answers)
-
-    def _is_survey_due(self, *, looks_for_gap: bool) -> bool:
-        """Return True if the other sources must be looked at: now and then, and to return to the first one."""
-        since = self.runtime.monotonic() - self._surveyed_at
-        return since >= _SURVEY_SECONDS or (looks_for_gap and self.source.number > 0)
 
     def _unseen(self, sources: Iterable[Source], answers: _Answers) -> tuple[SeenLog, ...]:
         """Return the logs of sources before the first look, whose answers will be in ``answers``."""
@@ -481,6 +476,7 @@ class Reader:
         _logger.warning("continue from another source: url=%s former=%s", source.url, former.url)
         self.sources.use(source)
         self.lag.rested, self.settling = None, _settling(source, self.runtime)
+        self._surveyed_at = float("-inf")  # the former one may have what this one lacks
         self._observer.failed_over(source.url)
 
     def _log_skipped(self, state: _Round, raised: StreamError | None) -> None:
