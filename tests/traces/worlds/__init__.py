@@ -1,0 +1,1 @@
+"""Traces of random worlds."""
