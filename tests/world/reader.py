@@ -88,7 +88,7 @@ class Reader:
         floor: place below which it may not go; None before the first version.
         own: place of its own rollback, None without one.
         own_time: time of its own rollback.
-        seen: number of orders when it was called last.
+        seen: highest counter of an order when it was called last.
         known: number of orders that existed at its own rollback.
         knew_all: True if its stores had all of them.
         excused: counter of the newest order that its own release may have ended.

@@ -55,7 +55,7 @@ def check(reader: Reader, history: History, encoding: str | None, *, is_complete
     if newest is not None and is_complete and reader.own is None and key == (newest.stream, newest.version):
         # It may be there by chance, before it has looked for the pin.
         reader.pinned = newest if reader.predictor.status().pinned == newest.version else reader.pinned
-    reader.seen = len(history.orders)
+    reader.seen = max((counter for _, counter in history.ordered), default=0)
 
 
 def _check_gate(reader: Reader, held: Copy, version: int) -> None:

@@ -379,7 +379,7 @@ class World:
         """Continue at a mirror of the lost primary, or rarely of one that can be read."""
         former, head = self._primary, self._history.head
         mirrors = [store for store in self._stores if store is not former and not store.is_former]
-        found = [store for store in mirrors if store.is_healthy and store.has_log()]
+        found = [store for store in mirrors if store.is_healthy and any(not each.is_merged for each in store.entries())]
         if not (former.is_lost or choice % 8 == 7) or not found or head is None:
             return None
         store = found[who % len(found)]
@@ -689,9 +689,12 @@ class World:
             self.found("first url", f"{reader.describe()} at {reader.floor} reads {reader.predictor}")
 
     def _has_returned(self, reader: Reader) -> bool:
-        """Return True unless a predictor reads another url although the first one has all versions."""
-        first, head = reader.settings.stores[0], self._history.head
-        has_all = not first.is_lost and head is not None and first.has_entry(*head) and not first.has_lost_parts
+        """Return True unless another url is read although the first one has the version and all later ones."""
+        first, head, floor = reader.settings.stores[0], self._history.head, reader.floor
+        if head is None or floor is None:
+            return True
+        has_both = first.has_entry(*head) and first.has_entry(self._history.streams[floor[0]], floor[1])
+        has_all = not first.is_lost and not first.has_lost_parts and has_both
         url = first.url if reader.settings.web is None else reader.settings.web.url_of(first)
         return not has_all or repr(reader.predictor).startswith(f"Predictor({url!r}")
 
