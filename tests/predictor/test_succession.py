@@ -391,3 +391,37 @@ def test_a_pin_that_a_predictor_has_released_does_not_hold_it_at_a_mirror_withou
     assert reader.predictor.version == first + 1
     lose(urls[0])
     reader.restarted(urls).assert_reaches(log)
+
+
+@_BOTH
+@pytest.mark.parametrize("stream", ["former", "next"])
+def test_the_first_pin_of_the_next_stream_ends_an_own_rollback(
+    kind: Kind, stream: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("delta_tracker.stream.reading.reader._SURVEY_SECONDS", 0.0)
+    urls = [new_store(), new_store()]
+    log = Log(urls[0])
+    good = log.snapshot()
+    mirror(*urls)
+    log.deltas(2)
+    for version in (log.newest, log.newest - 1):
+        pin_version(urls[0].inner, version, replaces=True)
+    reader = Reader(kind, urls, log.rows, follows_pins=True)
+    for source in reader.predictor._reader.sources:
+        source.pins = PinFollower(seconds=0.0)
+    reader.syncs(2)
+    if stream == "former":
+        reader.predictor.rollback(good)
+    lose(urls[0])
+    after = log.promoted(urls[1])
+    pinned = after.snapshot()
+    after.deltas(2)
+    if stream == "next":
+        reader.assert_reaches(after)
+        reader.predictor.rollback(pinned)
+    held = reader.place
+    reader.syncs(4)
+    assert reader.place == held
+    pin_version(urls[1].inner, pinned + 1)
+    reader.syncs(4)
+    assert reader.place == (after.stream, pinned + 1)

@@ -145,9 +145,18 @@ def _order(log: SeenLog, view: View) -> Order | None:
             found = other.order()
             if found is not None and (newest is None or _is_newer(log, found, newest)):
                 newest = found
-    if own is not None and (newest is None or newest.counter <= own.counter):
+    if own is not None and (newest is None or not _ends(log, newest, own)):
         return own
     return None if newest is None or newest.counter <= view.policy.released else newest
+
+
+def _ends(log: SeenLog, order: Order, own: Order) -> bool:
+    """Return True if an order ends an own rollback: a newer one of its stream, or one of a stream that continues it."""
+    if order.stream == own.stream:
+        return order.counter > own.counter
+    with suppress(MalformedError, StorageError):
+        return own.stream in log.former_streams() and order.stream not in log.former_streams()
+    return False
 
 
 def _is_newer(log: SeenLog, order: Order, former: Order) -> bool:

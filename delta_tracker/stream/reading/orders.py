@@ -109,8 +109,8 @@ class Orders:
 
     def roll_back(self, entry: Manifest, newest: Order | None) -> None:
         """Order this process to go to an entry and stay there. Pins up to ``newest`` no longer apply meanwhile."""
-        former = 0 if self.policy.own is None else self.policy.own.counter
-        counter = max(former, 0 if newest is None else newest.counter)
+        known = [each for each in (self.policy.own, newest) if each is not None and each.stream == entry.stream]
+        counter = max((each.counter for each in known), default=0)
         own = Order(counter, "pin", entry.stream, entry.version, None, entry.version, is_own=True)
         self.policy = replace(self.policy, own=own)
 
