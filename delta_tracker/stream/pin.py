@@ -229,19 +229,20 @@ class PinFollower:
         self._last_counter: int | None = None  # of the pins before a dropped one, until take_drop()
         self._next: float | None = None  # monotonic time of the next look; None before the first one succeeded
 
-    def order(self, storage: Storage) -> Pin | None:
+    def order(self, storage: Storage, *, at_once: bool = False) -> Pin | None:
         """Return the newest pin that is known; None before the first.
 
         If the store cannot be read, the pin is the one of the last look.
 
         Args:
             storage: store of the stream.
+            at_once: True to look although the last look was not long ago.
 
         Raises:
             StorageError: if the store cannot be read at the first look.
         """
         now = self._runtime.monotonic()
-        if self._next is not None and now < self._next:
+        if self._next is not None and now < self._next and not at_once:
             return self._newest
         try:
             self._look(storage, now)

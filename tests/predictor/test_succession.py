@@ -425,3 +425,21 @@ def test_the_first_pin_of_the_next_stream_ends_an_own_rollback(
     pin_version(urls[1].inner, pinned + 1)
     reader.syncs(4)
     assert reader.place == (after.stream, pinned + 1)
+
+
+@_BOTH
+@pytest.mark.parametrize("shows", [0, 1])
+def test_a_rollback_overrules_an_order_that_was_just_written(kind: Kind, shows: int) -> None:
+    urls = [new_store(), new_store()]
+    log = Log(urls[0])
+    good = log.snapshot()
+    log.deltas(1)
+    mirror(*urls)
+    reader = Reader(kind, urls[::-1], log.rows, follows_pins=True)
+    reader.assert_reaches(log)
+    pin_version(urls[shows].inner, log.newest)
+    reader.predictor.rollback(good)
+    for source in reader.predictor._reader.sources:
+        source.pins = PinFollower(seconds=0.0)
+    reader.syncs(3)
+    assert reader.predictor.version == good

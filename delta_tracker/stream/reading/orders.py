@@ -50,8 +50,8 @@ class Orders:
         # Number of a url and streams of orders to the former streams of its log.
         self._former: dict[tuple[int, frozenset[str]], tuple[str, ...]] = {}
 
-    def newest(self, source: Source) -> Order | None:
-        """Return the newest pin or release of a source, or another one that is newer.
+    def newest(self, source: Source, *, at_once: bool = False) -> Order | None:
+        """Return the newest pin or release of a source, or another one that is newer. See :meth:`PinFollower.order`.
 
         If a forged one was dropped, what was done for it is forgotten.
 
@@ -60,7 +60,7 @@ class Orders:
         """
         if not self.policy.follows_pins:
             return None
-        pin = source.pins.order(source.storage)
+        pin = source.pins.order(source.storage, at_once=at_once)
         if (last := source.pins.take_drop()) is not None:
             self._drop(last)
         self._shown[source.number] = None if pin is None else Order.of(pin)

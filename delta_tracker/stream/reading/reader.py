@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -199,7 +200,10 @@ class Reader:
             has_moved = self._run(self._begin(looks_for_gap=looks_for_gap))
         except StreamError as error:
             self.why = f"{Rule.FAULT.when}: {type(error).__name__}"
-            if isinstance(error, StaleCacheError) or not isinstance(error, NoSnapshotError | StorageError):
+            if isinstance(error, StaleCacheError):
+                raise
+            if not isinstance(error, NoSnapshotError | StorageError):
+                self._num_failures = 0  # the store can be read
                 raise
             self._num_failures += 1
             if isinstance(error, StorageError):
@@ -220,7 +224,10 @@ class Reader:
             StreamError, InvalidArgumentError: if the version cannot be reached. Nothing was changed.
         """
         self._target.restore()
-        newest, bound = self.orders.newest(self.source), self.source.bound
+        for source in self.sources.due()[1:]:
+            with suppress(StorageError):
+                self.orders.newest(source, at_once=True)  # the rollback overrules it
+        newest, bound = self.orders.newest(self.source, at_once=True), self.source.bound
         path = path_to(self.source.log, version, position=self._target.position)
         if bound is not None and not bound.allows(path[-1]):
             text = f"Pass an older version: a canary stays {bound.canary.text} behind the newest one"
