@@ -89,7 +89,8 @@ class Reader:
         own: place of its own rollback, None without one.
         own_time: time of its own rollback.
         seen: highest counter of an order when it was called last.
-        known: number of orders that existed at its own rollback.
+        known: number of orders that existed at its own rollback, without those that a promotion removed.
+        num_known: number of all orders then.
         knew_all: True if its stores had all of them.
         excused: counter of the newest order that its own release may have ended.
         pinned: pin that it has followed, None without one.
@@ -106,6 +107,7 @@ class Reader:
     own_time: float = 0.0
     seen: int = 0
     known: int = 0
+    num_known: int = 0
     knew_all: bool = True
     excused: int = 0
     pinned: Order | None = None

@@ -84,7 +84,7 @@ def _check_canary(reader: Reader, place: Place, history: History, key: Key) -> N
 def _check_orders(reader: Reader, place: Place, history: History, key: Key) -> None:
     own = reader.own
     is_free = own is None or place[0] != own[0] or place == own
-    if not is_free and reader.knew_all and len(history.orders) == reader.known:
+    if not is_free and reader.knew_all and len(history.ordered) == reader.num_known:
         raise RuleError("rollback", f"{reader.describe()} left {own} for {place}")
     if own is not None:
         return

@@ -512,6 +512,7 @@ class World:
             return f"died; {self._restarted(reader, None, turns=False)}"  # no position was saved before the call
         if not errors:
             reader.own, reader.own_time, reader.known = (reader.floor[0], version), CLOCK.now, len(self._history.orders)
+            reader.num_known = len(self._history.ordered)
             reader.floor, reader.may_serve_held, reader.pinned = reader.own, True, None
             reader.knew_all = self._history.is_shown_by(reader.settings.stores)
         elif not isinstance(errors[0], StorageError) and reader.predictor.version != before:
