@@ -158,7 +158,7 @@ class Reader:
             after.served.load(saved.tables)
             after.predictor.load_state_dict(saved.state)
         after.floor, after.may_serve_held, after.pinned = self.floor, self.may_serve_held, self.pinned
-        after.is_interrupted = self.is_interrupted
+        after.is_interrupted, after.seen = self.is_interrupted, self.seen
         return after
 
     def released(self) -> None:

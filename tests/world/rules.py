@@ -95,7 +95,7 @@ def _check_orders(reader: Reader, place: Place, history: History, key: Key) -> N
         return
     if _is_after(key, pin) and key[1] <= pin.bad and reader.floor != place:
         later = [each for each in history.ordered.values() if each.stream == pin.stream and each.counter > pin.counter]
-        if all(key[1] != each.version for each in later):
+        if all(key[1] > each.version if each.kind == "pin" else key[1] != each.version for each in later):
             raise RuleError("bad version", f"{reader.describe()} has left {pin} for {place}")
     if pin == history.pin and key != (pin.stream, pin.version):
         raise RuleError("pin", f"{reader.describe()} has left {pin}, which applies, for {place}")
