@@ -325,7 +325,7 @@ def test_a_resync_applies_nothing_after_a_pin_that_was_found_meanwhile(
     pin = pin_version(fleet.storage, good)
     orders = iter([None])
     assert predictor._reader.source.pins is not None
-    monkeypatch.setattr(predictor._reader.source.pins, "order", lambda _: next(orders, pin))
+    monkeypatch.setattr(predictor._reader.source.pins, "order", lambda _, **given: next(orders, pin))
     assert steps(predictor) == [good]
     assert predictor.status().resyncs == 0
 
