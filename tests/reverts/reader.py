@@ -53,16 +53,11 @@ _ORDERS = {
             "pins are followed although the process ignores them",
             Replaces("decide._order", "view.policy.follows_pins", "True"),
         ),
-        Revert(
-            "an older pin ends an own rollback", Replaces("decide._order", "newest.counter <= own.counter", "False")
-        ),
-        Revert(
-            "a newer pin does not end an own rollback",
-            Replaces("decide._order", "newest.counter <= own.counter", "True"),
-        ),
+        Revert("an older pin ends an own rollback", Returns("decide._ends", "True")),
+        Revert("a newer pin does not end an own rollback", Returns("decide._ends", "False")),
         Revert(
             "a pin that was released for this process applies",
-            Replaces("decide._order", "newest.counter <= _", "False", nth=2),
+            Replaces("decide._order", "newest.counter <= _", "False"),
         ),
         Revert(
             "a reader stays above a pin",
