@@ -450,7 +450,7 @@ class Reader:
             if not state.has_waited:
                 state.has_waited = True
                 self.runtime.sleep(self.runtime.uniform(0, _SPREAD_SECONDS))
-                again, state.retry = source.through(source.storage), again
+                again, state.retry = source, again
         self._target.restart()  # it may hold pieces of the faulty object
         state.sources[source.number] = again
         logs = self._unseen(state.sources.values(), state.answers)
