@@ -289,7 +289,7 @@ class Reader:
         if view.catches_up:
             self._in_a_row = 0
         self._observer.looks(self.lag.rested)
-        return _Round(view, {each.number: each for each in sources}, answers)
+        return _Round(view, {each.number: each for each in sources}, answers, looks_for_gap)
 
     def _unseen(self, sources: Iterable[Source], answers: _Answers) -> tuple[SeenLog, ...]:
         """Return the logs of sources before the first look, whose answers will be in ``answers``."""
@@ -414,7 +414,7 @@ class Reader:
             self._in_a_row = 0
         if state.view.surveys:
             self._surveyed_at = self.runtime.monotonic()
-        if state.view.looks_for_gap:
+        if state.looks_for_gap:
             self._observer.rests(self.source.log, self._target.position)
             if not self.orders.policy.follows_pins:
                 self.ignored.look(self.storage, self._target.position)
@@ -454,7 +454,7 @@ class Reader:
         self._target.restart()  # it may hold pieces of the faulty object
         state.sources[source.number] = again
         logs = self._unseen(state.sources.values(), state.answers)
-        state.view = replace(state.view, logs=logs, faults=(), looks_for_gap=True)
+        state.view = replace(state.view, logs=logs, faults=(), looks_for_gap=True, catches_up=False)
 
     def _believe(self, state: _Round, fault: StreamError) -> None:
         """Believe a fault that has lasted. Raise StaleCacheError if it may still be that of a cache."""
@@ -502,6 +502,7 @@ class _Round:
         view: input of the next decision.
         sources: number to source of the logs of the view. A source is replaced by a view of it past the caches.
         answers: number to the answers of the log of the view.
+        looks_for_gap: as the caller asked. A round that reads past a cache looks for a gap in any case.
         order: newest pin or release that was seen.
         retry: source to read a faulty version from next; None if there is none.
         has_waited: True after the wait before the first object is read again.
@@ -511,6 +512,7 @@ class _Round:
     view: View
     sources: dict[int, Source]
     answers: _Answers
+    looks_for_gap: bool
     order: Order | None = None
     retry: Source | None = None
     has_waited: bool = False
