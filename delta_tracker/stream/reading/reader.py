@@ -389,7 +389,7 @@ class Reader:
         self.why = f"applied version {last.version}: {decision.rule.when}"
         match decision.rule:
             case Rule.NEXT:
-                self._in_a_row += 1
+                self._in_a_row += not state.has_waited  # a version that a cache delayed shows no distance
             case Rule.START:
                 self._in_a_row = _CATCH_UP
             case Rule.CATCH_UP:
