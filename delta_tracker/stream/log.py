@@ -71,8 +71,7 @@ _MAX_REFUSED = 16  # malformed entries that are remembered
 _LOOK_AHEAD = 4  # names above a new entry that are looked for in a directory, which can only be listed as a whole
 _MAX_GUARDS = 32  # consecutive claims, and entries before them, that are read to find another entry
 _PROBE_SECONDS = 10.0  # after which a reader over http asks for an entry that the pointer does not show
-_DOUBT_SECONDS = 10.0  # between two reads of an entry past the caches
-_AHEAD_SECONDS = 1.0  # for which an entry that was read to confirm a pointer need not be read again
+_DOUBT_SECONDS = 10.0  # between two reads of an entry past the caches, or of one that confirmed a pointer
 _SPREAD_SECONDS = 1.0  # readers that meet the same fault of a cache spread their requests over this time
 
 
@@ -94,7 +93,7 @@ class StreamLog:
         self._known = -1  # newest version that was read or listed; a hint, because the store may be replaced
         self._awaited: tuple[int, float] | None = None  # version of may_have(), and monotonic time to ask for it
         self._doubted: tuple[str, float] | None = None  # entry read past the caches last, and the monotonic time
-        self._ahead: tuple[Manifest, float] | None = None  # entry of a new pointer, until it is used; monotonic time
+        self._ahead: tuple[Manifest, float] | None = None  # entry of a new pointer, and when it was read
         self._parsed: tuple[str, Manifest] | None = None  # name and manifest of the entry that was read last
         # Names, hashes and errors of malformed entries, which readers read again and again.
         self._refused: deque[tuple[str, str, MalformedError]] = deque(maxlen=_MAX_REFUSED)
@@ -182,10 +181,8 @@ class StreamLog:
         if not self.is_listed and self._is_below_oldest(version):
             return None
         ahead = self._ahead
-        if ahead is not None and ahead[0].version == version:
-            self._ahead = None
-            if time.monotonic() - ahead[1] < _AHEAD_SECONDS:
-                return ahead[0]
+        if ahead is not None and ahead[0].version == version and time.monotonic() - ahead[1] < _DOUBT_SECONDS:
+            return ahead[0]
         name = entry_name(version)
         manifest = self._read(name)
         if manifest is not None and (manifest.version != version or manifest.merges is not None):

@@ -198,6 +198,17 @@ def test_several_wrong_objects_of_one_version_are_read_past_the_cache_once_each(
     assert [served.cache.uncached[name] for name in names] == [1, 1]
 
 
+def test_an_entry_that_confirmed_a_pointer_is_not_read_past_the_cache_again(served: Served) -> None:
+    predictor, model = _predictor(served)
+    served.cache.refreshes = False
+    for number in range(20):  # far enough to look for a merged delta, which confirms the pointer
+        manifest = served.delta([number])
+    name = _missing_entry(served.cache, manifest)
+    assert predictor.sync() == manifest.version
+    assert torch.equal(model[FQN], served.table)
+    assert served.cache.uncached[name] == 1
+
+
 @pytest.mark.advice("StaleCacheError: Reader._believe StreamLog._pointed_head StreamLog._confirmed_by")
 @pytest.mark.parametrize("damage", ["delete", "alter"])
 def test_a_fault_of_the_origin_is_believed_after_a_while(served: Served, damage: str) -> None:
