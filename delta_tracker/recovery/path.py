@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Hashable
+from dataclasses import dataclass
 
 from delta_tracker.errors import (
     InvalidArgumentError,
@@ -10,11 +12,14 @@ from delta_tracker.errors import (
     MissingVersionError,
     NoSnapshotError,
     NotRecoverableError,
+    StreamError,
 )
 from delta_tracker.stream.format.manifest import STATES_FORMAT, Manifest
 from delta_tracker.stream.log import Merged, StreamLog
 from delta_tracker.stream.reading.path import committed_entry, path_to_entry
 from delta_tracker.stream.reading.position import Position
+from delta_tracker.stream.reading.seen import Failed, Look, SeenLog
+from delta_tracker.stream.reading.source import Source
 
 _logger = logging.getLogger(__name__)
 
@@ -29,17 +34,14 @@ def recovery_path(
     """Return the entries to apply in order: a snapshot, the deltas after it, and the entry with the training state.
 
     The last entry is the newest one up to ``version`` that is not a claim. Merged entries are used where they replace
-    several versions; an unreadable one is logged and not used. Reads only entries.
-
-    If the rows of the model are those of ``applied``, and the log leads from it to the version by deltas, the first
-    entry is ``applied`` instead of a snapshot. It is the only entry if it is that version. Otherwise, the first entry
-    is a snapshot, which overwrites all rows.
+    several versions; an unreadable one is logged and not used. Reads only entries, each of them once.
 
     Args:
         log: log of the stream.
         version: version to restore; None for the newest.
-        applied: entry of the log or merged entry, up to which all rows are written already; None if there is none.
-        avoid: merged entry that is not used instead of versions, because it cannot be applied; None if there is none.
+        applied: entry of the log or merged entry, up to which the rows of the model are written already. If deltas lead
+            from it to the version, it is the first entry, instead of a snapshot, which overwrites all rows.
+        avoid: merged entry that is not used instead of versions, because it cannot be applied.
 
     Returns:
         The entries, all with the same tables and states.
@@ -53,12 +55,12 @@ def recovery_path(
     """
     head = log.head()
     if head is None:
-        raise NotRecoverableError(log.storage.url, None, "the stream is empty")
+        raise NotRecoverableError(log.url, None, "the stream is empty")
     asked = head.version if version is None else version
     if type(asked) is not int or not 0 <= asked <= head.version:
         raise InvalidArgumentError("version", version, f"Pass a version up to {head.version}, the newest")
     try:
-        path = _path(log, head, asked, applied, avoid)
+        path = _path(_Search.of(log, head), head, asked, applied, avoid)
     except (MissingVersionError, NoSnapshotError) as error:
         reason = "it has no snapshot" if isinstance(error, NoSnapshotError) else f"version {error.version} is missing"
         raise NotRecoverableError(log.url, asked, reason) from error
@@ -69,9 +71,7 @@ def recovery_path(
     return path
 
 
-def _path(
-    log: StreamLog, head: Manifest, asked: int, applied: Manifest | None, avoid: Manifest | None
-) -> list[Manifest]:
+def _path(log: SeenLog, head: Manifest, asked: int, applied: Manifest | None, avoid: Manifest | None) -> list[Manifest]:
     target = committed_entry(log, asked, head)
     while target.kind == "claim" and target.parent is not None:
         target = committed_entry(log, target.parent.version, head, link=target.parent)
@@ -99,3 +99,31 @@ def _path(
         text = "version %d is restored from a snapshot: no deltas lead to it from version %d"
         _logger.info(text, target.version, applied.version)
     return [entry for entry in path if entry.kind != "claim"] or [target]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Search(SeenLog):
+    """Log that is looked up as a search needs it. The ways that a search tries share what was found."""
+
+    source: Source
+    found: dict[tuple[str, Hashable], object]
+
+    @classmethod
+    def of(cls, log: StreamLog, head: Manifest) -> _Search:
+        """Return a search of a log whose newest entry was read."""
+        found: dict[tuple[str, Hashable], object] = {("read", head.version): head}
+        source = Source(0, log.storage, log=log)
+        return cls(number=0, url=log.url, answers=found, found=found, source=source)
+
+    def merged(self, *, after: int = -1) -> list[Merged]:
+        listings = [key for about, key in self.found if about == "merged" and isinstance(key, int) and key <= after]
+        found = super().merged(after=max(listings, default=after))
+        return [each for each in found if each.last > after]
+
+    def _ask(self, about: str, key: Hashable = None, subject: object = None) -> object:
+        if (about, key) not in self.found:
+            try:
+                self.found[about, key] = self.source.answer(Look(0, about, key, subject))
+            except StreamError as error:
+                self.found[about, key] = Failed(error)
+        return super()._ask(about, key, subject)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,7 @@ from delta_tracker.stream.log import Merged, StreamLog, entry_name
 from delta_tracker.stream.reading.path import path_to
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import Bucket, Identity, ShardSpec, StateSpec, TableStates
+from tests.stores.wrapped import WrappedStorage
 from tests.stream.streams import FQN, Writer
 
 _STATES = TableStates("EXACT_TEST", ((0, 4),), (StateSpec("sum", torch.float32, "range"),))
@@ -210,6 +212,21 @@ def test_a_delta_after_other_tables_or_states_is_refused(states: TableStates | s
         NotRecoverableError, match="version 14 has other tables, states, buckets of raw ids or another format"
     ):
         recovery_path(stream.log)
+
+
+@pytest.mark.parametrize("damaged", [b"", b"{}"], ids=["missing", "malformed"])
+def test_a_search_that_fails_reads_each_object_once(damaged: bytes) -> None:
+    stream = Stream()
+    stream.merge(7, 9)
+    stream.storage.delete(entry_name(11))
+    if damaged:
+        stream.storage.create(entry_name(11), damaged)
+    store = WrappedStorage(stream.storage)
+    with pytest.raises((NotRecoverableError, MalformedError)):
+        recovery_path(StreamLog(store), applied=stream.log.read(10))
+    reads = Counter(each.name for each in store.take() if each.kind == "read")
+    assert reads[entry_name(12)] == reads[entry_name(11)] == 1
+    assert max(reads.values()) == 1, reads
 
 
 def test_an_unreadable_entry_is_an_error() -> None:
