@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from delta_tracker.errors import (
     CorruptPartError,
@@ -19,6 +18,7 @@ from delta_tracker.errors import (
     kind_of,
     unraised,
 )
+from delta_tracker.predictor.follower import GAP_CHECK_SECONDS
 from delta_tracker.recovery.job import LocalJob
 from delta_tracker.recovery.path import recovery_path
 from delta_tracker.recovery.plan import Plan
@@ -29,13 +29,11 @@ from delta_tracker.stream.format.manifest import Manifest, Schema
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.reading.path import check_is_newer, is_forward, next_entry
 from delta_tracker.stream.reading.position import Position
+from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.reading.source import Source
 
 _logger = logging.getLogger(__name__)
 
-# A turn requests only the next entry. If it is missing, a listing at this interval shows whether it was deleted or is
-# not committed yet.
-_GAP_CHECK_SECONDS = 5.0
 _FIRST_BACK_OFF_SECONDS = 0.1
 _MAX_BACK_OFF_SECONDS = 5.0
 
@@ -47,60 +45,53 @@ class Following:
     """Follower of a stream that writes the rows and states of this rank's shards.
 
     Rows are absolute values, so an entry whose writes failed or were interrupted is written again. The position moves
-    only after a whole entry.
+    only after a whole entry. The other contents of a version, such as dense tensors, are not written.
 
-    The other contents of a version, such as dense tensors, are not written. From the first written row on, the model
-    raises :class:`~delta_tracker.errors.FollowingError` when it is called. If the model does not, a restore has written
-    it, and the stream is followed from its newest snapshot again.
+    Its rules differ from those of :func:`~delta_tracker.stream.reading.decide.decide` in one respect: after a fault, it
+    may also go back to an older snapshot and apply the versions after it, because states must belong to one history.
 
-    Args:
-        log: log of the stream.
-        job: the job on this rank.
+    From the first written row on, the model raises :class:`~delta_tracker.errors.FollowingError` when it is called. If
+    the model does not, a restore has written it, and the stream is followed from its newest snapshot again.
 
     Attributes:
         error: error of the last attempt, which the next turns repeat; None if it succeeded. It has no traceback.
+        newest: last entry up to which all rows are written; None before the first, and while older rows are written
+            again.
     """
 
-    def __init__(self, log: StreamLog, job: LocalJob) -> None:
+    def __init__(self, log: StreamLog, job: LocalJob, runtime: Runtime = REAL) -> None:
         self.error: StreamError | None = None
+        self.newest: Manifest | None = None
         self._log = log
         self._job = job
-        self._source = Source(0, log.storage, log=log)
+        self._monotonic = runtime.monotonic
+        self._source = Source(0, log.storage, log=log, runtime=runtime)
         self._position: Position | None = None  # after the last entry, which may be a claim
         self._ahead: deque[Manifest] = deque()  # entries of a path that are not written yet
         self._writer: RowWriter | None = None
         self._schema: Schema | None = None  # of the entries that the writer can write
-        self._applied: Manifest | None = None  # last entry up to which all rows are written
         self._partial: Manifest | None = None  # entry of which some rows may be written, and others not
         self._pause = 0.0
         self._next_try = self._gap_check = 0.0
 
     @property
     def version(self) -> int | None:
-        """Last version whose rows are written; None before the first, and while older rows are written again."""
-        return None if self._applied is None else self._applied.version
-
-    @property
-    def newest(self) -> Manifest | None:
-        """Last entry whose rows are written, see :attr:`version`."""
-        return self._applied
+        """Version of :attr:`newest`."""
+        return None if self.newest is None else self.newest.version
 
     def applied(self) -> Manifest | None:
         """Return the entry from which a path may begin, see :func:`~delta_tracker.recovery.path.recovery_path`.
 
         If the rows of a later entry are written in part, the log must still have it, so that each path to a newer
         version contains these rows. Otherwise, returns None.
-
-        Raises:
-            MalformedError, StorageError: if that entry cannot be read.
         """
         self._begin_again_if_restored()
         partial = self._partial
-        if self._applied is None or partial is None:
-            return self._applied
+        if self.newest is None or partial is None:
+            return self.newest
         there = self._log.read(partial.version)
         is_there = there is not None and (there.stream, there.link) == (partial.stream, partial.link)
-        return self._applied if is_there else None
+        return self.newest if is_there else None
 
     def advance(self, until: float) -> bool:
         """Apply entries until there are no more, or until the monotonic time ``until``. Return True if there was any.
@@ -109,17 +100,24 @@ class Following:
         :attr:`error`. After such an error, this method does nothing for up to five seconds, see :meth:`retry`.
 
         Raises:
-            NotRecoverableError: if the stream cannot be followed from the beginning, for example because its versions
-                have no states.
-            RestoreMismatchError, InvalidArgumentError, TableMismatchError, UnsupportedModuleError,
-            UnsupportedOptimizerError, UnsupportedTableError, ReservedConsumerError: if the stream does not fit the job,
-                as :func:`~delta_tracker.recovery.restore.restore` raises them.
+            StreamError: if the stream cannot be followed from the beginning, for example because its versions have no
+                states, or does not fit the job.
         """
         self._begin_again_if_restored()
         has_moved = False
-        while time.monotonic() >= self._next_try and self._try(self._step):
-            has_moved = True
-            if time.monotonic() >= until:
+        while self._monotonic() >= self._next_try:
+            try:
+                is_applied = self._step()
+            except (StorageError, OlderCopyError, *_FAULTS) as error:
+                if isinstance(error, NotRecoverableError) and self._writer is None:
+                    raise
+                self._failed(error)
+                break
+            if self.error is not None:
+                _logger.warning("standby recovered at version %s: url=%s", self.version, self._log.url)
+                self.error, self._pause = None, 0.0
+            has_moved |= is_applied
+            if not is_applied or self._monotonic() >= until:
                 break
         return has_moved
 
@@ -128,49 +126,31 @@ class Following:
         self._next_try = self._gap_check = 0.0
 
     def overwritten(self, plan: Plan) -> None:
-        """Adjust the position after a restore that did not complete, and that may have written some rows of ``plan``.
-
-        Args:
-            plan: writes of the restore, prepared with the result of :meth:`applied`.
-        """
+        """Adjust the position after a restore from :meth:`applied` that failed, and may have written rows."""
         if plan.continues:
             self._partial = plan.last
-            return
-        self._begin_again()
+        else:
+            self._begin_again()
 
     def _begin_again_if_restored(self) -> None:
-        has_written = self._applied is not None or self._partial is not None
+        has_written = self.newest is not None or self._partial is not None
         if has_written and not is_following(self._job.model):
             _logger.warning("standby begins again with the newest snapshot, because the model was restored")
             self._begin_again()
 
     def _begin_again(self) -> None:
-        self._applied = self._partial = self._position = None
+        self.newest = self._partial = self._position = None
         self._ahead.clear()
-
-    def _try(self, call: Callable[[], bool]) -> bool:
-        """Return the result of ``call``. Record an error of the store or of the stream, and return False."""
-        try:
-            has_moved = call()
-        except (StorageError, OlderCopyError, *_FAULTS) as error:
-            if isinstance(error, NotRecoverableError) and self._writer is None:
-                raise
-            self._failed(error)
-            return False
-        if self.error is not None:
-            _logger.warning("standby recovered at version %s: url=%s", self.version, self._log.storage.url)
-            self.error, self._pause = None, 0.0
-        return has_moved
 
     def _failed(self, error: StreamError) -> None:
         self._pause = min(_MAX_BACK_OFF_SECONDS, max(2 * self._pause, _FIRST_BACK_OFF_SECONDS))
-        self._next_try = time.monotonic() + self._pause
+        self._next_try = self._monotonic() + self._pause
         if self.error is None or kind_of(error) != kind_of(self.error):
             _logger.warning("standby failed and retries: %s", str(error))
         self.error = unraised(error)
 
     def _step(self) -> bool:
-        """Apply the next entry and return True. Return False if there is none yet."""
+        """Apply the next entry, or find a path around it, and return True. Return False if there is none yet."""
         if self._position is None and not self._ahead:
             try:
                 self._take_path(recovery_path(self._log))
@@ -183,7 +163,7 @@ class Following:
             entry = self._ahead[0] if self._ahead else self._next()
             if entry is None:
                 return False
-            if self._applied is not None and self.applied() is None:
+            if self.newest is not None and self.applied() is None:
                 _logger.warning("standby begins again: a version that it applied in part is not in the log any more")
                 self._begin_again()
                 return True
@@ -199,44 +179,37 @@ class Following:
         return True
 
     def _next(self) -> Manifest | None:
+        """Return the next entry. If it is missing, look at intervals whether it was deleted or is not committed yet."""
         assert self._position is not None, "an entry was applied"
-        looks_for_gap = self.error is not None or time.monotonic() >= self._gap_check
+        looks_for_gap = self.error is not None or self._monotonic() >= self._gap_check
         entry = next_entry(self._source, self._position, looks_for_gap=looks_for_gap)
         if entry is None and looks_for_gap:
-            self._gap_check = time.monotonic() + _GAP_CHECK_SECONDS
+            self._gap_check = self._monotonic() + GAP_CHECK_SECONDS
         return entry
 
     def _apply(self, entry: Manifest) -> None:
-        """Write the rows of an entry."""
         if entry.kind == "claim":
             return
         if entry.schema != self._schema:
             if entry.kind != "snapshot" or not entry.training:
                 reason = "its tables, states or format differ from those of the version before it"
-                raise NotRecoverableError(self._log.storage.url, entry.version, reason)
+                raise NotRecoverableError(self._log.url, entry.version, reason)
             self._check([entry])
         assert self._writer is not None, "made by _check()"
-        held = self._applied
+        held = self.newest
         if held is not None and (entry.stream != held.stream or entry.version <= held.version):
-            self._applied = None  # rows that the model has are replaced by older ones
+            self.newest = None  # rows that the model has are replaced by older ones
         if self._partial is None or self._partial.version < entry.version:
             self._partial = entry
         mark_following(self._job.model, entry.version)
         self._writer.write(entry)
-        self._applied = entry
+        self.newest = entry
         if entry.kind == "snapshot" or entry.version >= self._partial.version:
             self._partial = None
 
     def _finds_other_path(self, faulty: Manifest | None) -> bool:
-        """Find a path to the newest version that does not contain an entry. Return False if there is none.
-
-        Args:
-            faulty: entry that cannot be applied; None if the next entry cannot be read.
-
-        Raises:
-            OlderCopyError: if the log is another copy of the stream, with nothing newer than the position.
-        """
-        applied = self._applied if faulty is None and self._partial is None else None
+        """Find a path to the newest version without a faulty entry, which is None if it cannot be read."""
+        applied = self.newest if faulty is None and self._partial is None else None
         try:
             path = recovery_path(self._log, applied=applied, avoid=faulty)
             if faulty in path or not self._is_forward(path[-1]):
@@ -248,9 +221,13 @@ class Following:
         return bool(self._ahead)
 
     def _is_forward(self, target: Manifest) -> bool:
-        """Return True unless the model has rows that are as new as an entry of the same stream."""
+        """Return True unless the model has rows that are as new as an entry of the same stream.
+
+        Raises:
+            OlderCopyError: if the log is another copy of the stream, with nothing newer than the position.
+        """
         position = self._position
-        if self._applied is None or position is None or target.stream != position.stream:
+        if self.newest is None or position is None or target.stream != position.stream:
             return True
         if is_forward(self._log, position, target):
             return True
