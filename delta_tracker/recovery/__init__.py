@@ -15,5 +15,6 @@ Then ``plan.py`` writes the model, with ``row_writer.py`` for the rows, and ``ob
 user's objects. ``random_states.py`` saves and restores the global random generators.
 
 ``standby.py`` is a job that takes the place of another one. Its ranks write rows with ``following.py``, and a takeover
-ends with the restore of the rest. ``standby_gauges.py`` has its metrics.
+ends with the restore of the rest. ``recovery_stream.py`` decides on rank 0 when to take over, and claims the stream;
+``serving_streams.py`` claims the others. ``standby_gauges.py`` has the metrics.
 """

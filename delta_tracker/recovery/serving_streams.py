@@ -6,14 +6,13 @@ import os
 import secrets
 from collections.abc import Sequence
 
-from delta_tracker.errors import FencedError, InvalidArgumentError, LivePublisherError, StorageError
+from delta_tracker.errors import FencedError, InvalidArgumentError
 from delta_tracker.recovery.library import Library
+from delta_tracker.recovery.recovery_stream import claim_newest
 from delta_tracker.recovery.training_states import TrainingStates
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import Claim, StreamLog
 from delta_tracker.stream.storage.storage import Location, Storage, open_storage
-
-ATTEMPTS = 100  # claims of a stream that may be lost to versions of the former publisher
 
 
 class ServingStreams:
@@ -106,20 +105,19 @@ class ServingStreams:
         storage = self._storages[number]
         storage.probe()
         log = StreamLog(storage)
-        for _ in range(ATTEMPTS):
-            head = log.head()
-            if head is None or head.stream != self._streams[number]:
-                remedy = f"Mount or restore the stream {self._streams[number]}, which was replaced"
-                raise InvalidArgumentError("serving", storage.url, remedy)
-            newest = self._recovery.head()
-            if newest is None or newest.link != recovery.link:
-                owner = recovery if newest is None else newest
-                raise FencedError(recovery.generation, owner.generation, owner.version)
-            try:
-                return log.claim(after=head.link, writer=self._writers[number])
-            except LivePublisherError:
-                continue  # the former publisher has committed a version
-        raise StorageError(storage.url, f"lost {ATTEMPTS} claims to versions of the former publisher")
+        return claim_newest(log, self._writers[number], lambda: self._newest(log, number, recovery))
+
+    def _newest(self, log: StreamLog, number: int, recovery: Manifest) -> Manifest:
+        """Return the newest entry of a stream, which may be claimed."""
+        head = log.head()
+        if head is None or head.stream != self._streams[number]:
+            remedy = f"Mount or restore the stream {self._streams[number]}, which was replaced"
+            raise InvalidArgumentError("serving", log.url, remedy)
+        owner = self._recovery.head()
+        if owner is None or owner.link != recovery.link:
+            owner = owner or recovery
+            raise FencedError(recovery.generation, owner.generation, owner.version)
+        return head
 
     def _check_distinct(self, names: Sequence[str]) -> None:
         if len(set(names)) < len(names):

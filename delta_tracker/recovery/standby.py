@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -39,26 +37,23 @@ from delta_tracker.recovery.job import LocalJob
 from delta_tracker.recovery.objects import Objects
 from delta_tracker.recovery.path import recovery_path
 from delta_tracker.recovery.preparation import check_model
+from delta_tracker.recovery.recovery_stream import GONE, RecoveryStream
 from delta_tracker.recovery.restore import Restoration, Restored
-from delta_tracker.recovery.serving_streams import ATTEMPTS, ServingStreams
+from delta_tracker.recovery.serving_streams import ServingStreams
 from delta_tracker.recovery.standby_gauges import StandbyGauges
 from delta_tracker.sharding.interrupted import mark_following, unmark
 from delta_tracker.stream.claimed import ClaimedStream
-from delta_tracker.stream.format.manifest import Link, Manifest
+from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.parse import parse_manifest
 from delta_tracker.stream.heartbeat import PublisherPulse, check_name
-from delta_tracker.stream.liveness import Liveness, Signs
 from delta_tracker.stream.log import Claim, StreamLog
-from delta_tracker.stream.storage.storage import Location, open_storage
-from delta_tracker.stream.takeover_request import read_request
+from delta_tracker.stream.reading.runtime import REAL, Runtime
+from delta_tracker.stream.storage.storage import Location, Storage, open_storage
 from delta_tracker.tracker.data_position import DataPosition
 from delta_tracker.tracker.tracker import ModelDeltaTracker
 from delta_tracker.uncopied import Uncopied
 
 _logger = logging.getLogger(__name__)
-
-_GONE = "Check the url, mount or restore its store, and call again"
-_MIN_HEARTBEATS = 3  # a silence below this number of heartbeats is logged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -95,48 +90,37 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
 
     Until then, each rank writes the rows and optimizer states of its shards as they are published. A takeover claims
     the recovery stream first, which fences the former trainer. It then restores the newest version before the claim as
-    :func:`~delta_tracker.recovery.restore.restore` does, except for rows that are written already, on any number of
-    ranks and any plan that ``restore`` accepts. Then it claims the serving streams.
+    :func:`~delta_tracker.recovery.restore.restore` does, and claims the serving streams. The section "Warm standby" of
+    ``delta_tracker/README.md`` has the limits and what to do after a failure.
 
-    A former trainer that still runs is fenced at its next version. Until then it trains, and publishes to the serving
-    streams. Its batches after its last version are lost, and the new publishers take those serving rows back. A loop
-    with ``step()`` has to end when :attr:`~delta_tracker.publisher.publisher.Publisher.is_fenced` is True.
-
-    Before a claim, all ranks must be able to apply the newest version, and the serving streams must be those of the
-    trainer. If a takeover fails after the claim, the claim is kept, so that no job trains: call :meth:`take_over`
-    again, or :func:`~delta_tracker.recovery.restore.restore` an older version if one is damaged. The position of a
-    standby is only in memory. After a restart, it reads a snapshot.
-
-    The arguments ``tracker``, ``training_state``, ``rank_state``, ``data`` and ``ignore`` are those of ``restore``. A
-    model with ``DistributedDataParallel`` must have trained two batches, as for ``restore``. The constructor and the
+    The arguments ``tracker``, ``training_state``, ``rank_state``, ``data`` and ``ignore`` are those of ``restore``, and
+    the constructor raises the same errors for a model or a tracker that cannot be restored. The constructor and the
     methods except :meth:`close` are collectives.
 
     Args:
         model: the model. From the first written row until the takeover is complete, its forward pass raises
-            :class:`~delta_tracker.errors.FollowingError`.
+            :class:`~delta_tracker.errors.FollowingError`. With ``DistributedDataParallel``, it must have trained two
+            batches.
         url: url of the recovery stream, or its storage. Its versions need ``states="optimizer"``.
         tracker: tracker of the model; None if there is none.
         training_state: objects whose states are the same on all ranks.
         rank_state: objects whose states differ by rank.
         data: position in the training data.
         ignore: names that are not restored.
-        serving: urls of the serving streams that the trainer publishes, or their storages. They are compared with the
+        serving: urls of all serving streams that the trainer publishes, or their storages. They are compared with the
             ids of the streams in the recovery stream when the first version is applied, and before a claim.
         name: name of the heartbeat of this job in the store, and label ``standby`` of the metrics. It must differ from
-            those of predictors. Standbys with the same name replace each other's heartbeat.
+            those of predictors and of other standbys.
         look_seconds: time between two looks at the stream, in seconds. A rank that applies versions answers the others
             after this time and the version in progress.
         timeout: maximum wait for the slowest rank, which may read and write a whole snapshot meanwhile.
         monitor: monitor of the metrics; None for the program's default.
+        runtime: clock and waits, for simulations.
 
     Raises:
-        InvalidArgumentError: if an argument is invalid, or the model was not trained as described above.
-        UnsupportedModuleError: if the model has modules whose state cannot be published.
-        UnsupportedOptimizerError: if it has such optimizers.
-        UnsupportedTableError: if it has such tables.
-        ReservedConsumerError: if a consumer of the tracker is reserved, for example by a publisher.
+        InvalidArgumentError: if an argument is invalid.
         StorageError: if the store cannot be opened.
-        RestoreFailedError: if another rank raised one of these errors.
+        RestoreFailedError: if another rank raised an error.
         RankLostError: if a rank dies, or does not make the call in time.
 
     Example:
@@ -160,10 +144,11 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         look_seconds: float = 1.0,
         timeout: timedelta = DEFAULT_TIMEOUT,
         monitor: Monitor | None = None,
+        runtime: Runtime = REAL,
     ) -> None:
         self._timeout = timeout
-        self._serving_urls = serving
         self._look_seconds = look_seconds
+        self._runtime = runtime
         with self._meeting("Standby(...)") as exchange:
             self._job = LocalJob(
                 model=model,
@@ -173,22 +158,14 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
                 rank=exchange.rank,
                 world_size=exchange.group.world_size,
             )
-            messages = exchange.exchange(Phase.BUILDING, Message.of(lambda: self._build(url, name)))
+            messages = exchange.exchange(Phase.BUILDING, Message.of(lambda: self._build(url, name, serving)))
             check_alike(messages, "ignore", "serving", failed=RestoreFailedError)
         self._is_first = self._job.rank == 0
         self._gauges = StandbyGauges(
             Recorder("standby", self, name=name, monitor=monitor), counts_versions=self._is_first
         )
-        self._liveness = Liveness(self._storage, name)
-        self._following = Following(self._log, self._job)
-        # The id of the claim is drawn before the claim, which is found again if the store's answer is lost.
-        self._writer = secrets.token_hex(16)
-        self._claimed: Manifest | None = None  # this job's claim of the recovery stream
-        self._next_look = 0.0
-        self._seen: int | None = None  # newest snapshot that rank 0 has seen; None before the first
-        self._shown: tuple[int | None, str | None] = None, None  # version and error of all ranks, for the heartbeat
-        self._checked_silence: tuple[float, float] | None = None  # and time between heartbeats
-        self._reason = ""  # why there was no takeover
+        self._recovery = RecoveryStream(self._log, name, look_seconds, self._gauges, runtime)
+        self._following = Following(self._log, self._job, runtime)
         self._ended = ""  # why no further call is possible
 
     @property
@@ -228,24 +205,26 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
             while True:
                 messages = exchange.exchange(Phase.FOLLOWING, Message.of(lambda: self._turn(silence)))
                 check_alike(messages, "call", failed=RestoreFailedError)
-                verdict = messages[0]["verdict"]
-                self._raise_if_nothing(verdict)
-                self._shown = _lowest(messages), _first(messages, "obstacle") or None
-                is_due = verdict.get("is_due", False)
+                decision = messages[0]["decision"]
+                self._check_due(decision)
+                self._recovery.shown = _lowest(messages), _first(messages, "obstacle") or None
+                is_due = decision.get("is_due", False)
                 # A takeover that has begun continues as soon as all ranks can read the store.
-                reason = _first(messages, "outage" if verdict.get("is_own") else "obstacle") if is_due else ""
+                reason = _first(messages, "outage" if decision.get("is_own") else "obstacle") if is_due else ""
                 if is_due and not reason:
-                    began = time.monotonic()
-                    found = exchange.exchange(Phase.CHECKING, Message.of(self._serving_obstacle))
+                    began = self._runtime.monotonic()
+                    found = exchange.exchange(
+                        Phase.CHECKING, Message.of(lambda: {"obstacle": self._serving_obstacle()})
+                    )
                     reason = _first(found, "obstacle")
-                    claimed = None if reason else self._claim(exchange, verdict)
+                    claimed = None if reason else self._claim(exchange, decision)
                     if isinstance(claimed, ClaimedStream):
                         return self._complete(exchange, claimed, began)
                     reason = reason or str(claimed)
-                if reason:
-                    self._log_once(f"standby does not take over: {reason}")
+                if reason and self._is_first:
+                    self._recovery.log_once(f"standby does not take over: {reason}")
                 if not any(message["has_moved"] for message in messages):
-                    time.sleep(self._look_seconds)
+                    self._runtime.sleep(self._look_seconds)
 
     def sync(self) -> int | None:
         """Apply the versions that are committed, on all ranks. A collective.
@@ -261,20 +240,10 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
             RankLostError: as :meth:`follow` raises them.
         """
         with self._meeting("Standby.sync()") as exchange:
-            self._following.retry()
-            while True:
-                messages = exchange.exchange(Phase.FOLLOWING, Message.of(lambda: self._advanced("sync()")))
-                check_alike(messages, "call", failed=RestoreFailedError)
-                if not any(message["has_moved"] for message in messages):
-                    break
-            self._shown = _lowest(messages), None
-            return _lowest(messages)
+            return _lowest(self._catch_up(exchange, "sync()", raises=True))
 
     def take_over(self, *, force: bool = False, silence: float = 30.0) -> Takeover:
-        """Take over now. A collective.
-
-        After a :class:`~delta_tracker.errors.TakeoverFailedError`, this method completes the takeover with the same
-        claim.
+        """Take over now, or complete a takeover that raised TakeoverFailedError. A collective.
 
         Args:
             force: True to fence a publisher that may be alive, also if this standby cannot apply its last version.
@@ -289,20 +258,20 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
             NotRecoverableError, TakeoverFailedError, InvalidArgumentError, RestoreFailedError, RankLostError: as
                 :meth:`follow` raises them.
         """
-        began = time.monotonic()
+        began = self._runtime.monotonic()
         with self._meeting("Standby.take_over(...)") as exchange:
             judge = Message.of(lambda: self._judged(force=force, silence=silence))
             messages = exchange.exchange(Phase.FOLLOWING, judge)
             check_alike(messages, "call", failed=RestoreFailedError)
-            verdict = messages[0]["verdict"]
-            self._raise_if_nothing(verdict)
-            if "live" in verdict:
-                raise LivePublisherError(self._storage.url, *verdict["live"])
-            if not verdict["is_own"]:
+            decision = messages[0]["decision"]
+            self._check_due(decision)
+            if not decision["is_own"]:
                 if not force:
-                    self._catch_up(exchange, messages[0]["call"], verdict["after"][0])
+                    found = self._catch_up(exchange, messages[0]["call"], raises=False)
+                    if obstacle := _first(found, "obstacle"):
+                        raise StandbyBehindError(self._log.url, _lowest(found), decision["after"][0], obstacle)
                 exchange.exchange(Phase.CHECKING, Message.of(self._check_serving))
-            claimed = self._claim(exchange, verdict)
+            claimed = self._claim(exchange, decision)
             if not isinstance(claimed, ClaimedStream):
                 raise claimed
             return self._complete(exchange, claimed, began)
@@ -321,7 +290,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         finally:
             exchange.close()
 
-    def _build(self, url: Location, name: str) -> dict[str, Any]:
+    def _build(self, url: Location, name: str, serving: Sequence[Location]) -> dict[str, Any]:
         """Validate the arguments and open the stores."""
         job = self._job
         job.check()
@@ -329,9 +298,8 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         if not 0 <= self._look_seconds < threading.TIMEOUT_MAX:
             raise InvalidArgumentError("look_seconds", self._look_seconds, "Pass seconds, 0 or more")
         check_model(job)
-        self._storage = open_storage(url)
-        self._log = StreamLog(self._storage)
-        self._serving = ServingStreams(self._log, self._serving_urls)
+        self._log = StreamLog(open_storage(url))
+        self._serving = ServingStreams(self._log, serving)
         return {
             "ignore": f"ignore={sorted(map(str, job.ignore))}",
             "serving": f"{len(self._serving)} serving streams",
@@ -339,55 +307,49 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
 
     def _turn(self, silence: float | None) -> dict[str, Any]:
         """Apply versions for about the time of a look. On rank 0, decide on a takeover."""
-        self._check_open()
         if silence is not None:
             _check_silence(silence)
-        has_moved = self._following.advance(time.monotonic() + self._look_seconds)
-        error = self._following.error
-        obstacle = "" if error is None else _text(error)
+        turn = self._advanced(f"follow(silence={silence})")
+        obstacle = turn["obstacle"]
+        is_outage = isinstance(self.error, StorageError)
         if not obstacle and self.version is not None and not self._serving.is_checked:
-            obstacle = self._serving_obstacle()["obstacle"]
+            obstacle = self._serving_obstacle()
         return {
-            "call": f"follow(silence={silence})",
-            "has_moved": has_moved,
-            "version": self.version,
+            **turn,
             "obstacle": obstacle,  # why this rank could not complete a takeover
-            "outage": obstacle if isinstance(error, StorageError) else "",
-            "verdict": self._decided(silence) if self._is_first else {},
+            "outage": obstacle if is_outage else "",
+            "decision": self._recovery.decided(silence, self.version) if self._is_first else {},
         }
 
-    def _advanced(self, call: str, *, raises: bool = True) -> dict[str, Any]:
-        """Apply versions for about the time of a look, and raise the error that ended this.
-
-        Args:
-            call: text of the call.
-            raises: False to raise only errors of the store.
-        """
+    def _advanced(self, call: str) -> dict[str, Any]:
+        """Apply versions for about the time of a look."""
         self._check_open()
-        has_moved = self._following.advance(time.monotonic() + self._look_seconds)
-        error = self._following.error
-        if error is not None and (raises or isinstance(error, StorageError)):
-            raise unraised(error)
-        obstacle = "" if error is None else _text(error)
+        has_moved = self._following.advance(self._runtime.monotonic() + self._look_seconds)
+        obstacle = "" if self.error is None else _text(self.error)
         return {"call": call, "has_moved": has_moved, "version": self.version, "obstacle": obstacle}
 
-    def _catch_up(self, exchange: Exchange, call: str, head: int) -> None:
-        """Apply the versions that are committed, on all ranks.
+    def _catch_up(self, exchange: Exchange, call: str, *, raises: bool) -> list[dict[str, Any]]:
+        """Apply the versions that are committed, on all ranks. Return their last messages.
 
         Args:
             exchange: communication with the other ranks.
-            call: text of the call.
-            head: newest version.
+            call: text of the call, the same on all ranks.
+            raises: False to raise only errors of the store.
         """
+
+        def act() -> dict[str, Any]:
+            turn = self._advanced(call)
+            if self.error is not None and (raises or isinstance(self.error, StorageError)):
+                raise unraised(self.error)
+            return turn
+
         self._following.retry()
         while True:
-            messages = exchange.exchange(Phase.FOLLOWING, Message.of(lambda: self._advanced(call, raises=False)))
+            messages = exchange.exchange(Phase.FOLLOWING, Message.of(act))
+            check_alike(messages, "call", failed=RestoreFailedError)
             if not any(message["has_moved"] for message in messages):
-                break
-        reason = _first(messages, "obstacle")
-        self._shown = _lowest(messages), reason or None
-        if reason:
-            raise StandbyBehindError(self._storage.url, _lowest(messages), head, reason)
+                self._recovery.shown = _lowest(messages), _first(messages, "obstacle") or None
+                return messages
 
     def _check_serving(self) -> dict[str, Any]:
         """Check the serving streams against the last applied version or, before the first, against the newest one."""
@@ -400,129 +362,36 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         self._serving.check(version)
         return {}
 
-    def _serving_obstacle(self) -> dict[str, Any]:
+    def _serving_obstacle(self) -> str:
         """Check the serving streams. Return an error of the store, and raise it if they are other streams."""
         try:
             self._check_serving()
         except (CorruptPartError, MalformedError, StorageError) as error:
-            return {"obstacle": _text(error)}
-        return {"obstacle": ""}
-
-    def _decided(self, silence: float | None) -> dict[str, Any]:
-        """Return the decision of rank 0 whether to take over now. Looks at the store at most once per interval."""
-        if time.monotonic() < self._next_look:
-            return {}
-        self._next_look = time.monotonic() + self._look_seconds
-        try:
-            signs = self._liveness.look(*self._shown)
-            known = self._known_version(None if signs is None else signs.head)
-            if signs is None:
-                if known is None:
-                    return {"nothing": "the stream is empty"}
-                self._log_once(f"standby waits: {StreamReplacedError(self._storage.url, known).advising(_GONE)}")
-                return {}
-            request = read_request(self._storage, signs.head, signs.last)
-        except (MalformedError, StorageError) as error:
-            self._log_once(f"standby cannot look at the publisher: {error}")
-            return {}
-        if silence is not None:
-            self._check_interval(silence, signs)
-        self._gauges.saw(self._shown[0], signs.head)
-        is_silent = silence is not None and signs.silent_seconds > silence
-        if request is None and not is_silent and not self._is_own(signs.head):
-            return {}
-        return self._due(signs.head, is_forced=request is not None and request.force, last=signs.last)
+            return _text(error)
+        return ""
 
     def _judged(self, *, force: bool, silence: float) -> dict[str, Any]:
         """Return the decision of rank 0 whether it may take over."""
         self._check_open()
         _check_silence(silence)
-        verdict: dict[str, Any] = {}
-        if self._is_first:
-            signs = None if force else self._liveness.look(*self._shown)
-            if signs is not None:
-                self._check_interval(silence, signs)
-            head = signs.head if signs is not None else self._log.head() if force else None
-            known = self._known_version(head)
-            if head is None:
-                verdict = {"nothing": "the stream is empty"} if known is None else {"gone": known}
-            elif signs is not None and signs.silent_seconds < silence and not self._is_own(head):
-                verdict = {"live": [head.generation, head.version, signs.silent_seconds]}
-            else:
-                verdict = self._due(head, is_forced=force, last=None if signs is None else signs.last)
-        return {"call": f"take_over(force={bool(force)}, silence={silence})", "verdict": verdict}
+        decision = self._recovery.judged(self.version, force=force, silence=silence) if self._is_first else {}
+        return {"call": f"take_over(force={bool(force)}, silence={silence})", "decision": decision}
 
-    def _known_version(self, head: Manifest | None) -> int | None:
-        """Remember the newest snapshot, and return a version that rank 0 has applied or seen; None if there was none.
-
-        Args:
-            head: newest entry of the stream; None if there is no stream.
-        """
-        if head is not None and head.snapshot is not None:
-            self._seen = head.snapshot
-        return self._seen if self.version is None else self.version
-
-    def _due(self, head: Manifest, *, is_forced: bool, last: float | None) -> dict[str, Any]:
-        """Return the decision to take over, if there is a version.
-
-        Args:
-            head: newest entry of the stream.
-            is_forced: True to claim the stream also if its publisher commits a version or leaves a heartbeat meanwhile.
-            last: time of the publisher's last sign of life; None if it is unknown.
-        """
-        if head.snapshot is None:
-            known = self._known_version(head)
-            return {"nothing": "the stream has only a claim"} if known is None else {"gone": known}
-        return {
-            "is_due": True,
-            "after": [head.version, head.xxh3],
-            "generation": head.generation,
-            "is_forced": bool(is_forced),
-            "is_own": self._is_own(head),
-            "last": last,
-        }
-
-    def _is_own(self, head: Manifest) -> bool:
-        """Return True if the newest entry is the claim of this job."""
-        return head.kind == "claim" and head.writer == self._writer
-
-    def _raise_if_nothing(self, verdict: Mapping[str, Any]) -> None:
-        if "gone" in verdict:
-            raise StreamReplacedError(self._storage.url, verdict["gone"]).advising(_GONE)
-        if "nothing" in verdict:
-            raise NotRecoverableError(self._storage.url, None, verdict["nothing"])
-
-    def _check_interval(self, silence: float, signs: Signs) -> None:
-        """Check a number of seconds of silence against the time between two heartbeats of the publisher."""
-        seconds = signs.heartbeat_seconds
-        if seconds is None or self._checked_silence == (silence, seconds):
-            return
-        if silence < seconds:
-            remedy = (
-                f"Pass at least {_MIN_HEARTBEATS * seconds:g}: the publisher leaves a heartbeat every {seconds:g} s"
-            )
-            raise InvalidArgumentError("silence", silence, remedy)
-        if silence < _MIN_HEARTBEATS * seconds:
-            _logger.warning("a live publisher may look dead: silence=%g heartbeat_seconds=%g", silence, seconds)
-        self._checked_silence = silence, seconds
-
-    def _log_once(self, reason: str) -> None:
-        """Log on rank 0 why there is no takeover, unless the last call had the same reason."""
-        if self._is_first and reason != self._reason:
-            _logger.warning("%s", reason)
-        self._reason = reason
+    def _check_due(self, decision: Mapping[str, Any]) -> None:
+        """Raise on all ranks what prevents a takeover."""
+        if "gone" in decision:
+            raise StreamReplacedError(self._log.url, decision["gone"]).advising(GONE)
+        if "nothing" in decision:
+            raise NotRecoverableError(self._log.url, None, decision["nothing"])
+        if "live" in decision:
+            raise LivePublisherError(self._log.url, *decision["live"])
 
     def _check_open(self) -> None:
         if self._ended:
             raise InvalidArgumentError("standby", self._ended, "Build a new Standby")
 
-    def _claim(self, exchange: Exchange, verdict: Mapping[str, Any]) -> ClaimedStream | StreamError:
-        """Claim the recovery stream. Return the error if there is a newer entry, or if the store fails.
-
-        Args:
-            exchange: communication with the other ranks.
-            verdict: result of :meth:`_due`.
-        """
+    def _claim(self, exchange: Exchange, decision: Mapping[str, Any]) -> ClaimedStream | StreamError:
+        """Claim the recovery stream. Return the error if there is a newer entry, or if the store fails."""
         failure: StreamError | None = None
         claim: Claim | None = None
 
@@ -531,87 +400,40 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
             if not self._is_first:
                 return {}
             try:
-                self._storage.probe()
-                self._check_still_silent(verdict)
-                claim = self._claim_after(verdict)
+                claim = self._recovery.claim(decision)
             except LivePublisherError as error:
                 return {"live": [error.generation, error.version, error.seconds]}
             except (MalformedError, StorageError, StreamReplacedError, UnsafeStoreError) as error:
                 failure = error  # the claim may have been created
-                return {"failure": f"{type(error).__name__}: {error}"}
+                return {"failure": _text(error)}
             return {"entry": claim.data.decode()}
 
         found = exchange.exchange(Phase.CLAIMING, Message.of(act))[0]
         if "live" in found:
-            return LivePublisherError(self._storage.url, *found["live"])
+            return LivePublisherError(self._log.url, *found["live"])
         if "failure" in found:
             return failure or RestoreFailedError(0, found["failure"])
-        entry = claim.head if claim is not None else parse_manifest("claim of rank 0", found["entry"].encode())
-        self._claimed = entry
-        return ClaimedStream(storage=self._storage, claim=claim, entry=entry, has_states=True)
-
-    def _check_still_silent(self, verdict: Mapping[str, Any]) -> None:
-        """Check that the publisher left no sign of life since the decision: to catch up may have taken minutes."""
-        if verdict["is_forced"] or verdict["is_own"] or verdict["last"] is None:
-            return
-        signs = self._liveness.look(*self._shown)
-        if signs is not None and signs.last > verdict["last"]:
-            raise LivePublisherError(self._storage.url, signs.head.generation, signs.head.version, signs.silent_seconds)
-
-    def _claim_after(self, verdict: Mapping[str, Any]) -> Claim:
-        """Claim the recovery stream on rank 0.
-
-        The claim follows the entry of the decision. If the decision is forced, it may follow a later entry of the same
-        publisher. It never follows another claim than its own: that standby has taken over already.
-        """
-        writer, after = self._new_writer(), Link(*verdict["after"])
-        if not verdict["is_forced"]:
-            return self._log.claim(after=after, writer=writer)
-        for _ in range(ATTEMPTS):
-            head = self._log.head()
-            if head is None:
-                raise StreamReplacedError(self._storage.url, after.version).advising(_GONE)
-            if head.generation != verdict["generation"] and not self._is_own(head):
-                raise LivePublisherError(self._storage.url, head.generation, head.version)
-            try:
-                return self._log.claim(after=head.link, writer=writer)
-            except LivePublisherError:
-                continue  # the former publisher has committed a version
-        raise StorageError(self._storage.url, f"lost {ATTEMPTS} claims to versions of the former publisher")
-
-    def _new_writer(self) -> str:
-        """Return the id of the next claim: that of the last one, unless another publisher has followed it."""
-        if self._claimed is not None:
-            head = self._log.head()
-            if head is None or head.link != self._claimed.link:
-                self._writer, self._claimed = secrets.token_hex(16), None
-        return self._writer
+        return _claimed(self._log.storage, claim, found, has_states=True)
 
     def _complete(self, exchange: Exchange, claimed: ClaimedStream, began: float) -> Takeover:
         """Restore the version before the claim, and claim the serving streams. Removes the mark of the model."""
         try:
-            pulse = PublisherPulse(self._storage, 0.0) if self._is_first else None  # the only heartbeat, without period
-            restored, serving = self._restore_and_claim(
-                exchange, claimed, lambda: None if pulse is None else pulse.leave(claimed.entry)
-            )
+            restored, serving = self._restore_and_claim(exchange, claimed)
         except Exception as error:
             self._gauges.failed(error)
             reason = f"{type(error).__name__}: {str(error).removesuffix('.')}"
-            failed = TakeoverFailedError(self._storage.url, claimed.entry.version, reason)
+            failed = TakeoverFailedError(self._log.url, claimed.entry.version, reason)
             _logger.error("%s", str(failed))  # noqa: TRY400  the error is raised
             raise failed from error
         unmark(self._job.model)
         self._ended = "this job has taken over"
-        seconds = time.monotonic() - began
+        seconds = self._runtime.monotonic() - began
         self._gauges.took_over(seconds)
         if self._is_first:
-            version, url = restored.version, self._storage.url
-            _logger.warning("took over at version %d in %.1f s: url=%s", version, seconds, url)
+            _logger.warning("took over at version %d in %.1f s: url=%s", restored.version, seconds, self._log.url)
         return Takeover(restored=restored, recovery=claimed, serving=tuple(serving), seconds=seconds)
 
-    def _restore_and_claim(
-        self, exchange: Exchange, claimed: ClaimedStream, beat: Callable[[], None]
-    ) -> tuple[Restored, list[ClaimedStream]]:
+    def _restore_and_claim(self, exchange: Exchange, claimed: ClaimedStream) -> tuple[Restored, list[ClaimedStream]]:
         """Restore the newest version before the claim, and claim the serving streams."""
         applied: Manifest | None = None
 
@@ -620,18 +442,19 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
             entry = self._log.read(claimed.entry.version)
             if entry is None or entry.link != claimed.entry.link:
                 remedy = "Give all ranks the same store: this one lacks rank 0's claim"
-                raise InvalidArgumentError("url", self._storage.url, remedy)
+                raise InvalidArgumentError("url", self._log.url, remedy)
             applied = self._following.applied()
             return {}
 
         exchange.exchange(Phase.CHECKING, Message.of(check))
         # All writes follow the claim, so that no version can be committed behind the one that is restored.
         mark_following(self._job.model, claimed.entry.version)
-        version = claimed.entry.version
-        restoration = Restoration(exchange, self._storage, version, self._job, applied=applied, keeps_mark=True)
+        version, storage = claimed.entry.version, self._log.storage
+        restoration = Restoration(exchange, storage, version, self._job, applied=applied, keeps_mark=True)
         try:
             restored = restoration.run()
-            beat()
+            if self._is_first:
+                PublisherPulse(storage, 0.0).leave(claimed.entry)  # the only heartbeat, without period
             serving = [self._claim_serving(exchange, claimed, number) for number in range(len(self._serving))]
         except BaseException:
             if restoration.plan is not None:
@@ -651,12 +474,16 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
             return {"entry": claim.data.decode()}
 
         found = exchange.exchange(Phase.CLAIMING, Message.of(act))[0]
-        entry = claim.head if claim is not None else parse_manifest("claim of rank 0", found["entry"].encode())
-        return ClaimedStream(storage=self._serving.storage(number), claim=claim, entry=entry, has_states=False)
+        return _claimed(self._serving.storage(number), claim, found, has_states=False)
+
+
+def _claimed(storage: Storage, claim: Claim | None, found: Mapping[str, Any], *, has_states: bool) -> ClaimedStream:
+    """Return a stream that rank 0 claimed, from the message of rank 0."""
+    entry = claim.head if claim is not None else parse_manifest("claim of rank 0", found["entry"].encode())
+    return ClaimedStream(storage=storage, claim=claim, entry=entry, has_states=has_states)
 
 
 def _check_silence(silence: float) -> None:
-    """Check a number of seconds of silence."""
     if type(silence) not in (int, float) or not 0 < silence < threading.TIMEOUT_MAX:
         raise InvalidArgumentError("silence", silence, "Pass seconds above 0, at least three heartbeats")
 

@@ -104,7 +104,7 @@ def test_a_version_of_the_stream_is_passed(tmp_path: Path) -> None:
 
 
 @pytest.mark.advice(
-    "InvalidArgumentError: LmdbSink.remove RedisSink.remove", "InvalidArgumentError: ServingStreams.claim _stream_of"
+    "InvalidArgumentError: LmdbSink.remove RedisSink.remove", "InvalidArgumentError: ServingStreams._newest _stream_of"
 )
 def test_another_stream_is_finished_before_one_is_removed(tmp_path: Path) -> None:
     job, sink = Job(tmp_path), LmdbSink(str(tmp_path / "rows"))

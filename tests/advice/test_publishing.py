@@ -46,7 +46,7 @@ def _is_served(job: Job) -> bool:
         return job.is_served_by(model, predictor.version)
 
 
-@pytest.mark.advice("FencedError: Claim._fence Exchange.gather ServingStreams.claim")
+@pytest.mark.advice("FencedError: Claim._fence Exchange.gather ServingStreams._newest")
 def test_a_fenced_publisher_is_built_again(tmp_path: Path) -> None:
     job = Job(tmp_path)
     with Publisher(ModelDeltaTracker(small_model()), job.url):

@@ -262,8 +262,8 @@ def _snapshot(job: _Job, **options: Any) -> None:
 
 @pytest.mark.advice(
     "FollowingError: mark_following",
-    "LivePublisherError: Standby.take_over Standby._claim Standby._check_still_silent Standby._claim_after "
-    "StreamLog.claim live_publisher",
+    "LivePublisherError: Standby._check_due Standby._claim RecoveryStream._check_still_silent "
+    "RecoveryStream._forced_head StreamLog.claim live_publisher",
     "InvalidArgumentError: Claim.use",
 )
 @pytest.mark.parametrize("way", ["stop", "force"])
@@ -297,7 +297,7 @@ def test_a_trainer_is_stopped_or_fenced_before_a_takeover(tmp_path: Path, way: s
     publisher.close()
 
 
-@pytest.mark.advice("StandbyBehindError: Standby._catch_up")
+@pytest.mark.advice("StandbyBehindError: Standby.take_over")
 @pytest.mark.parametrize("way", ["snapshot", "restore", "repair", "force"])
 def test_a_standby_that_is_behind_is_helped(tmp_path: Path, way: str) -> None:
     trainer, job = _Job(tmp_path), _Job(tmp_path)
@@ -374,8 +374,8 @@ def test_a_failed_takeover_is_completed_or_replaced_by_a_restore(tmp_path: Path,
 
 
 @pytest.mark.advice(
-    "StreamReplacedError: Standby._claim_after Standby._decided Standby._raise_if_nothing StreamLog.claim",
-    "NotRecoverableError: Standby._raise_if_nothing Following._apply",
+    "StreamReplacedError: RecoveryStream._forced_head RecoveryStream.decided Standby._check_due StreamLog.claim",
+    "NotRecoverableError: Standby._check_due Following._apply",
 )
 def test_a_standby_waits_for_the_store_of_its_stream(tmp_path: Path) -> None:
     trainer = _published(tmp_path)

@@ -35,6 +35,7 @@ from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.mirror import Mirror
 from delta_tracker.stream.promotion import promote
+from delta_tracker.stream.reading.runtime import Runtime
 from delta_tracker.stream.reading.source import Source
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.stream.takeover_request import request_takeover
@@ -196,13 +197,12 @@ def overtaken(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> li
     trainer.train(1)
     publisher.snapshot()
     standby.sync()
-    look = standby._liveness.look
-    before = look() if rank == 0 else None
+    before = Liveness(Storage(f"file://{path}/stream"), "observer").look() if rank == 0 else None
     barrier()
     trainer.train(1)
     last = publisher.publish()
     late = None if before is None else replace(before, silent_seconds=100.0)
-    with mock.patch.object(type(standby._liveness), "look", return_value=late):
+    with mock.patch.object(Liveness, "look", return_value=late):
         messages = [attempt(standby.take_over)]
     assert log_of(path).head() == last
     assert standby.sync() == last.version
@@ -424,6 +424,46 @@ def followed_until(rank: int, world_size: int, path: str, spec: dict[str, Any]) 
     assert silent.recovery.entry.generation == taken.recovery.entry.generation + 1
     assert silent.seconds > 0
     return messages
+
+
+def followed_by_a_clock(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> list[float]:
+    """A standby with another clock repeats a failed read by that clock, and waits with its sleep.
+
+    Returns:
+        Time of each attempt to read the damaged version, in seconds since the first one.
+    """
+    trainer, job = Job(spec_of(**spec), rank), made(spec, rank)
+    publisher = trainer.publisher(path)
+    now, attempts = 1000.0, []
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        if len(attempts) == 5:
+            damaged.write_bytes(data)
+            request(path, force=True)
+
+    standby = job.standby(path, look_seconds=0.125, runtime=Runtime(monotonic=lambda: now, sleep=sleep))
+    trainer.train(1)
+    publisher.snapshot()
+    standby.sync()
+    trainer.train(1)
+    last = publisher.publish()
+    damaged = Path(path) / "stream" / last.parts[0].name
+    data = damaged.read_bytes()
+    damaged.unlink()
+    write = RowWriter.write
+
+    def written(writer: RowWriter, entry: Any) -> None:
+        attempts.append(now)
+        write(writer, entry)
+
+    expected = trainer.held()
+    with mock.patch.object(RowWriter, "write", written):
+        taken = standby.follow()
+    assert taken.seconds == 0, "the clock did not move during the takeover"
+    check_successor(trainer, publisher, job, taken, expected)
+    return [each - attempts[0] for each in attempts]
 
 
 def asked_once(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> list[str]:

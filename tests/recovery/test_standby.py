@@ -71,9 +71,9 @@ def test_a_store_that_is_missing_after_a_failed_takeover_is_not_an_empty_stream(
 
 
 @pytest.mark.advice(
-    "RestoreFailedError: Standby.__init__ Standby._claim Standby._meeting Standby.follow Standby.sync "
+    "RestoreFailedError: Standby.__init__ Standby._claim Standby._meeting Standby._catch_up Standby.follow "
     "Standby.take_over",
-    "StorageError: ServingStreams.claim Standby._claim_after Liveness._store_time",
+    "StorageError: claim_newest Liveness._store_time",
 )
 def test_a_failure_after_the_claim_keeps_it_and_a_retry_completes(two_ranks: RankPool, tmp_path: Path) -> None:
     steps = [("store", 1), ("fit", 0), ("rows", 1), ("older rows", 0), ("write", 1), ("load", 0), ("serving", 0)]
@@ -105,6 +105,11 @@ def test_follow_ends_by_a_request_by_silence_or_without_a_stream(two_ranks: Rank
         assert empty.startswith("NotRecoverableError: ")
         assert "has nothing to restore: the stream is empty. Check the URL, or start without restore" in empty
         assert "has nothing to restore: the stream has only a claim. Check the URL" in silent
+
+
+def test_a_standby_repeats_and_waits_by_the_clock_that_it_is_given(one_rank: RankPool, tmp_path: Path) -> None:
+    (attempts,) = one_rank.run(f"{_CASES}:followed_by_a_clock", path=str(tmp_path), spec=spec(1))
+    assert attempts == [0.0, 0.125, 0.375, 0.875, 1.75, 3.375], "after 0.1, 0.2, 0.4, 0.8 and 1.6 s, at the next look"
 
 
 @pytest.mark.promise("fenced")

@@ -1,0 +1,201 @@
+"""Recovery stream of a trainer, as rank 0 of its standby sees it: :class:`RecoveryStream`."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from delta_tracker.errors import (
+    InvalidArgumentError,
+    LivePublisherError,
+    MalformedError,
+    StorageError,
+    StreamReplacedError,
+)
+from delta_tracker.recovery.standby_gauges import StandbyGauges
+from delta_tracker.stream.format.manifest import Link, Manifest
+from delta_tracker.stream.liveness import Liveness, Signs
+from delta_tracker.stream.log import Claim, StreamLog
+from delta_tracker.stream.reading.runtime import Runtime
+from delta_tracker.stream.takeover_request import read_request
+
+_logger = logging.getLogger(__name__)
+
+GONE = "Check the url, mount or restore its store, and call again"
+_ATTEMPTS = 100  # claims of a stream that may be lost to versions of the former publisher
+_MIN_HEARTBEATS = 3  # a silence below this number of heartbeats is logged
+
+
+class RecoveryStream:
+    """Decisions of a standby's rank 0 to take over, and its claim of the recovery stream. Makes no collective call.
+
+    A decision is a dict for all ranks. It is empty to go on as before, has ``is_due`` to take over, or one of
+    ``nothing``, ``gone`` and ``live`` with the arguments of an error.
+
+    Args:
+        log: log of the stream.
+        name: name of the standby's heartbeat.
+        look_seconds: least time between two looks of :meth:`decided`.
+        gauges: metrics of the standby.
+        runtime: clock.
+
+    Attributes:
+        shown: version and error of all ranks, for the heartbeat.
+    """
+
+    def __init__(self, log: StreamLog, name: str, look_seconds: float, gauges: StandbyGauges, runtime: Runtime) -> None:
+        self.shown: tuple[int | None, str | None] = None, None
+        self._log = log
+        self._liveness = Liveness(log.storage, name)
+        self._gauges = gauges
+        self._look_seconds = look_seconds
+        self._monotonic = runtime.monotonic
+        # The id of the claim is drawn before the claim, which is found again if the store's answer is lost.
+        self._writer = secrets.token_hex(16)
+        self._claimed: Manifest | None = None  # this job's claim
+        self._next_look = 0.0
+        self._seen: int | None = None  # newest snapshot that was seen; None before the first
+        self._checked_silence: tuple[float, float] | None = None  # and time between heartbeats
+        self._reason = ""  # why there was no takeover
+
+    def decided(self, silence: float | None, version: int | None) -> dict[str, Any]:
+        """Return the decision of ``follow(silence)``, with the version that is applied on rank 0."""
+        if self._monotonic() < self._next_look:
+            return {}
+        self._next_look = self._monotonic() + self._look_seconds
+        try:
+            signs = self._liveness.look(*self.shown)
+            known = self._known(None if signs is None else signs.head, version)
+            if signs is None:
+                if known is None:
+                    return {"nothing": "the stream is empty"}
+                self.log_once(f"standby waits: {StreamReplacedError(self._log.url, known).advising(GONE)}")
+                return {}
+            request = read_request(self._log.storage, signs.head, signs.last)
+        except (MalformedError, StorageError) as error:
+            self.log_once(f"standby cannot look at the publisher: {error}")
+            return {}
+        if silence is not None:
+            self._check_interval(silence, signs)
+        self._gauges.saw(self.shown[0], signs.head)
+        is_silent = silence is not None and signs.silent_seconds > silence
+        if request is None and not is_silent and not self._is_own(signs.head):
+            return {}
+        return self._due(signs.head, known, is_forced=request is not None and request.force, last=signs.last)
+
+    def judged(self, version: int | None, *, force: bool, silence: float) -> dict[str, Any]:
+        """Return the decision of ``take_over(force, silence)``, with the version that is applied on rank 0."""
+        signs = None if force else self._liveness.look(*self.shown)
+        if signs is not None:
+            self._check_interval(silence, signs)
+        head = signs.head if signs is not None else self._log.head() if force else None
+        known = self._known(head, version)
+        if head is None:
+            return {"nothing": "the stream is empty"} if known is None else {"gone": known}
+        if signs is not None and signs.silent_seconds < silence and not self._is_own(head):
+            return {"live": [head.generation, head.version, signs.silent_seconds]}
+        return self._due(head, known, is_forced=force, last=None if signs is None else signs.last)
+
+    def claim(self, decision: Mapping[str, Any]) -> Claim:
+        """Claim the stream as it was decided.
+
+        The claim follows the entry of the decision. If the decision is forced, it may follow a later entry of the same
+        publisher. It never follows another claim than its own: that standby has taken over already.
+        """
+        self._log.storage.probe()
+        self._check_still_silent(decision)
+        if self._claimed is not None:
+            head = self._log.head()
+            if head is None or head.link != self._claimed.link:  # another publisher has followed it
+                self._writer, self._claimed = secrets.token_hex(16), None
+        after = Link(*decision["after"])
+        if not decision["is_forced"]:
+            claim = self._log.claim(after=after, writer=self._writer)
+        else:
+            claim = claim_newest(self._log, self._writer, lambda: self._forced_head(decision, after))
+        self._claimed = claim.head
+        return claim
+
+    def log_once(self, reason: str) -> None:
+        """Log why there is no takeover, unless the last call had the same reason."""
+        if reason != self._reason:
+            _logger.warning("%s", reason)
+        self._reason = reason
+
+    def _known(self, head: Manifest | None, version: int | None) -> int | None:
+        """Remember the newest snapshot, and return a version that was applied or seen; None if there was none."""
+        if head is not None and head.snapshot is not None:
+            self._seen = head.snapshot
+        return self._seen if version is None else version
+
+    def _due(self, head: Manifest, known: int | None, *, is_forced: bool, last: float | None) -> dict[str, Any]:
+        """Return the decision to take over, if there is a version.
+
+        Args:
+            head: newest entry of the stream.
+            known: result of :meth:`_known`.
+            is_forced: True to claim the stream also if its publisher commits a version or leaves a heartbeat meanwhile.
+            last: time of the publisher's last sign of life; None if it is unknown.
+        """
+        if head.snapshot is None:
+            return {"nothing": "the stream has only a claim"} if known is None else {"gone": known}
+        return {
+            "is_due": True,
+            "after": [head.version, head.xxh3],
+            "generation": head.generation,
+            "is_forced": bool(is_forced),
+            "is_own": self._is_own(head),
+            "last": last,
+        }
+
+    def _is_own(self, head: Manifest) -> bool:
+        return head.kind == "claim" and head.writer == self._writer
+
+    def _check_interval(self, silence: float, signs: Signs) -> None:
+        """Check a number of seconds of silence against the time between two heartbeats of the publisher."""
+        seconds = signs.heartbeat_seconds
+        if seconds is None or self._checked_silence == (silence, seconds):
+            return
+        if silence < seconds:
+            remedy = (
+                f"Pass at least {_MIN_HEARTBEATS * seconds:g}: the publisher leaves a heartbeat every {seconds:g} s"
+            )
+            raise InvalidArgumentError("silence", silence, remedy)
+        if silence < _MIN_HEARTBEATS * seconds:
+            _logger.warning("a live publisher may look dead: silence=%g heartbeat_seconds=%g", silence, seconds)
+        self._checked_silence = silence, seconds
+
+    def _check_still_silent(self, decision: Mapping[str, Any]) -> None:
+        """Check that the publisher left no sign of life since the decision: to catch up may have taken minutes."""
+        if decision["is_forced"] or decision["is_own"] or decision["last"] is None:
+            return
+        signs = self._liveness.look(*self.shown)
+        if signs is not None and signs.last > decision["last"]:
+            raise LivePublisherError(self._log.url, signs.head.generation, signs.head.version, signs.silent_seconds)
+
+    def _forced_head(self, decision: Mapping[str, Any], after: Link) -> Manifest:
+        head = self._log.head()
+        if head is None:
+            raise StreamReplacedError(self._log.url, after.version).advising(GONE)
+        if head.generation != decision["generation"] and not self._is_own(head):
+            raise LivePublisherError(self._log.url, head.generation, head.version)
+        return head
+
+
+def claim_newest(log: StreamLog, writer: str, newest: Callable[[], Manifest]) -> Claim:
+    """Claim a stream after the entry that ``newest`` returns, also if the former publisher commits versions meanwhile.
+
+    Args:
+        log: log of the stream.
+        writer: id of the claim.
+        newest: returns the newest entry of the log, or raises an error if it must not be claimed.
+    """
+    for _ in range(_ATTEMPTS):
+        head = newest()
+        try:
+            return log.claim(after=head.link, writer=writer)
+        except LivePublisherError:
+            continue  # the former publisher has committed a version
+    raise StorageError(log.url, f"lost {_ATTEMPTS} claims to versions of the former publisher")
