@@ -14,17 +14,13 @@ DATA = "data"  # name of the position in the data, among the states of the ranks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """Contents of a version.
+    """Contents of a version, by FQN or name.
 
     Args:
-        tables: FQN to table.
-        states: FQN to the states of the rows, for each table with a fused optimizer.
-        unfused: FQN to the shard that this rank had, for each table without a fused optimizer. At another world size,
-            the shard of any rank.
-        dense: name to dense tensor.
+        states: states of the rows of each table with a fused optimizer.
+        unfused: shard that this rank had of each other table. At another world size, the shard of any rank.
         training: names of the training states, which are the same for all ranks.
         rank: names of the states of each rank, with :data:`DATA` if it is there.
-        world_size: number of ranks.
     """
 
     tables: Mapping[str, TableSpec]
@@ -38,17 +34,14 @@ class Saved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Job on this rank that restores a version.
+    """Job on this rank that restores a version, by FQN or name.
 
     Args:
-        shards: FQN to this rank's shard, for each table.
-        fused: FQNs of the tables with a fused optimizer.
-        states: FQN to the states that this rank's fused optimizers keep; tables without rows on this rank are missing.
-        dense: name to dense tensor of the model.
-        training: names of the objects that receive the training states.
-        rank: name of each object that receives a state of a rank, with :data:`DATA` for the position in the data. The
-            value is True if the object can load the states of another number of ranks.
-        world_size: number of ranks.
+        fused: tables with a fused optimizer.
+        states: states that this rank's fused optimizers keep, without the tables that have no rows on this rank.
+        training: objects that receive the training states.
+        rank: objects that receive a state of a rank, with :data:`DATA` for the position in the data. The value is True
+            if the object can load the states of another number of ranks.
     """
 
     shards: Mapping[str, ShardSpec]
@@ -61,12 +54,7 @@ class Job:
 
 
 def check_fit(saved: Saved, job: Job, ignore: Collection[str] = ()) -> None:
-    """Check that the job can take everything that a version has, and that the version has everything that it needs.
-
-    Args:
-        saved: contents of the version.
-        job: the job on this rank.
-        ignore: names of tables, dense tensors and states that are not compared.
+    """Check that a job can take all of a version, and that the version has all that it needs, except for ``ignore``.
 
     Raises:
         RestoreMismatchError: for the first difference.
@@ -134,7 +122,7 @@ def _same(what: str, saved: object, found: object) -> None:
 
 
 def _check_tables(saved: Iterable[str], found: Iterable[str], ignore: Collection[str]) -> None:
-    """Check that the version and the job have the same tables. A renamed table is in both lists of the message."""
+    """Check that both have the same tables. A renamed table is in both lists of the message."""
     only_saved, only_found = (sorted({*one} - {*other, *ignore}) for one, other in ((saved, found), (found, saved)))
     if only_saved or only_found:
         remedy = "Build the job like the one that published the version, or name these tables in ignore={...}"

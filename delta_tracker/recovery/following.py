@@ -42,16 +42,15 @@ _FAULTS = (CorruptPartError, MalformedError, MissingVersionError, NotRecoverable
 
 
 class Following:
-    """Follower of a stream that writes the rows and states of this rank's shards.
+    """Follower of a stream that writes the rows and states of this rank's shards. Makes no collective call.
 
     Rows are absolute values, so an entry whose writes failed or were interrupted is written again. The position moves
     only after a whole entry. The other contents of a version, such as dense tensors, are not written.
 
-    Its rules differ from those of :func:`~delta_tracker.stream.reading.decide.decide` in one respect: after a fault, it
-    may also go back to an older snapshot and apply the versions after it, because states must belong to one history.
-
-    From the first written row on, the model raises :class:`~delta_tracker.errors.FollowingError` when it is called. If
-    the model does not, a restore has written it, and the stream is followed from its newest snapshot again.
+    After a fault, it may go back to an older snapshot and apply the versions after it, which a
+    :class:`~delta_tracker.stream.reading.reader.Reader` never does: all states must belong to one history. It also
+    begins again if the model does not raise :class:`~delta_tracker.errors.FollowingError`, because a restore has
+    written it.
 
     Attributes:
         error: error of the last attempt, which the next turns repeat; None if it succeeded. It has no traceback.
@@ -223,8 +222,7 @@ class Following:
     def _is_forward(self, target: Manifest) -> bool:
         """Return True unless the model has rows that are as new as an entry of the same stream.
 
-        Raises:
-            OlderCopyError: if the log is another copy of the stream, with nothing newer than the position.
+        Raises OlderCopyError if the log is another copy of the stream, with nothing newer than the position.
         """
         position = self._position
         if self.newest is None or position is None or target.stream != position.stream:

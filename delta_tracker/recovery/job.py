@@ -21,16 +21,7 @@ _UPDATE_SECONDS = 5.0  # longest wait for an update in progress
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LocalJob:
-    """Job on this rank that a restore writes.
-
-    Args:
-        model: the model.
-        tracker: tracker of the model; None if there is none.
-        objects: objects that receive states.
-        ignore: names that are not restored.
-        rank: this rank.
-        world_size: number of ranks.
-    """
+    """Job on this rank that a restore writes, see :func:`~delta_tracker.recovery.restore.restore` for its parts."""
 
     model: nn.Module
     tracker: ModelDeltaTracker | None
@@ -40,11 +31,7 @@ class LocalJob:
     world_size: int
 
     def check(self) -> None:
-        """Validate the arguments of the restore.
-
-        Raises:
-            InvalidArgumentError: if one is invalid.
-        """
+        """Raise InvalidArgumentError if an argument of the restore is invalid."""
         if not isinstance(self.model, nn.Module):
             raise InvalidArgumentError("model", type(self.model), "Pass a module")
         if isinstance(self.ignore, str) or not isinstance(self.ignore, Collection):
@@ -57,9 +44,8 @@ class LocalJob:
     def _check_data(self) -> None:
         """Check that the position in the data can be attached to the tracker.
 
-        Raises:
-            InvalidArgumentError: if the tracker has another position. Also if the position is ignored, is not attached,
-                and batches were fetched: a position that is loaded has none.
+        A position that is ignored, not attached, and has fetched batches is rejected: a position that is loaded has
+        none.
         """
         data = self.objects.data
         if data is None or self.tracker is None or self.tracker.data_position is data:
@@ -71,15 +57,9 @@ class LocalJob:
             raise InvalidArgumentError("batches ahead", data.num_ahead, remedy)
 
     def check_tracker(self, shards: Mapping[str, LocalShard]) -> None:
-        """Check that the tracker has the shards of the model, no owner, and no update in progress.
+        """Check that the tracker has these shards of the model, no owner, and no update in progress.
 
-        Args:
-            shards: FQN to shard of the model.
-
-        Raises:
-            InvalidArgumentError: if the tracker has other shards, or if an update is still in progress after 5 seconds,
-                which would write to restored rows.
-            ReservedConsumerError: if a consumer is reserved.
+        An update that still runs after 5 seconds would write to restored rows.
         """
         if self.tracker is None:
             return
@@ -99,22 +79,11 @@ class LocalJob:
                     raise InvalidArgumentError("model", f"{error.what} in progress", remedy) from error
 
     def dense(self, shards: Mapping[str, LocalShard]) -> dict[str, Tensor]:
-        """Return the dense tensors of the model, by name.
-
-        Args:
-            shards: FQN to shard of the model. The weights of these tables are left out.
-        """
+        """Return the dense tensors of the model, by name, without the weights of the sharded tables."""
         return dense_tensors(self.model, self.model, tables=shards.keys(), skip_sharded=True)
 
     def described(self, shards: Mapping[str, LocalShard]) -> Job:
-        """Return the description of the job.
-
-        Args:
-            shards: FQN to shard of the model.
-
-        Raises:
-            UnsupportedTableError: if a table has states that a stream cannot have.
-        """
+        """Return the description of the job, whose model has these shards by FQN."""
         states = {fqn: found for fqn, shard in shards.items() if (found := table_states(shard)) is not None}
         return Job(
             shards={fqn: shard.spec for fqn, shard in shards.items()},

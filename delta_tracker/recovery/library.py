@@ -50,12 +50,7 @@ class _Shard(Struct, frozen=True):
 class Library:
     """Reader of the values that the library itself saves in the training states of a version.
 
-    Each method checks what it returns, because the states are untrusted. If a value is missing or invalid, or the
-    object does not match its record, it raises :class:`~delta_tracker.errors.CorruptPartError`. If the store cannot be
-    read, it raises :class:`~delta_tracker.errors.StorageError`.
-
-    Args:
-        states: training states of the version.
+    The states are untrusted: a value that is missing or invalid raises :class:`~delta_tracker.errors.CorruptPartError`.
     """
 
     def __init__(self, states: TrainingStates) -> None:
@@ -68,12 +63,7 @@ class Library:
         return cast("dict[str, dict[str, int | float]]", self._converted(rank, "kernels", numbers, dict[str, _Kernel]))
 
     def shards(self, rank: int, tables: Mapping[str, TableSpec]) -> dict[str, ShardSpec]:
-        """Return the blocks that a rank had of tables without a fused optimizer, by FQN.
-
-        Args:
-            rank: the rank.
-            tables: FQN to table, for each such table of the version.
-        """
+        """Return the blocks that a rank had of ``tables``, which have no fused optimizer, by FQN."""
         held = self._load(rank, "shards", dict[str, _Shard])
         if missing := sorted(tables.keys() - held.keys()):
             raise self._error(rank, "shards", f"it has no tables {missing}")
@@ -111,7 +101,7 @@ class Library:
         return found
 
     def collision_slots(self, rank: int) -> dict[str, tuple[int, int]]:
-        """Return the half-open range of the slots of each managed-collision module that a rank had, by table FQN.
+        """Return the half-open range of the slots of each managed-collision module that a rank had, by FQN.
 
         Reads no tensors.
         """

@@ -16,24 +16,14 @@ from delta_tracker.tracker.data_position import DataPosition
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Objects:
-    """Objects that receive the states of a version, see :func:`~delta_tracker.recovery.restore.restore`.
-
-    Args:
-        training: objects whose states are the same on all ranks, by name.
-        rank: objects whose states differ by rank, by name.
-        data: position in the training data; None if there is none.
-    """
+    """Objects that receive the states of a version, see :func:`~delta_tracker.recovery.restore.restore`."""
 
     training: Mapping[str, Stateful]
     rank: Mapping[str, Stateful]
     data: DataPosition[Any] | None
 
     def check(self) -> None:
-        """Validate the objects.
-
-        Raises:
-            InvalidArgumentError: if one is invalid, or a name is invalid or occurs twice.
-        """
+        """Raise InvalidArgumentError if an object is invalid, or if a name is invalid or occurs twice."""
         arguments: list[tuple[str, Any]] = [("training_state", self.training), ("rank_state", self.rank)]
         for argument, objects in arguments:
             if not isinstance(objects, Mapping):
@@ -50,10 +40,10 @@ class Objects:
 
     @property
     def of_rank(self) -> dict[str, Any]:
-        """Objects whose states differ by rank, by name, with the position in the data.
+        """Objects whose states differ by rank, by name.
 
-        The position is first. The states of random generators are usually in ``rank_state``, and the loader of the
-        position could draw numbers when its state is loaded.
+        The position in the data is first: its loader could draw numbers from random generators, which are usually in
+        ``rank_state``.
         """
         return {**({} if self.data is None else {DATA: self.data}), **self.rank}
 
@@ -64,24 +54,13 @@ class Objects:
         return found if self.data is None else {**found, DATA: self.data.has_rank_states}
 
     def check_states(self, states: TrainingStates, rank: int, world_size: int, ignore: Collection[str]) -> None:
-        """Check that optimizers and schedulers can take their states. The arguments are those of :meth:`load`.
-
-        Raises:
-            RestoreMismatchError, InvalidArgumentError, CorruptPartError, StorageError: as :func:`check_objects` raises
-                them.
-        """
+        """Check that optimizers and schedulers can take their states. The arguments are those of :meth:`load`."""
         check_objects("training_state", self.training, states, 0, ignore)
         if world_size == states.world_size:
             check_objects("rank_state", self.rank, states, rank, ignore)
 
     def load(self, states: TrainingStates, rank: int, world_size: int, ignore: Collection[str]) -> None:
-        """Load the states of all objects.
-
-        Args:
-            states: training states of the version.
-            rank: this rank.
-            world_size: number of ranks.
-            ignore: names of objects that are not loaded.
+        """Load the states of all objects that are not in ``ignore``, on one rank of ``world_size``.
 
         Raises:
             StateRejectedError: if an object raises an error.

@@ -33,8 +33,9 @@ def recovery_path(
 ) -> list[Manifest]:
     """Return the entries to apply in order: a snapshot, the deltas after it, and the entry with the training state.
 
-    The last entry is the newest one up to ``version`` that is not a claim. Merged entries are used where they replace
-    several versions; an unreadable one is logged and not used. Reads only entries, each of them once.
+    The last entry is the newest one up to ``version`` that is not a claim. All have the same tables and states. Merged
+    entries are used where they replace several versions; an unreadable one is logged and not used. Reads only entries,
+    each of them once.
 
     Args:
         log: log of the stream.
@@ -43,15 +44,11 @@ def recovery_path(
             from it to the version, it is the first entry, instead of a snapshot, which overwrites all rows.
         avoid: merged entry that is not used instead of versions, because it cannot be applied.
 
-    Returns:
-        The entries, all with the same tables and states.
-
     Raises:
         NotRecoverableError: if the stream is empty, an entry is missing, the version has no states, or the tables,
             states or format changed since its snapshot.
         InvalidArgumentError: if ``version`` is invalid or not committed yet.
-        MalformedError: if an entry does not follow the format.
-        StorageError: if the store cannot be read.
+        MalformedError, StorageError: if an entry cannot be read.
     """
     head = log.head()
     if head is None:

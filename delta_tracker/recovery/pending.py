@@ -26,23 +26,13 @@ def pending_rows(
     last: Manifest,
     shards: Mapping[str, ShardSpec],
 ) -> dict[str, dict[str, Tensor | None]]:
-    """Return the rows that are pending for each consumer, as local ids.
+    """Return the rows that are pending for each consumer, other than that of the version's publisher.
 
-    The version has all rows that were pending for its publisher. For another consumer, it has the last version of which
-    the consumer had read all rows, and the rows that the consumer's reads left out.
-
-    Args:
-        consumers: names of the consumers, without that of the publisher.
-        saved: positions of the consumers on each rank that published the version.
-        log: log of the stream.
-        last: entry of the version.
-        shards: FQN to this rank's shard, for each table that is restored.
+    For such a consumer, a version has the last version of which it had read all rows, and the rows that its reads left
+    out. ``saved`` has them for each rank that published the version.
 
     Returns:
         Consumer to FQN to ``[N]`` int64 local ids, ascending and unique. The ids are None for all rows.
-
-    Raises:
-        StorageError: if the store cannot be read.
     """
     found: dict[str, dict[str, Tensor | None]] = {}
     for name in consumers:
@@ -55,14 +45,9 @@ def pending_rows(
 def saved_places(
     saved: Sequence[Mapping[str, Consumer]], pending: Mapping[str, Mapping[str, Tensor | None]]
 ) -> dict[str, dict[str, Any]]:
-    """Return the saved positions of the streams of the consumers' own publishers, by name of the consumer.
+    """Return the saved positions of the streams of other publishers, by consumer, so that they continue with a delta.
 
-    Such a publisher can then continue its stream with a delta. Without a position, it begins with a snapshot. A
-    consumer is omitted if the ranks have saved different positions, or if its pending rows are unknown.
-
-    Args:
-        saved: positions of the consumers on each rank that published the version.
-        pending: result of :func:`pending_rows`.
+    A consumer is omitted if the ranks have saved different positions, or if its pending rows are unknown.
     """
     found = {}
     for name, tables in pending.items():
@@ -76,14 +61,7 @@ def saved_places(
 def _rows_of(
     saved: Sequence[Consumer], log: StreamLog, last: Manifest, shards: Mapping[str, ShardSpec]
 ) -> dict[str, Tensor | None] | None:
-    """Return the pending rows of a consumer by FQN; None if they are unknown.
-
-    Args:
-        saved: position of the consumer on each rank.
-        log: log of the stream.
-        last: entry of the version.
-        shards: FQN to this rank's shard.
-    """
+    """Return the pending rows of a consumer by FQN, from its position on each rank; None if they are unknown."""
     versions = [each.version for each in saved if each.version is not None]
     rows = rows_after(log, last, min(versions), shards) if len(versions) == len(saved) else None
     if rows is None:
@@ -98,21 +76,12 @@ def _rows_of(
 def rows_after(
     log: StreamLog, last: Manifest, version: int, shards: Mapping[str, ShardSpec]
 ) -> dict[str, Tensor] | None:
-    """Return the rows of this rank that are in the versions after ``version`` up to ``last``.
-
-    Args:
-        log: log of the stream.
-        last: entry of format 2, of the log or merged.
-        version: a version up to that of ``last``.
-        shards: FQN to shard of this rank. Tables that are not in it are omitted.
+    """Return the rows of this rank's shards that are in the versions after ``version`` up to ``last``.
 
     Returns:
         FQN to ``[N]`` int64 local ids, ascending and unique; tables without such rows are omitted. None if one of the
-        versions is a snapshot, is damaged, or is not in the log any more, so that the rows are unknown. The restore may
-        not need these versions, because merged entries replace them.
-
-    Raises:
-        StorageError: if the store cannot be read.
+        versions is a snapshot, is damaged, or is missing, so that the rows are unknown. The restore may not need these
+        versions, because merged entries replace them.
     """
     found: dict[str, list[Tensor]] = {}
     link = last.link

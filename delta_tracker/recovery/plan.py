@@ -28,15 +28,12 @@ class Plan:
     """Everything that a restore writes to the model on this rank.
 
     Args:
-        storage: store of the stream.
-        path: entries to apply, in order.
-        applied: entry whose rows, and those of all entries before it, are written already; None if there is none. It
-            has no effect if the path does not begin with its version.
+        path: entries to apply, in order. The last one has the training states.
+        applied: entry up to which all rows are written already. No effect if the path begins with another version.
         shards: FQN to shard, for each table that is restored.
         targets: name of a table or state table to its memory.
         scalars: FQN to the numbers of the table's kernel.
-        collisions: FQN to the managed-collision module of the table, and its states on the ranks that published the
-            version.
+        collisions: FQN to the managed-collision module, and its states on the ranks that published the version.
         held: dense tensors of the model, by name.
         names: names of the dense tensors that are in the parts of the last entry.
         dense: other dense tensors by name, in the order of writing: those of rank 0, then the buffers of this rank.
@@ -73,11 +70,6 @@ class Plan:
 
         Lists a remote store once, and requests the size of an object only if the listing lacks it. In a local
         directory, reads the status of each object: a listing would also read that of the files of all later versions.
-
-        Raises:
-            NotRecoverableError: if an object is missing.
-            CorruptPartError: if an object has another size.
-            StorageError: if the store cannot be read.
         """
         objects = [*self._objects(), *others]
         sizes: dict[str, int] = {}
@@ -93,12 +85,7 @@ class Plan:
 
     @torch.no_grad()
     def write(self) -> None:
-        """Write the rows, their states, the numbers of the kernels, the raw ids, and the dense tensors.
-
-        Raises:
-            CorruptPartError: if an object does not match its record.
-            StorageError: if the store cannot be read.
-        """
+        """Write the rows, their states, the numbers of the kernels, the raw ids, and the dense tensors."""
         writer = RowWriter(storage=self.storage, shards=self.specs, targets=self.targets)
         for entry in self.path[self.continues :]:
             writer.write(entry)

@@ -34,13 +34,10 @@ class Prepared:
     """Result of :func:`prepare`.
 
     Args:
-        plan: what is written to the model.
-        states: training states of the version.
         rank_names: names of the states that differ by rank in the version.
         publisher: name of the consumer of the publisher of the version.
         rerouted: FQNs of the tables whose raw ids are divided among the ranks in another way than in the version.
-        pending: consumer of the tracker to FQN to the local ids of the rows that are pending afterwards; None for all
-            rows.
+        pending: consumer to FQN to the local ids of the rows that are pending afterwards; None for all rows.
         places: consumer of another publisher to the saved position of its stream.
     """
 
@@ -56,12 +53,7 @@ class Prepared:
 def check_model(job: LocalJob) -> tuple[Discovery, dict[str, LocalOwners]]:
     """Check that the model and the tracker of a job can be restored at all, from any version.
 
-    Returns:
-        The tables of the model, and FQN to the raw ids of this rank's rows for each table with managed collisions.
-
-    Raises:
-        UnsupportedModuleError, UnsupportedOptimizerError, UnsupportedTableError, InvalidArgumentError,
-        ReservedConsumerError: as :func:`~delta_tracker.recovery.restore.restore` raises them.
+    Returns the tables of the model, and FQN to the raw ids of this rank's rows for each table with managed collisions.
     """
     found = discover(job.model)
     owners = local_owners(job.model, found)
@@ -72,18 +64,9 @@ def check_model(job: LocalJob) -> tuple[Discovery, dict[str, LocalOwners]]:
 
 
 def prepare(log: StreamLog, path: Sequence[Manifest], job: LocalJob, applied: Manifest | None = None) -> Prepared:
-    """Compare a version with the job on this rank, and prepare all writes.
+    """Compare the last version of a path with the job on this rank, and prepare all writes.
 
-    Args:
-        log: log of the stream.
-        path: entries to apply, in order. The last one has the training states.
-        job: the job.
-        applied: entry up to which the rows of the model are written already, see :func:`recovery_path`.
-
-    Raises:
-        NotRecoverableError, RestoreMismatchError, InvalidArgumentError, TableMismatchError, UnsupportedModuleError,
-        UnsupportedOptimizerError, UnsupportedTableError, ReservedConsumerError, MalformedError, CorruptPartError,
-        StorageError: as :func:`~delta_tracker.recovery.restore.restore` raises them.
+    ``applied`` is the entry up to which the rows of the model are written already, see :func:`recovery_path`.
     """
     last = path[-1]
     found, every_owner = check_model(job)
@@ -145,11 +128,7 @@ def prepare(log: StreamLog, path: Sequence[Manifest], job: LocalJob, applied: Ma
 
 
 def names_of_all_ranks(states: TrainingStates, ignore: Collection[str], url: str, version: int) -> list[str]:
-    """Return the names of the states that differ by rank, on any rank.
-
-    Raises:
-        NotRecoverableError: if a state that is not ignored is missing on some ranks.
-    """
+    """Return the names of the states that differ by rank, each of which all ranks must have unless it is ignored."""
     names = [set(states.names_of(rank)) for rank in range(states.world_size)]
     every = set().union(*names)
     for rank, each in enumerate(names):
@@ -164,15 +143,6 @@ def _kernels(library: Library, shards: Mapping[str, LocalShard], job: LocalJob, 
 
     At the same world size, they are those that this rank had. Those of other tables are from the ranks that had the
     table, and must be equal on all of them.
-
-    Args:
-        library: values that the library saved in the version.
-        shards: FQN to this rank's shard, for each table that is restored.
-        job: the job.
-        world_size: number of ranks that published the version.
-
-    Raises:
-        RestoreMismatchError: if ranks had different numbers of a table.
     """
     needed = {fqn for fqn, shard in shards.items() if any(kernel.is_fused for kernel, _ in shard.places)}
     own = library.kernels(job.rank) if world_size == job.world_size else {}
@@ -191,19 +161,10 @@ def _kernels(library: Library, shards: Mapping[str, LocalShard], job: LocalJob, 
 def load_collisions(
     library: Library, owners: Mapping[str, LocalOwners], ranks: Iterable[int]
 ) -> dict[str, tuple[object, list[dict[str, Any]]]]:
-    """Return the managed-collision module of each table, and the states of its slots in the version, by FQN.
+    """Return the managed-collision module of each table in ``owners``, and the states of its slots, by FQN.
 
-    The states are only read from the ranks that had the slots, so that their size is in proportion to the slots of this
-    rank.
-
-    Args:
-        library: values that the library saved in the version.
-        owners: FQN to the raw ids of this rank's rows, for each restored table with managed collisions.
-        ranks: ranks of the version whose states may be read.
-
-    Raises:
-        RestoreMismatchError: if a module cannot have the states.
-        CorruptPartError, StorageError: if the states cannot be read.
+    Of the ``ranks`` of the version, reads the states only from those that had the slots, so that their size is in
+    proportion to the slots of this rank.
     """
     saved = {rank: library.collision_slots(rank) for rank in ranks} if owners else {}
     found = {}
@@ -217,28 +178,14 @@ def load_collisions(
 
 
 def check_collisions(last: Manifest, owners: Collection[str], ignore: Collection[str]) -> None:
-    """Check that the same tables have managed collisions in the version and in the job.
-
-    Args:
-        last: entry of the version.
-        owners: FQNs of the restored tables with managed collisions in the job.
-        ignore: names of tables that are not restored.
-
-    Raises:
-        RestoreMismatchError: if they differ.
-    """
+    """Check that the same tables have managed collisions in the version and, by ``owners``, in the job."""
     if differing := sorted((last.identities.keys() ^ set(owners)) - set(ignore)):
         words = ["with" if differing[0] in each else "without" for each in (last.identities, owners)]
         raise RestoreMismatchError(f"table {differing[0]!r}", *(f"{word} managed collisions" for word in words))
 
 
 def _targets(job: LocalJob, last: Manifest, shards: Mapping[str, LocalShard]) -> dict[str, RowTarget]:
-    """Return the targets of the rows and of the states, by the name of the table or state table.
-
-    Raises:
-        TableMismatchError: if a table cannot be written.
-        RestoreMismatchError: if a state cannot be written.
-    """
+    """Return the targets of the rows and of the states, by the name of the table or state table."""
     tables = {fqn: last.tables[fqn] for fqn in shards}
     targets = row_targets(job.model, tables)
     check_targets(replace(last, tables=tables), targets)
@@ -258,9 +205,6 @@ def _pending(
     """Return the rows that are pending for the tracker's consumers, also those of tables that are not restored.
 
     The second result has the saved positions of the streams of other publishers.
-
-    Raises:
-        CorruptPartError, StorageError: if the training states cannot be read.
     """
     if job.tracker is None:
         return {}, {}

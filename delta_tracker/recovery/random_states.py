@@ -49,8 +49,7 @@ class RandomStates:
         """Restore states that :meth:`state_dict` returned.
 
         Raises:
-            InvalidArgumentError: if ``state`` has other fields, if a generator rejects its state, or if the number of
-                CUDA devices differs. No generator is changed.
+            InvalidArgumentError: if ``state`` does not fit these generators. No generator is changed.
         """
         if not isinstance(state, dict) or state.keys() != _FIELDS:
             found = sorted(map(str, state)) if isinstance(state, dict) else type(state)
@@ -75,11 +74,7 @@ class RandomStates:
 
 
 def _try(name: str, load: Callable[[Any], object], state: object) -> None:
-    """Load a state into a new generator.
-
-    Raises:
-        InvalidArgumentError: if the generator rejects it.
-    """
+    """Load a state into a new generator."""
     try:
         load(state)
     except (TypeError, ValueError, RuntimeError, LookupError, OverflowError) as error:

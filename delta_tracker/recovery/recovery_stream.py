@@ -34,13 +34,6 @@ class RecoveryStream:
     A decision is a dict for all ranks. It is empty to go on as before, has ``is_due`` to take over, or one of
     ``nothing``, ``gone`` and ``live`` with the arguments of an error.
 
-    Args:
-        log: log of the stream.
-        name: name of the standby's heartbeat.
-        look_seconds: least time between two looks of :meth:`decided`.
-        gauges: metrics of the standby.
-        runtime: clock.
-
     Attributes:
         shown: version and error of all ranks, for the heartbeat.
     """
@@ -133,11 +126,8 @@ class RecoveryStream:
     def _due(self, head: Manifest, known: int | None, *, is_forced: bool, last: float | None) -> dict[str, Any]:
         """Return the decision to take over, if there is a version.
 
-        Args:
-            head: newest entry of the stream.
-            known: result of :meth:`_known`.
-            is_forced: True to claim the stream also if its publisher commits a version or leaves a heartbeat meanwhile.
-            last: time of the publisher's last sign of life; None if it is unknown.
+        If ``is_forced``, the stream is claimed also if its publisher commits a version or leaves a heartbeat meanwhile.
+        ``last`` is the time of the publisher's last sign of life; None if it is unknown.
         """
         if head.snapshot is None:
             return {"nothing": "the stream has only a claim"} if known is None else {"gone": known}
@@ -187,10 +177,7 @@ class RecoveryStream:
 def claim_newest(log: StreamLog, writer: str, newest: Callable[[], Manifest]) -> Claim:
     """Claim a stream after the entry that ``newest`` returns, also if the former publisher commits versions meanwhile.
 
-    Args:
-        log: log of the stream.
-        writer: id of the claim.
-        newest: returns the newest entry of the log, or raises an error if it must not be claimed.
+    ``newest`` returns the newest entry of the log, or raises an error if it must not be claimed.
     """
     for _ in range(_ATTEMPTS):
         head = newest()

@@ -35,14 +35,12 @@ class Restored:
     """Description of a restored version.
 
     Args:
-        version: number of the version.
         stream: id of the stream, 32 hexadecimal digits.
         num_batches: number of batches that the job had trained.
         event_time: smallest event time of the batch that any rank trained last, in seconds; None if it is unknown.
         world_size: number of ranks of the job that published the version.
-        rank_states: states that this call did not load, because the number of ranks differs and ``ignore`` has their
-            names: name to the states of all ranks that published the version, in rank order; None for a rank without
-            such a state. The position in the data has the name ``"data"``. Empty at the same number of ranks.
+        rank_states: states in ``ignore`` at another number of ranks: name to the states of all ranks that published the
+            version, in rank order; None for a rank without such a state. The position in the data is ``"data"``.
     """
 
     version: int
@@ -69,33 +67,13 @@ def restore(  # noqa: PLR0913  all but two have a default
 
     All ranks call it in their training threads, after they have built the model, the optimizers and the tracker, and
     before they build a publisher. If the model contains ``DistributedDataParallel``, as a ``DistributedModelParallel``
-    with dense parameters does, they train two batches before the call, whose effect the call overwrites. Train them
-    without a pipeline, or create a new pipeline after the call. All gradients of the model become None.
+    with dense parameters does, they train two batches before, without a pipeline; the call overwrites their effect.
+    Afterwards, training continues as after the version. The section "Continuous checkpoints" of
+    ``delta_tracker/README.md`` says how far it is equal, and what may differ between the jobs.
 
-    Each rank reads only the rows of its shards. The number of ranks and the sharding plan may differ from those of the
-    job that published the version, with these exceptions. Row-wise optimizers have one number for each row and column
-    range, so the column ranges of their tables must be those of the version. The optimizer of a table with a DENSE
-    kernel is in ``rank_state``, so the table must have the same shards. A table with managed collisions may have fewer
-    shards if each one has the rows of whole former shards, and if its rank looks up their raw ids; unknown raw ids then
-    read other rows than before.
-
-    If the number of ranks differs, the states in ``training_state`` are those of rank 0, as always. An object in
-    ``rank_state``, or the loader of ``data``, receives the states of all ranks: its method
-    ``load_rank_states(states)`` is called with the list of these states. If it has no such method, name it in
-    ``ignore``, and use :attr:`Restored.rank_states`. Buffers that differ by rank are those of rank 0.
-
-    Everything is compared before the first write. If the call raises after the first write, or is interrupted, the
-    model raises :class:`~delta_tracker.errors.InterruptedRestoreError` when it is called, until a restore completes.
-    Ctrl-C on one rank ends the call on the other ranks with a RankLostError; all ranks may call it again.
-
-    Afterwards, training continues as after the version: bit for bit, if the number of ranks, the plan and the software
-    are the same. On three ranks or more, the version must have at least one trained batch, or two with
-    ``static_graph``: before, ``DistributedDataParallel`` sums its gradients in another order.
-
-    A publisher that is then built with the same tracker and consumer continues the stream without a snapshot. The
-    pending rows of the tracker's other consumers are those of the versions that they had not read, and at most one
-    version more, with unknown old states. If one of these versions is a snapshot or is unreadable, all rows are
-    pending. All rows of a table in ``ignore`` are pending for every consumer.
+    Each rank reads only the rows of its shards. Everything is compared before the first write. If the call raises after
+    the first write, or is interrupted, the model raises :class:`~delta_tracker.errors.InterruptedRestoreError` when it
+    is called, until a restore completes.
 
     Args:
         model: the model.
@@ -103,14 +81,12 @@ def restore(  # noqa: PLR0913  all but two have a default
         version: version to restore, the same on all ranks; None for the newest.
         tracker: tracker of the model; None if there is none.
         training_state: objects whose states are the same on all ranks, by the names that the publisher had.
-        rank_state: objects whose states differ by rank, by the names that the publisher had.
+        rank_state: objects whose states differ by rank, by the names that the publisher had. At another number of
+            ranks, ``load_rank_states(states)`` is called with the states of all ranks.
         data: position in the training data. The call also attaches it to the tracker.
         ignore: names of tables, dense tensors, training states and states of ranks (``"data"`` for ``data``) that are
             in the version or in this job, and are not restored; the same on all ranks.
         timeout: maximum wait for the slowest rank, in each of four steps. One step reads and writes all rows.
-
-    Returns:
-        Description of the restored version.
 
     Raises:
         NotRecoverableError: if the stream has no such version with states, or a needed object is missing. If no version
@@ -118,16 +94,13 @@ def restore(  # noqa: PLR0913  all but two have a default
         RestoreMismatchError: if the version does not fit the job.
         InvalidArgumentError: if an argument is invalid, if the model has not been trained as described above, or if an
             update is in progress.
-        TableMismatchError: if a table cannot be written.
-        UnsupportedModuleError: if the model has modules whose state cannot be published.
-        UnsupportedOptimizerError: if it has such optimizers.
+        TableMismatchError, UnsupportedModuleError, UnsupportedOptimizerError: if a part of the model cannot be
+            restored.
         ReservedConsumerError: if a consumer of the tracker is reserved, for example by a publisher.
-        MalformedError: if an entry does not follow the format.
-        CorruptPartError: if an object does not match its entry, or has invalid values.
-        StorageError: if the store cannot be read.
+        MalformedError, CorruptPartError, StorageError: if the version is damaged, or the store cannot be read.
         StateRejectedError: if an object raises an error while it loads its state.
         RestoreFailedError: if another rank raised one of these errors.
-        RankLostError: if a rank dies, or does not make the call in time.
+        RankLostError: if a rank dies, is interrupted, or does not make the call in time.
 
     Example:
         >>> import torch
@@ -162,15 +135,10 @@ def restore(  # noqa: PLR0913  all but two have a default
 
 
 class Restoration:
-    """Restore of one version on this rank.
+    """Restore of one version on this rank, see :func:`restore`.
 
     Args:
-        exchange: communication with the other ranks.
-        url: url of the stream, or its storage.
-        version: version to restore; None for the newest.
-        job: the job on this rank.
-        applied: entry up to which all rows of the model are written already; None if there is none. It may differ by
-            rank.
+        applied: entry up to which all rows of the model are written already. It may differ by rank.
         keeps_mark: True if the caller has marked the model as incomplete, and removes the mark later.
     """
 

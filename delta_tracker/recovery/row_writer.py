@@ -26,7 +26,6 @@ class RowWriter:
     """Writer of the rows of entries that are in this rank's shards, with the states of these rows.
 
     Args:
-        storage: store of the stream.
         shards: FQN to shard, for each table that is written.
         targets: name of a table or state table to its memory.
     """
@@ -40,10 +39,6 @@ class RowWriter:
         """Write the rows of an entry, which may be a merged one. Reads only the parts that have rows of the shards.
 
         If the call is interrupted, a part of the rows is written. Another call writes all of them.
-
-        Raises:
-            CorruptPartError: if an object does not match its record.
-            StorageError: if the store cannot be read.
         """
         rows: list[BlockRows] = []
         for part in entry.parts:

@@ -16,16 +16,7 @@ from delta_tracker.stream.storage.storage import Location, Storage, open_storage
 
 
 class ServingStreams:
-    """Serving streams of a trainer, as its standby sees them on one rank. Makes no collective call.
-
-    Args:
-        recovery: log of the recovery stream.
-        urls: urls or storages of the serving streams.
-
-    Raises:
-        InvalidArgumentError: if ``urls`` is no list, has a url twice, or has that of the recovery stream.
-        StorageError: if a store cannot be opened.
-    """
+    """Serving streams of a trainer, as its standby sees them on one rank. Makes no collective call."""
 
     def __init__(self, recovery: StreamLog, urls: Sequence[Location]) -> None:
         if isinstance(urls, str | os.PathLike | Storage) or not isinstance(urls, Sequence):
@@ -88,19 +79,10 @@ class ServingStreams:
         return self._storages[number]
 
     def claim(self, number: int, recovery: Manifest) -> Claim:
-        """Claim a stream, unless another job has claimed the recovery stream.
+        """Claim a stream, unless another job has claimed the recovery stream after ``recovery``.
 
         The order of the reads keeps a job that was suspended from fencing the job that has taken over from it: that job
         claims the recovery stream first. If its claim of the serving stream is not the head yet, it comes later.
-
-        Args:
-            number: number of the stream.
-            recovery: claim of the recovery stream.
-
-        Raises:
-            FencedError: if another job has claimed the recovery stream.
-            InvalidArgumentError: if the stream is missing, or is another one than :meth:`check` has seen.
-            StorageError: if the store fails.
         """
         storage = self._storages[number]
         storage.probe()

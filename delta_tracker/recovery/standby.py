@@ -81,34 +81,20 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
     """Second job that follows the recovery stream of a trainer, and takes its place when the trainer fails.
 
     All ranks build it after the model, the optimizers and the tracker, and before a publisher. They then call
-    :meth:`follow`, which returns when this job has taken over:
+    :meth:`follow`, which returns when this job has taken over.
 
-        standby = Standby(model, url, tracker=tracker, training_state=states, data=data, serving=[serving_url])
-        taken = standby.follow(silence=30.0)
-        publisher = Publisher(tracker, taken.recovery, states="optimizer", training_state=states)
-        serving = Publisher(tracker, taken.serving[0], "serving")
-
-    Until then, each rank writes the rows and optimizer states of its shards as they are published. A takeover claims
-    the recovery stream first, which fences the former trainer. It then restores the newest version before the claim as
+    Until then, each rank writes the rows and optimizer states of its shards as they are published, and the model raises
+    :class:`~delta_tracker.errors.FollowingError` when it is called. A takeover claims the recovery stream first, which
+    fences the former trainer. It then restores the newest version before the claim as
     :func:`~delta_tracker.recovery.restore.restore` does, and claims the serving streams. The section "Warm standby" of
-    ``delta_tracker/README.md`` has the limits and what to do after a failure.
+    ``delta_tracker/README.md`` has the limits, and what to do after a failure.
 
-    The arguments ``tracker``, ``training_state``, ``rank_state``, ``data`` and ``ignore`` are those of ``restore``, and
-    the constructor raises the same errors for a model or a tracker that cannot be restored. The constructor and the
-    methods except :meth:`close` are collectives.
+    The constructor and the methods except :meth:`close` are collectives. The arguments ``model``, ``tracker``,
+    ``training_state``, ``rank_state``, ``data`` and ``ignore`` are those of ``restore``, with the same errors.
 
     Args:
-        model: the model. From the first written row until the takeover is complete, its forward pass raises
-            :class:`~delta_tracker.errors.FollowingError`. With ``DistributedDataParallel``, it must have trained two
-            batches.
         url: url of the recovery stream, or its storage. Its versions need ``states="optimizer"``.
-        tracker: tracker of the model; None if there is none.
-        training_state: objects whose states are the same on all ranks.
-        rank_state: objects whose states differ by rank.
-        data: position in the training data.
-        ignore: names that are not restored.
-        serving: urls of all serving streams that the trainer publishes, or their storages. They are compared with the
-            ids of the streams in the recovery stream when the first version is applied, and before a claim.
+        serving: urls of all serving streams that the trainer publishes, or their storages.
         name: name of the heartbeat of this job in the store, and label ``standby`` of the metrics. It must differ from
             those of predictors and of other standbys.
         look_seconds: time between two looks at the stream, in seconds. A rank that applies versions answers the others
@@ -117,16 +103,11 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         monitor: monitor of the metrics; None for the program's default.
         runtime: clock and waits, for simulations.
 
-    Raises:
-        InvalidArgumentError: if an argument is invalid.
-        StorageError: if the store cannot be opened.
-        RestoreFailedError: if another rank raised an error.
-        RankLostError: if a rank dies, or does not make the call in time.
-
     Example:
-        >>> standby = Standby(model, "s3://bucket/recovery", tracker=tracker)  # doctest: +SKIP
+        >>> standby = Standby(model, url, tracker=tracker, data=data, serving=[serving_url])  # doctest: +SKIP
         >>> taken = standby.follow(silence=30)  # returns when the publisher is silent for 30 s  # doctest: +SKIP
         >>> publisher = Publisher(tracker, taken.recovery, states="optimizer")  # doctest: +SKIP
+        >>> serving = Publisher(tracker, taken.serving[0], "serving")  # doctest: +SKIP
     """
 
     def __init__(  # noqa: PLR0913  all but two have a default
@@ -192,12 +173,11 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
                 silent and no version was published: start a job without a restore. Also if the versions have no states.
             StreamReplacedError: on all ranks, if the publisher is silent, and the stream that had versions has only a
                 claim now.
-            RestoreMismatchError: if the stream does not fit the job.
             TakeoverFailedError: if the takeover failed after the claim. Call :meth:`take_over` or this method again.
             InvalidArgumentError: if an argument is invalid, if ``silence`` is below the time between two heartbeats of
                 the publisher, if a serving stream is missing or is not the trainer's, or if this job has taken over
                 already.
-            TableMismatchError: if a table cannot be written.
+            RestoreMismatchError, TableMismatchError: if the stream does not fit the job.
             RestoreFailedError: if another rank raised one of these errors.
             RankLostError: if a rank dies, is interrupted, or does not make the call in time.
         """
@@ -229,6 +209,8 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
     def sync(self) -> int | None:
         """Apply the versions that are committed, on all ranks. A collective.
 
+        The other errors are those of :meth:`follow`.
+
         Returns:
             The lowest version that a rank has applied; None if there is no version yet.
 
@@ -236,14 +218,14 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
             StorageError: if the store cannot be read.
             MalformedError, CorruptPartError, MissingVersionError, StreamReplacedError: if a version cannot be applied.
             OlderCopyError: if the store shows an older copy of the stream. The applied version is kept.
-            NotRecoverableError, RestoreMismatchError, InvalidArgumentError, TableMismatchError, RestoreFailedError,
-            RankLostError: as :meth:`follow` raises them.
         """
         with self._meeting("Standby.sync()") as exchange:
             return _lowest(self._catch_up(exchange, "sync()", raises=True))
 
     def take_over(self, *, force: bool = False, silence: float = 30.0) -> Takeover:
-        """Take over now, or complete a takeover that raised TakeoverFailedError. A collective.
+        """Take over now, or complete a takeover that failed. A collective.
+
+        The other errors are those of :meth:`follow`.
 
         Args:
             force: True to fence a publisher that may be alive, also if this standby cannot apply its last version.
@@ -255,8 +237,6 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
             StandbyBehindError: on all ranks, without ``force``, if a version cannot be applied. Nothing was claimed.
             StreamReplacedError: on all ranks, if the stream that had versions is missing or has only a claim.
             StorageError: if the store fails. If the stream was claimed nevertheless, the next call uses that claim.
-            NotRecoverableError, TakeoverFailedError, InvalidArgumentError, RestoreFailedError, RankLostError: as
-                :meth:`follow` raises them.
         """
         began = self._runtime.monotonic()
         with self._meeting("Standby.take_over(...)") as exchange:
@@ -331,10 +311,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
     def _catch_up(self, exchange: Exchange, call: str, *, raises: bool) -> list[dict[str, Any]]:
         """Apply the versions that are committed, on all ranks. Return their last messages.
 
-        Args:
-            exchange: communication with the other ranks.
-            call: text of the call, the same on all ranks.
-            raises: False to raise only errors of the store.
+        Unless ``raises``, only errors of the store are raised.
         """
 
         def act() -> dict[str, Any]:

@@ -30,12 +30,7 @@ _OTHER = "other"  # reason of an error of another class
 
 
 class StandbyGauges:
-    """Metrics of one standby: its version, its lag, and its takeovers.
-
-    Args:
-        recorder: recorder of the standby.
-        counts_versions: True on rank 0, which records the version, the lag and the takeovers of all ranks.
-    """
+    """Metrics of one standby. With ``counts_versions``, also the version, the lag and the takeovers of all ranks."""
 
     def __init__(self, recorder: Recorder, *, counts_versions: bool) -> None:
         self._recorder = recorder
@@ -46,18 +41,13 @@ class StandbyGauges:
             recorder.takeovers.cell()
 
     def saw(self, version: int | None, head: Manifest) -> None:
-        """Record the version and the lag.
-
-        Args:
-            version: last applied version; None before the first.
-            head: newest entry of the stream.
-        """
+        """Record the version and the lag behind the newest entry."""
         if version is not None:
             self._recorder.standby_version.set(version)
         self._recorder.standby_lag_versions.set(head.version - (-1 if version is None else version))
 
     def took_over(self, seconds: float) -> None:
-        """Count a takeover, and remove the gauges. No-op on ranks that do not count versions."""
+        """Count a takeover, and remove the gauges."""
         if self._counts_versions:
             for gauge in (self._recorder.standby_version, self._recorder.standby_lag_versions):
                 gauge.remove()

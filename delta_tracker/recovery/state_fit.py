@@ -25,20 +25,9 @@ _CLASS_KEY = "decoupled_weight_decay"  # the only difference between the groups 
 def check_objects(
     argument: str, objects: Mapping[str, Stateful], states: TrainingStates, rank: int, ignore: Collection[str]
 ) -> None:
-    """Check that optimizers and schedulers can take the states that they receive. Reads no tensors of their states.
+    """Check that optimizers and schedulers can take the states of a rank. Reads no tensors of their states.
 
-    Args:
-        argument: ``"training_state"`` or ``"rank_state"``.
-        objects: the objects by name, each with a state in the version.
-        states: training states of the version.
-        rank: rank whose states the objects receive.
-        ignore: names of objects that are not checked.
-
-    Raises:
-        RestoreMismatchError: if a state is not that of such an object.
-        InvalidArgumentError: if an optimizer does not load its parameter groups.
-        CorruptPartError: if the training states do not match their entry.
-        StorageError: if the store cannot be read.
+    ``argument`` is ``"training_state"`` or ``"rank_state"``. Each object has a state in the version.
     """
     for name, each in objects.items():
         if name in ignore:

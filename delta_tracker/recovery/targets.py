@@ -20,12 +20,7 @@ from delta_tracker.types import ShardSpec, StateSpec, TableStates
 
 
 def row_targets(model: nn.Module, tables: Mapping[str, object]) -> dict[str, RowTarget]:
-    """Return the targets of the rows of a model's tables, by FQN. They also write the rows that are in a cache.
-
-    Args:
-        model: the model.
-        tables: mapping whose keys are the FQNs of the tables. Other tables and parameters are omitted.
-    """
+    """Return the targets of the rows of ``tables`` of a model, by FQN. They also write the rows that are in a cache."""
     return {fqn: target for fqn, target in find_targets(model).items() if fqn in tables}
 
 
@@ -37,8 +32,7 @@ def state_targets(
     Args:
         shards: FQN to this rank's shard.
         views: FQN to the live states of each column range of the shard, in order: each ``[R, columns]`` or ``[R, 1]``.
-        states: FQN to the states in the stream. Each column range of a shard of a table with a state of width ``range``
-            must be one of the declared ones.
+        states: FQN to the states in the stream. A state of width ``range`` has the column ranges of the shard.
     """
     found: dict[str, RowTarget] = {}
     for fqn, table in states.items():
@@ -56,12 +50,7 @@ def state_targets(
 
 
 def as_tables(rows: BlockRows, states: TableStates | None) -> list[BlockRows]:
-    """Return the rows of a block without their states, and the states as rows of the state tables.
-
-    Args:
-        rows: the rows with the states that ``states`` declares.
-        states: states of the table; None if it has none.
-    """
+    """Return the rows of a block without their states, and the states as rows of the state tables."""
     block = rows.block
     found = [replace(rows, states=())]
     for spec, read in zip(() if states is None else states.states, rows.states, strict=True):

@@ -19,15 +19,7 @@ class TrainingStates:
     """Reader of the training states of all ranks in one version. An object is opened when it is first needed.
 
     If an object does not match its record, or has no such value, the methods raise
-    :class:`~delta_tracker.errors.CorruptPartError`. If the store cannot be read, they raise
-    :class:`~delta_tracker.errors.StorageError`.
-
-    Args:
-        storage: store of the stream.
-        entry: entry of format 2.
-
-    Attributes:
-        version: number of the version.
+    :class:`~delta_tracker.errors.CorruptPartError`.
     """
 
     def __init__(self, storage: Storage, entry: Manifest) -> None:
@@ -46,12 +38,7 @@ class TrainingStates:
         return self._stored[rank].name
 
     def load(self, rank: int, *path: str) -> Any:  # noqa: ANN401  the state of an object of the user
-        """Return a value of the training state of a rank.
-
-        Args:
-            rank: the rank.
-            path: keys that lead to the value.
-        """
+        """Return the value of the training state of a rank to which the keys ``path`` lead."""
         return self._found(rank, "value", path, StateReader.load)
 
     def keys(self, rank: int, *path: str) -> list[str]:

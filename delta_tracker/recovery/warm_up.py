@@ -21,11 +21,9 @@ def check_warm(model: nn.Module) -> None:
     """Check that the model has trained the batches that ``DistributedDataParallel`` needs to order the gradients.
 
     The module groups gradients into buckets, whose order it changes once, after the first backward pass, or with
-    ``static_graph`` after the second one. With three ranks or more, another order gives other sums. A job that
-    continues from a restore must therefore have passed this change before the restore.
-
-    The module counts its own forward passes. If training calls modules inside it instead, it sums no gradients in
-    buckets, and is refused here: only the user knows that.
+    ``static_graph`` after the second one. With three ranks or more, another order gives other sums. The module counts
+    its own forward passes. If training calls modules inside it instead, it sums no gradients in buckets, and is
+    rejected nevertheless: only the user knows that.
 
     Raises:
         InvalidArgumentError: if the order may still change.
