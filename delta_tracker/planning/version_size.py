@@ -13,9 +13,10 @@ import numpy as np
 import torch
 
 from delta_tracker.planning.workload import Workload
+from delta_tracker.stream.format.digests import PIECE_BYTES
 from delta_tracker.stream.format.encoding import pack_ids
 from delta_tracker.stream.format.manifest import Block, IdForm, Link, Manifest, Part
-from delta_tracker.stream.format.part_reader import MEMORY_BYTES, PIECE_BYTES
+from delta_tracker.stream.format.part_reader import MEMORY_BYTES
 from delta_tracker.stream.format.part_writer import ALIGNMENT, SIZE_BYTES
 from delta_tracker.stream.log import part_name
 from delta_tracker.stream.storage.storage import UPLOAD_BYTES

@@ -377,7 +377,6 @@ def run(mutations: int, seed: int, only: int | None = None, report: Callable[[st
     start = time.monotonic()
     with (
         tempfile.TemporaryDirectory(prefix="states-") as directory,
-        mock.patch.object(part_module, "PIECE_BYTES", _PIECE_BYTES),
         mock.patch.object(digests_module, "PIECE_BYTES", _PIECE_BYTES),
         mock.patch.object(page, "_PIECE_BYTES", _PIECE_BYTES),
         np.errstate(all="ignore"),

@@ -13,6 +13,7 @@ import xxhash
 from torch import Tensor
 
 from delta_tracker.errors import CorruptPartError, StorageError
+from delta_tracker.stream.format import digests as digests_module
 from delta_tracker.stream.format import part_reader as part_module
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding, encode_rows
@@ -34,7 +35,7 @@ MODES = {"memory": part_module.MEMORY_BYTES, "pieces": 0}
 
 @pytest.fixture(params=MODES, autouse=True)
 def memory_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(part_module, "PIECE_BYTES", 13)
+    monkeypatch.setattr(digests_module, "PIECE_BYTES", 13)
     return MODES[request.param]
 
 

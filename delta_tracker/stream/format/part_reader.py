@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
 
 # Parts up to this size are held in memory while they are applied. Larger ones are read twice, piece by piece.
 MEMORY_BYTES = 256 << 20
-PIECE_BYTES = 8 << 20
 _OWNERS_ROWS = 1 << 20  # raw ids that are checked at once
 _MAX_HEADER_BYTES = 64 << 20  # a header has some 200 bytes per table
 _FAULTS = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError)
@@ -66,12 +66,9 @@ class _File:
 
     Args:
         stored: record of the object.
-        expected: dtype and shape of each tensor, by name, without the digests. A shape is None if the header defines
-            the length of a vector.
+        expected: dtype and shape of each tensor but the digests, by name. A shape is None if the header defines the
+            length of a vector.
         source: source of the object's bytes.
-
-    Raises:
-        ValueError: if the tensors do not have the expected names, dtypes and shapes, or do not fill the file.
     """
 
     def __init__(self, stored: Part | Stored, expected: _Expected, source: PartSource) -> None:
@@ -83,7 +80,6 @@ class _File:
             raise ValueError(f"its digests are not its last tensor, after {stored.body} bytes")
 
     def tensor(self, key: str) -> Tensor:
-        """Return a tensor."""
         span = self.spans[key]
         data = self._read(span.begin, span.end)
         if len(data) == 0:
@@ -136,12 +132,8 @@ class _File:
 class PartReader:
     """Reader of the rows and dense tensors of a part. The constructor checks the whole part.
 
-    A part of at most ``memory_bytes`` is held in memory completely. For a larger part, only a few pieces of 8 MiB
-    and the stored row ids (8 bytes each) are held in memory. The returned rows and tensors may be views of the part in
-    memory.
-
-    If ``source`` is a :class:`Ranged`, the constructor reads and checks only the header and the row ids, and each later
-    read checks what it returns.
+    A part of at most ``memory_bytes`` is held in memory, and rows and tensors may be views of it. Of a larger part,
+    only a few pieces of 8 MiB and the stored row ids (8 bytes each) are held in memory.
 
     Args:
         storage: store of the stream.
@@ -149,13 +141,14 @@ class PartReader:
         manifest: manifest of the version.
         memory_bytes: maximum size of a part that is held in memory.
         out: memory for the part's bytes; None allocates new memory.
-        source: source of the part's bytes, possibly partly read; None creates a new one, which uses ``memory_bytes``
-            and ``out``.
+        source: source of the part's bytes, possibly partly read; None creates one with ``memory_bytes`` and ``out``.
+            With a :class:`Ranged`, the constructor reads and checks only the header and the row ids, and each later
+            read checks what it returns.
         blocks: indices of the blocks to read; None for all. The ids of other blocks are neither read nor checked. The
             dense tensors are then checked when they are read, and owners are not checked.
 
     Raises:
-        CorruptPartError: if the bytes do not match the record.
+        CorruptPartError: if the bytes do not match the record. Later reads may raise it, too.
         StorageError: if the store cannot be read.
     """
 
@@ -195,10 +188,9 @@ class PartReader:
 
     @property
     def rows(self) -> list[BlockRows]:
-        """Rows of each block in their stored encoding, read lazily. A read may raise the errors of :meth:`stored`.
+        """Rows of each block in their stored encoding, read lazily, in the order of the part.
 
-        The rows have owners if their table has raw ids, but no states, see :meth:`with_states`. If ``blocks`` was
-        given, only these blocks are returned, in the order of the part.
+        The rows have owners if their table has raw ids, but no states, see :meth:`with_states`.
         """
         return [
             BlockRows(
@@ -213,12 +205,7 @@ class PartReader:
     def with_states(self, source: PartSource | None = None) -> list[BlockRows]:
         """Return the same rows as :attr:`rows`, each with the states of its table.
 
-        The states are in another object, which this method opens and checks. Without ``source`` it checks the whole
-        object. A read of states may raise the same errors.
-
-        Args:
-            source: source of the bytes of the object ``part.states``, such as a :class:`Ranged`; None creates a new one
-                that reads the whole object.
+        ``source`` reads the object with the states, ``part.states``; None reads and checks the whole object.
 
         Raises:
             CorruptPartError: if the object does not match its record.
@@ -247,22 +234,13 @@ class PartReader:
     def stored(self, index: int, begin: int, end: int) -> Tensor:
         """Return the rows ``begin`` to ``end`` (exclusive) of the part's ``index``-th block as they are stored.
 
-        Returns:
-            ``[end - begin, width]`` in the dtype of the block's encoding, with ``width`` as in :class:`BlockRows`.
-
-        Raises:
-            CorruptPartError: if a part above ``memory_bytes`` changed after it was checked.
-            StorageError: if the store cannot be read.
+        The result is ``[end - begin, width]`` in the dtype of the block's encoding, with ``width`` as in
+        :class:`BlockRows`.
         """
         return self._file.rows(f"{index}.values", begin, end)
 
     def dense(self) -> dict[str, Tensor]:
-        """Return the dense tensors of the part, by name.
-
-        Raises:
-            CorruptPartError: if the bytes do not match the record, and the constructor did not check them.
-            StorageError: if the store cannot be read.
-        """
+        """Return the dense tensors of the part, by name."""
         with _refusals(self.part.name):
             if not self._has_checked_flags:
                 self._check_flags()
@@ -286,7 +264,6 @@ class PartReader:
         return expected
 
     def _owners(self, index: int) -> RowReader | None:
-        """Return the reader of the raw ids of a block's rows; None if its table has no raw ids."""
         has_owners = self.part.blocks[index].table in self._identities
         return partial(self._file.rows, owners_key(index)) if has_owners else None
 
@@ -340,12 +317,8 @@ def _refusals(name: str) -> Iterator[None]:
 class TrainingReader:
     """Reader of ranges of the training state of a rank. The constructor reads and checks only the header.
 
-    Args:
-        storage: store of the stream.
-        stored: record of the object, from a checked manifest.
-
     Raises:
-        CorruptPartError: if the bytes do not match the record.
+        CorruptPartError: if the bytes do not match the record. Later reads may raise it, too.
         StorageError: if the store cannot be read.
 
     Attributes:
@@ -361,12 +334,7 @@ class TrainingReader:
         self.num_bytes = span.end - span.begin
 
     def read(self, begin: int, end: int) -> NDArray[np.uint8]:
-        """Return the bytes ``begin`` to ``end`` (exclusive) of the training state, checked.
-
-        Raises:
-            CorruptPartError: if the bytes do not match the record.
-            StorageError: if the store cannot be read.
-        """
+        """Return the bytes ``begin`` to ``end`` (exclusive) of the training state, checked."""
         assert 0 <= begin <= end <= self.num_bytes, "inside the training state"
         return self._read(self._begin + begin, self._begin + end)
 
@@ -374,14 +342,8 @@ class TrainingReader:
 def read_training(storage: Storage, stored: Stored) -> StateReader:
     """Return a reader of the training state of a rank. It reads and checks only what is loaded.
 
-    :meth:`StateReader.load` may raise the same errors.
-
-    Args:
-        storage: store of the stream.
-        stored: record of the object, from a checked manifest.
-
     Raises:
-        CorruptPartError: if the bytes do not match the record, or are not an encoded state.
+        CorruptPartError: if the bytes do not match the record, or are not an encoded state. A load may raise it, too.
         StorageError: if the store cannot be read.
     """
     reader = TrainingReader(storage, stored)
@@ -428,47 +390,16 @@ class _InMemory:
         self.read(0, 0)
 
 
-class Ranged:
-    """Source that reads and checks only the pieces of an object of format 2 that it returns.
+class _PieceReader(ABC):
+    """Base of sources that read an object in pieces of 8 MiB up to ``end``. Only the last piece is kept in memory."""
 
-    It first reads the digests of all pieces, and compares them with the record. Only the piece that was read last is
-    kept in memory, so reads should ascend.
-
-    Args:
-        storage: store of the stream.
-        stored: record of the object.
-        is_whole: True if :meth:`finish` reads and checks all pieces; False if it checks only the digests.
-    """
-
-    def __init__(self, storage: Storage, stored: Part | Stored, *, is_whole: bool = False) -> None:
-        assert stored.body, "an object of format 2"
+    def __init__(self, storage: Storage, stored: Part | Stored, end: int) -> None:
         self._storage = storage
         self._stored = stored
-        self._is_whole = is_whole
-        self._digests: NDArray[np.uint8] | None = None
-        self._num_checked = 0  # pieces that finish() has read
+        self._end = end
         self._held: tuple[int, NDArray[np.uint8]] | None = None  # number and bytes of the piece that was read last
 
-    def finish(self) -> None:
-        """Check the size and the digests of the object, and with ``is_whole`` all pieces.
-
-        Raises:
-            CorruptPartError: if the object does not match its record.
-            StorageError: if the store cannot be read; a further call continues.
-        """
-        self._checked_digests()
-        while self._is_whole and self._num_checked < num_digests(self._stored.body):
-            self._piece(self._num_checked)
-            self._num_checked += 1
-
     def read(self, begin: int, end: int) -> NDArray[np.uint8]:
-        """Return the bytes ``[begin, end)`` of the body, checked.
-
-        Raises:
-            CorruptPartError: if the bytes do not match the record.
-            StorageError: if the store cannot be read.
-        """
-        assert 0 <= begin <= end <= self._stored.body, "inside the body"
         pieces = []
         while begin < end:
             number, offset = piece_at(begin)
@@ -479,22 +410,15 @@ class Ranged:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def _piece(self, number: int) -> NDArray[np.uint8]:
-        digests = self._checked_digests()
         if self._held is not None and self._held[0] == number:
             return self._held[1]
-        piece = self._fetch(*piece_range(number, self._stored.body))
-        _check_piece(self._stored, piece, number, digests)
+        piece = self._fetch(*piece_range(number, self._end))
+        self._check(piece, number)
         self._held = number, piece
         return piece
 
-    def _checked_digests(self) -> NDArray[np.uint8]:
-        if self._digests is None:
-            stored = self._stored
-            _check_size(stored, self._storage.size(stored.name))
-            digests = self._fetch(stored.body, stored.num_bytes)
-            _check_hash(stored, digests)
-            self._digests = digests
-        return self._digests
+    @abstractmethod
+    def _check(self, piece: NDArray[np.uint8], number: int) -> None: ...
 
     def _fetch(self, begin: int, end: int) -> NDArray[np.uint8]:
         check()
@@ -504,72 +428,92 @@ class Ranged:
         return data
 
 
-class _Pieces:
-    """Source that reads a part of format 1 in pieces of 8 MiB. Only the most recently read piece is kept in memory.
+class Ranged(_PieceReader):
+    """Source that reads and checks only the pieces of an object of format 2 that it returns.
 
-    All pieces are read once to hash the part. If the store fails, the next call continues after the last hashed piece.
-    A piece that is needed later is read again, and its hash is compared with the hash from the first read.
+    It first reads the digests of all pieces, and compares them with the record. Reads should ascend, because only the
+    last piece is kept in memory. With ``is_whole``, :meth:`finish` reads and checks all pieces, otherwise only the
+    digests.
+    """
+
+    def __init__(self, storage: Storage, stored: Part | Stored, *, is_whole: bool = False) -> None:
+        assert stored.body, "an object of format 2"
+        super().__init__(storage, stored, stored.body)
+        self._is_whole = is_whole
+        self._digests: NDArray[np.uint8] | None = None
+        self._num_checked = 0  # pieces that finish() has read
+
+    def finish(self) -> None:
+        """Check the size and the digests of the object, and with ``is_whole`` all pieces.
+
+        A further call continues after a :class:`StorageError`.
+        """
+        self._checked_digests()
+        while self._is_whole and self._num_checked < num_digests(self._end):
+            self._piece(self._num_checked)
+            self._num_checked += 1
+
+    def read(self, begin: int, end: int) -> NDArray[np.uint8]:
+        """Return the bytes ``[begin, end)`` of the body, checked."""
+        assert 0 <= begin <= end <= self._end, "inside the body"
+        if begin < end:
+            self._checked_digests()  # before any piece
+        return super().read(begin, end)
+
+    def _check(self, piece: NDArray[np.uint8], number: int) -> None:
+        _check_piece(self._stored, piece, number, self._checked_digests())
+
+    def _checked_digests(self) -> NDArray[np.uint8]:
+        if self._digests is None:
+            stored = self._stored
+            _check_size(stored, self._storage.size(stored.name))
+            digests = self._fetch(stored.body, stored.num_bytes)
+            _check_hash(stored, xxhash.xxh3_128_hexdigest(digests.data))
+            self._digests = digests
+        return self._digests
+
+
+class _Pieces(_PieceReader):
+    """Source that reads all pieces of a part of format 1 once to hash it, and again those that are needed later.
+
+    If the store fails, the next call continues after the last hashed piece. The hash of a piece that is read again is
+    compared with that of the first read.
     """
 
     def __init__(self, storage: Storage, part: Part) -> None:
-        self._storage = storage
-        self._part = part
+        super().__init__(storage, part, part.num_bytes)
         self._whole = xxhash.xxh3_128()
         self._digests: list[bytes] = []
         self._is_checked = False
-        self._held: tuple[int, NDArray[np.uint8]] | None = None  # number and bytes of the piece that was read last
 
     def finish(self) -> None:
-        if self._is_checked:
-            return
-        self._hash(self._part.num_bytes)
-        if self._whole.hexdigest() != self._part.xxh3:
-            raise CorruptPartError(self._part.name, f"its xxh3 is not {self._part.xxh3}")
-        self._is_checked = True
+        if not self._is_checked:
+            self._hash(self._end)
+            _check_hash(self._stored, self._whole.hexdigest())
+            self._is_checked = True
+
+    def read(self, begin: int, end: int) -> NDArray[np.uint8]:
+        self._hash(end)
+        return super().read(begin, end)
 
     def _hash(self, end: int) -> None:
         """Hash the unhashed pieces up to the byte ``end``. The first call also checks the part's size."""
         if not self._digests:
-            _check_size(self._part, self._storage.size(self._part.name))
-        while len(self._digests) * PIECE_BYTES < end:
+            _check_size(self._stored, self._storage.size(self._stored.name))
+        while len(self._digests) < num_digests(end):
             number = len(self._digests)
-            piece = self._fetch(number)
+            piece = self._fetch(*piece_range(number, self._end))
             self._whole.update(piece.data)
             self._digests.append(xxhash.xxh3_128_digest(piece.data))
             self._held = number, piece
 
-    def read(self, begin: int, end: int) -> NDArray[np.uint8]:
-        self._hash(end)
-        pieces = []
-        while begin < end:
-            number, offset = divmod(begin, PIECE_BYTES)
-            pieces.append(self._piece(number)[offset : offset + end - begin])
-            begin += len(pieces[-1])
-        if not pieces:
-            return np.empty(0, dtype=np.uint8)
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-
-    def _piece(self, number: int) -> NDArray[np.uint8]:
-        if self._held is not None and self._held[0] == number:
-            return self._held[1]
-        piece = self._fetch(number)
+    def _check(self, piece: NDArray[np.uint8], number: int) -> None:
         if xxhash.xxh3_128_digest(piece.data) != self._digests[number]:
-            raise CorruptPartError(self._part.name, "it changed while it was read")
-        self._held = number, piece
-        return piece
-
-    def _fetch(self, number: int) -> NDArray[np.uint8]:
-        check()
-        begin = number * PIECE_BYTES
-        end = min(begin + PIECE_BYTES, self._part.num_bytes)
-        data = self._storage.read_range(self._part.name, begin, end)
-        if data is None:
-            raise CorruptPartError(self._part.name, "it was deleted while it was read")
-        return data
+            raise CorruptPartError(self._stored.name, "it changed while it was read")
 
 
-def _check_hash(part: Part | Stored, data: NDArray[np.uint8]) -> None:
-    if xxhash.xxh3_128_hexdigest(data.data) != part.xxh3:
+def _check_hash(part: Part | Stored, digest: str) -> None:
+    if digest != part.xxh3:
         raise CorruptPartError(part.name, f"its xxh3 is not {part.xxh3}")
 
 
@@ -579,22 +523,15 @@ def _check_piece(part: Part | Stored, piece: NDArray[np.uint8], number: int, dig
 
 
 def check_object(stored: Part | Stored, data: NDArray[np.uint8] | None) -> NDArray[np.uint8]:
-    """Compare all bytes of an object with its record: the size, the hash and the digests of its pieces.
-
-    Args:
-        stored: record of the object, from a checked manifest.
-        data: bytes of the object; None if it does not exist.
-
-    Returns:
-        ``data``.
+    """Return ``data`` after comparing its size, hash and digests with the record of the object.
 
     Raises:
-        CorruptPartError: if the object does not exist, or differs from the record.
+        CorruptPartError: if the object does not exist (``data`` is None), or differs from the record.
     """
     _check_size(stored, None if data is None else len(data))
     assert data is not None, "it has a size"
     digests = data[stored.body :]  # in format 1, the whole object
-    _check_hash(stored, digests)
+    _check_hash(stored, xxhash.xxh3_128_hexdigest(digests.data))
     for number in range(num_digests(stored.body)) if stored.body else ():
         begin, end = piece_range(number, stored.body)
         _check_piece(stored, data[begin:end], number, digests)
@@ -612,12 +549,9 @@ def read_parts(
 ) -> list[PartReader]:
     """Read and check all parts of a version, and return a reader for each.
 
-    Parts of at most ``memory_bytes`` in total are held in memory. The other parts are read again when their rows are
-    needed.
-
-    If ``buffer`` is given, the parts are read into its memory. After a :class:`StorageError` or an interruption, the
-    buffer keeps what was read, and the next call for the same parts continues. However, a partly read local file is
-    read from its beginning again.
+    Parts of at most ``memory_bytes`` in total are held in memory, in that of ``buffer`` if it is given. The other parts
+    are read again when their rows are needed. After a :class:`StorageError` or an interruption, ``buffer`` keeps what
+    was read, and the next call for the same parts continues, except within a local file.
 
     Raises:
         CorruptPartError: if the bytes of a part do not match its record.
