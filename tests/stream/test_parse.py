@@ -19,10 +19,9 @@ from delta_tracker.errors import (
     MalformedError,
     NewerFormatError,
 )
-from delta_tracker.stream.format.manifest import identity_record, states_record
+from delta_tracker.stream.format.manifest import states_record
 from delta_tracker.stream.format.parse import (
     load_json,
-    parse_identity,
     parse_manifest,
     parse_part,
     parse_states,
@@ -289,11 +288,6 @@ def test_records_in_messages_are_read_as_they_were_written() -> None:
         assert parse_states(manifest.tables[fqn], record) == states
         with pytest.raises(ValueError, match="optimizer"):
             parse_states(manifest.tables[fqn], record | {"optimizer": None})
-    for fqn, identity in manifest.identities.items():
-        record = json.loads(json.dumps(identity_record(identity)))
-        assert parse_identity(manifest.tables[fqn], record) == identity
-        with pytest.raises(ValueError, match="hash_size"):
-            parse_identity(manifest.tables[fqn], record | {"hash_size": -1})
     for part in manifest.parts:
         assert parse_part(json.loads(json.dumps(asdict(part)))) == part
     for stored in manifest.training:

@@ -7,15 +7,9 @@ and the blocks and dense tensors of a part. Their elements are then parsed and c
 invalid element ends the work. This also limits their number: a valid block has at least 80 bytes. The last pass reads
 the names, to reject duplicates.
 
-Measured with manifests of 10 MiB, as CPU time for which another thread waited for the lock, and as additional memory:
-
-- An array of numbers or empty objects as the blocks of a part: 50 ms and 0 MiB, until it is rejected.
-- A snapshot of 1,000 tables on 64 ranks: 190 ms and 10 MiB. The shortest valid blocks: 190 ms and 50 MiB.
-- 90,000 parts without blocks: 150 ms and 33 MiB. 220,000 tables: 220 ms and 58 MiB, in 3.6 s in all.
-- 1,300,000 names in an object of an unknown field: 170 ms and 122 MiB, in 2.5 s in all.
-
-One collection of all objects of the process takes 115 ms of these in any process that has imported torch. With 62 MiB,
-the most was 780 ms and 362 MiB, in 15 s in all, for the names.
+With manifests of 10 MiB, another thread waited for the lock for 190 ms of CPU time for a snapshot of 1,000 tables on 64
+ranks (10 MiB more memory), and at most 220 ms (122 MiB) for hostile ones. One garbage collection takes 115 ms of these
+in any process that has imported torch. With 62 MiB, the most was 780 ms and 362 MiB.
 """
 
 from __future__ import annotations
@@ -68,7 +62,7 @@ _T = TypeVar("_T")
 
 
 class _Format(Struct):
-    """Schema of the fields that decide whether this release can read an entry."""
+    """Fields that decide whether this release can read an entry."""
 
     format: Raw
     draft: Raw = Raw()
@@ -81,7 +75,7 @@ class _Table(Struct):
 
 
 class _StatesTable(_Table):
-    """Schema of a table of format 2, with the bytes of the fields that may be long."""
+    """Table of format 2."""
 
     columns: Raw
     optimizer: Annotated[str, Meta(pattern=r"\A[A-Z0-9_]{1,64}\Z")] | None
@@ -96,7 +90,7 @@ class _State(Struct):
 
 
 class _TableStates(Struct):
-    """Schema of a table's states in messages between ranks, see :func:`parse_states`."""
+    """States of a table in messages between ranks, see :func:`parse_states`."""
 
     columns: Raw
     optimizer: Annotated[str, Meta(pattern=r"\A[A-Z0-9_]{1,64}\Z")]
@@ -104,8 +98,6 @@ class _TableStates(Struct):
 
 
 class _Identity(Struct):
-    """Schema of the rule for the raw ids of a table, with the bytes of its buckets."""
-
     dtype: Literal["I64"]
     hash_size: Count
     buckets: Raw
@@ -117,7 +109,7 @@ class _Bucket(Struct):
 
 
 class _Owners(Struct):
-    """Schema of the numbers of rows whose owner changed."""
+    """Numbers of rows whose owner changed."""
 
     admitted: Count
     evicted: Count
@@ -129,8 +121,6 @@ class _Dense(Struct):
 
 
 class _Part(Struct):
-    """Schema of a part's JSON object, with the bytes of the long fields."""
-
     name: PartName
     num_bytes: Count
     xxh3: Hex
@@ -139,17 +129,17 @@ class _Part(Struct):
 
 
 class _StatesPart(_Part):
-    """Schema of a part of format 2."""
+    """Part of format 2."""
 
     body: Count
     states: Stored | None
 
 
-class _Entry(Struct):
-    """Schema of an entry's JSON object, with the bytes of the long fields and without ``format``.
+_S = TypeVar("_S", _StatesPart, Stored)
 
-    Unknown fields are ignored.
-    """
+
+class _Entry(Struct):
+    """Entry without ``format``. Unknown fields are ignored."""
 
     stream: Hex
     generation: Count
@@ -169,7 +159,7 @@ class _Entry(Struct):
 
 
 class _StatesEntry(_Entry):
-    """Schema of an entry of format 2."""
+    """Entry of format 2."""
 
     event_time: Time | None
     training: Raw
@@ -177,15 +167,13 @@ class _StatesEntry(_Entry):
 
 
 class _Claim(Struct):
-    """Schema of the field that only claims have; in other entries it is an unknown field."""
+    """Field that only claims have; in other entries it is an unknown field."""
 
     forked_from: Fork | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Schema:
-    """Decoders of the objects of one format."""
-
     entries: Decoder[_Entry]
     tables: Decoder[dict[str, _Table]]
     parts: Decoder[_Part]
@@ -214,11 +202,7 @@ _TOKEN = re.compile(
 
 
 def parse_manifest(name: str, data: bytes) -> Manifest:
-    """Parse and check an entry.
-
-    Args:
-        name: name of the entry, for the error.
-        data: bytes of the entry.
+    """Parse and check an entry. ``name`` is that of the entry, for the error.
 
     Raises:
         NewerFormatError: if only newer releases can read the entry.
@@ -250,17 +234,15 @@ def reason_of(error: Exception) -> str:
 def parse_part(entry: object) -> Part:
     """Return the record of a part, parsed from its JSON object.
 
-    Raises:
-        ValueError: if a field is missing or invalid.
+    Raises :class:`ValueError` if it is invalid.
     """
     return convert(entry, Part)
 
 
 def parse_stored(entry: object) -> Stored:
-    """Return the record of an object with row states or training state, parsed from its JSON object.
+    """Return the record of an object that is not a part, parsed from its JSON object.
 
-    Raises:
-        ValueError: if a field is missing or invalid.
+    Raises :class:`ValueError` if it is invalid.
     """
     return convert(entry, Stored)
 
@@ -268,22 +250,12 @@ def parse_stored(entry: object) -> Stored:
 def parse_states(table: TableSpec, record: object) -> TableStates:
     """Return the states of a table, parsed from the JSON object that ``states_record`` returns.
 
-    Raises:
-        ValueError: if a field is missing or invalid.
+    Raises :class:`ValueError` if it is invalid.
     """
     found = Decoder(_TableStates).decode(json.dumps(record))
     states = _table_states(table, found.optimizer, found.columns, found.states, "$")
     assert states is not None, "it has an optimizer"
     return states
-
-
-def parse_identity(table: TableSpec, record: object) -> Identity:
-    """Return the rule for the raw ids of a table, parsed from the JSON object that ``identity_record`` returns.
-
-    Raises:
-        ValueError: if a field is missing or invalid.
-    """
-    return _identity(table, json.dumps(record).encode(), "$")
 
 
 def _manifest(name: str, data: bytes) -> Manifest:
@@ -333,13 +305,7 @@ def _manifest(name: str, data: bytes) -> Manifest:
 
 
 def _format_of(name: str, data: bytes) -> int:
-    """Return the format of an entry, 1 or 2.
-
-    Raises:
-        NewerFormatError: if the entry has a newer format.
-        DraftFormatError: if the entry has a draft of format 2.
-        ValueError: if the format is not a positive integer.
-    """
+    """Return the format of an entry, 1 or 2."""
     fields = _FORMATS.decode(data)
     found, draft = bytes(fields.format), bytes(fields.draft)
     if not _POSITIVE.fullmatch(found):
@@ -358,14 +324,7 @@ def _quoted(raw: bytes) -> str:
 
 
 def _table_states(table: TableSpec, optimizer: str | None, columns: Raw, states: Raw, path: str) -> TableStates | None:
-    """Parse and check the column ranges and the states of a table.
-
-    Returns:
-        The states; None if the table has no fused optimizer.
-
-    Raises:
-        ValueError: if the column ranges do not cover the table's columns without gaps, or a state is invalid.
-    """
+    """Parse and check the column ranges and the states of a table. Return None if the table has no fused optimizer."""
     ranges: list[tuple[int, int]] = []
     end = 0
     for _, (first, stop) in _elements(_RANGES, columns, f"{path}.columns"):
@@ -387,12 +346,8 @@ def _table_states(table: TableSpec, optimizer: str | None, columns: Raw, states:
     return None
 
 
-def _identity(table: TableSpec, value: Raw | bytes, path: str) -> Identity:
-    """Parse and check the rule for the raw ids of a table.
-
-    Raises:
-        ValueError: if the buckets do not cover the table's rows without gaps, or a field is invalid.
-    """
+def _identity(table: TableSpec, value: Raw, path: str) -> Identity:
+    """Parse and check the rule for the raw ids of a table."""
     record = _decoded(_IDENTITIES, value, path)
     buckets: list[Bucket] = []
     end = 0
@@ -411,11 +366,7 @@ def _identity(table: TableSpec, value: Raw | bytes, path: str) -> Identity:
 
 
 def _owner_changes(value: Raw, identities: Mapping[str, Identity]) -> dict[str, tuple[int, int]]:
-    """Parse the numbers of rows whose owner changed.
-
-    Raises:
-        ValueError: if a field is invalid, or a table has no raw ids.
-    """
+    """Parse the numbers of rows whose owner changed."""
     found: dict[str, tuple[int, int]] = {}
     for fqn, owners in _members(_OWNERS, value, "$.owners"):
         if fqn not in identities:
@@ -424,23 +375,15 @@ def _owner_changes(value: Raw, identities: Mapping[str, Identity]) -> dict[str, 
     return found
 
 
-def _checked(stored: Stored, path: str) -> Stored:
+def _checked(stored: _S, path: str) -> _S:
     """Check that the size of an object of format 2 is that of its body and the digests of the body's pieces."""
-    _check_size(stored.num_bytes, stored.body, path)
+    if stored.body < 1 or stored.num_bytes != total_bytes(stored.body):
+        raise ValueError(f"{stored.num_bytes} bytes, of which {stored.body} precede the digests - at `{path}`")
     return stored
 
 
-def _check_size(num_bytes: int, body: int, path: str) -> None:
-    if body < 1 or num_bytes != total_bytes(body):
-        raise ValueError(f"{num_bytes} bytes, of which {body} precede the digests - at `{path}`")
-
-
 def _check_names(data: str) -> None:
-    """Check that no object has a name twice, because some JSON parsers use the first value and some the last.
-
-    Args:
-        data: valid JSON.
-    """
+    """Check that no object has a name twice, because some JSON parsers use the first value and some the last."""
     outer: list[set[str]] = []  # names so far in the objects around the current one
     names: set[str] = set()
     for token in _TOKEN.finditer(data):
@@ -462,13 +405,7 @@ def _check_names(data: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Context:
-    """Parsed fields of an entry, with which its parts must agree.
-
-    Args:
-        tables: tables of the entry.
-        columns: column ranges of each table with states.
-        dense: dense tensors of the entry.
-    """
+    """Parsed fields of an entry, with which its parts must agree."""
 
     tables: Mapping[str, TableSpec]
     columns: Mapping[str, frozenset[tuple[int, int]]]
@@ -476,14 +413,7 @@ class _Context:
 
 
 def _part(part: _Part, path: str, context: _Context, held: set[str]) -> Part:
-    """Parse and check the blocks, the dense tensors and the states of a part.
-
-    Args:
-        part: the part.
-        path: path of the part, for errors.
-        context: other fields of the entry.
-        held: names of the dense tensors in earlier parts. The names in this part are added.
-    """
+    """Parse and check a part. Names of its dense tensors are added to ``held``, which has those in earlier parts."""
     blocks: list[Block] = []
     has_states = False
     for _, block in _elements(_BLOCKS, part.blocks, f"{path}.blocks"):
@@ -503,7 +433,7 @@ def _part(part: _Part, path: str, context: _Context, held: set[str]) -> Part:
         dense.append(name)
     if not isinstance(part, _StatesPart):
         return Part(part.name, part.num_bytes, part.xxh3, tuple(blocks), tuple(dense))
-    _check_size(part.num_bytes, part.body, path)
+    _checked(part, path)
     if part.states is not None:
         _checked(part.states, f"{path}.states")
     if (part.states is not None) != has_states:
@@ -524,7 +454,7 @@ def _members(decoder: Decoder[dict[str, _T]], value: Raw, path: str) -> Iterator
 
 
 def _decoded(decoder: Decoder[_T], value: bytes | memoryview, path: str) -> _T:
-    """Decode a value whose path is in the error instead of the path that the decoder knows."""
+    """Decode a value. An error has its path in the entry instead of the path that the decoder knows."""
     try:
         return decoder.decode(value)
     except ValidationError as error:
@@ -572,10 +502,7 @@ def _check_place(manifest: Manifest) -> None:
 
 
 def _check_block(block: Block, table: TableSpec) -> None:
-    """Check the ranges and the number of rows of a block.
-
-    A block must be inside its table. It either holds all rows of its range or lists the ids of its rows.
-    """
+    """Check that a block is inside its table, and holds all rows of its range or lists the ids of its rows."""
     (row, end_row), (column, end_column) = block.rows, block.columns
     if not (row <= end_row <= table.num_rows and column < end_column <= table.dim):
         raise ValueError(f"block {block} is outside its table, which is {table}")
@@ -586,10 +513,7 @@ def _check_block(block: Block, table: TableSpec) -> None:
 
 
 def _check_overlaps(manifest: Manifest) -> None:
-    """Check that two blocks of the same type do not overlap.
-
-    In a snapshot, the blocks that hold all rows must also cover the tables.
-    """
+    """Check that no two blocks of one type overlap, and that the whole blocks of a snapshot cover its tables."""
     listed: dict[str, list[Block]] = {}
     whole: dict[str, list[Block]] = {}
     for part in manifest.parts:
@@ -631,9 +555,6 @@ def _cover(blocks: Sequence[Block], table: TableSpec) -> np.ndarray[Any, np.dtyp
 
     The edges of all blocks divide the table into cells. A cell is a rectangle that each block covers fully or not at
     all.
-
-    Raises:
-        ValueError: if there are too many cells.
     """
     rows = np.unique([0, table.num_rows, *(edge for block in blocks for edge in block.rows)])
     columns = np.unique([0, table.dim, *(edge for block in blocks for edge in block.columns)])
