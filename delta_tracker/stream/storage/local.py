@@ -38,25 +38,18 @@ def write_file(
     is locked, see :func:`delete_draft`.
 
     Args:
-        directory: directory of the store.
-        name: path of the file, relative to ``directory``. Missing directories between the two are created, but never
-            ``directory`` itself.
+        directory: directory of the store, which must exist.
+        name: path of the file, relative to ``directory``. Missing directories between the two are created.
         buffers: contents of the file.
         overwrite: True to replace an existing file of this name.
-        fsync: True to flush the bytes to disk before the file is renamed. If False, the system decides when the bytes
-            reach the disk. In both cases, :func:`sync_names` flushes the new name. The flush may take long, so the file
-            is dated after it: a reader that saw no such file looked before its modification time. This time is not
-            flushed. If a power loss undoes it, the file is dated before the flush, and only ages are wrong by as much.
-        check: called before the first change and before the file is renamed. It raises an error if ``directory`` was
-            replaced. If it is replaced after the second call, the renaming fails, because the temporary file is not in
-            the new directory.
+        fsync: True to flush the bytes to disk before the file is renamed. :func:`sync_names` flushes the new name. The
+            flush may take long, so the file is dated after it: a reader that saw no such file looked before its
+            modification time. If a power loss undoes this date, only ages are wrong.
+        check: called before the first change and before the file is renamed; raises an error if ``directory`` was
+            replaced. If it is replaced later, the renaming fails, because the new directory lacks the temporary file.
 
     Returns:
         True if the file was written; False if the name exists and ``overwrite`` is False.
-
-    Raises:
-        OSError: if the file cannot be written, for example because ``directory`` does not exist; no partial file is
-            visible then.
     """
     check()
     target = directory / name
@@ -93,16 +86,9 @@ def write_file(
 
 
 def sync_names(directory: Path, name: str) -> None:
-    """Flush the names of all files in a directory of the store to disk, and the deletions of such names.
+    """Flush the names of all files in the directory ``name`` of the store to disk, and the deletions of such names.
 
-    The directories above it may be new, so their names are flushed as well, up to ``directory``.
-
-    Args:
-        directory: directory of the store.
-        name: path of the directory whose names are flushed, relative to ``directory``. No-op if it does not exist.
-
-    Raises:
-        OSError: if the names cannot be flushed.
+    The directories above it may be new, so their names are flushed as well. No-op if the directory does not exist.
     """
     for path in (Path(name), *Path(name).parents):
         try:
@@ -118,13 +104,8 @@ def sync_names(directory: Path, name: str) -> None:
 def delete_draft(draft: Path) -> bool:
     """Delete a temporary file of :func:`write_file`, unless a running process of any host is writing it.
 
-    On a file system without locks, the file is deleted even if it is being written; the write then fails.
-
-    Returns:
-        True if the file was deleted; False if it is being written, does not exist or cannot be opened for reading.
-
-    Raises:
-        OSError: if the file cannot be deleted.
+    On a file system without locks, the file is deleted even if it is being written; the write then fails. Returns False
+    if it is being written, does not exist or cannot be opened for reading.
     """
     try:
         descriptor = os.open(draft, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -143,14 +124,8 @@ def delete_draft(draft: Path) -> bool:
 def make_directory(directory: Path, *, fsync: bool) -> None:
     """Create a directory and its parents if they do not exist.
 
-    Args:
-        directory: directory to create.
-        fsync: True to wait until the name of the directory and those of the new directories above it are on disk. An
-            existing directory may be from a process that was killed before its sync, so the name of the lowest existing
-            one is flushed too.
-
-    Raises:
-        OSError: if the directory cannot be created, or its name cannot be flushed. A later call then flushes it.
+    With ``fsync``, their names are on disk when the call returns. An existing directory may be from a process that was
+    killed before its sync, so the name of the lowest existing one is flushed too.
     """
     missing = list(itertools.takewhile(lambda path: not path.exists(), (directory, *directory.parents)))
     lowest = missing[-1].parent if missing else directory
@@ -164,28 +139,22 @@ def make_directory(directory: Path, *, fsync: bool) -> None:
 
 
 def list_files(directory: Path, prefix: str, after: str) -> list[tuple[str, os.stat_result]]:
-    """Return the regular files in a directory and its subdirectories with their status, in no order.
-
-    See :func:`list_names`, which is faster, because most systems return no status with a name.
-    """
+    """Return the regular files that :func:`list_names` returns with their status, in no order. Slower than it."""
     found = _list(directory, prefix, after, needs_status=True)
     return [(name, status) for name, status in found if status is not None]
 
 
 def list_names(directory: Path, prefix: str, after: str) -> list[str]:
-    """Return the regular files in a directory and its subdirectories, in no order. Follows links to files.
+    """Return the regular files in a directory of the store and its subdirectories, in no order. Follows links to files.
 
-    Reads each directory at most once, so the cost is linear in the number of names. Skips links to directories (except
-    the listed one, which may be a link), links that lead nowhere, pipes, unreadable subdirectories, and files that are
-    deleted meanwhile.
+    Reads each directory at most once. Skips links to directories (except the listed one, which may be a link), links
+    that lead nowhere, pipes, unreadable subdirectories, and files that are deleted meanwhile. The result is empty if
+    the listed directory does not exist.
 
     Args:
         directory: directory of the store.
-        prefix: path of the listed directory, relative to ``directory``. If it does not exist, the result is empty.
+        prefix: path of the listed directory, relative to ``directory``, as are the results.
         after: only paths that sort after this one are returned.
-
-    Returns:
-        The path of each file, relative to ``directory`` and with forward slashes.
 
     Raises:
         OSError: if the listed directory, or the status of a link or subdirectory, cannot be read. A file must not be
@@ -195,7 +164,6 @@ def list_names(directory: Path, prefix: str, after: str) -> list[str]:
 
 
 def _list(directory: Path, prefix: str, after: str, *, needs_status: bool) -> list[tuple[str, os.stat_result | None]]:
-    """Return the path and the status of each file. The status of a file that is not a link may be None if unneeded."""
     root = os.fspath(directory)
     found: list[tuple[str, os.stat_result | None]] = []
     try:
@@ -248,8 +216,8 @@ def _scan(
 def _status(entry: os.DirEntry[str], *, may_fail: bool) -> os.stat_result | None:
     """Return the status of an entry of a directory. Return None if it was deleted or is a link that leads nowhere.
 
-    A link into a directory that may not be searched leads nowhere. If the entry is not a link, the scanned directory
-    may not be searched: the result is then None only if ``may_fail`` is True.
+    A link into a directory that may not be searched leads nowhere. Unless ``may_fail``, an entry that is no link raises
+    the error.
     """
     try:
         return entry.stat()
@@ -273,7 +241,7 @@ def identity(status: os.stat_result) -> tuple[int, int]:
 def pieces(buffers: Iterable[memoryview]) -> Iterator[memoryview]:
     """Yield the bytes of ``buffers`` as views that end at multiples of ``CHUNK_BYTES`` and at the end of each buffer.
 
-    Multiples are counted from the start of the first buffer. This alignment lets a file system use large pages.
+    This alignment to the start of the first buffer lets a file system use large pages.
     """
     position = 0
     for buffer in buffers:
@@ -286,7 +254,6 @@ def pieces(buffers: Iterable[memoryview]) -> Iterator[memoryview]:
 
 
 def _make_parents(directory: Path, path: Path) -> None:
-    """Create the missing directories between the store's ``directory`` and a file in the store."""
     # Not parents=True: if a volume is not mounted, that would create the store on another disk.
     for parent in reversed(path.relative_to(directory).parents[:-1]):
         (directory / parent).mkdir(exist_ok=True)

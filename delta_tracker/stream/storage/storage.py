@@ -16,7 +16,8 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import numpy as np
 import obstore
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 T = TypeVar("T")
+P = ParamSpec("P")
 # Hosts that obstore asks for credentials if none are configured.
 _METADATA_HOSTS = ("169.254.169.254", "metadata.google.internal")
 _logger = logging.getLogger(__name__)
@@ -115,18 +117,17 @@ class Storage:
     invalid name with :class:`InvalidArgumentError`, and raise :class:`StorageError` if the store fails. Writes are
     durable: a local object is on disk (fsync) before the call that wrote it returns. Remote stores guarantee the same.
 
+    At an http URL is a web server or a cache, which serves single objects: all methods that write, delete or list raise
+    :class:`ReadOnlyStoreError`. Every ``Storage`` of ``memory://`` is a separate store: share the object instead of the
+    URL.
+
     Args:
         url: ``file:///absolute/directory``, ``s3://bucket/prefix``, ``gs://...``, ``az://...``, ``memory://``,
-            ``http://host/path`` or ``https://host/path``; or the path of a directory. Every ``Storage`` of
-            ``memory://`` is a separate store: share the object instead of the URL. A store at an http URL is a web
-            server or a cache, which serves single objects: all methods that write, delete or list raise
-            :class:`ReadOnlyStoreError`.
-        create: True to create a missing local directory. If False, a missing directory is read as an empty store until
-            it is created, so that a reader may start before the writer. No later call creates the directory. Once it
-            was found, this object writes only to this directory, recognized by its device and inode numbers:
-            if another one or none has its path, or if it is empty although this object has written to it, writes,
-            deletions and syncs raise :class:`DirectoryReplacedError`. It may be on a volume that is not mounted. Reads
-            use the directory that is there; see also :meth:`reopened`.
+            ``http://host/path`` or ``https://host/path``; or the path of a directory.
+        create: True to create a missing local directory. If False, it is read as an empty store until it exists, so
+            that a reader may start before the writer. Once it was found, this object writes only to this directory: if
+            another one or none has its path, or if it is empty although this object has written to it, writes,
+            deletions and syncs raise :class:`DirectoryReplacedError`. Reads use the directory that is there.
         fsync: if False, the system decides when local objects reach the disk, and a machine failure may lose them.
         options: options of a remote store, with the names that obstore uses, such as ``endpoint``, ``region``,
             ``access_key_id``, ``secret_access_key``, ``allow_http`` or ``read_timeout``; all values are strings. A
@@ -136,8 +137,7 @@ class Storage:
     Attributes:
         url: URL of the store.
         requests: number of operations so far, by kind: ``read``, ``size``, ``list``, ``write`` and ``delete``. A write
-            that is repeated because its response was lost, or an object that is read in several requests, counts
-            once. For metrics.
+            that is repeated because its response was lost, or an object that is read in several requests, counts once.
 
     Raises:
         InvalidArgumentError: for an unsupported scheme, or options that the store does not support.
@@ -186,8 +186,8 @@ class Storage:
     def is_same(self, other: Storage) -> bool:
         """Return True if both objects access the same store.
 
-        Directories are compared by their device and inode, so that links and other spellings of a path are found, and
-        urls without trailing slashes. Endpoints are not compared, which are in the options of a store.
+        Directories are compared by their device and inode, other stores by their urls without options such as the
+        endpoint.
         """
         if self is other:
             return True
@@ -248,9 +248,8 @@ class Storage:
     def put(self, name: str, buffers: Iterable[memoryview]) -> None:
         """Write the concatenated ``buffers`` as an object, replacing one of the same name.
 
-        The buffers are streamed. Each buffer is written or copied before the next one is requested, so the caller may
-        then reuse the buffer's memory. For any object size, the call needs up to 100 MB of memory for a remote store,
-        and none for a local directory. A remote object may have up to 80 GB.
+        Each buffer is written or copied before the next one is requested, so the caller may then reuse the buffer's
+        memory. For a remote store, the call needs up to 100 MB of memory, and an object may have up to 80 GB.
 
         If a remote store refuses a request because of a concurrent one (409 on AWS), the object is written again, with
         growing pauses, for about a second in total. Unless it has at most 8 MiB, ``buffers`` must be iterable again for
@@ -260,10 +259,7 @@ class Storage:
             NotDurableError: if the object was written, but its name cannot be flushed to disk.
             StorageError: if the object cannot be written; no partial object is visible then.
         """
-        check_name("name", name)
-        if self._is_http:
-            raise ReadOnlyStoreError(self.url, f"put() of {name}")
-        self.requests["write"] += 1
+        self._begin("write", name, "put()")
         with self._translated():
             if self._directory is None:
                 self._upload(name, buffers)
@@ -273,19 +269,15 @@ class Storage:
     def create(self, name: str, data: bytes) -> bool:
         """Write an object; return False if one of that name exists. If several writers race, only one succeeds.
 
-        A store may also refuse the write because of a concurrent request for the name (409 on AWS). Therefore False is
-        returned only if the object exists. Otherwise the write is retried with growing pauses, for about a second in
-        total.
+        A store may also refuse the write because of a concurrent request for the name (409 on AWS). Then it is retried
+        with growing pauses, for about a second in total.
 
         Raises:
             NameConflictError: if the store refused every attempt, and no object of that name exists.
             NotDurableError: if the object exists, but its name cannot be flushed to disk.
             StorageError: if the object cannot be written. If the response was lost, the object may exist.
         """
-        check_name("name", name)
-        if self._is_http:
-            raise ReadOnlyStoreError(self.url, f"create() of {name}")
-        self.requests["write"] += 1
+        self._begin("write", name, "create()")
         for attempt in range(_CREATE_ATTEMPTS):
             if attempt:
                 back_off(attempt)
@@ -296,15 +288,12 @@ class Storage:
         raise NameConflictError(self.url, name, _CREATE_ATTEMPTS)
 
     def _create_once(self, name: str, data: bytes) -> bool:
-        """Try once to create an object, and return whether the store created it.
-
-        False does not prove that the object exists: a store may also reject the write because of a concurrent request.
-        """
+        """Try once to create an object. False does not prove that it exists, see :meth:`create`."""
         with self._translated():
             if self._directory is not None:
                 return self._write_file(name, [memoryview(data)], overwrite=False)
             try:
-                self._put(name, data, mode="create")
+                self._ask(obstore.put, obstore.put_async, self._open_store(), name, data, mode="create")
             except AlreadyExistsError:
                 return False
             return True
@@ -312,16 +301,13 @@ class Storage:
     def replace(self, name: str, data: bytes) -> None:
         """Write or replace a small object atomically: readers see the old or the new bytes, even after a power loss.
 
-        Raises:
-            StorageError: if the object cannot be written. If the response was lost, the object may have been written.
+        If the response of a failed call was lost, the object may have been written.
         """
-        check_name("name", name)
-        if self._is_http:
-            raise ReadOnlyStoreError(self.url, f"replace() of {name}")
-        self.requests["write"] += 1
+        self._begin("write", name, "replace()")
         with self._translated():
             if self._directory is None:
-                _repeated(lambda: self._put(name, data, use_multipart=False))
+                store = self._open_store()
+                _repeated(lambda: self._ask(obstore.put, obstore.put_async, store, name, data, use_multipart=False))
             else:
                 self._write_file(name, [memoryview(data)], overwrite=True)
 
@@ -349,8 +335,7 @@ class Storage:
             StorageError: if the object cannot be read, or has changed since the failed call. After a change, the next
                 call starts from the beginning.
         """
-        check_name("name", name)
-        self.requests["read"] += 1
+        self._begin("read", name)
         if out is not None and len(out) < max_bytes:
             raise InvalidArgumentError("out", len(out), f"Pass an array of {max_bytes} bytes")
         with self._translated():
@@ -361,12 +346,9 @@ class Storage:
     def read_range(self, name: str, begin: int, end: int) -> NDArray[np.uint8] | None:
         """Return the bytes ``[begin, end)`` of an object, None if it does not exist.
 
-        Raises:
-            InvalidArgumentError: if ``begin`` is negative or above ``end``.
-            StorageError: if the object is too short (checked before memory is allocated), or cannot be read.
+        Raises :class:`StorageError` if the object is too short, before memory is allocated.
         """
-        check_name("name", name)
-        self.requests["read"] += 1
+        self._begin("read", name)
         if not 0 <= begin <= end:
             raise InvalidArgumentError("begin, end", (begin, end), "Pass 0 <= begin <= end")
         with self._translated():
@@ -381,31 +363,20 @@ class Storage:
 
     def size(self, name: str) -> int | None:
         """Return the size of an object in bytes, None if it does not exist."""
-        check_name("name", name)
-        self.requests["size"] += 1
-        with self._translated():
-            try:
-                if self._directory is None:
-                    store = self._open_store()
-                    return self._ask(lambda: obstore.head(store, name), lambda: obstore.head_async(store, name))["size"]
-                self._find_store()
-                status = (self._directory / name).stat()
-            except (FileNotFoundError, NotADirectoryError):
-                return None
-            return status.st_size if stat.S_ISREG(status.st_mode) else None
+        found = self.stat(name)
+        return None if found is None else found.num_bytes
 
     def stat(self, name: str) -> StoredObject | None:
         """Return the size and the modification time of an object, None if it does not exist.
 
         A web server that sends no modification time is given the time 0.
         """
-        check_name("name", name)
-        self.requests["size"] += 1
+        self._begin("size", name)
         with self._translated():
             try:
                 if self._directory is None:
                     store = self._open_store()
-                    meta = self._ask(lambda: obstore.head(store, name), lambda: obstore.head_async(store, name))
+                    meta = self._ask(obstore.head, obstore.head_async, store, name)
                     return StoredObject(name, meta["size"], meta["last_modified"].timestamp())
                 self._find_store()
                 status = (self._directory / name).stat()
@@ -418,19 +389,12 @@ class Storage:
 
         A local object may be there again after a power loss, unless :meth:`sync` is called afterwards.
         """
-        check_name("name", name)
-        if self._is_http:
-            raise ReadOnlyStoreError(self.url, f"delete() of {name}")
-        self.requests["delete"] += 1
+        self._begin("delete", name, "delete()")
         with self._translated():
             try:
                 if self._directory is None:
                     store = self._open_store()
-                    _repeated(
-                        lambda: self._ask(
-                            lambda: obstore.delete(store, name), lambda: obstore.delete_async(store, name)
-                        )
-                    )
+                    _repeated(lambda: self._ask(obstore.delete, obstore.delete_async, store, name))
                 elif self._find_store() is not None:
                     self._check_directory()
                     (self._directory / name).unlink()
@@ -440,30 +404,25 @@ class Storage:
     def sync(self, prefix: str) -> None:
         """Wait until all creations and deletions of objects in the directory ``prefix`` are on disk.
 
-        :meth:`put`, :meth:`create` and :meth:`replace` wait for the object that they write; :meth:`delete` does not
-        wait. One call is enough after many deletions, and for objects that another process is writing. No-op for remote
-        stores, which guarantee durability, with ``fsync=False``, and if the directory does not exist.
+        :meth:`delete` does not wait, unlike the methods that write. One call is enough after many deletions, and for
+        objects that another process is writing. No-op for remote stores, which guarantee durability, with
+        ``fsync=False``, and if the directory does not exist.
 
         Raises:
             NotDurableError: if the system cannot flush the directory.
             StorageError: if the directory of the store was replaced.
         """
-        check_name("prefix", prefix)
-        if self._is_http:
-            raise ReadOnlyStoreError(self.url, "sync()")
+        self._begin(None, prefix, "sync()", argument="prefix")
         with self._translated():
             self._check_directory()
         self._sync(prefix, f"what was created or deleted in {prefix}/")
 
     def delete_draft(self, name: str) -> bool:
-        """Delete an interrupted write's temporary file, which has a name in ``drafts/``. Keep it if the write runs.
+        """Delete an interrupted write's temporary file, which has a name in ``drafts/``.
 
-        Returns:
-            True if the file was deleted; False if it is still being written or does not exist.
+        Returns False if it is still being written, or does not exist.
         """
-        check_name("name", name)
-        if self._is_http:
-            raise ReadOnlyStoreError(self.url, f"delete_draft() of {name}")
+        self._begin(None, name, "delete_draft()")
         if self._directory is None:
             self.delete(name)  # another program's object: remote stores have no temporary files
             return True
@@ -483,9 +442,9 @@ class Storage:
     def objects(self, prefix: str, *, after: str | None = None) -> list[StoredObject]:
         """Return all objects in the directory ``prefix`` and its subdirectories, sorted by name.
 
-        If ``after`` is given, only objects whose names sort after it are returned. In a local directory, files whose
-        names no method accepts, links that lead nowhere or to a directory below ``prefix``, and subdirectories and
-        targets of links that this process has no permission to read are skipped. Links to files are followed.
+        If ``after`` is given, only objects whose names sort after it are returned. A local listing follows links to
+        files, and skips files whose names no method accepts, other links, and what this process has no permission to
+        read.
         """
         self._begin_listing(prefix, after)
         with self._translated():
@@ -509,13 +468,17 @@ class Storage:
             return [name for name in names if _is_listed(name)]
 
     def _begin_listing(self, prefix: str, after: str | None) -> None:
-        """Check the arguments of a listing, and count it."""
-        check_name("prefix", prefix)
-        if self._is_http:
-            raise ReadOnlyStoreError(self.url, f"a listing of {prefix}")
-        self.requests["list"] += 1
+        self._begin("list", prefix, "a listing", argument="prefix")
         if after is not None:
             check_name("after", after)
+
+    def _begin(self, kind: str | None, name: str, call: str = "", *, argument: str = "name") -> None:
+        """Check a name, reject a ``call`` that an http url does not support, and count the operation."""
+        check_name(argument, name)
+        if call and self._is_http:
+            raise ReadOnlyStoreError(self.url, f"{call} of {name}")
+        if kind is not None:
+            self.requests[kind] += 1
 
     def probe(self) -> None:
         """Check that the store rejects the second of two requests to create the same object. Deletes the test object.
@@ -566,7 +529,7 @@ class Storage:
         return store
 
     def _refuse_after_fork(self) -> None:
-        """Record the first process that uses obstore, and reject remote requests in its forked children.
+        """Reject remote requests in a process that was forked after obstore was first used.
 
         Such a request can hang or crash, because a forked child lacks obstore's threads.
         """
@@ -595,17 +558,13 @@ class Storage:
         else:
             _repeated(upload)
 
-    def _put(self, name: str, data: bytes, **options: Any) -> None:  # noqa: ANN401  obstore's
-        """Write a small object to a remote store; ``options`` are arguments of ``obstore.put``."""
-        store = self._open_store()
-        self._ask(
-            lambda: obstore.put(store, name, data, **options),
-            lambda: obstore.put_async(store, name, data, **options),
-        )
-
-    def _ask(self, blocking: Callable[[], T], request: Callable[[], Awaitable[T]]) -> T:
+    def _ask(
+        self, blocking: Callable[P, T], request: Callable[P, Awaitable[T]], *args: P.args, **options: P.kwargs
+    ) -> T:
         """Send a request and return the response. Only requests to a remote store can be interrupted."""
-        return answer(blocking, request) if self._is_remote else blocking()
+        if not self._is_remote:
+            return blocking(*args, **options)
+        return answer(partial(blocking, *args, **options), partial(request, *args, **options))
 
     def _download(
         self,
@@ -619,8 +578,7 @@ class Storage:
     ) -> NDArray[np.uint8] | None:
         """Return the bytes ``[begin, end)`` of a remote object, None if it does not exist.
 
-        If a request ends before all bytes arrived, the remaining bytes are requested, as long as each request returns
-        at least one byte.
+        If a request ends before all bytes arrived, the remaining bytes are requested, as long as each brings some.
         """
         transfer = Transfer() if transfer is None else transfer
         while transfer.out is None or transfer.num_bytes < len(transfer.out):
@@ -661,10 +619,7 @@ class Storage:
             options = {"range": (begin, end)}
         elif begin:
             options = {"range": {"offset": begin}}
-        return self._ask(
-            lambda: obstore.get(store, name, options=options),
-            lambda: obstore.get_async(store, name, options=options),
-        )
+        return self._ask(obstore.get, obstore.get_async, store, name, options=options)
 
     def _fill(self, name: str, result: GetResult, transfer: Transfer, begin: int) -> None:
         """Append the bytes of a response to ``transfer``, which holds the object's bytes from ``begin`` on."""
@@ -752,12 +707,11 @@ class Storage:
         return is_new
 
     def _check_directory(self) -> None:
-        """Raise an error if the local directory was found before, and is not the same now or has lost its objects."""
         if self._identity is not None and not self._is_current():
             raise DirectoryReplacedError(self.url)
 
     def _is_current(self) -> bool:
-        """Return True if the local directory is the one that was found before."""
+        """Return True if the local directory is the one that was found before, and has not lost its objects."""
         assert self._directory is not None
         try:
             status = self._directory.stat()
@@ -767,7 +721,6 @@ class Storage:
         return identity(status) == self._identity and not (self._has_written and self._is_empty())
 
     def _is_empty(self) -> bool:
-        """Return True if the local directory is empty."""
         assert self._directory is not None
         if (self._directory / "drafts").is_dir():  # cheaper than a listing
             return False
@@ -800,7 +753,6 @@ class Storage:
 
 
 def _is_listed(name: str) -> bool:
-    """Return True if a file has a name that the methods of a store accept."""
     return bool(_PLAIN_NAME.fullmatch(name)) or is_name(name)
 
 
@@ -827,10 +779,7 @@ class Repeatable(Iterable[T]):
 
 
 def _repeated(request: Callable[[], T]) -> T:
-    """Send a request, and send it again while the store refuses it because of a concurrent one (409 on AWS).
-
-    For requests that do not depend on whether an object exists.
-    """
+    """Send a request, and send it again while the store refuses it because of a concurrent one (409 on AWS)."""
     for attempt in range(1, _CREATE_ATTEMPTS):
         try:
             return request()
@@ -870,7 +819,6 @@ def _chunks(buffers: Iterable[memoryview]) -> Iterator[bytes]:
 
 
 async def _next(stream: BytesStream) -> bytes | None:
-    """Return the next chunk of an object, None at its end."""
     try:
         return await anext(stream)
     except StopAsyncIteration:
@@ -878,5 +826,4 @@ async def _next(stream: BytesStream) -> bytes | None:
 
 
 async def _collected(pages: ListStream[Sequence[ObjectMeta]]) -> list[ObjectMeta]:
-    """Return the objects of all pages of a listing."""
     return [meta async for page in pages for meta in page]

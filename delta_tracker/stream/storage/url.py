@@ -56,14 +56,7 @@ _MAX_NAME_BYTES = 1024
 
 
 def store_url(location: object) -> str:
-    """Return the URL of a store.
-
-    Args:
-        location: a URL; or a path, as an ``os.PathLike`` or a string without a scheme, which becomes absolute.
-
-    Raises:
-        InvalidArgumentError: if ``location`` is neither.
-    """
+    """Return the URL of a store, given a URL, or a path as an ``os.PathLike`` or a string without a scheme."""
     if isinstance(location, os.PathLike):
         return Path(location).absolute().as_uri()
     if not isinstance(location, str) or not location:
@@ -72,11 +65,7 @@ def store_url(location: object) -> str:
 
 
 def local_directory(url: object) -> Path | None:
-    """Return the directory of a ``file://`` URL, or None for a remote or in-memory store.
-
-    Raises:
-        InvalidArgumentError: if ``url`` is not a valid URL of a store.
-    """
+    """Return the directory of a ``file://`` URL, or None for a remote or in-memory store."""
     parts = _split(url)
     return Path(unquote(parts.path)) if parts.scheme == "file" else None
 
@@ -108,17 +97,11 @@ def default_poll_seconds(url: str) -> float:
 
 
 def connection(url: str, options: Mapping[str, str] | None, *, past_cache: bool = False) -> dict[str, Any]:
-    """Return the keyword arguments for obstore's ``from_url``.
-
-    Args:
-        url: URL of the store.
-        options: options of the store, by name.
-        past_cache: True to ask caches between this host and the origin for the origin's object. Only for http.
+    """Return the keyword arguments for obstore's ``from_url``. ``past_cache`` asks caches for the origin's object.
 
     Raises:
-        InvalidArgumentError: if the URL is invalid, if options are given for a kind of store that has none, or if the
-            name or value of an option is not a string. The error never shows the value of an option, which may be
-            secret.
+        InvalidArgumentError: if the URL or an option is invalid. The error never shows the value of an option, which
+            may be secret.
     """
     scheme = _split(url).scheme
     if scheme in ("file", "memory"):
@@ -151,12 +134,7 @@ def connection(url: str, options: Mapping[str, str] | None, *, past_cache: bool 
 def check_name(argument: str, name: object) -> None:
     """Reject an object name that leads outside the store's URL, or that some kinds of stores do not support.
 
-    Args:
-        argument: name of the caller's argument, for the error.
-        name: the object name.
-
-    Raises:
-        InvalidArgumentError: if the object name is invalid.
+    The error shows ``argument``, the name of the caller's argument.
     """
     if not isinstance(name, str) or not is_name(name):
         raise InvalidArgumentError(
