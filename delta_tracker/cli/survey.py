@@ -14,7 +14,7 @@ from delta_tracker.cli.text import plain
 from delta_tracker.cli.times import Skews
 from delta_tracker.errors import MalformedError, NoSnapshotError
 from delta_tracker.stream.format.manifest import DTYPE_NAMES, Manifest
-from delta_tracker.stream.heartbeat import publisher_beat_time
+from delta_tracker.stream.heartbeat import see_publisher
 from delta_tracker.stream.reading.path import snapshots
 from delta_tracker.stream.store_clock import StoreClock
 from delta_tracker.types import TableSpec
@@ -202,7 +202,8 @@ def survey(stream: Stream) -> Survey:
         skews.add(entry)
     clock.saw("log", [head.committed, *(entry.committed for entry in entries)], began=clock.reader_time())
     followers, num_gone = read_followers(storage, head, clock)
-    began, beat = clock.reader_time(), publisher_beat_time(storage, head)
+    began, seen = clock.reader_time(), see_publisher(storage, head)
+    beat = None if seen is None else seen[1]
     clock.saw("publisher", [] if beat is None else [beat], began=began)
     return Survey(
         head=head,

@@ -13,9 +13,11 @@ import re
 import socket
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from functools import partial
+from typing import Annotated, Any, TypeVar
 
 from msgspec import Meta, convert
 
@@ -27,6 +29,7 @@ from delta_tracker.stream.storage.storage import Storage, StoredObject, Transfer
 from delta_tracker.stream.store_clock import StoreClock
 
 _logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 _NAME = r"\A[A-Za-z0-9][A-Za-z0-9_-]{0,63}\Z"
 GONE_SECONDS = 3600.0  # age of a heartbeat from which the predictor is not shown
@@ -51,8 +54,8 @@ class Heartbeat:
 
     Args:
         name: name of the predictor: a letter or digit, then up to 63 letters, digits, underscores and hyphens.
-        time: Unix time of the predictor's host, in seconds. The heartbeat's age is not computed from this time, but
-            from its modification time in the store.
+        time: Unix time of the predictor's host, in seconds. The heartbeat's age is computed from its modification time
+            in the store instead.
         stream: id of the stream, None before the first version.
         version: last applied version, None before the first.
         lag_versions: number of committed versions not yet applied, None if unknown.
@@ -85,11 +88,7 @@ class Heartbeat:
 
 
 def check_name(name: object) -> None:
-    """Check that ``name`` is a valid name of a predictor.
-
-    Raises:
-        InvalidArgumentError: if the name is invalid.
-    """
+    """Check that ``name`` is a valid name of a predictor."""
     if not isinstance(name, str) or re.search(_NAME, name) is None:
         raise InvalidArgumentError("name", name, "Use up to 64 letters, digits, underscores and hyphens")
 
@@ -98,9 +97,6 @@ def leave_heartbeat(storage: Storage, beat: Heartbeat) -> None:
     """Write a heartbeat, replacing an earlier one of the same name.
 
     The error and the reason in the heartbeat are truncated to 1,000 characters.
-
-    Raises:
-        StorageError: if the store cannot be written.
     """
     error = None if beat.error is None else beat.error[:_MAX_TEXT]
     fields = asdict(beat) | {"error": error, "why": beat.why[:_MAX_TEXT]}
@@ -109,13 +105,7 @@ def leave_heartbeat(storage: Storage, beat: Heartbeat) -> None:
 
 @dataclass(slots=True)
 class _Target:
-    """Store for the heartbeats of a predictor, and their schedule there.
-
-    Args:
-        storage: the store.
-        due: time of the next heartbeat, by ``time.monotonic``.
-        num_failures: number of consecutive failures.
-    """
+    """Store for the heartbeats of a predictor, the time of the next one (monotonic), and the consecutive failures."""
 
     storage: Storage
     due: float = 0.0
@@ -126,16 +116,8 @@ class Pulse:
     """Writer of one predictor's heartbeats. It does not raise errors of the store.
 
     The first of consecutive failures and the recovery are logged. Failures before the first version are not logged.
-    After a failure, the time between two heartbeats doubles, up to five minutes, because the caller waits for a store
-    that hangs.
-
-    Args:
-        storage: store of the stream.
-        name: name of the predictor.
-        seconds: time between two heartbeats.
-
-    Raises:
-        InvalidArgumentError: if the name is invalid.
+    After a failure, the time between two heartbeats (``seconds``) doubles, up to five minutes, because the caller waits
+    for a store that hangs.
     """
 
     def __init__(self, storage: Storage, name: str, seconds: float = BEAT_SECONDS) -> None:
@@ -159,10 +141,8 @@ class Pulse:
     def leave(self, **fields: Any) -> None:  # noqa: ANN401  fields of a Heartbeat
         """Write a heartbeat, except to a local directory without a log: it has no stream.
 
-        If the directory was replaced, the heartbeat is written to the new one.
-
-        Args:
-            **fields: fields of the :class:`Heartbeat`, except ``name``, ``time``, ``host``, ``seconds`` and ``window``.
+        If the directory was replaced, the heartbeat is written to the new one. ``fields`` are those of the
+        :class:`Heartbeat`, except ``name``, ``time``, ``host``, ``seconds`` and ``window``.
         """
         target, now = self._target, time.monotonic()
         target.due = now + self._seconds
@@ -189,12 +169,7 @@ class Pulse:
 
 @dataclass(frozen=True, slots=True)
 class SeenHeartbeat:
-    """Heartbeat with its modification time in the store.
-
-    Args:
-        beat: the heartbeat.
-        modified: Unix time at which the heartbeat was written, by the store's clock, in seconds.
-    """
+    """Heartbeat with the Unix time at which it was written, by the store's clock."""
 
     beat: Heartbeat
     modified: float
@@ -213,13 +188,9 @@ def see_heartbeats(
     Args:
         storage: store of the stream.
         clock: estimate of the store's time; it is updated with the modification times of the heartbeats.
-        max_age: maximum age in seconds, by the store's clock. For an older heartbeat, which is not read, the list
-            contains None.
-        limit: maximum number of heartbeats to read, newest first; the list contains None for the others. None for no
-            maximum.
-
-    Raises:
-        StorageError: if the store cannot be read.
+        max_age: maximum age in seconds, by the store's clock. The list contains None for an older heartbeat, which is
+            not read.
+        limit: maximum number of heartbeats to read, newest first; the list contains None for the others.
     """
     began = clock.reader_time()
     listed = storage.objects("predictors")
@@ -244,28 +215,30 @@ def see_heartbeats(
 
 
 def _seen(storage: Storage, stored: StoredObject) -> SeenHeartbeat | None:
-    """Return a heartbeat, None if it is gone or malformed, which is logged."""
+    beat = read_record(storage, stored.name, "heartbeat", partial(_parse, stored.name))
+    return None if beat is None else SeenHeartbeat(beat, stored.modified)
+
+
+def read_record(
+    storage: Storage, name: str, what: str, parse: Callable[[bytes], _T], *, response: Transfer | None = None
+) -> _T | None:
+    """Return a small object as a record; None if it does not exist or is malformed, which is logged."""
     try:
-        data = storage.read(stored.name, max_bytes=_MAX_BYTES)
-        return None if data is None else SeenHeartbeat(_parse(stored.name, data.tobytes()), stored.modified)
+        data = storage.read(name, max_bytes=_MAX_BYTES, transfer=response)
+        return None if data is None else parse(data.tobytes())
     except (ValueError, RecursionError) as error:
-        _logger.warning("ignored malformed heartbeat: name=%s error=%s", stored.name, str(error)[:_MAX_TEXT])
+        _logger.warning("ignored malformed %s: name=%s error=%s", what, name, str(error)[:_MAX_TEXT])
         return None
 
 
 def remove_heartbeats(storage: Storage, clock: StoreClock, *, seconds: float = 86_400.0) -> int:
     """Delete the heartbeats of predictors that were not replaced for a while, and return their number.
 
-    A retention pass does the same; this function is for streams without one.
-
-    Args:
-        storage: store of the stream.
-        clock: estimate of the store's time; it is updated with the modification times of the heartbeats.
-        seconds: minimum age of a deleted heartbeat, at least an hour, by the store's clock.
+    A retention pass does the same; this function is for streams without one. ``seconds`` is the minimum age of a
+    deleted heartbeat, at least an hour, by the store's clock, which ``clock`` estimates.
 
     Raises:
         InvalidArgumentError: if ``seconds`` is less than 3600.
-        StorageError: if the store cannot be listed or written.
     """
     if not seconds >= _MIN_REMOVED_SECONDS:
         raise InvalidArgumentError("seconds", seconds, "Pass 3600 seconds or more")
@@ -279,11 +252,7 @@ def remove_heartbeats(storage: Storage, clock: StoreClock, *, seconds: float = 8
 
 
 def read_heartbeats(storage: Storage) -> list[Heartbeat]:
-    """Return the heartbeats of a stream's predictors, sorted by object name. Logs and skips malformed heartbeats.
-
-    Raises:
-        StorageError: if the store cannot be read.
-    """
+    """Return the heartbeats of a stream's predictors, sorted by object name. Logs and skips malformed heartbeats."""
     return [seen.beat for seen in see_heartbeats(storage, StoreClock()) if seen is not None]
 
 
@@ -312,8 +281,7 @@ class PublisherHeartbeat:
         writer: id of the claim.
         version: newest entry of the publisher.
         seconds: time between two heartbeats; 0 if none follows until a publisher is built.
-        time: Unix time of the publisher's host, in seconds. The heartbeat's age is computed from its modification time
-            in the store instead.
+        time: Unix time of the publisher's host, in seconds, see :class:`Heartbeat`.
     """
 
     stream: Hex
@@ -324,51 +292,24 @@ class PublisherHeartbeat:
     time: Time
 
 
-def leave_publisher_heartbeat(storage: Storage, beat: PublisherHeartbeat) -> None:
-    """Write a publisher's heartbeat, replacing an earlier one of the same generation.
-
-    Raises:
-        StorageError: if the store cannot be written.
-    """
-    storage.replace(_publisher_path(beat.generation), json.dumps(asdict(beat)).encode())
-
-
-def publisher_beat_time(storage: Storage, head: Manifest) -> float | None:
-    """Return the time of the last heartbeat of the publisher of an entry, see :func:`see_publisher`; None if none."""
-    seen = see_publisher(storage, head)
-    return None if seen is None else seen[1]
-
-
 def see_publisher(storage: Storage, head: Manifest) -> tuple[PublisherHeartbeat, float | None] | None:
     """Return the last heartbeat of the publisher of an entry, and its time in Unix seconds by the store's clock.
 
     Returns None if there is none of the same generation and claim, or if it is malformed, which is logged.
-
-    Raises:
-        StorageError: if the store cannot be read.
     """
-    name, response = _publisher_path(head.generation), Transfer()
-    data = storage.read(name, max_bytes=_MAX_BYTES, transfer=response)
-    if data is None:
+    response = Transfer()
+    beat = read_record(storage, _publisher_path(head.generation), "heartbeat", _publisher_of, response=response)
+    if beat is None or (beat.stream, beat.generation, beat.writer) != (head.stream, head.generation, head.writer):
         return None
-    try:
-        beat = convert(load_json(data.tobytes()), PublisherHeartbeat)
-    except (ValueError, RecursionError) as error:
-        _logger.warning("ignored malformed heartbeat: name=%s error=%s", name, str(error)[:_MAX_TEXT])
-        return None
-    is_its = (beat.stream, beat.generation, beat.writer) == (head.stream, head.generation, head.writer)
-    return (beat, response.modified) if is_its else None
+    return beat, response.modified
+
+
+def _publisher_of(data: bytes) -> PublisherHeartbeat:
+    return convert(load_json(data), PublisherHeartbeat)
 
 
 class PublisherPulse:
-    """Writer of the heartbeats of one publisher. It does not raise errors of the store.
-
-    The first of consecutive failures and the recovery are logged.
-
-    Args:
-        storage: store of the stream.
-        seconds: time between two heartbeats.
-    """
+    """Writer of the heartbeats of one publisher, as :class:`Pulse` without longer pauses after failures."""
 
     def __init__(self, storage: Storage, seconds: float = BEAT_SECONDS) -> None:
         self._storage = storage
@@ -381,11 +322,7 @@ class PublisherPulse:
         return time.monotonic() >= self._next
 
     def leave(self, head: Manifest) -> None:
-        """Write a heartbeat.
-
-        Args:
-            head: newest entry of the publisher.
-        """
+        """Write a heartbeat. ``head`` is the newest entry of the publisher."""
         self._next = time.monotonic() + self._seconds
         beat = PublisherHeartbeat(
             stream=head.stream,
@@ -396,7 +333,7 @@ class PublisherPulse:
             time=time.time(),
         )
         try:
-            leave_publisher_heartbeat(self._storage, beat)
+            self._storage.replace(_publisher_path(beat.generation), json.dumps(asdict(beat)).encode())
         except StorageError as error:
             if not self._fails:
                 _logger.warning("could not write the publisher's heartbeat: %s", error)

@@ -31,10 +31,6 @@ def show_heartbeats(url: Location, monitor: Monitor | None = None, *, gone_secon
         url: URL or storage of the stream.
         monitor: monitor whose gauges are set; None for ``delta_tracker.monitor.MONITOR``.
         gone_seconds: maximum age of a heartbeat in seconds, by the store's clock. Older heartbeats are not exported.
-
-    Raises:
-        InvalidArgumentError: for an invalid URL.
-        StorageError: if the store cannot be opened.
     """
     chosen = program_monitor() if monitor is None else monitor
     chosen.registry.add_source(_Heartbeats(open_storage(url), chosen, gone_seconds))
@@ -59,11 +55,7 @@ class _Heartbeats(Source):
         self._shown: set[tuple[str, str]] = set()
 
     def read(self, *, is_last: bool) -> None:
-        """Set the gauges of each predictor from its heartbeat.
-
-        Removes values that the heartbeat does not contain, and all values of a predictor whose heartbeat is missing or
-        older than ``gone_seconds``, by the store's clock.
-        """
+        """Set the gauges of each predictor from its heartbeat, and remove the values of those that are gone."""
         del is_last
         readings: dict[tuple[str, str], float] = {}
         for seen in see_heartbeats(self._storage, self._clock, max_age=self._gone_seconds, limit=_LIMIT):

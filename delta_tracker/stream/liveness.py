@@ -20,10 +20,10 @@ class Signs:
 
     Args:
         head: newest entry.
-        silent_seconds: time since the newest entry or, if it is later, its publisher's last heartbeat, by the store's
-            clock.
+        silent_seconds: time since ``last``, by the store's clock.
+        last: time of the newest entry or, if it is later, its publisher's last heartbeat, in Unix seconds by the
+            store's clock.
         heartbeat_seconds: time between two heartbeats of the publisher; None if it is unknown.
-        last: time of that entry or heartbeat, in Unix seconds by the store's clock.
     """
 
     head: Manifest
@@ -35,15 +35,8 @@ class Signs:
 class Liveness:
     """Reader of the signs of life of a stream's publisher.
 
-    No clock of a host is used: the time of a look is the modification time of an object that the look writes. An
-    observer that is cut off from the store has no verdict.
-
-    Args:
-        storage: store of the stream.
-        name: name of the observer, and of its heartbeat among those of the predictors.
-
-    Raises:
-        InvalidArgumentError: if the name is invalid.
+    No clock of a host is used: the time of a look is the modification time of an object that the look writes, the
+    heartbeat ``name`` among those of the predictors. An observer that is cut off from the store has no verdict.
     """
 
     def __init__(self, storage: Storage, name: str) -> None:
@@ -56,11 +49,8 @@ class Liveness:
     def look(self, version: int | None = None, error: str | None = None) -> Signs | None:
         """Return the signs of life; None if there is no stream.
 
-        Leaves a heartbeat first, so that a sign of life during the look makes the publisher look alive.
-
-        Args:
-            version: version of the observer, for its heartbeat; None if it has none.
-            error: error of the observer, for its heartbeat; None if it has none.
+        Leaves a heartbeat with the observer's version and error first, so that a sign of life during the look makes the
+        publisher look alive.
 
         Raises:
             MalformedError: if the newest entry does not follow the format.

@@ -14,20 +14,17 @@ COARSE_SECONDS = 1.0  # S3 truncates modification times to whole seconds
 class StoreClock:
     """Estimate of a store's current time in Unix seconds, from the modification times that one reader sees.
 
-    All ages are then differences of times of one clock, the store's. The clocks of publishers and predictors are not
-    used. The reader's clock is used until modification times contradict it:
+    All ages are then differences of times of one clock, the store's. The reader's clock is used until modification
+    times contradict it:
 
     - The store's time is not before any modification time.
-    - If an object was not modified yet when the reader looked last, its modification time is not before that look.
-      This requires two looks: a process that looks only once cannot detect that its clock is ahead. It also requires
-      that objects are dated when they become visible. A local store dates them just before.
+    - If an object was not modified yet when the reader looked last, its modification time is not before that look. A
+      process that looks only once therefore cannot detect that its clock is ahead. Objects must be dated when they
+      become visible. A local store dates them just before.
 
     The estimate is exact to the time between two looks, plus one second. If a writer is suspended after it dated a
     local object and before the object is visible, the estimate may be too low by the time of the suspension. Not
     thread-safe.
-
-    Args:
-        clock: function that returns the reader's Unix time in seconds.
 
     Attributes:
         offset: the store's time minus the reader's, in seconds; 0 unless the reader's clock is contradicted.
@@ -54,13 +51,9 @@ class StoreClock:
         return self._clock()
 
     def saw(self, kind: str, modified: Iterable[float], *, began: float) -> None:
-        """Use the modification times of a look.
+        """Use the modification times of a look, in Unix seconds, which began at the reader's time ``began``.
 
-        Args:
-            kind: name of the set of objects that the look included. Looks with the same name must include all objects
-                of the set that exist.
-            modified: modification times of these objects, in Unix seconds.
-            began: reader's time before the look.
+        ``kind`` names the set of objects: looks of the same kind must include all objects of the set that exist.
         """
         newest = max(modified, default=-float("inf"))
         before = self._last.get(kind)
@@ -75,11 +68,9 @@ class StoreClock:
 
 
 def skew_problem(whose: str, seconds: float) -> str | None:
-    """Return a description of a clock's skew; None if the skew is at most a minute.
+    """Return a description of the skew of the clock of ``whose``, which is ``seconds`` ahead of the store's time.
 
-    Args:
-        whose: name of the host whose clock it is.
-        seconds: time of this clock minus the store's time, in seconds.
+    Returns None if the skew is at most a minute.
 
     Example:
         >>> skew_problem("predictor p", -3600.0)

@@ -7,7 +7,6 @@ standby takes over, and the object need not be deleted.
 from __future__ import annotations
 
 import json
-import logging
 import time
 from dataclasses import asdict, dataclass
 
@@ -16,18 +15,15 @@ from msgspec import convert
 from delta_tracker.stream.format.field_types import Count, Hex, Time
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.parse import load_json
+from delta_tracker.stream.heartbeat import read_record
 from delta_tracker.stream.storage.storage import Storage, Transfer
 
-_logger = logging.getLogger(__name__)
-
 _NAME = "control/takeover.json"
-_MAX_BYTES = 16 << 10
-_MAX_TEXT = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakeoverRequest:
-    """Request to take over from a publisher.
+    """Request to take over from the publisher of a generation.
 
     Args:
         stream: id of the stream.
@@ -44,15 +40,9 @@ class TakeoverRequest:
 
 
 def request_takeover(storage: Storage, head: Manifest, *, force: bool = False) -> None:
-    """Request a takeover from the publisher of an entry, replacing an earlier request.
+    """Request a takeover from the publisher of the newest entry, replacing an earlier request.
 
-    Args:
-        storage: store of the stream.
-        head: newest entry.
-        force: True to fence the publisher even if it is alive.
-
-    Raises:
-        StorageError: if the store cannot be written.
+    With ``force``, the publisher is fenced even if it is alive.
     """
     request = TakeoverRequest(stream=head.stream, generation=head.generation, time=time.time(), force=force)
     storage.replace(_NAME, json.dumps(asdict(request)).encode())
@@ -62,9 +52,6 @@ def cancel_takeover(storage: Storage) -> bool:
     """Delete the request. Return False if there was none.
 
     A standby that has read the request may still take over.
-
-    Raises:
-        StorageError: if the store cannot be written.
     """
     is_there = storage.size(_NAME) is not None
     storage.delete(_NAME)
@@ -75,26 +62,16 @@ def read_request(storage: Storage, head: Manifest, last_sign: float) -> Takeover
     """Return the request for a takeover from the publisher of the newest entry; None if there is none.
 
     A request for another generation is out of date, and ignored. A request without ``force`` has lapsed, and is
-    ignored, if it is not newer than the publisher's last sign of life. A malformed one is logged and ignored.
-
-    Args:
-        storage: store of the stream.
-        head: newest entry.
-        last_sign: time of the publisher's last sign of life, in Unix seconds by the store's clock.
-
-    Raises:
-        StorageError: if the store cannot be read.
+    ignored, if it is not newer than ``last_sign``, the publisher's last sign of life in Unix seconds by the store's
+    clock. A malformed one is logged and ignored.
     """
     response = Transfer()
-    data = storage.read(_NAME, max_bytes=_MAX_BYTES, transfer=response)
-    if data is None:
-        return None
-    try:
-        request = convert(load_json(data.tobytes()), TakeoverRequest)
-    except (ValueError, RecursionError) as error:
-        _logger.warning("ignored malformed request: name=%s error=%s", _NAME, str(error)[:_MAX_TEXT])
-        return None
-    if (request.stream, request.generation) != (head.stream, head.generation):
+    request = read_record(storage, _NAME, "request", _parse, response=response)
+    if request is None or (request.stream, request.generation) != (head.stream, head.generation):
         return None
     has_lapsed = response.modified is None or response.modified <= last_sign
     return request if request.force or not has_lapsed else None
+
+
+def _parse(data: bytes) -> TakeoverRequest:
+    return convert(load_json(data), TakeoverRequest)

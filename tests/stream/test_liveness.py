@@ -110,6 +110,15 @@ def test_only_a_heartbeat_of_the_newest_generation_counts(tmp_path: Path) -> Non
     assert look(storage).silent_seconds == pytest.approx(60, abs=5)
 
 
+@pytest.mark.parametrize("content", [b"", b"{}", b"[" * 10_000, b" " * 20_000])
+def test_a_malformed_heartbeat_of_a_publisher_is_no_sign_of_life(content: bytes, caplog) -> None:
+    storage = Storage("memory://")
+    head = Writer(storage).snapshot()
+    storage.replace(f"publishers/{head.generation:020d}.json", content)
+    assert look(storage).heartbeat_seconds is None
+    assert "ignored malformed heartbeat" in caplog.text
+
+
 def test_an_observer_that_is_cut_off_has_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = Storage(tmp_path.as_uri())
     Writer(storage).snapshot()

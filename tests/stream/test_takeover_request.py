@@ -48,7 +48,9 @@ def test_a_request_lapses_when_the_publisher_leaves_a_sign_of_life_unless_it_is_
         assert [is_requested(storage, head, last_sign=sign) for sign in (1000.0, 1000.1)] == [force, force]
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"[" * 10_000, b'{"stream": 1, "generation": -1, "time": 0}'])
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b"[" * 10_000, b" " * 20_000, b'{"stream": 1, "generation": -1, "time": 0}']
+)
 def test_a_malformed_request_is_ignored(content: bytes, caplog: pytest.LogCaptureFixture) -> None:
     storage = Storage("memory://")
     head = Writer(storage).snapshot()
