@@ -24,19 +24,17 @@ class BlockRows:
     """View of the rows of a block, which are read lazily.
 
     Notation: ``N`` is ``block.num_rows``, and ``width`` is the number of stored columns,
-    ``block.encoding.width(block.num_columns)``.
+    ``block.encoding.width(block.num_columns)``. Readers return the rows ``begin`` to ``end`` (exclusive), possibly as a
+    view of shared memory: do not write to it.
 
     Args:
-        block: record of the block, with its table, row range, column range and encoding.
+        block: record of the block.
         ids: ``[N]`` int64 global row ids, ascending and unique; None if the block holds all rows of its range.
-        read: function that returns the rows ``begin`` to ``end`` (exclusive) as they are stored,
-            ``[end - begin, width]`` in ``block.encoding.dtype``. The result may be a view of shared memory: do not
-            write to it.
-        states: one function for each of the table's states, in their declared order. Each returns the state of the rows
-            ``begin`` to ``end`` in its declared dtype: ``[end - begin, block.num_columns]`` or ``[end - begin, 1]``.
-        owners: function that returns the raw ids of the rows ``begin`` to ``end``, ``[end - begin, 1]`` int64,
-            2**63 - 1 for a row without one; None for a table without managed collisions, or if the owners
-            are not read.
+        read: reader of the values as they are stored, ``[end - begin, width]`` in ``block.encoding.dtype``.
+        states: reader of each of the table's states in their declared order and dtype, ``[end - begin,
+            block.num_columns]`` or ``[end - begin, 1]``.
+        owners: reader of the raw ids, ``[end - begin, 1]`` int64, 2**63 - 1 for a row without one; None for a table
+            without managed collisions, or if the owners are not read.
     """
 
     block: Block
@@ -65,12 +63,9 @@ class BlockRows:
         return self.read if column == "values" else self.states[column]
 
     def chunks(self, num_rows: int | None = None, *, read: RowReader | None = None) -> Iterator[Tensor]:
-        """Yield all rows as they are stored, in chunks that are read lazily.
+        """Yield all rows of ``read`` (by default the values) in chunks of at most ``num_rows`` that are read lazily.
 
-        Args:
-            num_rows: maximum number of rows per chunk; by default, as many rows as take 4 MiB in float32, which fits
-                the CPU cache.
-            read: reader of the block's rows to use, for example one of :attr:`states`; None for :attr:`read`.
+        By default, a chunk has as many rows as take 4 MiB in float32, which fits the CPU cache.
         """
         read = read or self.read
         step = num_rows or max(1, CHUNK_BYTES // (self.block.num_columns * _VALUE_BYTES))
@@ -98,12 +93,9 @@ class BlockRows:
         )
 
     def within(self, rows: tuple[int, int], columns: tuple[int, int]) -> BlockRows:
-        """Return the part of the block that lies in a range of rows and a range of columns.
+        """Return the part of the block that lies in half-open ranges of its global row ids and columns.
 
-        Args:
-            rows: half-open range of global row ids, inside the block's range.
-            columns: half-open column range, inside the block's column range. For quantized rows and for rows with
-                states or owners, it must be the block's whole column range.
+        For quantized rows and for rows with states or owners, ``columns`` must be the block's whole column range.
         """
         block = self.block
         if rows == block.rows and columns == block.columns:
@@ -125,10 +117,9 @@ class BlockRows:
         return BlockRows(part, ids, lambda begin, end: self.read(start + begin, start + end)[:, left:right])
 
     def take(self, places: Tensor) -> BlockRows:
-        """Return the rows at the given indices, with their states and owners. The result always has ids.
+        """Return the rows at the given indices with their states and owners. The result always has ids.
 
-        Args:
-            places: ``[M]`` int64 indices among the ``N`` rows, ascending and unique.
+        ``places`` are ``[M]`` int64 indices among the ``N`` rows, ascending and unique.
         """
         ids = places + self.block.rows[0] if self.ids is None else self.ids[places]
         part = replace(self.block, num_rows=len(places), ids="list")
@@ -142,16 +133,9 @@ class BlockRows:
 
 
 def gather(read: RowReader, places: Tensor) -> Tensor:
-    """Return the rows of a reader at the given indices.
+    """Return the rows of a reader at the indices ``places``, ``[M]`` int64, ascending, as ``[M, width]``.
 
     Reads all rows from the first to the last index.
-
-    Args:
-        read: reader of ``N`` rows.
-        places: ``[M]`` int64 indices among the ``N`` rows, ascending.
-
-    Returns:
-        ``[M, width]``, in the dtype and with the width of the reader.
     """
     if not len(places):
         return read(0, 0)
@@ -170,16 +154,10 @@ def _shifted(read: RowReader, start: int) -> RowReader:
 
 
 def _taken(read: RowReader, places: Tensor) -> RowReader:
-    """Return a reader of the rows of another reader at the given indices."""
     return lambda begin, end: gather(read, places[begin:end])
 
 
 def places_within(ids: Tensor, rows: tuple[int, int]) -> tuple[int, int]:
-    """Return ``(start, stop)``, the half-open index range of the ``ids`` that are inside ``rows``.
-
-    Args:
-        ids: ``[N]`` int64 global row ids, ascending.
-        rows: half-open range of global row ids.
-    """
+    """Return ``(start, stop)``, the half-open index range of the ascending ``ids``, ``[N]`` int64, inside ``rows``."""
     start, stop = torch.searchsorted(ids, torch.tensor(rows)).tolist()
     return start, stop

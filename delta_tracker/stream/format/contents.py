@@ -19,19 +19,9 @@ _OWNERS_ROWS = 1 << 20  # raw ids in memory at once
 
 
 class Contents:
-    """Contents of a version: its rows and dense tensors. The constructor reads and checks all parts.
+    """Rows and dense tensors of a version. The constructor reads and checks all parts, see :func:`read_parts`.
 
     If a listed row is also in a whole block, its listed values replace those in the block, because they may be newer.
-
-    Args:
-        storage: store of the stream.
-        manifest: manifest of the version.
-        memory_bytes: maximum bytes of parts held in memory; the other parts are read again when needed.
-        buffer: memory for the parts; None allocates new memory.
-
-    Raises:
-        CorruptPartError: if a part does not match its record.
-        StorageError: if the store cannot be read.
 
     Attributes:
         manifest: manifest of the version.

@@ -61,11 +61,7 @@ class Encoding(StrEnum):
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> Encoding:
-        """Return the encoding that stores rows of a table's dtype unchanged.
-
-        Raises:
-            InvalidArgumentError: if the dtype is not float32, float16 or bfloat16.
-        """
+        """Return the encoding that stores rows of a table's dtype (float32, float16 or bfloat16) unchanged."""
         for encoding, stored in _DTYPES.items():
             if stored == dtype and not encoding.is_quantized:
                 return encoding
@@ -73,11 +69,7 @@ class Encoding(StrEnum):
 
     @classmethod
     def named(cls, name: object) -> Encoding:
-        """Return the encoding of a name in capital or small letters, or the encoding itself.
-
-        Raises:
-            InvalidArgumentError: if there is no such encoding.
-        """
+        """Return the encoding of a name in capital or small letters, or the encoding itself."""
         found = cls.__members__.get(name.upper()) if isinstance(name, str) else None
         if found is None:
             raise InvalidArgumentError("encoding", name, f"Pass some of {list(cls.__members__)}")
@@ -129,14 +121,9 @@ _DTYPES = {
 
 
 def encode_rows(values: Tensor, encoding: Encoding, out: Tensor | None = None) -> Tensor:
-    """Encode rows.
+    """Encode rows ``[N, C]`` of a floating point dtype, on any device, contiguous or not.
 
     Callers should encode many rows in chunks that fit the CPU cache, for example 16,384 x 64 values.
-
-    Args:
-        values: ``[N, C]`` floating point, on any device, contiguous or not.
-        encoding: encoding to use.
-        out: tensor ``[N, encoding.width(C)]`` in ``encoding.dtype`` to write to; None for a new tensor.
 
     Returns:
         ``[N, encoding.width(C)]`` in ``encoding.dtype``, on the device of ``values``; ``out`` if it is given.
@@ -168,16 +155,10 @@ def encode_rows(values: Tensor, encoding: Encoding, out: Tensor | None = None) -
 
 
 def decode_rows(stored: Tensor, encoding: Encoding, num_columns: int, dtype: torch.dtype) -> Tensor:
-    """Decode stored rows.
-
-    Args:
-        stored: ``[N, encoding.width(num_columns)]`` in ``encoding.dtype``, on any device, contiguous or not.
-        encoding: encoding of ``stored``.
-        num_columns: number of columns of the decoded rows, ``C``.
-        dtype: dtype of the result, usually that of the table.
+    """Decode rows ``[N, encoding.width(num_columns)]`` in ``encoding.dtype``, on any device, contiguous or not.
 
     Returns:
-        ``[N, C]`` in ``dtype``; ``stored`` itself if no conversion is needed.
+        ``[N, num_columns]`` in ``dtype``; ``stored`` itself if no conversion is needed.
 
     Raises:
         InvalidArgumentError: if ``stored`` has another width or dtype.
@@ -205,14 +186,11 @@ def decode_rows(stored: Tensor, encoding: Encoding, num_columns: int, dtype: tor
 
 
 def pack_ids(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Encode ids as the gaps between them, one byte each, compressed with zlib.
+    """Encode ids, ``[N]`` int64 on any device, as the gaps between them, one byte each, compressed with zlib.
 
     A gap is the number of missing ids between two ids, or before the first id. A gap of 255 or more (an escape) is
     stored as the byte 255, and in full in a second tensor. The zlib strategy is ``Z_RLE``, because gaps of a random set
     have unequal frequencies but no repetitions, and gaps of a dense set are runs of zeros.
-
-    Args:
-        ids: ``[N]`` int64, ascending, unique and non-negative.
 
     Returns:
         ``[B]`` uint8, a zlib stream, and ``[E]`` int64, the gaps of 255 or more; both on the CPU.
@@ -235,18 +213,10 @@ def pack_ids(ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unpack_ids(packed: Tensor, escapes: Tensor, num_ids: int) -> Tensor:
-    """Decode ids that :func:`pack_ids` encoded.
+    """Decode ``num_ids`` ids that :func:`pack_ids` encoded, to ``[N]`` int64 on the CPU.
 
     Memory is bounded by ``num_ids`` and by the size of ``packed``, even if the contents are invalid. This function only
     checks that the arguments are consistent. Changed bytes are detected by the hash of the part.
-
-    Args:
-        packed: ``[B]`` uint8, zlib stream of the gaps.
-        escapes: ``[E]`` int64, the gaps of 255 or more.
-        num_ids: number of ids, ``N``.
-
-    Returns:
-        ``[N]`` int64 on the CPU, ascending, unique and non-negative.
 
     Raises:
         ValueError: if the arguments do not encode ``num_ids`` ids.

@@ -21,13 +21,8 @@ _NESTED_TOKEN = re.compile(_INNER + rb"|" + _BRACKET)
 def elements(value: Raw, path: str, *, opening: bytes = b"[") -> Iterator[memoryview]:
     """Yield the bytes of each element of an array, or of each member of an object, without the commas.
 
-    Args:
-        value: valid JSON.
-        path: path of the value, for the error.
-        opening: ``[`` if the value must be an array, ``{`` if it must be an object.
-
-    Raises:
-        ValidationError: if the value is of another type.
+    ``value`` is valid JSON, and ``path`` its path for the :class:`ValidationError` if it does not begin with
+    ``opening``, which is ``[`` for an array and ``{`` for an object.
     """
     data = memoryview(value)
     if bytes(data[:1]) != opening:

@@ -31,9 +31,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DENSE_DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Record of a block, which is a set of rows of one table in a part.
-
-    A block has some or all rows of a row range, with the columns of a column range.
+    """Record of a block: some or all rows of a row range of one table, with the columns of a column range.
 
     Args:
         table: FQN of the table.
@@ -67,11 +65,7 @@ class Block:
 class Stored:
     """Record of an object of format 2 that is not a part: row states of a part, or training state of a rank.
 
-    Args:
-        name: name of the object in the store.
-        num_bytes: size of the object in bytes.
-        body: number of bytes before the digests of the pieces, at least 1.
-        xxh3: 128-bit xxh3 of the bytes from ``body`` on, in hex.
+    The fields are those of :class:`Part`.
     """
 
     name: PartName
@@ -90,7 +84,7 @@ class Part:
         xxh3: 128-bit xxh3 of the object's bytes from ``body`` on, in hex.
         blocks: blocks of rows in the part.
         dense: names of the dense tensors in the part.
-        body: number of bytes before the digests of the pieces; 0 in format 1, which has no such digests.
+        body: number of bytes before the digests of the pieces, at least 1; 0 in format 1, which has no such digests.
         states: record of the object with the optimizer's states of the same rows; None if no table has states.
     """
 
@@ -129,13 +123,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Reference from the first entry of a stream to the last entry of the stream that it continues in the same log.
-
-    Args:
-        stream: id of the former stream, 32 hex digits.
-        version: version of its last entry.
-        xxh3: 128-bit xxh3 of the bytes of that entry, in hex.
-    """
+    """Reference from the first entry of a stream to the last entry of the stream that it continues in the same log."""
 
     stream: Hex
     version: Count
@@ -154,29 +142,27 @@ class Manifest:
         kind: claim, snapshot or delta.
         parent: link to the preceding entry; None at the start of a log and in a merged snapshot.
         snapshot: version of the newest snapshot up to and including this version; None before the first.
-        batches: half-open range of the trainer's step counts that the version covers. The rows were read at the end of
-            the range.
+        batches: half-open range of the trainer's step counts that the version covers. The rows were read at its end.
         cut: Unix time at which the rows were read, in seconds.
         created: Unix time of the commit by the publisher's clock, in seconds.
         pending_rows: number of changed rows that are left for later versions.
-        tables: FQN to spec of each table.
+        tables: FQN to spec.
         dense: name to spec of the dense parameters and buffers.
-        parts: objects that hold the rows and dense tensors. Apply blocks with all rows of their range before blocks
-            that list rows.
-        merges: for a merged entry, link to the log entry of ``version``; None for an entry of the log. A merged entry
-            replaces the versions after ``parent`` up to and including ``version``.
-        format: 1, or 2 for a version with the optimizer's states or with raw ids.
-        states: FQN to the states of the table's rows, for each table with a fused optimizer; empty in format 1.
-        training: records of the training states of all ranks, in the order of the ranks; empty in format 1.
+        parts: objects with the rows and dense tensors. Apply blocks with all rows of their range before blocks that
+            list rows.
+        merges: in a merged entry, which replaces the versions after ``parent`` up to ``version``, link to the log entry
+            of ``version``.
+        format: 1, or 2 for a version with the optimizer's states or with raw ids. The fields from ``states`` to
+            ``owner_changes`` are empty in format 1.
+        states: FQN to the states of the table's rows, for each table with a fused optimizer.
+        training: records of the training states of all ranks, in their order.
         event_time: smallest event time of the batch that any rank trained last, in seconds; None if it is unknown.
-        identities: FQN to the rule for raw ids, for each table with managed collisions; empty in format 1.
-        owner_changes: FQN to the number of rows that a raw id was admitted to, and the number of rows whose raw id was
-            evicted, since the version before; informative. Empty in format 1 and in a merged entry.
-        forked_from: for a claim that starts a stream after the last entry of another one, reference to that entry;
-            None for all other entries.
+        identities: FQN to the rule for raw ids, for each table with managed collisions.
+        owner_changes: FQN to the numbers of rows that a raw id was admitted to, and evicted from, since the version
+            before; informative. Empty in a merged entry.
+        forked_from: for a claim that starts a stream after the last entry of another one, reference to that entry.
         xxh3: 128-bit xxh3 of the entry's bytes, in hex; empty before the entry is parsed from its bytes.
-        modified: Unix time of the commit by the store's clock, in seconds: the modification time of the entry. None if
-            the entry was not read from a store.
+        modified: Unix time of the commit by the store's clock, in seconds; None if the entry was not read from a store.
     """
 
     stream: str
@@ -213,8 +199,7 @@ class Manifest:
     def skew(self) -> float:
         """Publisher's clock minus the store's clock at the commit, in seconds; 0 if the store's is unknown.
 
-        It includes the time from :attr:`created` to the store's response. It is negative if the entry was copied to
-        the store later.
+        It includes the time of the commit, and is negative if the entry was copied to the store later.
         """
         return self.created - self.committed
 
@@ -230,7 +215,7 @@ class Manifest:
 
     @property
     def rows_by_table(self) -> dict[str, int]:
-        """Number of rows of each table, by FQN, counted as in :attr:`num_rows`. Tables without blocks are omitted."""
+        """Number of rows of each table with blocks, by FQN, counted as in :attr:`num_rows`."""
         found: dict[str, int] = {}
         for part in self.parts:
             for block in part.blocks:
@@ -281,7 +266,6 @@ class Manifest:
         return json.dumps(entry, separators=(",", ":")).encode()
 
     def _table(self, table: TableSpec) -> dict[str, Any]:
-        """Return the JSON object of a table."""
         record = {"num_rows": table.num_rows, "dim": table.dim, "dtype": DTYPE_NAMES[table.dtype]}
         if self.format != STATES_FORMAT:
             return record
@@ -293,7 +277,6 @@ class Manifest:
         return {**record, **states_record(found), **owned}
 
     def _owners(self) -> dict[str, dict[str, int]]:
-        """Return the JSON object of the changes of owner."""
         return {
             fqn: {"admitted": admitted, "evicted": evicted} for fqn, (admitted, evicted) in self.owner_changes.items()
         }

@@ -20,13 +20,9 @@ from delta_tracker.stream.format.manifest import Block
 
 
 class Overlay:
-    """Index to find the blocks of listed rows that overlap a row range and a column range of a table.
+    """Index of the blocks of listed rows, which must not overlap within a table.
 
-    The constructor sorts the blocks. A lookup costs two bisections per distinct column range of the table, for any
-    number of blocks.
-
-    Args:
-        listed: rows with ids. Blocks of one table must not overlap.
+    A lookup costs two bisections per distinct column range of the table, for any number of blocks.
     """
 
     def __init__(self, listed: Iterable[BlockRows]) -> None:
@@ -35,11 +31,9 @@ class Overlay:
     def over(self, whole: BlockRows) -> BlockRows:
         """Return the rows of a whole block with the listed rows, their states and their owners, written over them.
 
-        Ignores listed rows whose encoding differs from that of the block. If the encoding is quantized, also ignores
-        listed rows whose column range differs from that of the block.
-
-        If the block has states, the overlapping listed rows must have the same column range and the same states. If it
-        has owners, they must have owners and the same encoding.
+        Ignores listed rows whose encoding differs from that of the block, and if it is quantized, also those whose
+        column range differs. If the block has states, the overlapping listed rows must have the same column range and
+        the same states. If it has owners, they must have owners and the same encoding.
         """
         block = whole.block
         found = [
@@ -56,14 +50,7 @@ class Overlay:
         return BlockRows(block, None, partial(self._overlaid, whole, "values"), states, owners)
 
     def _overlaid(self, whole: BlockRows, column: Column, begin: int, end: int) -> Tensor:
-        """Return the rows ``begin`` to ``end`` of a whole block, with the listed rows written over them.
-
-        Args:
-            whole: rows of the whole block.
-            column: what to return of each row.
-            begin: first row in the block.
-            end: end of the rows in the block, exclusive.
-        """
+        """Return the rows ``begin`` to ``end`` (exclusive) of a whole block, with the listed rows written over them."""
         block = whole.block
         stored, is_copied = whole.reader(column)(begin, end), False
         rows = block.rows[0] + begin, block.rows[0] + end
@@ -85,11 +72,7 @@ class Overlay:
 
 
 class WholeBlocks:
-    """Index of whole blocks, to find the listed rows that cannot be written over a whole block.
-
-    Args:
-        blocks: blocks that hold all rows of their ranges. They must not overlap.
-    """
+    """Index of whole blocks, which must not overlap, to find the listed rows that no whole block can take."""
 
     def __init__(self, blocks: Iterable[Block]) -> None:
         self._index = _Index((block, block) for block in blocks if block.num_rows)
@@ -115,13 +98,9 @@ class WholeBlocks:
 
 
 def newest(rows: Iterable[BlockRows]) -> tuple[list[BlockRows], list[BlockRows]]:
-    """Return the rows of a version in two groups. Each row has its newest values if they are written in this order.
+    """Return the whole blocks of a version, with listed rows written over them; and the listed rows outside of these.
 
-    Args:
-        rows: blocks of the version.
-
-    Returns:
-        The whole blocks, with the listed rows written over them; and the listed rows that are not in a whole block.
+    Each row has its newest values if they are written in this order.
     """
     every = list(rows)
     whole = [each for each in every if each.ids is None]
@@ -149,7 +128,7 @@ class _Index(Generic[_T]):
         }
 
     def overlapping(self, table: str, rows: tuple[int, int], columns: tuple[int, int]) -> Iterator[_T]:
-        """Yield the values of the table's blocks that overlap both the row range and the column range."""
+        """Yield the values of the table's blocks that overlap both ranges."""
         for each in self._columns.get(table, ()):
             if each.columns[0] < columns[1] and columns[0] < each.columns[1]:
                 yield from each.overlapping(rows)

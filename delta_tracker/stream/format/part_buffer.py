@@ -28,10 +28,6 @@ class PartSource(Protocol):
         """Read the remaining bytes and compare the part with its record.
 
         After a :class:`StorageError`, the method can be called again. An interrupted download is then continued.
-
-        Raises:
-            CorruptPartError: if the part does not match its record.
-            StorageError: if the store cannot be read.
         """
 
 
@@ -39,9 +35,8 @@ class PartBuffer:
     """Memory for the parts of a version, reused for the next version.
 
     Allocating new memory takes longer than reading into it. The memory is reusable once every array and tensor that
-    refers to it has been garbage-collected. While a version is in use, the next one is read into other memory.
-
-    The memory belongs to a :class:`~delta_tracker.buffers.BufferPool` that keeps at most 320 MiB of free memory.
+    refers to it has been garbage-collected. While a version is in use, the next one is read into other memory. At most
+    320 MiB of free memory are kept.
     """
 
     def __init__(self) -> None:

@@ -93,11 +93,7 @@ class _FileWriter:
             number = num_digests(body)
 
     def _header(self, number: int) -> tuple[bytes, int]:
-        """Return the bytes before the first tensor, and the number of bytes of all tensors but the digests.
-
-        Args:
-            number: number of digests; 0 for a file without digests.
-        """
+        """Return the bytes before the first tensor, and the size of all tensors but the ``number`` digests."""
         header: dict[str, Any] = {}
         end = size = 0
         entries = [*self.entries]
@@ -127,7 +123,7 @@ class _FileWriter:
 
 
 class PartWriter:
-    """Writer that yields the bytes of one part in a single pass, and then provides the part's record.
+    """Writer of one part, which then provides the part's record.
 
     Args:
         name: name of the part in the store.
@@ -135,9 +131,6 @@ class PartWriter:
             written.
         dense: dense tensors to write, by name; None if there are none.
         has_digests: True for a part of format 2, which ends with the digests of its pieces.
-
-    Attributes:
-        file: writer of the part's bytes.
     """
 
     def __init__(
@@ -159,12 +152,12 @@ class PartWriter:
         for index, tensor in enumerate((dense or {}).values()):
             entries.append(_Entry(dense_key(index), tensor.dtype, tuple(tensor.shape), [tensor]))
         # Wide items first, so that each tensor starts at a multiple of its item size.
-        self.file = _FileWriter(sorted(entries, key=_ITEM_SIZE, reverse=True), has_digests=has_digests)
+        self._file = _FileWriter(sorted(entries, key=_ITEM_SIZE, reverse=True), has_digests=has_digests)
 
     @property
     def part(self) -> Part:
         """Record of the part for the manifest; available once :meth:`buffers` is exhausted."""
-        file = self.file
+        file = self._file
         assert file.num_bytes, "buffers() is not exhausted"
         return Part(self._name, file.num_bytes, file.xxh3, self._blocks, self._dense, file.body)
 
@@ -173,7 +166,7 @@ class PartWriter:
 
         The buffers are views of the tensors' memory: write each one before requesting the next.
         """
-        return self.file.buffers()
+        return self._file.buffers()
 
 
 def put_part(
@@ -184,7 +177,7 @@ def put_part(
     *,
     states_name: str | None,
 ) -> Part:
-    """Write a part, and in format 2 the object with the states of its rows.
+    """Write a part, and in format 2 the object with the states of its rows. Return the record for the manifest.
 
     Args:
         storage: store of the stream.
@@ -192,17 +185,14 @@ def put_part(
         rows: rows to write. Each chunk is read after the preceding one was written; the states are read after all
             values were written.
         dense: dense tensors to write, by name; None if there are none.
-        states_name: name of the object with states, for a part of format 2; None for a part of format 1. The object is
-            written only if any row has states.
-
-    Returns:
-        The record of the part for the manifest.
+        states_name: name of the object with states, which is written only if any row has states; None for a part of
+            format 1.
 
     Raises:
         StorageError: if the store fails. Either object may have been created.
     """
     writer = PartWriter(name, rows, dense, has_digests=states_name is not None)
-    storage.put(name, Repeatable(writer.file.buffers))
+    storage.put(name, Repeatable(writer.buffers))
     if states_name is None:
         for each in rows:
             assert not each.states, "format 1 has no states"
@@ -215,16 +205,13 @@ def put_part(
 
 
 def put_training(storage: Storage, name: str, buffers: Iterable[memoryview], num_bytes: int) -> Stored:
-    """Write the object with the training state of a rank.
+    """Write the object with the training state of a rank. Return the record for the manifest.
 
     Args:
         storage: store of the stream.
         name: name of the object.
         buffers: buffers of bytes whose concatenation is the training state; iterated again if the write is repeated.
         num_bytes: size of the training state in bytes.
-
-    Returns:
-        The record of the object for the manifest.
 
     Raises:
         StorageError: if the store fails. The object may have been created.
@@ -239,17 +226,17 @@ def _put(storage: Storage, name: str, entries: Sequence[_Entry]) -> Stored:
 
 
 def dense_key(index: int) -> str:
-    """Return the key under which a part's file stores the ``index``-th dense tensor."""
+    """Return the key of the ``index``-th dense tensor in a part's file."""
     return f"dense.{index}"
 
 
 def state_key(index: int, number: int) -> str:
-    """Return the key under which the object with states stores the ``number``-th state of the ``index``-th block."""
+    """Return the key of the ``number``-th state of the ``index``-th block in the object with states."""
     return f"{index}.states.{number}"
 
 
 def owners_key(index: int) -> str:
-    """Return the key under which a part's file stores the raw ids of the ``index``-th block's rows."""
+    """Return the key of the raw ids of the ``index``-th block's rows in a part's file."""
     return f"{index}.owners"
 
 

@@ -14,12 +14,7 @@ from delta_tracker.types import ShardSpec
 
 
 def wanted(part: Part, shards: Mapping[str, ShardSpec]) -> set[int]:
-    """Return the numbers of the blocks of a part that have rows and columns of this rank's shards.
-
-    Args:
-        part: record of the part.
-        shards: FQN to shard. Blocks of other tables are omitted.
-    """
+    """Return the numbers of the blocks of a part that have rows and columns of this rank's ``shards``, by FQN."""
     return {
         number
         for number, block in enumerate(part.blocks)
@@ -31,25 +26,15 @@ def wanted(part: Part, shards: Mapping[str, ShardSpec]) -> set[int]:
 
 
 def local_rows(ids: Tensor, shard: ShardSpec) -> Tensor:
-    """Return the local ids of those rows that are in a shard.
-
-    Args:
-        ids: ``[N]`` int64 global ids.
-        shard: the shard.
-    """
+    """Return the local ids of those rows that are in a shard. ``ids`` are ``[N]`` int64 global ids."""
     local = ids - shard.row_offset
     return local[(local >= 0) & (local < shard.num_rows)]
 
 
 def rows_of(storage: Storage, entry: Manifest, shards: Mapping[str, ShardSpec]) -> list[tuple[str, Tensor]]:
-    """Return a pair (table FQN, ``[N]`` int64 local ids) for each block of an entry with rows of this rank.
+    """Return a pair (table FQN, ``[N]`` int64 local ids) for each block of an entry with rows of this rank's shards.
 
     Reads only parts with such blocks, and of a part of format 2 only the ids.
-
-    Args:
-        storage: store of the stream.
-        entry: the entry.
-        shards: FQN to shard of this rank. Other tables are omitted.
 
     Raises:
         CorruptPartError: if a part does not match its record.
