@@ -26,12 +26,7 @@ Open: TypeAlias = Callable[[Storage, Part], int | None]
 class CachedStorage(Storage):
     """Store that reads the parts of one version from files of a host cache, and everything else from the origin.
 
-    Each part is opened at its first read, and stays open until this object is garbage-collected.
-
-    Args:
-        origin: store of the stream.
-        open_part: function that opens the file of a part.
-        parts: records of the parts, from a checked manifest.
+    Each part is opened with ``open_part`` at its first read, and stays open until this object is garbage-collected.
     """
 
     def __init__(self, origin: Storage, open_part: Open, parts: Iterable[Part]) -> None:
@@ -76,7 +71,6 @@ class CachedStorage(Storage):
         return self._origin.size(name) if self._descriptor(name) is None else self._parts[name].num_bytes
 
     def _descriptor(self, name: str) -> int | None:
-        """Return the descriptor of a part's file; None if the object is read from the origin."""
         if name not in self._parts:
             return None
         if name not in self._opened:
@@ -93,11 +87,7 @@ class CachedStorage(Storage):
 
 
 def read_into(descriptor: int, memory: NDArray[np.uint8], begin: int) -> NDArray[np.uint8]:
-    """Fill ``memory`` with the bytes of a file from ``begin`` on, and return it.
-
-    Raises:
-        OSError: if the file cannot be read, or ends before.
-    """
+    """Return ``memory``, filled with the bytes of a file from ``begin`` on. Raises OSError if the file ends before."""
     view, filled = memory.data, 0
     while filled < len(memory):
         check()

@@ -16,14 +16,9 @@ _MAX_KEPT_BYTES = 64 << 20
 
 
 class DoubtedStorage(Storage):
-    """Read-only view of a store: the named objects are read past the caches, all others as usual.
+    """Read-only view of a store at an http URL: objects whose copy in a cache may be wrong are read past the caches.
 
-    Bytes that were read past the caches are kept, up to 64 MiB, so that a later read does not send another
-    request to the origin.
-
-    Args:
-        storage: the store.
-        names: names of the objects whose copy in a cache may be wrong.
+    Bytes that were read past the caches are kept, up to 64 MiB, so that a later read sends no further request.
     """
 
     def __init__(self, storage: Storage, names: Iterable[str]) -> None:

@@ -22,16 +22,7 @@ _SECONDS = re.compile(r"(\d{1,18}(?:\.\d{1,18})?(?:e[+-]?\d{1,3})?) seconds", re
 
 
 def evaluate(beat: Heartbeat, seconds_since: float, head: Manifest, *, order: Pin | None = None) -> State:
-    """Return the state of a predictor.
-
-    ``silent``: three heartbeats, or as many seconds as the window has, are missing. ``elsewhere``: its version belongs
-    to another stream. ``pinned``: it has followed the pin that applies. ``unpinned``: for ten seconds it has had a
-    version that was committed after that pin, so it does not follow pins. ``waiting``: it is a canary without an error
-    that stays below the version of a release, because its distance from the newest version does not allow that version
-    yet. ``failing``: it has an error, is behind the newest version, and its version did not move in the window.
-    ``current``: a heartbeat had no lag, or the version is the newest. ``stuck``: it lags, and its version did not move.
-    ``behind``: its version moves, but the lag never falls. ``applying``: otherwise, and with fewer than three
-    heartbeats. The lag of a canary whose version moves counts from its distance in versions.
+    """Return the state of a predictor. The table of `FLEET.md`, "The fleet view", defines the states.
 
     Args:
         beat: last heartbeat.
@@ -102,6 +93,6 @@ def _progress(beat: Heartbeat, head: Manifest) -> State:
 
 
 def _distance(beat: Heartbeat) -> int:
-    """Return the number of versions that a predictor keeps from the newest one; 0 if it is no canary of versions."""
+    """Return the number of versions that a canary keeps from the newest one; 0 for other predictors."""
     found = _VERSIONS.fullmatch(beat.canary or "")
     return 0 if found is None else int(found[1])

@@ -39,12 +39,9 @@ _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 class HostCache:
     """Directory in which the processes of one host keep the parts that they read, so that each is fetched once.
 
-    One process fetches a part, and the others wait for it. If the fetching process makes no progress, for example
-    because it is suspended, they read past the cache. If it dies, another one fetches the part. Each process compares
-    every part with its record before it uses it, so that a damaged file costs one more fetch. Entries of the log are
-    not cached: a replaced log must be noticed. Fetched files are not flushed to disk.
-
-    Thread-safe. Several caches, in one or more processes, may use the same directory.
+    One process fetches a part, and the others wait for it. Each process compares every part with its record before it
+    uses it, so that a damaged file costs one more fetch. Fetched files are not flushed to disk. Thread-safe. Several
+    caches, in one or more processes, may use the same directory.
 
     Args:
         directory: directory of the cache on a local file system; it is created with mode 0700 if it is missing.
@@ -89,18 +86,16 @@ class HostCache:
     def over(self, storage: Storage, manifest: Manifest) -> Storage:
         """Return a store that reads the parts of a version through the cache, and everything else from ``storage``.
 
-        The returned store keeps the files that it has opened until it is garbage-collected, so that an eviction does
-        not affect a version that is being applied.
+        It keeps the files that it has opened until it is garbage-collected, so that an eviction does not affect a
+        version that is being applied.
         """
         return CachedStorage(storage, self.open, manifest.parts)
 
     def open(self, storage: Storage, part: Part) -> int | None:
         """Return a descriptor of a verified file with the bytes of a part, fetched from ``storage`` if it is missing.
 
-        Returns:
-            The descriptor, open for reading, which the caller closes; None if the part must be read past the cache:
-            because it does not fit, the disk is full, the directory fails (logged once until it works again), or the
-            fetching process makes no progress.
+        The caller closes it. None means that the part must be read past the cache: it does not fit, the disk is full,
+        the directory fails (logged once until it works again), or the fetching process makes no progress.
 
         Raises:
             CorruptPartError: if the part in ``storage`` does not match its record. Nothing is kept.
@@ -122,11 +117,7 @@ class HostCache:
         return descriptor
 
     def _found(self, storage: Storage, part: Part) -> int | None:
-        """Wait for the file of a part, or fetch it, as :meth:`open`.
-
-        Raises:
-            _DirectoryError: if the directory cannot be used.
-        """
+        """Wait for the file of a part, or fetch it, as :meth:`open`. Raises errors of the directory."""
         seen: tuple[int, float] | None = None  # modification time of the draft, and when it was seen first
         while True:
             check()
@@ -148,10 +139,7 @@ class HostCache:
             time.sleep(_WAIT_SECONDS)
 
     def _fetch(self, storage: Storage, part: Part, draft: int) -> int | None:
-        """Fetch a part into its locked draft, verify it, and rename it. Return the draft's descriptor as :meth:`open`.
-
-        The draft is deleted if it cannot be completed.
-        """
+        """Fetch a part into its locked draft, verify it, and rename it. Return its descriptor as :meth:`open`."""
         try:
             with _own_errors():
                 # Another process may have completed the file between the look for it and the lock.
@@ -171,7 +159,6 @@ class HostCache:
         return draft
 
     def _download(self, storage: Storage, part: Part, draft: int) -> None:
-        """Fill the draft of a part, and verify what was written."""
         for begin in range(0, part.num_bytes, PIECE_BYTES):
             check()
             try:
@@ -245,9 +232,7 @@ class HostCache:
     def _make_room(self, part: Part, draft: int) -> bool:
         """Reserve the size of a part's draft within ``max_bytes``, and allocate its disk space.
 
-        Returns:
-            False if there is not enough space without the other parts, or if another process holds the lock of the
-            directory without progress.
+        Returns False if there is not enough space without the other parts, or the directory stays locked.
         """
         with self._locked() as is_locked:
             if not is_locked or not self._evict(part):
@@ -263,8 +248,8 @@ class HostCache:
     def _evict(self, part: Part) -> bool:
         """Delete the least recently used files until ``max_bytes`` holds a part. The directory must be locked.
 
-        Returns:
-            False if the drafts of other parts leave too little; nothing is deleted then but drafts of dead processes.
+        Returns False if the drafts of other parts leave too little; nothing is deleted then but drafts of dead
+        processes.
         """
         num_bytes = self._max_bytes - part.num_bytes
         for name, status in _sizes(self._directory / "drafts"):

@@ -69,11 +69,7 @@ class NatsNotifier(Forkable):
         protect(self)
 
     def announce(self, stream: str, version: int) -> None:
-        """Announce that ``version`` of the stream is committed.
-
-        Raises:
-            nats.errors.Error, OSError, TimeoutError: if the server cannot be reached or returns an error.
-        """
+        """Announce that ``version`` of the stream is committed."""
 
         async def send() -> None:
             async with self._connected() as connection:
@@ -84,10 +80,7 @@ class NatsNotifier(Forkable):
     def wait(self, stream: str, after: int, timeout_seconds: float) -> bool:
         """Wait until a version above ``after`` is announced. Return False if the wait times out.
 
-        The wait lasts at most ``timeout_seconds``, or the constructor's ``timeout_seconds`` if that is shorter.
-
-        Raises:
-            nats.errors.Error, OSError, TimeoutError: if the server cannot be reached or returns an error.
+        The wait lasts at most the constructor's ``timeout_seconds``.
         """
         seconds = min(timeout_seconds, self._timeout_seconds)
 
@@ -123,7 +116,6 @@ class NatsNotifier(Forkable):
         self._loop = self._thread = self._connection = None
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the thread, and return its result."""
         try:
             with self._control:
                 if self._loop is None:
@@ -161,13 +153,7 @@ class NatsNotifier(Forkable):
 
 
 class _Connection:
-    """Connection to the server, with the newest hints that it has received. Used in one thread.
-
-    Args:
-        subject: prefix of the subjects.
-        api: module ``nats.js.api``.
-        seconds: timeout of a request.
-    """
+    """Connection to the server, with the newest hints that it has received. Used in one thread."""
 
     def __init__(self, subject: str, api: Any, seconds: float) -> None:  # noqa: ANN401  a module
         self._subject, self._api, self._seconds = subject, api, seconds
@@ -179,7 +165,6 @@ class _Connection:
 
     @property
     def is_lost(self) -> bool:
-        """True if the connection was lost or closed."""
         return bool(self._client.is_closed)
 
     async def open(self, client: Any, url: str) -> None:  # noqa: ANN401  a nats.aio.client.Client
@@ -210,7 +195,6 @@ class _Connection:
             raise
 
     async def announce(self, stream: str, version: int) -> None:
-        """Publish a version, unless a higher one was announced."""
         await self._subscribe(stream)
         if version > self._newest[stream]:
             context = self._client.jetstream(timeout=self._seconds)
@@ -218,7 +202,6 @@ class _Connection:
             await self._saw(stream, version)
 
     async def wait(self, stream: str, after: int, seconds: float) -> bool:
-        """Wait until a version above ``after`` is announced; return False after ``seconds``."""
         await self._subscribe(stream)
 
         async def changed() -> None:
@@ -234,7 +217,6 @@ class _Connection:
         return True
 
     async def close(self) -> None:
-        """Close the connection."""
         await self._client.close()
 
     async def _subscribe(self, stream: str) -> None:
@@ -291,7 +273,6 @@ def _version(data: bytes) -> int:
 
 
 def _has_port(url: str) -> bool:
-    """Return True if a URL has a host and, if it has a port, a valid one."""
     parts = urlsplit(url)
     try:
         return bool(parts.hostname) and parts.port != 0

@@ -25,10 +25,9 @@ _LONGEST_PAUSE_SECONDS = 30.0
 class Notifier(Protocol):
     """Protocol for objects that send and receive hints, usually through a message broker.
 
-    1. The publisher calls :meth:`announce` after each committed version, from the thread that publishes. The call
-       must return within two seconds, even if the broker hangs.
-    2. A predictor calls :meth:`wait` in a loop, from the thread that follows the stream.
-    3. :meth:`close` is called last, possibly twice.
+    1. The publisher calls :meth:`announce` after each committed version, from the thread that publishes. The call must
+    return within two seconds, even if the broker hangs. 2. A predictor calls :meth:`wait` in a loop, from the thread
+    that follows the stream. 3. :meth:`close` is called last, possibly twice.
 
     All methods must be thread-safe. An implementation may raise any error of its broker: publishers and predictors call
     it through :class:`Hints`, which catches all of them. Versions of one stream ascend over all generations, so an
@@ -128,15 +127,9 @@ class Hints:
     def wait(self, stream: str | None, after: int, timeout_seconds: float) -> bool:
         """Wait until a version above ``after`` is announced, the timeout expires or the stop flag is set. Never raises.
 
-        Returns True if a hint ended the wait.
-
-        Returns early only once per version: if the caller still has the same version after a hint, the hint was wrong,
-        and the next call waits for the full timeout. Forged hints therefore cannot cause a busy loop.
-
-        Args:
-            stream: id of the followed stream, None while it is unknown.
-            after: the caller's version.
-            timeout_seconds: the caller's polling interval.
+        Returns True if a hint ended the wait, which it does once per version: if the caller still has the version
+        ``after`` when it calls again, the hint was wrong, and the call waits for the full timeout. Forged hints
+        therefore cannot cause a busy loop. ``stream`` is None while it is unknown.
         """
         deadline = time.monotonic() + timeout_seconds
         while stream is not None and (stream, after) != self._believed and not self._stop.is_set():
@@ -170,7 +163,6 @@ class Hints:
         return heard
 
     def _is_due(self) -> bool:
-        """Return True if there is a notifier and calls to it are not paused after a failure."""
         return self._notifier is not None and time.monotonic() >= self._try_again
 
     def _failed(self, error: Exception) -> None:

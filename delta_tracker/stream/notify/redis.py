@@ -47,11 +47,7 @@ class RedisNotifier:
             raise InvalidArgumentError("url", "...", "Write it as redis://host:port/db") from error
 
     def announce(self, stream: str, version: int) -> None:
-        """Announce that ``version`` of the stream is committed.
-
-        Raises:
-            redis.RedisError: if the server cannot be reached or returns an error.
-        """
+        """Announce that ``version`` of the stream is committed."""
         try:
             self._redis.xadd(self._name(stream), {"v": version}, id=_id(version), maxlen=1, approximate=False)
         except self._refused as error:
@@ -61,10 +57,7 @@ class RedisNotifier:
     def wait(self, stream: str, after: int, timeout_seconds: float) -> bool:
         """Wait until a version above ``after`` is announced. Return False if the wait times out.
 
-        The wait lasts at most ``timeout_seconds``, or the constructor's ``timeout_seconds`` if that is shorter.
-
-        Raises:
-            redis.RedisError: if the server cannot be reached or returns an error.
+        The wait lasts at most the constructor's ``timeout_seconds``.
         """
         # For Redis, 0 means no timeout. Only the id of an entry is used, so malformed fields are harmless.
         block = max(1, int(1000 * min(timeout_seconds, self._timeout_seconds)))
