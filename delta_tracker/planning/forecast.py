@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from delta_tracker.buffers import capacity
 from delta_tracker.planning.version_size import VersionSize, delta_size, snapshot_size, table_bytes
 from delta_tracker.planning.workload import Workload
-from delta_tracker.predictor.follower import GAP_CHECK_SECONDS
+from delta_tracker.predictor.polling import GAP_CHECK_SECONDS
 from delta_tracker.stream.heartbeat import BEAT_SECONDS
 from delta_tracker.stream.maintenance.upkeep import RETAIN_EVERY
 from delta_tracker.stream.pointer_writer import POINTER_SECONDS, SCAN_SECONDS

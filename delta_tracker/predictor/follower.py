@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
-from typing import Protocol
 
 from delta_tracker.arguments import is_number
 from delta_tracker.errors import (
@@ -25,23 +24,22 @@ from delta_tracker.errors import (
     kind_of,
     unraised,
 )
+from delta_tracker.predictor.gate import GateKeeper
 from delta_tracker.predictor.gauges import PredictorGauges
-from delta_tracker.predictor.polling import PollSchedule, jittered
+from delta_tracker.predictor.heartbeats import Heartbeats
+from delta_tracker.predictor.polling import GapChecks, PollSchedule, jittered
+from delta_tracker.predictor.version_writer import VersionWriter
 from delta_tracker.stream.interruption import Interrupted, check, interruptible
 from delta_tracker.stream.notify.notifier import Hints, Notifier
 from delta_tracker.stream.reading.reader import Reader
+from delta_tracker.stream.reading.runtime import Runtime
+from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.stream.storage.url import default_poll_seconds
 
 _logger = logging.getLogger(__name__)
 
-# A poll requests only the next entry. If it is missing, a check at this interval shows whether it was deleted or is not
-# committed yet. The interval doubles, up to twelve times its length, while checks list the log and find nothing.
-GAP_CHECK_SECONDS = 5.0
-_MAX_GAP_CHECKS = 12
-_MAX_BACK_OFF_SECONDS = 5.0
-_NO_STREAM_SECONDS = 0.5  # for a fixed interval
-_MAX_NO_STREAM_SECONDS = 1.0  # otherwise
 _STALE_SECONDS = 1.0  # between two reads of an object that is stale in a cache
+_PIN_SECONDS = 5.0  # maximum time between two looks for a pin
 # Longest intervals between two polls, while no version comes and while hints arrive.
 _LONGEST_SECONDS = {"directory": (0.1, 1.0), "remote": (5.0, 30.0)}
 _BEAT_SECONDS = 2.0  # interval at which a long wait writes a heartbeat if one is due
@@ -49,29 +47,62 @@ _START_SECONDS = 2.0  # maximum time that start() waits for the thread's first c
 _LOCK_SECONDS = 0.1  # interval at which a wait for the lock checks the stop flag
 
 
-class Beat(Protocol):
-    """Protocol of a function that writes a heartbeat if one is due."""
+class _Run:
+    """What one thread needs, from :meth:`Follower.start` until it has ended.
 
-    def __call__(self, *, is_last: bool = False) -> None:
-        """Write a heartbeat if one is due or ``is_last`` is True."""
-        ...
+    Attributes:
+        stop: flag that ends the thread.
+        begun: result of the thread's first check.
+        over: set when the thread ends.
+        hints: hints of new versions, whose wait the flag ends.
+        gaps: times of the checks for a gap.
+        storage: store that the schedule is made for.
+        schedule: times of the polls.
+        waits_for_snapshot: True once this was logged.
+        thread: the thread.
+    """
+
+    def __init__(
+        self, storage: Storage, poll_seconds: float | None, notifier: Notifier | None, runtime: Runtime
+    ) -> None:
+        self.stop, self.over = threading.Event(), threading.Event()
+        self.begun: Future[None] = Future()
+        self.hints = Hints(notifier, self.stop, runtime)
+        self.gaps = GapChecks(runtime)
+        self.waits_for_snapshot = False
+        self.thread: threading.Thread | None = None
+        self._poll_seconds, self._runtime = poll_seconds, runtime
+        self.poll(storage)
+
+    def poll(self, storage: Storage) -> None:
+        """Make the schedule of a store, perhaps of another kind than the former one."""
+        poll_seconds, is_fixed = self._poll_seconds, self._poll_seconds is not None
+        longest, longest_hinted = _LONGEST_SECONDS["remote" if storage.is_remote else "directory"]
+        self.storage = storage
+        self.schedule = PollSchedule(
+            default_poll_seconds(storage.url) if poll_seconds is None else poll_seconds,
+            is_fixed=is_fixed,
+            longest=longest,
+            longest_hinted=longest_hinted,
+            is_delayed=not storage.lists,
+            runtime=self._runtime,
+        )
 
 
 class Follower:
-    """Thread that calls :meth:`Reader.advance` repeatedly.
+    """Thread that calls :meth:`Reader.advance` repeatedly, and retries after an ``Exception`` or a panic of Rust code.
 
-    If the call raises an ``Exception`` or if Rust code in it panics, the thread retries after a pause, which
-    increases with each failure. Versions contain the rows' values, not differences, so an interrupted version can be
-    applied again. The thread ends only if :meth:`stop` is called or any other exception is raised, such as
-    ``SystemExit``.
+    Versions contain the rows' values, not differences, so an interrupted version can be applied again. The thread ends
+    only if :meth:`stop` is called or any other exception is raised, such as ``SystemExit``.
 
     Args:
         reader: reader of the stream.
+        writer: what the versions are written to.
         lock: lock that is held while the reader advances.
+        gate: checks of the values; None without checks.
         notifier: delivers hints of new versions; None to poll only.
-        beat: function that writes heartbeats, called after each poll.
+        heartbeats: heartbeats of the predictor; None without them.
         gauges: metrics that count the errors.
-        max_pause_seconds: maximum time between two polls, if the reader has other work to do.
 
     Attributes:
         error: error that ended the thread, or error of the last attempt, which the thread will retry; None if there is
@@ -81,95 +112,81 @@ class Follower:
     def __init__(
         self,
         reader: Reader,
+        writer: VersionWriter,
         lock: threading.Lock,
-        notifier: Notifier | None,
-        beat: Beat,
-        gauges: PredictorGauges,
         *,
-        max_pause_seconds: float = float("inf"),
+        gate: GateKeeper | None,
+        notifier: Notifier | None,
+        heartbeats: Heartbeats | None,
+        gauges: PredictorGauges,
     ) -> None:
+        Hints(notifier)  # raises for an invalid one
+        self.error: Exception | None = None
         self._reader = reader
-        self._runtime = reader.runtime
+        self._writer = writer
         self._lock = lock
-        self._beat = beat
+        self._gate = gate
+        self._notifier = notifier
+        self._heartbeats = heartbeats
         self._gauges = gauges
-        self._max_pause_seconds = max_pause_seconds
-        self._stop = threading.Event()
+        self._runtime = reader.runtime
         # Held while the thread is started or stopped. Reentrant, because a signal handler may then call stop().
         self._control = threading.RLock()
-        self._notifier = notifier
-        self._hints = Hints(notifier, self._stop)
-        self._thread: threading.Thread | None = None
-        self._over = threading.Event()  # set when the thread ends
+        self._active: _Run | None = None
         # One queue for each call of wait(), which gets an item when a version was applied, and when the thread ends. No
         # lock, because a signal handler that calls stop() waits for the thread while the main thread is in wait().
         self._waiters: list[SimpleQueue[None]] = []
-        self._schedule: PollSchedule | None = None
-        self._num_hint_failures = 0
-        self._waits_for_snapshot = False  # True once this was logged
-        self._pause = self._gap_check = 0.0
-        self._gap_seconds = GAP_CHECK_SECONDS
-        self.error: Exception | None = None
 
     @property
     def is_running(self) -> bool:
         """True if the thread is running."""
-        return self._thread is not None and not self._over.is_set()
+        return self._active is not None and not self._active.over.is_set()
+
+    @property
+    def current_error(self) -> Exception | None:
+        """:attr:`error`; if there is none, the error of the version that the gate holds."""
+        return self.error or (None if self._gate is None else self._gate.held)
 
     @property
     def poll_seconds(self) -> float | None:
         """Current interval between two polls in seconds; None if the thread is not running."""
-        schedule = self._schedule
-        return schedule.seconds if schedule is not None and self.is_running else None
+        run = self._active
+        return None if run is None or run.over.is_set() else run.schedule.seconds
 
     def check(self, poll_seconds: float | None) -> None:
-        """Check that :meth:`start` can be called with ``poll_seconds``.
-
-        Raises:
-            InvalidArgumentError: if the thread is already running, or ``poll_seconds`` is not positive and finite.
-        """
+        """Check that :meth:`start` can be called with ``poll_seconds``."""
         if poll_seconds is not None and not (is_number(poll_seconds) and 0 < poll_seconds < threading.TIMEOUT_MAX):
             raise InvalidArgumentError("poll_seconds", poll_seconds, "Pass seconds, more than 0, or None")
         if self.is_running:
             raise InvalidArgumentError("follow()", "already following", "Call stop() first")
 
-    def start(self, poll_seconds: float | None, refuse: Callable[[], None]) -> None:
-        """Start the thread, which calls ``refuse`` before it polls.
+    def start(self, poll_seconds: float | None) -> None:
+        """Start the thread, which checks that the newest version fits the model before it polls.
 
-        This method waits at most two seconds for ``refuse`` to return, because the store may not answer. If ``refuse``
-        raises later, the error is ignored. A version that does not fit the model then causes an error when the thread
-        applies it, and the thread retries.
+        This method waits at most two seconds for the check, because the store may not answer, and raises its error
+        after the thread has ended. A version that does not fit the model later causes an error when the thread applies
+        it, and the thread retries.
 
         Args:
             poll_seconds: number of seconds between two polls; None for an interval that suits the store.
-            refuse: function that raises if the stream cannot be followed.
-
-        Raises:
-            InvalidArgumentError: as :meth:`check`.
-            Exception: the error of ``refuse``, after the thread has ended.
         """
         with self._control:
             self.check(poll_seconds)
-            self._stop.clear()
             self.error = None
-            begun: Future[None] = Future()
-            over = threading.Event()
-            arguments = poll_seconds, refuse, begun, over
-            thread = self._runtime.thread(target=self._run, args=arguments, name="predictor", daemon=True)
-            self._thread, self._over = thread, over  # set before the thread runs: code in it may call stop()
+            run = _Run(self._reader.storage, poll_seconds, self._notifier, self._runtime)
+            run.thread = self._runtime.thread(target=self._run, args=(run,), name="predictor", daemon=True)
+            self._active = run  # before the thread runs: code in it may call stop()
             try:
-                thread.start()
+                run.thread.start()
             except BaseException:
-                self._stop.set()
-                self._thread = None
+                self._active = None
                 raise
             try:
-                wait([begun], _START_SECONDS)
-                if not begun.cancel():
-                    begun.result()
+                wait([run.begun], _START_SECONDS)
+                if not run.begun.cancel():
+                    run.begun.result()
             except BaseException:
-                self._stop.set()
-                self._join(thread)
+                self._end(run)
                 raise
 
     def stop(self, *, raises: bool = True) -> None:
@@ -177,19 +194,13 @@ class Follower:
 
         Args:
             raises: True to raise a copy of :attr:`error`; False to log it.
-
-        Raises:
-            InvalidArgumentError: if called in the thread itself.
-            Exception: a copy of :attr:`error`, if it is not None and ``raises`` is True.
         """
-        if self._thread is threading.current_thread():
+        if self._is_own_thread:
             raise InvalidArgumentError("stop()", "called in the thread of follow()", "Call it in another thread")
         with self._control:
-            thread = self._thread
-            if thread is None:
+            if self._active is None:
                 return
-            self._stop.set()
-            self._join(thread)
+            self._end(self._active)
         if self.error is not None and raises:
             raise unraised(self.error)
         if self.error is not None:
@@ -201,13 +212,8 @@ class Follower:
         Args:
             is_there: function that returns True if the wait is over.
             seconds: maximum time to wait; None for no limit.
-
-        Raises:
-            InvalidArgumentError: if the thread is not running, or if called in the thread itself.
-            FollowEndedError: if the thread ended by an error.
-            ForkedError: if the process was forked while the thread ran in its parent.
         """
-        if self._thread is threading.current_thread():
+        if self._is_own_thread:
             raise InvalidArgumentError("wait()", "called in the thread of follow()", "Call it in another thread")
         waiter, end = SimpleQueue[None](), None if seconds is None else self._runtime.monotonic() + seconds
         try:
@@ -233,113 +239,66 @@ class Follower:
         for waiter in tuple(self._waiters):
             waiter.put(None)
 
+    def beat(self, *, is_last: bool = False) -> None:
+        """Write a heartbeat if one is due or ``is_last`` is True. No-op if heartbeats are disabled."""
+        if self._heartbeats is not None:
+            self._heartbeats.write(self.current_error, self.poll_seconds, is_last=is_last)
+
+    def synced(self) -> None:
+        """Clear :attr:`error` if the thread has ended: the tables were updated in another thread."""
+        if self.error is not None and not self.is_running:
+            self.error = None
+
     def after_fork_in_child(self, lock: threading.Lock) -> None:
         """Drop the thread, which does not exist in the child process, and replace the locks that it may have held.
-
-        No-op if the fork was made by the thread itself, which then continues in the child process.
 
         Args:
             lock: new lock to hold while the reader advances.
         """
-        if self._thread is threading.current_thread():
+        if self._is_own_thread:
             return  # this thread forked, in a method of a RowTarget, and continues in the child
-        self._lock, self._control, self._stop = lock, threading.RLock(), threading.Event()
-        self._waiters = []
-        self._hints = Hints(self._notifier, self._stop)
-        if self._thread is not None and not isinstance(self.error, FollowEndedError):
+        self._lock, self._control, self._waiters = lock, threading.RLock(), []
+        if self._active is not None and not isinstance(self.error, FollowEndedError):
             self.error = ForkedError("no thread applies versions here", "Call follow() or sync() in this process")
-        self._thread = None
+        self._active = None
 
-    def forget_error(self) -> None:
-        """Clear :attr:`error` if the thread has ended. Call it after the tables were updated in another thread."""
-        if not self.is_running:
-            self.error = None
+    @property
+    def _is_own_thread(self) -> bool:
+        return self._active is not None and self._active.thread is threading.current_thread()
 
-    def lag(self) -> tuple[int, float] | None:
-        """Return the number of committed versions that are not applied, and the age in seconds of the oldest of them.
+    def _end(self, run: _Run) -> None:
+        """End the thread, and then drop it. If the wait for its end is interrupted, the thread is kept."""
+        assert run.thread is not None, "set before the run is active"
+        run.stop.set()
+        run.over.wait()  # join() alone is not enough: Python 3.11 considers the thread ended if join() is interrupted
+        run.thread.join()
+        self._active = None
 
-        See :class:`~delta_tracker.stream.reading.lag.Lag` for the clocks.
-
-        Returns:
-            The number and the age, which is 0 if there is no such version; None if the store cannot be read, or if its
-            log ends before the last applied version.
-        """
+    def _run(self, run: _Run) -> None:
         try:
-            return self._reader.lag.of(self._reader.source.log, self._reader.version)
-        except StreamError:
-            return None
-
-    def _join(self, thread: threading.Thread) -> None:
-        """Wait until the thread has ended, then drop it. If the wait is interrupted, the thread is kept."""
-        self._over.wait()  # join() alone is not enough: Python 3.11 considers the thread ended if join() is interrupted
-        thread.join()
-        self._thread = None
-
-    def lag_at_rest(self) -> tuple[int, float] | None:
-        """Return :meth:`lag` without a request, if the last poll found no version; otherwise send the requests.
-
-        For heartbeats. The result is as old as the last poll.
-        """
-        rested, seconds, position = self._reader.lag.rested, self.poll_seconds, self._reader.position
-        if (
-            self.error is not None
-            or seconds is None
-            or rested is None
-            or position is None
-            or rested[0] != position.version
-        ):
-            return self.lag()
-        return (0, 0.0) if self._runtime.monotonic() - rested[1] <= 2 * seconds + 1.0 else self.lag()
-
-    def _run(
-        self, poll_seconds: float | None, refuse: Callable[[], None], begun: Future[None], over: threading.Event
-    ) -> None:
-        try:
-            self._follow(poll_seconds, refuse, begun)
+            self._follow(run)
         except BaseException as error:  # noqa: BLE001  raised before the first poll, for example for lack of memory
             self.error = ended = unraised(FollowEndedError(error))
             _logger.error("predictor could not follow: %s", str(ended))  # noqa: TRY400  start() raises it
             with suppress(InvalidStateError):  # start() has returned
-                begun.set_exception(ended)
+                run.begun.set_exception(ended)
         finally:
-            over.set()
+            run.over.set()
             self.moved()
 
-    def _new_schedule(self, poll_seconds: float | None) -> PollSchedule:
-        storage = self._reader.storage
-        seconds = default_poll_seconds(storage.url) if poll_seconds is None else poll_seconds
-        longest, longest_hinted = _LONGEST_SECONDS["remote" if storage.is_remote else "directory"]
-        return PollSchedule(
-            seconds,
-            is_fixed=poll_seconds is not None,
-            longest=longest,
-            longest_hinted=longest_hinted,
-            is_delayed=not storage.lists,
-            clock=self._runtime.monotonic,
-            uniform=self._runtime.uniform,
-        )
-
-    def _follow(self, poll_seconds: float | None, refuse: Callable[[], None], begun: Future[None]) -> None:
+    def _follow(self, run: _Run) -> None:
         """Poll until the stop flag is set or an exception ends the thread.
 
         If a version is interrupted, it is applied again after the next :meth:`start`.
         """
-        self._schedule = schedule = self._new_schedule(poll_seconds)
-        self._gap_seconds = GAP_CHECK_SECONDS
-        self._pause, self._gap_check = (
-            schedule.first_seconds,
-            self._runtime.monotonic() + jittered(self._gap_seconds, self._runtime.uniform),
-        )
-        with interruptible(self._stop), suppress(Interrupted):
-            if not self._begins(refuse, begun):
+        with interruptible(run.stop), suppress(Interrupted):
+            if not self._begins(run.begun):
                 return
             try:
-                storage = self._reader.storage
-                while not self._stop.is_set():
-                    self._turn(schedule)
-                    if self._reader.storage is not storage:  # another source, perhaps of another kind
-                        storage = self._reader.storage
-                        self._schedule = schedule = self._new_schedule(poll_seconds)
+                while not run.stop.is_set():
+                    self._turn(run)
+                    if self._reader.storage is not run.storage:  # another source, perhaps of another kind
+                        run.poll(self._reader.storage)
             except Interrupted:
                 raise
             except BaseException as error:  # noqa: BLE001  a thread has no caller that could handle it
@@ -347,15 +306,14 @@ class Follower:
                 self.error = ended = unraised(FollowEndedError(error))
                 url = self._reader.storage.url
                 _logger.error("predictor stopped following %s: %s", url, what)  # noqa: TRY400  see _described
-                self._survives(lambda: self._beat(is_last=True))
+                self._survives(run, lambda: self.beat(is_last=True))
                 self.error = ended
 
-    @staticmethod
-    def _begins(refuse: Callable[[], None], begun: Future[None]) -> bool:
-        """Call ``refuse`` and report to :meth:`start` whether it raised. Return False if :meth:`start` will raise."""
+    def _begins(self, begun: Future[None]) -> bool:
+        """Check the newest version, and report to :meth:`start`. Return False if :meth:`start` will raise."""
         refusal: BaseException | None = None
         try:
-            refuse()
+            self._check_newest()
         except Interrupted:
             raise
         except BaseException as error:  # noqa: BLE001  start() raises it
@@ -368,6 +326,16 @@ class Follower:
             begun.set_exception(refusal)
         return refusal is None
 
+    def _check_newest(self) -> None:
+        """Raise if the newest version, or the one of a pin that applies, does not fit the model."""
+        try:
+            newest = self._reader.newest()
+        except StreamError as error:
+            _logger.info("the newest version was not checked before follow(): %s", error)
+            return
+        for manifest in newest:
+            self._writer.resolve(manifest)
+
     @contextmanager
     def _held_lock(self) -> Iterator[None]:
         while not self._lock.acquire(timeout=_LOCK_SECONDS):
@@ -377,76 +345,72 @@ class Follower:
         finally:
             self._lock.release()
 
-    def _turn(self, schedule: PollSchedule) -> None:
+    def _turn(self, run: _Run) -> None:
         """Poll once, and write a heartbeat if one is due. If no version was applied, wait for the next poll or hint."""
-        has_moved = self._survives(lambda: self._look(schedule))
-        self._survives(self._beat)
+        runtime, schedule, hints = self._runtime, run.schedule, run.hints
+        has_moved = self._survives(run, lambda: self._look(run))
+        self._survives(run, self.beat)
         if has_moved:
             schedule.moved()
             self.moved()
             return
         position = self._reader.position
         if self.error is not None or position is None:
-            self._runtime.wait(self._stop, jittered(self._pause, self._runtime.uniform))
+            runtime.wait(run.stop, jittered(schedule.retry_seconds, runtime))
             return
-        if self._hints.num_failures != self._num_hint_failures:
-            self._num_hint_failures = self._hints.num_failures
-            schedule.distrust()
-        end = self._runtime.monotonic() + min(schedule.pause(), self._max_pause_seconds)
-        while (left := end - self._runtime.monotonic()) > 0 and not self._stop.is_set():
-            if self._hints.wait(position.stream, position.version, min(left, _BEAT_SECONDS)):
+        pause, num_failures = schedule.pause(), hints.num_failures
+        if self._reader.orders.policy.follows_pins:
+            pause = min(pause, _PIN_SECONDS)
+        end = runtime.monotonic() + pause
+        while (left := end - runtime.monotonic()) > 0 and not run.stop.is_set():
+            is_hinted = hints.wait(position.stream, position.version, min(left, _BEAT_SECONDS))
+            if hints.num_failures != num_failures:
+                num_failures = hints.num_failures
+                schedule.distrust()
+            if is_hinted:
                 schedule.hinted()
                 return
             if left > _BEAT_SECONDS:
-                self._survives(self._beat)
+                self._survives(run, self.beat)
 
-    def _look(self, schedule: PollSchedule) -> bool:
+    def _look(self, run: _Run) -> bool:
         """Apply the next version and return True. Return False if there is none."""
         # An error may have been found by a gap check. Only another one can show that it no longer exists.
-        looks_for_gap = self.error is not None or self._runtime.monotonic() >= self._gap_check
+        looks_for_gap = self.error is not None or run.gaps.is_due
         has_moved = False
         try:
             with self._held_lock():
                 has_moved = self._reader.advance(looks_for_gap=looks_for_gap)
         except NoSnapshotError as error:
-            if not self._waits_for_snapshot:
-                self._waits_for_snapshot = True
+            if not run.waits_for_snapshot:
+                run.waits_for_snapshot = True
                 _logger.warning("predictor waits for the first snapshot: %s", error.problem)
-            # The id of the stream is unknown, so that there are no hints: poll often.
-            pause = min(schedule.first_seconds, _NO_STREAM_SECONDS)
-            self.error, self._pause = (
-                None,
-                pause if schedule.is_fixed else min(schedule.longest, _MAX_NO_STREAM_SECONDS),
-            )
+            self.error = None
+            run.schedule.found_no_stream()
         else:
             if self.error is not None:
                 _logger.warning("predictor recovered at version %s", self._reader.version)
-            self.error, self._pause = None, schedule.first_seconds
+            self.error = None
+            run.schedule.worked()
         finally:
             if looks_for_gap and not has_moved:
-                is_well = self.error is None and self._reader.source.has_listed
-                longer = min(2 * self._gap_seconds, _MAX_GAP_CHECKS * GAP_CHECK_SECONDS)
-                self._gap_seconds = longer if is_well else GAP_CHECK_SECONDS
-                self._gap_check = self._runtime.monotonic() + jittered(self._gap_seconds, self._runtime.uniform)
+                run.gaps.done(found_none=self.error is None and self._reader.source.has_listed)
         return has_moved
 
-    def _survives(self, call: Callable[[], object]) -> bool:
+    def _survives(self, run: _Run, call: Callable[[], object]) -> bool:
         """Return the result of ``call`` as a bool. Record an error or a Rust panic of ``call``, and return False."""
         try:
             return bool(call())
         except Exception as error:  # noqa: BLE001  every error is retried, for example of memory, the store or a user's target
-            self._failed(error)
+            self._failed(run, error)
         except BaseException as error:
             if not is_panic(error):
                 raise
-            self._failed(PanicError(error))
+            self._failed(run, PanicError(error))
         return False
 
-    def _failed(self, error: Exception) -> None:
-        if isinstance(error, StaleCacheError):
-            self._pause = _STALE_SECONDS
-        else:
-            self._pause = min(_MAX_BACK_OFF_SECONDS, max(2 * self._pause, 0.001))
+    def _failed(self, run: _Run, error: Exception) -> None:
+        run.schedule.failed(_STALE_SECONDS if isinstance(error, StaleCacheError) else None)
         is_new = self.error is None or kind_of(error) != kind_of(self.error)
         if is_new and not isinstance(error, HeldVersionError):
             _logger.warning("predictor failed and retries: %s", _described(error))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -15,6 +14,7 @@ from delta_tracker.predictor.status import Status
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.reading.position import Position
+from delta_tracker.stream.reading.runtime import Runtime
 from delta_tracker.stream.storage.url import shown_url
 
 # A store that takes longer to show the lag does not answer.
@@ -37,15 +37,17 @@ class PredictorGauges:
 
     Args:
         recorder: recorder of the predictor.
+        runtime: clocks of the predictor.
 
     Attributes:
         age: age of the served rows.
         restored: manifest of the position that was loaded, until a version is applied; None if it is not known.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, runtime: Runtime) -> None:
         self._recorder = recorder
-        self.age = ServedAge()
+        self._monotonic = runtime.monotonic
+        self.age = ServedAge(runtime)
         self.restored: Manifest | None = None
         self._has_applied = False  # a snapshot or a delta
         self._stream = self._url = ""  # as shown
@@ -157,7 +159,7 @@ class PredictorGauges:
 
     def _show(self, predictor: HasStatus) -> None:
         """Set the gauges of the lag, the polling interval and the requests. Runs in the collector's thread."""
-        self._asked = time.monotonic()
+        self._asked = self._monotonic()
         status = predictor.status()
         lag_versions, lag_seconds = status.lag_versions, status.lag_seconds
         self._lag = None if lag_versions is None or lag_seconds is None else (lag_versions, lag_seconds)
@@ -184,6 +186,6 @@ class PredictorGauges:
     def _known_lag(self, place: int) -> float | None:
         """Return a number of the last lag; None if the store cannot be read or does not answer."""
         asked, lag = self._asked, self._lag
-        if lag is None or (asked is not None and time.monotonic() - asked > _PATIENCE_SECONDS):
+        if lag is None or (asked is not None and self._monotonic() - asked > _PATIENCE_SECONDS):
             return None
         return lag[place]

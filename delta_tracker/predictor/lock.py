@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -98,13 +97,12 @@ class TableLock:
 
     def before_fork(self) -> None:
         """Wait at most one second for another thread's write to end, and block new writes until the fork is done."""
-        thread, end = threading.get_ident(), time.monotonic() + _FORK_SECONDS
+        thread = threading.get_ident()
         if not self._mutex.acquire(timeout=_FORK_SECONDS):
             return  # a signal handler forks while its own thread holds the mutex
         try:
             self._forking.add(thread)
-            while self._writer not in (None, thread) and (left := end - time.monotonic()) > 0:
-                self._may_fork.wait(left)
+            self._may_fork.wait_for(lambda: self._writer in (None, thread), _FORK_SECONDS)
         finally:
             self._mutex.release()
 

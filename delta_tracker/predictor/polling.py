@@ -1,11 +1,16 @@
-"""Interval between the polls of a follower: longer while a stream is at rest or hints arrive, with jitter."""
+"""When a follower polls: intervals that grow while a stream is at rest or hints arrive, back-off, checks for gaps."""
 
 from __future__ import annotations
 
-import random
-import time
-from collections.abc import Callable
+from delta_tracker.stream.reading.runtime import REAL, Runtime
 
+# A poll requests only the next entry. If it is missing, a check at this interval shows whether it was deleted or is not
+# committed yet. The interval doubles, up to twelve times its length, while checks list the log and find nothing.
+GAP_CHECK_SECONDS = 5.0
+_MAX_GAP_CHECKS = 12
+_MAX_BACK_OFF_SECONDS = 5.0
+_NO_STREAM_SECONDS = 0.5  # for a fixed interval
+_MAX_NO_STREAM_SECONDS = 1.0  # otherwise
 _LEAST_JITTERED_SECONDS = 0.1
 _LEAST_IDLE_SECONDS = 1.0  # time without a version before the interval grows
 _NUM_TRUSTED = 3  # right hints in a row after which polls are rare
@@ -29,13 +34,10 @@ class PollSchedule:
         longest: longest wait while no version comes, in seconds.
         longest_hinted: wait while hints can be trusted, in seconds.
         is_delayed: True if a version becomes visible some seconds after its hint, because a cache is in between.
-        clock: returns a monotonic time in seconds.
-        uniform: returns a random number between two bounds.
+        runtime: clock and random numbers.
 
     Attributes:
-        first_seconds: first wait between two polls.
-        is_fixed: True if all waits are equal.
-        longest: longest wait without hints, in seconds.
+        retry_seconds: wait after a poll that failed, without jitter.
 
     Example:
         >>> schedule = PollSchedule(0.01, is_fixed=False, longest=0.1, longest_hinted=1.0)
@@ -51,17 +53,16 @@ class PollSchedule:
         longest: float,
         longest_hinted: float,
         is_delayed: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-        uniform: Callable[[float, float], float] = random.uniform,  # no secret
+        runtime: Runtime = REAL,
     ) -> None:
-        self.first_seconds = seconds
-        self.is_fixed = is_fixed
-        self.longest = max(seconds, longest)
+        self.retry_seconds = seconds
+        self._first_seconds = seconds
+        self._is_fixed = is_fixed
+        self._longest = max(seconds, longest)
         self._longest_hinted = max(seconds, longest_hinted)
         self._is_delayed = is_delayed
-        self._clock = clock
-        self._uniform = uniform
-        self._moved = clock()  # time of the last version, or of the start
+        self._runtime = runtime
+        self._moved = runtime.monotonic()  # time of the last version, or of the start
         self._between = 0.0  # seconds between the last two versions
         self._current = seconds
         self._num_right = 0  # right hints in a row
@@ -71,15 +72,15 @@ class PollSchedule:
     @property
     def seconds(self) -> float:
         """Wait before the next poll, without jitter."""
-        if self.is_fixed:
-            return self.first_seconds
-        if self._is_delayed and self._hinted is not None and self._clock() - self._hinted < _HINT_SECONDS:
-            return min(self.first_seconds, _HINTED_PAUSE_SECONDS)
+        if self._is_fixed:
+            return self._first_seconds
+        if self._is_delayed and self._hinted is not None and self._runtime.monotonic() - self._hinted < _HINT_SECONDS:
+            return min(self._first_seconds, _HINTED_PAUSE_SECONDS)
         return self._longest_hinted if self._num_right >= _NUM_TRUSTED else self._current
 
     def moved(self) -> None:
         """Record that a poll found a version and applied it."""
-        now = self._clock()
+        now = self._runtime.monotonic()
         if self._hinted is not None:
             self._num_right += 1
         elif not self._is_moving:
@@ -87,11 +88,11 @@ class PollSchedule:
         if not self._is_moving:
             self._between = now - self._moved
         self._moved, self._is_moving = now, True
-        self._hinted, self._current = None, self.first_seconds
+        self._hinted, self._current = None, self._first_seconds
 
     def hinted(self) -> None:
         """Record that a hint ended the last wait."""
-        self._hinted = self._clock()
+        self._hinted = self._runtime.monotonic()
 
     def distrust(self) -> None:
         """Record that the notifier failed, so that hints may be missing."""
@@ -100,27 +101,59 @@ class PollSchedule:
     def pause(self) -> float:
         """Return the seconds to wait before the next poll, after one that found nothing."""
         self._is_moving = False
-        if not self.is_fixed:
+        seconds = self._first_seconds
+        if not self._is_fixed:
             self._forget_wrong_hint()
-            is_idle = self._clock() - self._moved > max(_LEAST_IDLE_SECONDS, 2 * self._between)
+            is_idle = self._runtime.monotonic() - self._moved > max(_LEAST_IDLE_SECONDS, 2 * self._between)
             seconds = self.seconds
             if is_idle:
-                self._current = min(self.longest, max(2 * self._current, _LEAST_PAUSE_SECONDS))
+                self._current = min(self._longest, max(2 * self._current, _LEAST_PAUSE_SECONDS))
+        return jittered(seconds, self._runtime)
+
+    def worked(self) -> None:
+        """End the back-off, because a poll succeeded."""
+        self.retry_seconds = self._first_seconds
+
+    def failed(self, seconds: float | None = None) -> None:
+        """Double the wait before the next attempt, up to 5 s, or set it to ``seconds``."""
+        doubled = min(_MAX_BACK_OFF_SECONDS, max(2 * self.retry_seconds, _LEAST_PAUSE_SECONDS))
+        self.retry_seconds = doubled if seconds is None else seconds
+
+    def found_no_stream(self) -> None:
+        """Poll often, because the id of the stream is unknown, so that there are no hints."""
+        if self._is_fixed:
+            self.retry_seconds = min(self._first_seconds, _NO_STREAM_SECONDS)
         else:
-            seconds = self.first_seconds
-        return jittered(seconds, self._uniform)
+            self.retry_seconds = min(self._longest, _MAX_NO_STREAM_SECONDS)
 
     def _forget_wrong_hint(self) -> None:
         """Count a hint as wrong if the poll after it found nothing, or over http, the polls of some seconds."""
-        if self._hinted is not None and (not self._is_delayed or self._clock() - self._hinted >= _HINT_SECONDS):
-            self._num_right, self._hinted = 0, None
+        if self._hinted is None:
+            return
+        if not self._is_delayed or self._runtime.monotonic() - self._hinted >= _HINT_SECONDS:
+            self.distrust()
 
 
-def jittered(seconds: float, uniform: Callable[[float, float], float] = random.uniform) -> float:
-    """Return ``seconds``, from 0.1 s on times a random factor, so that many readers do not send requests at once.
+class GapChecks:
+    """Times of the checks whether the next version was deleted."""
 
-    Args:
-        seconds: time to wait.
-        uniform: function that returns a random number between two others.
-    """
-    return seconds * uniform(0.75, 1.25) if seconds >= _LEAST_JITTERED_SECONDS else seconds
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._seconds = GAP_CHECK_SECONDS
+        self._due = runtime.monotonic() + jittered(self._seconds, runtime)
+
+    @property
+    def is_due(self) -> bool:
+        """True if it is time for the next check."""
+        return self._runtime.monotonic() >= self._due
+
+    def done(self, *, found_none: bool) -> None:
+        """Set the time of the next check: later than before if this one listed the log and found no gap."""
+        longer = min(2 * self._seconds, _MAX_GAP_CHECKS * GAP_CHECK_SECONDS)
+        self._seconds = longer if found_none else GAP_CHECK_SECONDS
+        self._due = self._runtime.monotonic() + jittered(self._seconds, self._runtime)
+
+
+def jittered(seconds: float, runtime: Runtime) -> float:
+    """Return ``seconds``, from 0.1 s on times a random factor, so that many readers do not send requests at once."""
+    return seconds * runtime.uniform(0.75, 1.25) if seconds >= _LEAST_JITTERED_SECONDS else seconds

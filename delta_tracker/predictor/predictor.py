@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,11 +10,7 @@ from pathlib import Path
 from typing import Self
 
 from delta_tracker.arguments import is_number
-from delta_tracker.errors import (
-    InvalidArgumentError,
-    StreamError,
-    WaitTimeoutError,
-)
+from delta_tracker.errors import InvalidArgumentError, WaitTimeoutError
 from delta_tracker.forking import Forkable, protect
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.recorder import Recorder
@@ -24,27 +19,24 @@ from delta_tracker.predictor.checked_writer import CheckedWriter
 from delta_tracker.predictor.follower import Follower
 from delta_tracker.predictor.gate import Gate, GateKeeper
 from delta_tracker.predictor.gauges import PredictorGauges
+from delta_tracker.predictor.heartbeats import Heartbeats, lag
 from delta_tracker.predictor.model_writer import ModelWriter
 from delta_tracker.predictor.names import NameChoice
 from delta_tracker.predictor.sink_writer import SinkWriter
-from delta_tracker.predictor.status import Served, Status
+from delta_tracker.predictor.status import Served, Status, error_text
 from delta_tracker.predictor.version_writer import VersionWriter
 from delta_tracker.raw_id_index import RawIdIndex
 from delta_tracker.row_sink import RowSink
 from delta_tracker.stream.format.manifest import Manifest
-from delta_tracker.stream.heartbeat import Pulse
 from delta_tracker.stream.host_cache import HostCache
 from delta_tracker.stream.notify.notifier import Notifier
 from delta_tracker.stream.reading.canary import Canary
 from delta_tracker.stream.reading.decisions import FAULTS, Policy
 from delta_tracker.stream.reading.reader import Reader
+from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.reading.sources import Sources
-from delta_tracker.stream.storage.storage import Location, Storage, open_storage
+from delta_tracker.stream.storage.storage import Location, Storage
 from delta_tracker.uncopied import Uncopied
-
-_logger = logging.getLogger(__name__)
-
-_PIN_SECONDS = 5.0  # maximum time between two looks for a pin
 
 
 class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
@@ -92,6 +84,7 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         follows_pins: True to obey ``delta-tracker rollback`` and ``delta-tracker release``.
         heartbeats: url or store for the heartbeats; None for the first ``url`` that can be written to, and after a
             failover for the new one if it can be.
+        runtime: clock, waits, random numbers and threads of the predictor, which a simulation replaces.
 
     Raises:
         InvalidArgumentError: for a model without tables, unknown ``names``, or an invalid ``raw_ids``, ``url``,
@@ -126,6 +119,7 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         canary: Canary | None = None,
         follows_pins: bool = False,
         heartbeats: Location | None = None,
+        runtime: Runtime = REAL,
     ) -> None:
         if isinstance(model, str | Path | Storage):
             raise InvalidArgumentError("model", model, "Pass the model first, and then the url of the stream")
@@ -134,8 +128,8 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         if canary is not None and not isinstance(canary, Canary):
             raise InvalidArgumentError("canary", canary, "Pass a Canary, for example Canary(versions=3)")
         recorder = Recorder("predictor", self, name=name, monitor=monitor)
-        self._gauges = PredictorGauges(recorder)
-        sources = Sources(url, canary)
+        self._gauges = PredictorGauges(recorder, runtime)
+        sources = Sources(url, canary, runtime=runtime)
         self._writer: VersionWriter
         if isinstance(model, RowSink):
             if names or raw_ids:
@@ -153,7 +147,6 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
                 recorder=recorder,
             )
         self._cache = HostCache(cache) if isinstance(cache, str | Path) else cache
-        self._canary = canary
         self._gate = None if gate is None else GateKeeper(gate)
         self._reader = Reader(
             sources,
@@ -162,17 +155,17 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
             Policy(follows_pins=follows_pins, is_canary=canary is not None),
             # The norms of a merged version cannot show which of its versions violates a bound.
             skips_versions=gate is None or gate.max_drift is None,
+            runtime=runtime,
         )
         self._syncing = threading.Lock()  # held while the version changes
-        self._pulse = None if name is None else Pulse(_store_of_heartbeats(sources, heartbeats), name)
-        self._beats_at = self._reader.source if heartbeats is None else None  # None if heartbeats do not move
         self._follower = Follower(
             self._reader,
+            self._writer,
             self._syncing,
-            notifier,
-            self._beat,
-            self._gauges,
-            max_pause_seconds=_PIN_SECONDS if follows_pins else float("inf"),
+            gate=self._gate,
+            notifier=notifier,
+            heartbeats=None if name is None else Heartbeats(self._reader, name, heartbeats),
+            gauges=self._gauges,
         )
         protect(self)
         self._gauges.begin(self, self._reader.storage.url, FAULTS)
@@ -193,7 +186,7 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
 
         :meth:`follow` retries after most errors.
         """
-        return self._follower.error or (None if self._gate is None else self._gate.held)
+        return self._follower.current_error
 
     def reading(self) -> AbstractContextManager[Served]:
         """Context manager that blocks writes during lookups, and yields the versions that the tables hold.
@@ -218,23 +211,21 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
 
     def status(self) -> Status:
         """Return the state of the predictor. Sends a few small requests to the store to find the lag."""
-        return self._status(self._follower.lag())
-
-    def _status(self, lag: tuple[int, float] | None) -> Status:
-        position, error, reader = self._reader.position, self.error, self._reader
+        position, reader = self._reader.position, self._reader
+        lag_versions, lag_seconds = lag(reader) or (None, None)
         requests: Counter[str] = Counter()
         for source in reader.sources:
             requests.update(source.storage.requests)
         return Status(
             stream=None if position is None else position.stream,
             version=None if position is None else position.version,
-            lag_versions=None if lag is None else lag[0],
-            lag_seconds=None if lag is None else lag[1],
+            lag_versions=lag_versions,
+            lag_seconds=lag_seconds,
             rows=self._writer.num_rows,
             num_bytes=self._writer.num_bytes,
             resyncs=reader.resyncs.count,
             last_resync=reader.resyncs.last,
-            error=None if error is None else f"{type(error).__name__}: {error}",
+            error=error_text(self.error),
             pinned=reader.pinned,
             admitted=self._writer.num_admitted,
             evicted=self._writer.num_evicted,
@@ -289,10 +280,8 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
                     num_applied += 1
         finally:
             self._follower.moved()  # also if a later version raised
-        if self._follower.error is not None:
-            self._follower.forget_error()
-        if self._pulse is not None:
-            self._beat()
+        self._follower.synced()
+        self._follower.beat()
         assert self.version is not None, "the first advance moves or raises"
         return self.version
 
@@ -323,7 +312,7 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
             TableMismatchError, DenseMismatchError: if the newest version can be read within two seconds and does not
                 fit the model.
         """
-        self._follower.start(poll_seconds, self._check_newest)
+        self._follower.start(poll_seconds)
 
     def wait(self, version: int | None = None, timeout: float | None = None) -> int:
         """Wait until :meth:`follow` has applied a version. Does not poll: the thread wakes this call.
@@ -505,51 +494,6 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
             self._reader.loaded()
         self._follower.moved()
 
-    def _check_newest(self) -> None:
-        """Raise if the newest version, or the one of a pin that applies, does not fit the model.
-
-        If the stream cannot be read, log the exception and return. No-op between :meth:`rollback` and :meth:`release`.
-        """
-        try:
-            newest = self._reader.newest()
-        except StreamError as error:
-            _logger.info("the newest version was not checked before follow(): %s", error)
-            return
-        for manifest in newest:
-            self._writer.resolve(manifest)
-
-    def _beat(self, *, is_last: bool = False) -> None:
-        """Write a heartbeat if one is due or ``is_last`` is True. No-op if heartbeats are disabled."""
-        if self._pulse is None:
-            return
-        source = self._reader.source
-        if self._beats_at not in (None, source):
-            self._beats_at = source
-            if not source.storage.is_read_only:
-                self._pulse.move_to(source.storage)
-        if is_last or self._pulse.is_due():
-            status = self._status(self._follower.lag_at_rest())
-            self._pulse.leave(
-                stream=status.stream,
-                version=status.version,
-                lag_versions=status.lag_versions,
-                lag_seconds=status.lag_seconds,
-                resyncs=status.resyncs,
-                error=status.error,
-                canary=None if self._canary is None else self._canary.text,
-                pin=self._reader.orders.followed,
-                why=status.why,
-            )
-
     def _refuse_inside_reading(self, call: str) -> None:
         if self._writer.is_reading:
             raise InvalidArgumentError(call, "inside reading()", "Leave the `with predictor.reading()` block first")
-
-
-def _store_of_heartbeats(sources: Sources, given: Location | None) -> Storage:
-    """Return the store to write heartbeats to. Raise InvalidArgumentError if it cannot be written to."""
-    storage = sources.writable() if given is None else open_storage(given)
-    if storage is None or storage.is_read_only:
-        text = "Pass the url of a bucket or directory: heartbeats cannot be written over http"
-        raise InvalidArgumentError("heartbeats", given, text)
-    return storage

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.store_clock import COARSE_SECONDS
 
 
@@ -18,8 +16,7 @@ class ServedAge:
     second. The thread that applies versions changes it. Any thread may call the other methods, which never wait.
 
     Args:
-        clock: function that returns this host's Unix time in seconds.
-        monotonic: function that returns monotonic seconds.
+        runtime: clocks of this host.
 
     Attributes:
         rested: version after which the last look found no entry, and the monotonic time at which the look began; None
@@ -28,13 +25,13 @@ class ServedAge:
 
     Example:
         >>> from types import SimpleNamespace
-        >>> age = ServedAge(lambda: 1000.0)
+        >>> age = ServedAge(Runtime(clock=lambda: 1000.0))
         >>> age.seconds(SimpleNamespace(committed=970.0, merges=None))
         30.0
     """
 
-    def __init__(self, clock: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._monotonic = clock, monotonic
+    def __init__(self, runtime: Runtime = REAL) -> None:
+        self._clock, self._monotonic = runtime.clock, runtime.monotonic
         self._low, self._high = -float("inf"), float("inf")  # bounds of the store's clock minus this host's
         self.rested: tuple[int, float] | None = None
         self.skew_seconds = 0.0

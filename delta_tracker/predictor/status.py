@@ -67,3 +67,8 @@ class Status:
     cache: Mapping[str, int] = field(default_factory=dict)
     notice: str = ""
     why: str = ""
+
+
+def error_text(error: Exception | None) -> str | None:
+    """Return the type and message of an error; None without one."""
+    return None if error is None else f"{type(error).__name__}: {error}"

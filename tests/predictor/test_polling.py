@@ -16,6 +16,7 @@ from delta_tracker.stream import heartbeat as heartbeat_module
 from delta_tracker.stream.mirror import Mirror
 from delta_tracker.stream.notify.notifier import LocalNotifier
 from delta_tracker.stream.reading import source as source_module
+from delta_tracker.stream.reading.runtime import Runtime
 from delta_tracker.stream.storage.url import default_poll_seconds
 from tests.predictor.pointed import point_at_the_head
 from tests.predictor.serving import eventually
@@ -49,7 +50,7 @@ def _middle(low: float, high: float) -> float:
 
 def _schedule(clock: Time, seconds: float = 1.0, uniform: Callable = _middle, **options: Any) -> PollSchedule:
     bounds = {"is_fixed": False, "longest": 5.0, "longest_hinted": 30.0} | options
-    return PollSchedule(seconds, clock=clock, uniform=uniform, **bounds)
+    return PollSchedule(seconds, runtime=Runtime(monotonic=clock, uniform=uniform), **bounds)
 
 
 @pytest.mark.parametrize(

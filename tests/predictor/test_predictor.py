@@ -32,6 +32,7 @@ from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block, Manifest
 from delta_tracker.stream.format.part_writer import PartWriter
+from delta_tracker.stream.reading.runtime import Runtime
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableSpec
 from tests.stream.streams import FQN, Writer
@@ -500,3 +501,29 @@ def test_an_entry_is_parsed_once_however_often_it_is_read() -> None:
         assert predictor.sync() == 2
         assert predictor.sync() == 2
     assert parse.call_count == 1
+
+
+def test_time_and_threads_are_those_of_the_runtime(writer: Writer) -> None:
+    writer.snapshot()
+    now, end, is_over = [1000.0], 1000.0 + 3600.0, threading.Event()
+    threads: list[str] = []
+
+    def wait(event: threading.Event, seconds: float) -> bool:
+        now[0] += seconds
+        if now[0] >= end:
+            is_over.set()
+            return event.wait()
+        return event.is_set()
+
+    def thread(**options: Any) -> threading.Thread:
+        threads.append(options["name"])
+        return threading.Thread(**options)
+
+    runtime = Runtime(lambda: now[0], lambda seconds: None, lambda low, high: (low + high) / 2, wait, thread)
+    predictor = Predictor(writer.model(), writer.storage, runtime=runtime)
+    before = sum(writer.storage.requests.values())
+    predictor.follow(poll_seconds=60.0)
+    assert is_over.wait(60), "an hour passes as fast as its clock"
+    predictor.stop()
+    assert (predictor.version, threads) == (1, ["predictor"])
+    assert 60 <= sum(writer.storage.requests.values()) - before <= 60 * 6

@@ -17,6 +17,7 @@ from delta_tracker.monitor import Monitor
 from delta_tracker.predictor import gauges
 from delta_tracker.predictor.served_age import ServedAge
 from delta_tracker.stream.maintenance.compaction import compact
+from delta_tracker.stream.reading.runtime import Runtime
 from tests.monitor.figures import Figures
 from tests.stores.rules import Gate, on
 from tests.stores.wrapped import WrappedStorage
@@ -35,7 +36,7 @@ def test_the_age_is_that_of_the_stores_clock_whatever_the_readers(
 ) -> None:
     """A reader polls after each wait; meanwhile the given number of versions is committed. The store is right."""
     store = SimpleNamespace(now=1e9)
-    age = ServedAge(lambda: store.now + offset, lambda: store.now)
+    age = ServedAge(Runtime(clock=lambda: store.now + offset, monotonic=lambda: store.now))
     waiting: list[float] = []
     version = 0
     served, width, last_empty = None, float("inf"), None
@@ -132,7 +133,7 @@ def test_the_age_of_a_merged_version_begins_at_its_newest_cut(tmp_path: Path) ->
     merged = compact(writer.storage, fold=1e9)
     assert merged is not None
     assert merged.merges is not None
-    late = ServedAge(lambda: merged.cut + 500)
+    late = ServedAge(Runtime(clock=lambda: merged.cut + 500))
     assert late.seconds(merged) == pytest.approx(500)
 
 

@@ -82,7 +82,7 @@ def test_a_signal_handler_may_call_stop_during_stop(writer: Writer) -> None:
 
 def test_a_signal_handler_may_call_stop_during_follow(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
     predictor, answers = Predictor(writer.model(), writer.storage), threading.Event()
-    monkeypatch.setattr(predictor, "_check_newest", lambda: answers.wait(_LONG_SECONDS))
+    monkeypatch.setattr(predictor._follower, "_check_newest", lambda: answers.wait(_LONG_SECONDS))
 
     def handler(*_: object) -> None:
         answers.set()

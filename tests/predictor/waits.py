@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from delta_tracker.predictor import follower
+from delta_tracker.predictor import polling
 
 
 def shorten_waits(
@@ -22,4 +22,4 @@ def shorten_waits(
     }
     for name, seconds in waits.items():
         if seconds is not None:
-            monkeypatch.setattr(follower, name, seconds)
+            monkeypatch.setattr(polling, name, seconds)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from typing import Protocol
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.forking import Forkable, protect
+from delta_tracker.stream.reading.runtime import REAL, Runtime
 
 _logger = logging.getLogger(__name__)
 
@@ -92,18 +92,20 @@ class Hints:
     Args:
         notifier: notifier to call; None to disable hints.
         stop: flag that ends every wait once it is set; None if waits end only by a hint or the timeout.
+        runtime: clock and waits.
 
     Attributes:
         num_lost: number of hints that were not sent because the broker failed.
         num_failures: number of failed calls of the notifier.
     """
 
-    def __init__(self, notifier: Notifier | None, stop: threading.Event | None = None) -> None:
+    def __init__(self, notifier: Notifier | None, stop: threading.Event | None = None, runtime: Runtime = REAL) -> None:
         if notifier is not None and not callable(getattr(notifier, "announce", None)):
             raise InvalidArgumentError("notifier", notifier, "Pass a Notifier, for example RedisNotifier(url)")
         self.num_lost = 0
         self.num_failures = 0
         self._notifier = notifier
+        self._runtime = runtime
         self._stop = threading.Event() if stop is None else stop
         self._pause_seconds = 0.0  # 0 unless the last call failed
         self._try_again = 0.0
@@ -131,9 +133,9 @@ class Hints:
         ``after`` when it calls again, the hint was wrong, and the call waits for the full timeout. Forged hints
         therefore cannot cause a busy loop. ``stream`` is None while it is unknown.
         """
-        deadline = time.monotonic() + timeout_seconds
+        deadline = self._runtime.monotonic() + timeout_seconds
         while stream is not None and (stream, after) != self._believed and not self._stop.is_set():
-            left = deadline - time.monotonic()
+            left = deadline - self._runtime.monotonic()
             if left <= 0:
                 return False
             if not self._is_due():
@@ -141,7 +143,7 @@ class Hints:
             if self._heard(stream, after, min(left, _SLICE_SECONDS)):
                 self._believed = (stream, after)
                 return True
-        self._stop.wait(max(0.0, deadline - time.monotonic()))
+        self._runtime.wait(self._stop, max(0.0, deadline - self._runtime.monotonic()))
         return False
 
     def close(self) -> None:
@@ -163,7 +165,7 @@ class Hints:
         return heard
 
     def _is_due(self) -> bool:
-        return self._notifier is not None and time.monotonic() >= self._try_again
+        return self._notifier is not None and self._runtime.monotonic() >= self._try_again
 
     def _failed(self, error: Exception) -> None:
         self.num_failures += 1
@@ -172,7 +174,7 @@ class Hints:
             _logger.warning("hints of new versions failed, polling continues: error=%s", reason)
         doubled = max(_FIRST_PAUSE_SECONDS, 2 * self._pause_seconds)
         self._pause_seconds = min(doubled, _LONGEST_PAUSE_SECONDS)
-        self._try_again = time.monotonic() + self._pause_seconds
+        self._try_again = self._runtime.monotonic() + self._pause_seconds
 
     def _worked(self) -> None:
         if self._pause_seconds:

@@ -21,6 +21,7 @@ class Runtime:
         uniform: returns a random number between two bounds.
         wait: waits for an event, or for a number of seconds; returns True if the event is set.
         thread: makes a thread, with the arguments of ``threading.Thread``.
+        clock: returns the Unix time of this host in seconds.
     """
 
     monotonic: Callable[[], float] = time.monotonic
@@ -28,6 +29,7 @@ class Runtime:
     uniform: Callable[[float, float], float] = random.uniform  # no secret
     wait: Callable[[threading.Event, float], bool] = threading.Event.wait
     thread: Callable[..., threading.Thread] = threading.Thread
+    clock: Callable[[], float] = time.time
 
 
 REAL = Runtime()

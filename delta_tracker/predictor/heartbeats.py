@@ -1,0 +1,74 @@
+"""Heartbeats of a predictor, which show its version and its lag: :class:`Heartbeats`."""
+
+from __future__ import annotations
+
+from delta_tracker.errors import InvalidArgumentError, StreamError
+from delta_tracker.predictor.status import error_text
+from delta_tracker.stream.heartbeat import Pulse
+from delta_tracker.stream.reading.reader import Reader
+from delta_tracker.stream.storage.storage import Location, open_storage
+
+
+class Heartbeats:
+    """Writer of a predictor's heartbeats, by default to the store that it reads, also after a failover.
+
+    Args:
+        reader: reader of the predictor.
+        name: name of the heartbeat.
+        given: url or store for the heartbeats; None for the first store of the reader that can be written to.
+    """
+
+    def __init__(self, reader: Reader, name: str, given: Location | None) -> None:
+        storage = reader.sources.writable() if given is None else open_storage(given)
+        if storage is None or storage.is_read_only:
+            text = "Pass the url of a bucket or directory: heartbeats cannot be written over http"
+            raise InvalidArgumentError("heartbeats", given, text)
+        self._reader = reader
+        self._pulse = Pulse(storage, name)
+        self._source = reader.source if given is None else None  # None if heartbeats do not move
+
+    def write(self, error: Exception | None, poll_seconds: float | None, *, is_last: bool = False) -> None:
+        """Write a heartbeat if one is due or ``is_last`` is True. ``poll_seconds`` is that of :func:`lag`."""
+        reader, source = self._reader, self._reader.source
+        if self._source not in (None, source):
+            self._source = source
+            if not source.storage.is_read_only:
+                self._pulse.move_to(source.storage)
+        if not is_last and not self._pulse.is_due():
+            return
+        position, versions_and_age = reader.position, lag(reader, poll_seconds if error is None else None)
+        lag_versions, lag_seconds = versions_and_age or (None, None)
+        self._pulse.leave(
+            stream=None if position is None else position.stream,
+            version=None if position is None else position.version,
+            lag_versions=lag_versions,
+            lag_seconds=lag_seconds,
+            resyncs=reader.resyncs.count,
+            error=error_text(error),
+            canary=None if source.bound is None else source.bound.canary.text,
+            pin=reader.orders.followed,
+            why=reader.why,
+        )
+
+
+def lag(reader: Reader, poll_seconds: float | None = None) -> tuple[int, float] | None:
+    """Return the number of committed versions that are not applied, and the age in seconds of the oldest of them.
+
+    Args:
+        reader: reader of the versions.
+        poll_seconds: interval between two polls, to send no request if one of the last two polls found no version; None
+            to ask the store.
+
+    Returns:
+        The number and the age, see :class:`~delta_tracker.stream.reading.lag.Lag`; None if the store cannot be read, or
+        if its log ends before the last applied version.
+    """
+    version, rested = reader.version, reader.lag.rested
+    if poll_seconds is not None and rested is not None:
+        is_recent = reader.runtime.monotonic() - rested[1] <= 2 * poll_seconds + 1.0
+        if rested[0] == version and is_recent:
+            return 0, 0.0
+    try:
+        return reader.lag.of(reader.source.log, version)
+    except StreamError:
+        return None
