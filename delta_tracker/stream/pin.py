@@ -228,6 +228,8 @@ class PinFollower:
         self._recheck_at = 0.0  # monotonic time at which the newest pin is looked for again, unless it is confirmed
         self._last_counter: int | None = None  # of the pins before a dropped one, until take_drop()
         self._next: float | None = None  # monotonic time of the next look; None before the first one succeeded
+        self._quiet_seconds = 0.0  # between two warnings of an outage; 0 without one
+        self._quiet_until = 0.0
 
     def order(self, storage: Storage, *, at_once: bool = False) -> Pin | None:
         """Return the newest pin that is known; None before the first.
@@ -249,7 +251,11 @@ class PinFollower:
         except StorageError as error:
             if self._next is None:
                 raise
-            _logger.warning("could not look for a pin, which is looked for again: error=%s", error)
+            self._log_failure(error, now)
+        else:
+            if self._quiet_seconds:
+                _logger.warning("pins can be read again: url=%s", storage.url)
+            self._quiet_seconds = 0.0
         self._next = now + self._seconds * self._runtime.uniform(0.75, 1.25)
         return self._newest
 
@@ -267,6 +273,13 @@ class PinFollower:
         """Return the highest counter that still counts if a pin was dropped since the last call, else None."""
         counter, self._last_counter = self._last_counter, None
         return counter
+
+    def _log_failure(self, error: StorageError, now: float) -> None:
+        """Log the first of consecutive failures, and then one after each pause, which doubles up to an hour."""
+        if not self._quiet_seconds or now >= self._quiet_until:
+            self._quiet_seconds = min(max(_RECHECK_SECONDS, 2 * self._quiet_seconds), 3600.0)
+            self._quiet_until = now + self._quiet_seconds
+            _logger.warning("pins cannot be read, and the last one that was read applies: error=%s", error)
 
     def _look(self, storage: Storage, now: float) -> None:
         found = newest_pin(storage, after=0 if self._newest is None else self._newest.counter)

@@ -28,11 +28,12 @@ from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.pin import Pin, PinFollower, newest_pin, pin_name
 from delta_tracker.stream.reading.canary import Canary
+from delta_tracker.stream.reading.runtime import Runtime
 from delta_tracker.stream.rollback import pin_version, release_pin
 from tests.predictor.breaking import Breaking
 from tests.predictor.pin_fleet import Fleet
 from tests.predictor.serving import eventually
-from tests.stores.rules import calls, nth, on
+from tests.stores.rules import calls, fails, nth, on
 from tests.stores.wrapped import WrappedStorage
 from tests.stream.streams import FQN, Writer
 from tests.sweeps import SWEEPS_ARE_WHOLE
@@ -266,6 +267,29 @@ def test_a_restart_at_a_pin_does_not_continue_the_former_stream(fleet: Fleet) ->
     newest = fleet.published("snapshot")
     assert after.sync() == newest
     fleet.assert_holds(after, newest)
+
+
+def test_an_outage_of_the_pins_is_logged_less_and_less_often(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
+    now = [1000.0]
+    runtime = Runtime(monotonic=lambda: now[0], uniform=lambda low, high: (low + high) / 2)
+    storage = WrappedStorage(fleet.storage)
+    fleet.writer.delta([1])
+    predictor = Predictor(fleet.writer.model(), storage, follows_pins=True, runtime=runtime)
+    predictor.sync()
+    said: list[float] = []
+    for is_down in (True, False):
+        storage.rules[:] = [fails(on("size", name=lambda name: name.startswith("control/pins")))] if is_down else []
+        began = now[0]
+        while now[0] < began + 3600.0:
+            caplog.clear()
+            predictor.sync()
+            said += [now[0] for each in caplog.records if "pin" in each.getMessage()]
+            now[0] += 5.0
+    assert said[0] == 1000.0 + 5.0, "at the first look that fails"
+    pauses = [later - earlier for earlier, later in itertools.pairwise(said[:-1])]
+    assert len(pauses) <= 8
+    assert pauses == sorted(pauses)
+    assert said[-1] == 4600.0, "and once when the pins can be read again"
 
 
 def test_a_rollback_that_fails_leaves_the_pin(fleet: Fleet) -> None:
