@@ -44,6 +44,7 @@ class _StoredState(msgspec.Struct, forbid_unknown_fields=True):
     identities: dict[str, Identity]
     default_slots: dict[str, tuple[_Count, ...]]
     generation: _Count | None = None  # absent in states of earlier releases, as are the others with a default
+    applying_generation: _Count | None = None
     pin: _Count = 0
     release: _Count = 0
 
@@ -65,6 +66,7 @@ class SinkState:
         applying: highest version of which some rows may be written; None if the rows of ``version`` are complete and no
             others were written.
         applying_xxh3: 128-bit xxh3 of the entry of ``applying``, in hex; None if ``applying`` is.
+        applying_generation: generation of that entry; None if it is unknown, or if ``applying`` is None.
         is_mixed: True if the rows may be of unrelated versions, so that only a snapshot may be applied next.
         is_settling: True if ``version`` is complete, but the logged owners are not in the stored map yet, and default
             rows of former buckets may be stored.
@@ -93,6 +95,7 @@ class SinkState:
     release: int = 0
     applying: int | None = None
     applying_xxh3: str | None = None
+    applying_generation: int | None = None
     is_mixed: bool = False
     is_settling: bool = False
     tables: Mapping[str, TableSpec] = field(default_factory=dict)
@@ -128,6 +131,7 @@ class SinkState:
             release=self.release,
             applying=self.applying,
             applying_xxh3=self.applying_xxh3,
+            applying_generation=self.applying_generation,
             is_mixed=self.is_mixed,
             is_settling=self.is_settling,
             tables={
@@ -159,6 +163,7 @@ class SinkState:
                 release=stored.release,
                 applying=stored.applying,
                 applying_xxh3=stored.applying_xxh3,
+                applying_generation=stored.applying_generation,
                 is_mixed=stored.is_mixed,
                 is_settling=stored.is_settling,
                 tables={

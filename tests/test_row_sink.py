@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ _STATE = SinkState(
     xxh3="1" * 32,
     applying=5,
     applying_xxh3="2" * 32,
+    applying_generation=4,
     is_mixed=True,
     is_settling=True,
     tables={"user": TableSpec("user", 10, 4, torch.float32), "item": TableSpec("item", 6, 2, torch.bfloat16)},
@@ -64,3 +66,10 @@ def test_bytes_that_are_no_state_are_refused() -> None:
 def test_a_table_of_integers_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="Give table 'user' one of"):
         SinkState(stream="0" * 32, tables={"user": TableSpec("user", 10, 4, torch.int64)})
+
+
+def test_a_state_of_an_earlier_release_is_read() -> None:
+    fields = json.loads(_STATE.to_json())
+    later = {"generation", "applying_generation", "pin", "release"}
+    earlier = {name: value for name, value in fields.items() if name not in later}
+    assert SinkState.from_json(json.dumps(earlier).encode()) == replace(_STATE, applying_generation=None)

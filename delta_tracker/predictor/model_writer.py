@@ -23,7 +23,7 @@ from delta_tracker.predictor.names import NameChoice
 from delta_tracker.predictor.placement import Chunk
 from delta_tracker.predictor.status import Served
 from delta_tracker.predictor.table_fence import TableFence
-from delta_tracker.predictor.version_writer import VersionWrite, VersionWriter
+from delta_tracker.predictor.version_writer import VersionWrite, VersionWriter, replaces
 from delta_tracker.raw_id_index import RawIdIndex
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.manifest import Manifest
@@ -133,15 +133,11 @@ class ModelWriter(VersionWriter):
         return _ModelWrite(self, self.applier.resolve(manifest))
 
     def leaves_rows(self, manifest: Manifest) -> bool:
-        """Return True if rows of a version that another publisher has replaced may remain once ``manifest`` is applied.
-
-        They are those of another entry with the same number, or of a later one of a lower generation.
-        """
+        """Return True if rows of a replaced version may remain; see :meth:`VersionWriter.leaves_rows`."""
         begun = self._begun
-        if begun is None or manifest.kind == "snapshot" or begun.stream != manifest.stream:
+        if begun is None or begun.stream != manifest.stream:
             return False
-        is_fenced = begun.version > manifest.version and begun.generation < manifest.generation
-        return is_fenced or (begun.version == manifest.version and begun.link != manifest.link)
+        return replaces(manifest, begun.link, begun.generation)
 
     def apply(self, receiver: Receiver, contents: Contents, *, is_elsewhere: bool) -> None:
         """Write a version to ``receiver``; see :meth:`VersionWrite.apply`."""

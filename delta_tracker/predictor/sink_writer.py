@@ -30,7 +30,7 @@ from delta_tracker.predictor.gauges import PredictorGauges
 from delta_tracker.predictor.identities import VersionOwners, identities_after, version_owners
 from delta_tracker.predictor.placement import Placement, place
 from delta_tracker.predictor.status import Served
-from delta_tracker.predictor.version_writer import VersionWrite, VersionWriter
+from delta_tracker.predictor.version_writer import VersionWrite, VersionWriter, replaces
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.row_sink import RowSink, SinkState
 from delta_tracker.row_target import RowTarget
@@ -164,10 +164,12 @@ class SinkWriter(VersionWriter):
         return _SinkWrite(self)
 
     def leaves_rows(self, manifest: Manifest) -> bool:
-        """Return True if rows of another entry with the same version number may remain once ``manifest`` is applied."""
+        """Return True if rows of a replaced version may remain; see :meth:`VersionWriter.leaves_rows`."""
         held = self._held(manifest)
-        is_other = held is not None and held.applying == manifest.version and held.applying_xxh3 != manifest.link.xxh3
-        return is_other and manifest.kind != "snapshot"
+        if held is None or held.applying is None or held.applying_xxh3 is None:
+            return False
+        generation = manifest.generation if held.applying_generation is None else held.applying_generation
+        return replaces(manifest, Link(held.applying, held.applying_xxh3), generation)
 
     def place(self, contents: Contents) -> list[Placement]:
         """Return the placements of the version's rows, which are whole."""
@@ -431,6 +433,7 @@ def _begun(
             stream=manifest.stream,
             applying=link.version,
             applying_xxh3=link.xxh3,
+            applying_generation=manifest.generation,
             tables=manifest.tables,
             identities=identities,
             default_slots=_defaults(identities),
@@ -447,6 +450,7 @@ def _begun(
         generation=manifest.generation if is_older else held.generation,
         applying=link.version if is_newest else held.applying,
         applying_xxh3=link.xxh3 if is_newest else held.applying_xxh3,
+        applying_generation=manifest.generation if is_newest else held.applying_generation,
         is_mixed=held.is_mixed or is_elsewhere,
         tables={**held.tables, **manifest.tables},
         default_slots={**held.default_slots, **both},
@@ -470,6 +474,7 @@ def _finished(
         generation=manifest.generation,
         applying=None if is_complete else begun.applying,
         applying_xxh3=None if is_complete else begun.applying_xxh3,
+        applying_generation=None if is_complete else begun.applying_generation,
         is_mixed=False,
         pin=0,
         is_settling=has_changed or dict(begun.default_slots) != _defaults(identities),

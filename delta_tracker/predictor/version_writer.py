@@ -8,7 +8,7 @@ from typing import Protocol
 
 from delta_tracker.predictor.status import Served
 from delta_tracker.stream.format.contents import Contents
-from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.format.manifest import Link, Manifest
 from delta_tracker.stream.reading.orders import Followed
 from delta_tracker.stream.reading.position import Position
 from delta_tracker.types import Identity
@@ -100,7 +100,7 @@ class VersionWriter(Protocol):
         ...
 
     def leaves_rows(self, manifest: Manifest) -> bool:
-        """Return True if rows of another entry with the same version number may remain once ``manifest`` is applied."""
+        """Return True if rows of a replaced version may remain once ``manifest`` is applied; see :func:`replaces`."""
         ...
 
     def state_dict(self) -> dict[str, str | int]:
@@ -122,3 +122,20 @@ class VersionWriter(Protocol):
     def after_fork_in_child(self) -> None:
         """Drop what only the parent's threads can complete."""
         ...
+
+
+def replaces(manifest: Manifest, begun: Link, generation: int) -> bool:
+    """Return True if a claim or delta belongs to a history without a version that is written in part.
+
+    That version is another entry with the same number, or a later one of a lower generation. Only a snapshot replaces
+    all of its rows.
+
+    Args:
+        manifest: manifest of the claim, delta or snapshot to apply.
+        begun: version of the same stream that is written in part.
+        generation: generation of ``begun``.
+    """
+    if manifest.kind == "snapshot":
+        return False
+    is_fenced = begun.version > manifest.version and generation < manifest.generation
+    return is_fenced or (begun.version == manifest.version and begun != manifest.link)

@@ -18,6 +18,7 @@ from delta_tracker.errors import (
     PartialRowsError,
     SinkError,
     StreamError,
+    StreamReplacedError,
     TableMismatchError,
 )
 from delta_tracker.raw_ids import NO_OWNER, defaults_of
@@ -312,6 +313,44 @@ def test_a_newer_version_that_was_interrupted_stays_recorded() -> None:
         assert state is not None
         assert (state.version, state.applying) == (version, history.version)
     reader.assert_is(again.sync())
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_rows_of_a_lost_version_do_not_stay_under_those_of_the_next_publisher(restarts: bool) -> None:
+    storage, stored = Storage("memory://"), Stored()
+    lost = Writer(storage)
+    lost.snapshot()
+    Predictor(MemorySink(stored), storage).sync()
+    for row in (1, 2):
+        lost.delta([row])
+    common = lost.table.clone()
+    for _ in range(8):
+        lost.delta(list(range(20)))
+    newest = lost.snapshot().version
+    sink = MemorySink(stored)
+    predictor = Predictor(sink, storage, chunk_rows=2)
+    sink.fails_after = 5
+    with pytest.raises(SinkError):
+        predictor.sync()  # the snapshot, which replaces many versions
+    state = stored.state()
+    assert state is not None
+    assert (state.version, state.applying) == (1, newest)
+    for version in range(4, newest + 1):
+        storage.delete(f"log/{version:020}.json")
+    writer = Writer(storage)  # claims version 4
+    writer.table.copy_(common)
+    for row in (18, 19):
+        writer.delta([row])
+    if restarts:
+        predictor = Predictor(MemorySink(stored), storage, chunk_rows=2)
+    for _ in range(3):
+        with pytest.raises(StreamReplacedError):
+            predictor.sync()
+    for publish in (writer.snapshot, lambda: writer.delta([3])):
+        publish()
+        assert predictor.sync() == writer.claim.head.version
+        rows = {key: row for (_, _, key), (_, row) in stored.rows.items()}
+        assert torch.equal(torch.stack([rows[key] for key in range(20)]), writer.table)
 
 
 def test_the_position_is_that_of_the_row_store() -> None:
