@@ -36,23 +36,17 @@ Model = nn.Module | Mapping[str, Tensor | RowTarget]
 
 
 class Applier:
-    """Writer of versions to one model.
+    """Tables, dense tensors and mappings of raw ids of one model, and the rows written to them.
 
     Args:
         model: module or mapping of tables, see :func:`~delta_tracker.predictor.targets.find_targets`.
-        names: mapping from the name in the stream to the name in the model, for tables and dense tensors whose
-            names differ.
+        names: name in the stream to name in the model, for tables and dense tensors whose names differ.
         raw_ids: table FQN in the stream to an index of its raw ids; None if there are none.
         takes_dense: True to write dense tensors too.
         lock: reader-writer lock between lookups and writes.
         fence: order of lookups and writes on CUDA devices.
         chunk_rows: maximum number of rows to write each time the lock is acquired.
         recorder: records the time that it takes to write the rows of each version.
-
-    Raises:
-        InvalidArgumentError: if the model has another type or no tables, or if ``names`` is not a mapping or refers to
-            a name that is missing in the model, or if ``raw_ids`` is not a mapping of tables to indexes.
-        MissingExtraError: if the model has sharded or quantized TorchRec modules and fbgemm is not installed.
     """
 
     def __init__(
@@ -89,11 +83,7 @@ class Applier:
         The model is searched again for each version, so that ``model.to(device)`` may be called between versions.
 
         Raises:
-            TableMismatchError: for a table that is missing in the model, differs from it, cannot be written, or has raw
-                ids that the model cannot map as in the stream.
-            DenseMismatchError: for a dense tensor that is missing in the model, has another dtype or shape, cannot be
-                written, or shares its memory with another dense tensor.
-            InvalidArgumentError: for a target whose block lies outside its table, or if the model has no tables.
+            TableMismatchError, DenseMismatchError: if the version does not fit the model.
         """
         tables = find_targets(self._model)
         if self._rule.depends_on_stream:
@@ -129,10 +119,6 @@ class Applier:
 
         Args:
             identities: table FQN in the stream to buckets.
-
-        Raises:
-            InvalidArgumentError: if a mapping cannot serve the buckets, has raw ids in rows of other buckets, or was
-                not loaded with them.
         """
         found = [
             (fqn, raw_ids, identity) for fqn, identity in identities.items() for raw_ids in self.raw_ids().get(fqn, ())
@@ -162,9 +148,8 @@ class Applier:
         """Write the rows of a version chunk by chunk, and yield the number of rows of each chunk.
 
         Raises:
-            CorruptPartError: if a part that is too large for memory changed after its check. Some rows may already be
-                written.
-            StorageError: if such a part cannot be read again. Some rows may already be written.
+            CorruptPartError, StorageError: if a part that is too large for memory changed after its check or cannot be
+                read again. Some rows may already be written.
         """
         with self._timer():
             for placement in placements:
@@ -179,14 +164,7 @@ class Applier:
         return renamed(tables, {name: own for name, own in self._names.items() if own in tables})
 
     def _dense(self, specs: Mapping[str, DenseSpec]) -> dict[str, Tensor]:
-        """Return the tensors of the model to which the dense tensors of a version are written.
-
-        Args:
-            specs: name in the stream to dtype and shape.
-
-        Returns:
-            Name in the stream to tensor; empty if dense tensors are not written.
-        """
+        """Return the tensors of the model for dense tensors, by name in the stream; empty if none are written."""
         if not specs or not self._takes_dense:
             return {}
         held = _tensors(self._model)
@@ -224,21 +202,14 @@ class Receiver:
 
     @property
     def devices(self) -> set[torch.device]:
-        """Devices of the tables, the dense tensors and the mappings of raw ids.
-
-        Of targets that are not tensors, those in their ``devices``.
-        """
+        """Devices of the tables, dense tensors and mappings. Of targets that are not tensors, their ``devices``."""
         tables = {device for target in self.targets.values() for device in getattr(target, "devices", ())}
         if self.raw_ids:
             tables |= {device for maps in self.raw_ids.values() for each in maps for device in each.devices}
         return tables | {tensor.device for tensor in self.dense.values()}
 
     def place(self, contents: Contents) -> list[Placement]:
-        """Return the placements of the version's rows, in the order of writing. Nothing is written.
-
-        Raises:
-            PartialRowsError: if a table accepts only whole rows and the version has only some columns of a row.
-        """
+        """Return the placements of the version's rows, in the order of writing. Nothing is written."""
         return [*place(contents.whole, self.targets), *place(contents.listed, self.targets)]
 
     def default_rows(self, contents: Contents, changes: Iterable[OwnerChange]) -> list[Chunk]:

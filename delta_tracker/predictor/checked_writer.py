@@ -18,13 +18,7 @@ from delta_tracker.stream.storage.storage import Storage
 
 
 class CheckedWriter:
-    """Target of a predictor's reader: it reads and validates each version completely before its first row is written.
-
-    Args:
-        writer: writer of the versions.
-        gate: checks of the values; None without checks.
-        cache: keeps the parts that are read; None without a cache.
-    """
+    """Target of a reader that validates each version completely before its first row; see :class:`Target`."""
 
     def __init__(self, writer: VersionWriter, gate: GateKeeper | None, cache: HostCache | None) -> None:
         self._writer = writer

@@ -33,10 +33,6 @@ class Gate:
         min_rows: ``max_drift`` is checked only for tables with at least this number of rows in the version. The RMS row
             norm of fewer rows varies too much.
 
-    Raises:
-        InvalidArgumentError: for a ``non_finite`` that is not a bool, a ``max_drift`` that is not positive and finite,
-            or a ``min_rows`` that is not an integer of 1 or more.
-
     Example:
         >>> gate = Gate(max_drift=0.5)  # for Predictor(..., gate=gate)
         >>> gate.non_finite
@@ -62,15 +58,9 @@ class GateKeeper:
     A rejected version is called held. The RMS row norms in the last applied versions are the baseline for the next
     check.
 
-    Args:
-        gate: the bounds.
-
     Attributes:
         held: error of the last held version, without a traceback; None if no version was held, or if a version has been
             applied since.
-
-    Raises:
-        InvalidArgumentError: if ``gate`` is not a :class:`Gate`.
     """
 
     def __init__(self, gate: Gate) -> None:
@@ -83,34 +73,19 @@ class GateKeeper:
         self.held: HeldVersionError | None = None
 
     def accept(self, version: int) -> None:
-        """Mark a version as accepted, so that it is not rejected. The mark is removed when the version is applied.
-
-        Args:
-            version: number of the version, which may be held already or committed later.
-
-        Raises:
-            InvalidArgumentError: if ``version`` is not an integer of 0 or more.
-        """
+        """Mark a version as accepted, so that it is not rejected. The mark is removed when the version is applied."""
         if type(version) is not int or version < 0:
             raise InvalidArgumentError("version", version, "Pass the number of the version that is held")
         self._accepted.add(version)
 
     def recall(self, manifest: Manifest) -> None:
-        """Reject a version that was held before and has not been accepted since, without reading its rows.
-
-        Raises:
-            HeldVersionError: if the version was held and is not accepted. The reason is the same as before.
-        """
+        """Reject a version that was held and has not been accepted since, without reading its rows."""
         reason = self._refused.get(manifest.link)
         if reason is not None and manifest.version not in self._accepted:
             self._hold(manifest, reason)
 
     def check(self, manifest: Manifest, contents: Contents) -> Measure:
         """Check the rows and dense tensors of a version.
-
-        Args:
-            manifest: manifest of the version.
-            contents: rows and dense tensors of the version.
 
         Returns:
             RMS row norm of each table that has at least ``min_rows`` rows in the version, for :meth:`passed`.
@@ -126,12 +101,7 @@ class GateKeeper:
         return measure
 
     def passed(self, manifest: Manifest, measure: Measure) -> None:
-        """Record the RMS row norms in an applied version as the baseline, and remove the version's accepted mark.
-
-        Args:
-            manifest: manifest of the version.
-            measure: result of :meth:`check` or :meth:`follow`.
-        """
+        """Record the result of :meth:`check` for an applied version as the baseline, and remove its accepted mark."""
         # Skip norms that are not finite: no norm can be compared with them.
         self._sizes |= {key: size for key, size in measure.items() if math.isfinite(size)}
         self._accepted.discard(manifest.version)
@@ -152,11 +122,7 @@ class GateKeeper:
         raise unraised(self.held)  # the traceback of a raised error keeps the rows of the version alive
 
     def _measure(self, manifest: Manifest, contents: Contents) -> tuple[Measure, str]:
-        """Return the RMS row norms in a version, and the reason to reject the version for NaN or infinite values.
-
-        Tables with fewer than ``min_rows`` rows in the version have no RMS row norm. The reason is empty if the version
-        has no NaN or infinite values, or if the gate allows them.
-        """
+        """Return the result of :meth:`check`, and why NaN or infinite values reject the version; empty if not."""
         sums: dict[str, tuple[float, float]] = {}
         reason = ""
         for fqn, values in contents.chunks():

@@ -35,10 +35,6 @@ class HasStatus(Protocol):
 class PredictorGauges:
     """Metrics of one predictor: versions, rows, faults and lag.
 
-    Args:
-        recorder: recorder of the predictor.
-        runtime: clocks of the predictor.
-
     Attributes:
         age: age of the served rows.
         restored: manifest of the position that was loaded, until a version is applied; None if it is not known.

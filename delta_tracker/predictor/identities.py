@@ -37,8 +37,6 @@ def version_owners(contents: Contents) -> VersionOwners:
 
     Raises:
         MalformedError: if a raw id owns two rows, a row of another bucket, or a default row.
-        CorruptPartError: if a part that is too large for memory changed after its check.
-        StorageError: if such a part cannot be read again.
     """
     manifest = contents.manifest
     pieces: defaultdict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
@@ -57,11 +55,7 @@ def version_owners(contents: Contents) -> VersionOwners:
 
 
 def identities_after(manifest: Manifest, held: Mapping[str, Identity]) -> Mapping[str, Identity]:
-    """Return the buckets of all tables after a version.
-
-    Args:
-        manifest: manifest of the version.
-        held: table FQN to the buckets before the version.
+    """Return the buckets of all tables after a version, by table FQN. ``held`` has those before the version.
 
     Raises:
         MalformedError: if a delta has other buckets than the version before.
@@ -110,11 +104,7 @@ class OwnerChange:
         return int((self.final[self.slots - first] != NO_OWNER).sum())
 
     def unmap(self) -> int:
-        """Remove the raw ids of the rows whose owner changes. The caller must hold the lock for writing.
-
-        Returns:
-            The number of removed raw ids.
-        """
+        """Unmap the raw ids of the rows whose owner changes, and return their number. The caller must hold the lock."""
         is_owned = self.former != NO_OWNER
         if bool(is_owned.any()):
             self.raw_ids.unmap(self.slots[is_owned], self.former[is_owned])
@@ -185,11 +175,7 @@ def to_text(identities: Mapping[str, Identity]) -> str:
 
 
 def from_text(text: object) -> dict[str, Identity]:
-    """Return the buckets of tables from the result of :func:`to_text`.
-
-    Raises:
-        InvalidArgumentError: if ``text`` is invalid.
-    """
+    """Return the buckets of tables from the result of :func:`to_text`."""
     try:
         return msgspec.json.decode(str(text), type=dict[str, Identity])
     except ValueError as error:

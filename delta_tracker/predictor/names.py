@@ -20,9 +20,6 @@ class Names:
 
     Attributes:
         depends_on_stream: False if :meth:`of` returns the same names for every stream.
-
-    Raises:
-        InvalidArgumentError: if ``choice`` is neither, or a name or prefix in it matches nothing in the model.
     """
 
     def __init__(self, choice: object, known: Collection[str]) -> None:
@@ -49,14 +46,7 @@ class Names:
         self.depends_on_stream = bool(self._prefixes)
 
     def of(self, names: Iterable[str]) -> dict[str, str]:
-        """Return name in the stream to name in the model, for the given names that differ and all whole names.
-
-        Args:
-            names: names in the stream.
-
-        Raises:
-            InvalidArgumentError: if the function returns anything but a string.
-        """
+        """Return name in the stream to name in the model, for those of ``names`` that differ and all whole names."""
         if not self.depends_on_stream:
             return self._whole
         found = {name: self._own(name) for name in names}

@@ -39,23 +39,16 @@ class Placement:
 
     @property
     def ids(self) -> Tensor | slice:
-        """``[N]`` int64 global row ids, ascending and unique; or a ``slice`` with start and stop.
-
-        The ids are a slice if the first block holds all rows of its range.
-        """
+        """``[N]`` int64 global row ids, ascending and unique; or a slice if the block holds all rows of its range."""
         first = self.rows[0]
         return slice(*first.block.rows) if first.ids is None else first.ids
 
     def chunks(self, num_rows: int) -> Iterator[Chunk]:
-        """Yield the rows in chunks. Lookups may run while a chunk is read and prepared for writing.
-
-        Args:
-            num_rows: maximum number of rows of a chunk.
+        """Yield chunks of at most ``num_rows`` rows. Lookups may run while a chunk is read and prepared for writing.
 
         Raises:
-            InvalidArgumentError: if ``num_rows`` is less than 1.
-            CorruptPartError: if a part that is too large for memory changed after it was checked.
-            StorageError: if such a part cannot be read again.
+            CorruptPartError, StorageError: if a part that is too large for memory changed after it was checked, or
+                cannot be read again.
         """
         if num_rows < 1:
             raise InvalidArgumentError("num_rows", num_rows, "Pass a count of 1 or more")
@@ -135,7 +128,7 @@ def _held(rows: BlockRows, target: RowTarget) -> list[BlockRows]:
 
 
 def _cells(parts: Sequence[BlockRows]) -> list[list[BlockRows]]:
-    """Split blocks at all edges of their row ranges. Return a list of blocks in column order for each row range."""
+    """Split blocks at all edges of their row ranges. Return the blocks of each row range in column order."""
     if len(parts) == 1:
         return [[parts[0]]]
     edges = sorted({edge for each in parts for edge in each.block.rows})
@@ -148,7 +141,7 @@ def _cells(parts: Sequence[BlockRows]) -> list[list[BlockRows]]:
 
 
 def _aligned(rows: Sequence[BlockRows]) -> list[tuple[BlockRows, ...]]:
-    """Split the blocks of one row range into groups. All blocks of a group have the same row ids.
+    """Split the blocks of one row range into groups whose blocks have the same row ids.
 
     Rows are grouped by the set of column ranges that the version contains for them.
     """
@@ -179,15 +172,7 @@ def _check_whole(rows: Sequence[BlockRows], target: RowTarget) -> None:
 def _joined(
     values: Sequence[tuple[tuple[int, int], Tensor]], target: RowTarget
 ) -> list[tuple[tuple[int, int], Tensor]]:
-    """Concatenate the values that belong to the same column range of a target.
-
-    Args:
-        values: (column range, values) pairs in column order.
-        target: the table.
-
-    Returns:
-        A (column range, values) pair for each column range of the target that has values.
-    """
+    """Concatenate the ``(column range, values)`` pairs, in column order, of each column range of a target."""
     joined = []
     for first, end in target.columns:
         inside = [each for columns, each in values if first <= columns[0] and columns[1] <= end]

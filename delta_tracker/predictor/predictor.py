@@ -45,14 +45,12 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
     A predictor starts from the newest snapshot and applies every later version. A version is validated completely
     before its first row is written, so that an invalid one leaves the tables and :attr:`version` unchanged. If the next
     version cannot be applied, the predictor resyncs: it continues from a merged version or a newer snapshot, and logs a
-    warning. An older copy of the stream, such as a mirror that lags, never leads back. FLEET.md has all rules, failover
-    and limits.
+    warning. FLEET.md has all rules, failover and limits.
 
     Lookups in other threads run inside ``with predictor.reading()``, where no row changes. While a version is applied,
-    lookups see the new values of some of its rows and the old values of others, but no torn (partly written) row. All
-    dense tensors change together after the last row. Raw ids of tables with managed collisions are written to the
-    collision modules of the model, which must be in evaluation mode, or to ``raw_ids``; no raw id ever reads the row of
-    another one.
+    lookups see the new values of some of its rows and the old values of others, but no torn (partly written) row, and
+    no raw id reads the row of another one. All dense tensors change together after the last row. Collision modules of
+    the model must be in evaluation mode.
 
     Args:
         model: module whose tables have the same names as those of the stream (``<fqn>.weight``), or a mapping of FQN to
@@ -60,8 +58,7 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
             ``nn.EmbeddingBag`` and TorchRec collections (unsharded, sharded or quantized). The tables are looked up for
             each version, so ``model.to(device)`` may be called between versions. Or a
             :class:`~delta_tracker.row_sink.RowSink`, which keeps the position and all tables, but no dense tensors, for
-            lookups in other processes: :meth:`reading`, :meth:`state_dict`, :meth:`load_state_dict`, ``names`` and
-            ``raw_ids`` then raise InvalidArgumentError.
+            lookups in other processes.
         url: url of the stream, such as ``file:///directory``, ``s3://bucket/prefix`` or ``https://cache/prefix``, or an
             opened :class:`~delta_tracker.stream.storage.storage.Storage`. A sequence of them names copies of one
             stream, preferred in this order: what one lacks is read from another.
@@ -73,10 +70,9 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         gate: bounds on the values of a version; a version that violates one is held. None disables the check.
         chunk_rows: maximum number of rows that are written while lookups wait.
         notifier: delivers hints of new versions to :meth:`follow`; None to find versions by polling only.
-        name: name of the heartbeat that is written to the stream every few seconds, see
-            :mod:`~delta_tracker.stream.heartbeat`, which requires write permission; None disables it. Also the label
-            ``predictor`` of the metrics (default ``"predictor"``), with a suffix ``-2``, ``-3``, ... if another
-            predictor of this process has the name.
+        name: name of the heartbeat that is written to the stream every few seconds, which requires write permission;
+            None disables it. Also the label ``predictor`` of the metrics (default ``"predictor"``), with a suffix
+            ``-2``, ``-3``, ... if another predictor of this process has the name.
         monitor: monitor for the metrics; None for ``delta_tracker.monitor.MONITOR``.
         cache: directory, or :class:`~delta_tracker.stream.host_cache.HostCache`, in which the predictors of one host
             keep the parts that they read, so that each is fetched once.
@@ -87,13 +83,11 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         runtime: clock, waits, random numbers and threads of the predictor, which a simulation replaces.
 
     Raises:
-        InvalidArgumentError: for a model without tables, unknown ``names``, or an invalid ``raw_ids``, ``url``,
-            ``gate``, ``canary`` or ``chunk_rows``; for a ``name`` if there is no store to write heartbeats to.
+        InvalidArgumentError: for an invalid argument, such as a model without tables.
         MissingExtraError: if the model or the url requires a package that is not installed.
         StorageError: if the store cannot be opened.
         BrokenCacheError: if the directory of ``cache`` cannot be used.
-        SinkBusyError: if another process writes to the row store.
-        SinkError, MalformedSinkError: if the row store cannot be used. :meth:`sync` raises them too.
+        SinkError: if the row store cannot be used, for example because another process writes to it.
 
     Example:
         >>> import torch
@@ -182,9 +176,9 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
 
     @property
     def error(self) -> Exception | None:
-        """Current error of :meth:`follow`. If there is none, the error of the version that the gate holds, or None.
+        """Current error of :meth:`follow`, which retries after most errors.
 
-        :meth:`follow` retries after most errors.
+        If there is none, the error of the version that the gate holds, or None.
         """
         return self._follower.current_error
 
@@ -192,16 +186,15 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         """Context manager that blocks writes during lookups, and yields the versions that the tables hold.
 
         Keep the body of the ``with`` statement short and without ``await``: :meth:`follow` and :meth:`sync` cannot
-        write rows until it ends.
+        write rows until it ends. Methods that wait for such a write raise InvalidArgumentError inside it.
 
         If tables are on CUDA devices, the streams that are current when the ``with`` statement begins wait for the last
         write of rows, and the next write waits for all work that these streams have when the statement ends. Launch the
         lookups on these streams. The statement does not wait for the device. This was not run on a GPU.
 
         In a process that is forked while :meth:`follow` runs, the tables are as they were at the fork, between two
-        chunks. If some rows of a version are not written, ``applying`` is the number of this version. The tables do not
-        change until the process calls :meth:`follow` or :meth:`sync`. Tables in shared memory are an exception: the
-        parent continues to write to them, so do not look them up in a forked process.
+        chunks, and do not change until the process calls :meth:`follow` or :meth:`sync`. The parent continues to write
+        to tables in shared memory: do not look them up in the child.
 
         Raises:
             ForkedError: if the process was forked during a long write, so that rows may be torn. :meth:`sync` writes
@@ -241,8 +234,7 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
 
         After :meth:`rollback`, and at the version of a pin, no newer version is applied until a release. A predictor
         that is many versions behind applies merged versions and newer snapshots, each of which replaces several
-        versions. If the gate has a ``max_drift``, each version is applied by itself. With several urls, an error is
-        raised if none of them leads on, and for the first of consecutive errors of a store.
+        versions, unless the gate has a ``max_drift``.
 
         Args:
             limit: maximum number of versions to apply; None for all. A merged version counts as one. The first version
@@ -254,21 +246,12 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         Raises:
             NoSnapshotError: if the stream has no snapshot to start from.
             HeldVersionError: if the gate rejects the next version.
-            MissingVersionError: if a version is missing and no resync is possible, or a pin names no entry of the log.
-            StreamReplacedError: if the url contains another stream, which does not continue the applied one, or no
-                resync is possible.
-            OlderCopyError: if each url has an older copy of the stream, such as a mirror that lags.
-            TableMismatchError, DenseMismatchError: if a version does not fit the model and no resync is possible.
-            PartialRowsError: if a table accepts only whole rows, a version has only some columns of a row, and no
-                resync is possible.
-            CorruptPartError, MalformedError: if a version is damaged and no resync is possible.
-            StorageError: if the store cannot be read. The third consecutive storage error causes a resync, in case a
-                single object is unreadable.
-            StaleCacheError: if the url is an http url, and an object that is missing, short or altered was read once
-                past the caches without success. The fault may be over soon: a call that meets it 10 seconds or more
-                after the first one resyncs.
-            InvalidArgumentError: if ``limit`` is less than 1, or if called inside :meth:`reading`, where it would
-                deadlock.
+            StorageError: if the store cannot be read. The third consecutive one causes a resync, in case a single
+                object is unreadable.
+            StaleCacheError: if an object is missing, short or altered behind an http cache, also when it is read past
+                the caches. A call 10 seconds after the first one resyncs.
+            StreamError: if the next version is missing, damaged, of another stream or an older copy, or does not fit
+                the model, and no resync is possible. The table of errors in README.md names the types and what to do.
         """
         if limit is not None and (type(limit) is not int or limit < 1):
             raise InvalidArgumentError("limit", limit, "Pass a count of 1 or more, or None")
@@ -288,27 +271,20 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
     def follow(self, poll_seconds: float | None = None) -> None:
         """Apply new versions in a background thread until :meth:`stop`.
 
-        The thread waits for the first snapshot if there is none. If an attempt fails, the thread retries after a
-        pause of up to 5 seconds. An attempt fails, for example, if the store cannot be read, a version does not fit the
-        model, memory is exhausted or a ``RowTarget`` raises. The error is reported in :attr:`error`,
-        ``status().error``, the heartbeat and the metric ``follow_errors``. The tables keep the last version until the
-        next one is applied. If a version was interrupted, :meth:`reading` reports it as ``applying`` until it is
-        applied again.
+        The thread waits for the first snapshot if there is none. If an attempt fails, the thread retries after a pause
+        of up to 5 seconds, and the tables keep the last version. The error is reported in :attr:`error`,
+        ``status().error``, the heartbeat and the metric ``follow_errors``. If a version was interrupted,
+        :meth:`reading` reports it as ``applying`` until it is applied again.
 
         An exception such as ``SystemExit`` or ``KeyboardInterrupt`` that is raised in the thread ends the thread.
         :attr:`error` is then a :class:`FollowEndedError`, which :meth:`stop` raises.
 
-        By default, a directory is polled every 10 ms, and every 100 ms while no version comes; a remote store every
-        second, and every 5 seconds while no version comes. After three hints of the notifier in a row that were right,
-        a directory is polled every second and a remote store every 30 seconds, until a version comes without a hint or
-        the notifier fails. After a failover, the intervals are those of the new source. FLEET.md has the requests.
-
         Args:
-            poll_seconds: number of seconds between two polls, more than 0, which depend neither on hints nor on the age
-                of the newest version; None for the intervals above.
+            poll_seconds: number of seconds between two polls, more than 0; None for intervals that depend on the store,
+                on hints and on the age of the newest version. FLEET.md has them.
 
         Raises:
-            InvalidArgumentError: if the thread is already running, or ``poll_seconds`` is not positive and finite.
+            InvalidArgumentError: if the thread is already running.
             TableMismatchError, DenseMismatchError: if the newest version can be read within two seconds and does not
                 fit the model.
         """
@@ -329,9 +305,7 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
                 there is one.
             FollowEndedError: if the thread of :meth:`follow` ended by an error.
             ForkedError: if this process was forked while :meth:`follow` ran in its parent.
-            InvalidArgumentError: if the thread is not running and the version is not there, if ``version`` or
-                ``timeout`` is invalid, or if called inside :meth:`reading`, where it would deadlock, or in the thread
-                of :meth:`follow`.
+            InvalidArgumentError: if the thread is not running and the version is not there, or if called in the thread.
 
         Example:
             >>> import torch
@@ -358,15 +332,10 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
     def stop(self) -> None:
         """End the thread of :meth:`follow` within about a second, and raise its current error if there is one.
 
-        A request that hangs is abandoned. A version whose parts are still being read is not applied. A version whose
-        rows are being written is completed, unless its parts exceed 256 MiB in total and must be read again, or another
-        thread does not leave :meth:`reading`. In these two cases the version is interrupted, and ``reading()`` reports
-        it as ``applying`` until the next :meth:`follow` or :meth:`sync` applies it completely. A signal handler may
-        call this method.
-
-        Raises:
-            InvalidArgumentError: if called inside :meth:`reading`, where it could deadlock, or in the thread of
-                :meth:`follow`.
+        A request that hangs is abandoned. A version whose rows are being written is completed, unless its parts exceed
+        256 MiB in total and must be read again, or another thread does not leave :meth:`reading`. Then the version is
+        interrupted, and ``reading()`` reports it as ``applying`` until the next :meth:`follow` or :meth:`sync` applies
+        it completely. A signal handler may call this method; the thread itself may not.
         """
         self._refuse_inside_reading("stop()")
         self._follower.stop()
@@ -403,9 +372,6 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
 
         Args:
             version: number of the version, which may be held now or committed later.
-
-        Raises:
-            InvalidArgumentError: if the predictor has no gate, or ``version`` is not an integer of 0 or more.
         """
         if self._gate is None:
             raise InvalidArgumentError(
@@ -416,26 +382,18 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
     def rollback(self, version: int) -> None:
         """Return to an earlier version, and apply no newer one until :meth:`release`. Bypasses the gate.
 
-        With ``follows_pins``, a newer pin or release of the stream ends the rollback.
-
-        All data is read and validated before the first row is written, except that a hash module's probes are checked
-        version by version.
+        With ``follows_pins``, a newer pin or release of the stream ends the rollback. All data is read and validated
+        before the first row is written, except that a hash module's probes are checked version by version.
 
         Args:
-            version: number of the version. If the version is a snapshot, the stream must still contain it. Otherwise
-                the stream must contain a snapshot before it, which may be a merged one, and all versions after that
-                snapshot, up to this one. A merged version may replace several of them.
+            version: number of the version. The stream must still contain a snapshot at or before it, and all versions
+                from there up to it; merged versions will do.
 
         Raises:
-            InvalidArgumentError: if ``version`` is invalid, not committed yet or above the bound of a canary, or if
-                called inside :meth:`reading`.
-            MissingVersionError, NoSnapshotError: if a required version is missing, for example because retention
-                removed it.
-            StreamReplacedError: if the stream is not the one whose versions were applied.
-            CorruptPartError, MalformedError: if a required version is damaged.
-            PartialRowsError, TableMismatchError, DenseMismatchError: if a required version does not fit the model.
-            StorageError: if the store cannot be read. If the store fails after the validation, the next
-                :meth:`sync` or :meth:`follow` completes the rollback, and ``status().pinned`` is ``version``.
+            InvalidArgumentError: if ``version`` is invalid, not committed yet or above the bound of a canary.
+            StreamError: if a required version is missing or damaged, belongs to another stream or does not fit the
+                model. If the store fails after the validation, the next :meth:`sync` or :meth:`follow` completes the
+                rollback.
         """
         self._refuse_inside_reading("rollback()")
         with self._syncing:
@@ -464,11 +422,8 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
           the state of each ``RawIdIndex``) in one ``with predictor.reading()``. No other order is correct.
 
         Returns:
-            Dict with the keys ``stream``, ``version``, ``xxh3`` and ``generation``; the counter ``pin`` of the pin that
-            led to the version, or ``release`` of the last release, which a mirror that lags does not undo; and for
-            tables with raw ids ``identities``, a text with the buckets of the raw ids. There is no position before the
-            first version, or if an interrupted call left rows of unrelated versions in the tables: the dict then has
-            only ``identities``, or is empty. After such a dict is loaded, only a snapshot can be applied.
+            Dict of plain values. It has no position before the first version, or if an interrupted call left rows of
+            unrelated versions in the tables: after such a dict is loaded, only a snapshot can be applied.
         """
         return self._writer.state_dict()
 
@@ -480,12 +435,10 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         mapping of raw ids before: the model's state, or that of each ``RawIdIndex``.
 
         Args:
-            state: result of :meth:`state_dict`, also of an older release. If it has no position, the next :meth:`sync`
-                or :meth:`follow` starts from the newest snapshot.
+            state: result of :meth:`state_dict`, also of an older release.
 
         Raises:
-            InvalidArgumentError: if ``state`` is invalid or does not fit the mapping of raw ids, or if called inside
-                :meth:`reading`.
+            InvalidArgumentError: if ``state`` is invalid or does not fit the mapping of raw ids.
         """
         self._refuse_inside_reading("load_state_dict()")
         with self._syncing:

@@ -15,14 +15,9 @@ from delta_tracker.stream.format.manifest import Manifest
 
 
 def find_maps(model: object, names: Mapping[str, str]) -> dict[str, tuple[RawIdMap, ...]]:
-    """Return the mappings of the managed-collision modules of a model.
+    """Return the mappings of the managed-collision modules of a model, by table FQN in the stream.
 
-    Args:
-        model: module or mapping of tables; a mapping has no managed-collision modules.
-        names: FQN in the stream to FQN in the model, where they differ.
-
-    Returns:
-        Table FQN in the stream to mappings.
+    ``names`` has the FQN in the stream and in the model where they differ. A mapping of tables has no such modules.
     """
     if not isinstance(model, nn.Module) or not has_collisions(model):
         return {}
@@ -34,15 +29,12 @@ def find_maps(model: object, names: Mapping[str, str]) -> dict[str, tuple[RawIdM
 
 
 def check_hidden(manifest: Manifest, hidden: Collection[str], names: Mapping[str, str]) -> None:
-    """Reject a version with raw ids if a model has mappings of its own that would not be changed.
+    """Raise TableMismatchError for a version with raw ids if a model has mappings of its own that would not be changed.
 
     Args:
         manifest: manifest of the version.
-        hidden: names of mappings in modules that were scripted or traced.
+        hidden: names of mappings in modules that were scripted or traced, which may be dense tensors of the version.
         names: name in the stream to name in the model, where they differ.
-
-    Raises:
-        TableMismatchError: if there is such a mapping that is not one of the version's dense tensors.
     """
     left = sorted(set(hidden) - {names.get(name, name) for name in manifest.dense})
     if left and manifest.identities:
@@ -53,14 +45,10 @@ def check_hidden(manifest: Manifest, hidden: Collection[str], names: Mapping[str
 
 
 def check_indexes(indexes: object, tables: Mapping[str, RowTarget]) -> dict[str, RawIdIndex]:
-    """Return the indexes of a predictor by table FQN.
-
-    Args:
-        indexes: mapping of table FQN in the stream, optionally followed by ``.weight``, to index.
-        tables: table FQN in the stream to table of the model.
+    """Return the indexes of a predictor by table FQN in the stream. Names in ``indexes`` may end with ``.weight``.
 
     Raises:
-        InvalidArgumentError: if ``indexes`` is not such a mapping, or has a name that is missing in ``tables``.
+        InvalidArgumentError: if ``indexes`` is no mapping of indexes, or has a name that is missing in ``tables``.
     """
     if not isinstance(indexes, Mapping) or not all(isinstance(each, RawIdIndex) for each in indexes.values()):
         raise InvalidArgumentError("raw_ids", indexes, "Pass a mapping of table name in the stream to RawIdIndex")
@@ -73,10 +61,6 @@ def check_indexes(indexes: object, tables: Mapping[str, RowTarget]) -> dict[str,
 
 def check_maps(manifest: Manifest, maps: Mapping[str, tuple[RawIdMap, ...]]) -> None:
     """Reject a version whose raw ids cannot be mapped as the trainer maps them.
-
-    Args:
-        manifest: manifest of the version.
-        maps: table FQN in the stream to mappings.
 
     Raises:
         TableMismatchError: for the first table with raw ids that has no mapping, or one that cannot serve the buckets

@@ -15,9 +15,6 @@ class ServedAge:
     that did not exist at a look was modified after it. The estimate is exact to the time between two looks, plus one
     second. The thread that applies versions changes it. Any thread may call the other methods, which never wait.
 
-    Args:
-        runtime: clocks of this host.
-
     Attributes:
         rested: version after which the last look found no entry, and the monotonic time at which the look began; None
             if it found one.

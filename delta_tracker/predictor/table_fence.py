@@ -48,10 +48,9 @@ class TableFence:
                 self.devices = (*self.devices, device)
 
     def enter_reading(self) -> list[Any]:
-        """Let the current stream of each device wait for the last write. The caller must hold the lock for reading.
+        """Let the current stream of each device wait for the last write, and return the streams.
 
-        Returns:
-            The streams, for :meth:`leave_reading`.
+        The caller must hold the lock for reading.
         """
         streams = [torch.cuda.current_stream(device) for device in self.devices]
         for device, stream in zip(self.devices, streams, strict=True):
@@ -60,10 +59,9 @@ class TableFence:
         return streams
 
     def leave_reading(self, streams: Sequence[Any]) -> None:
-        """Let the next write wait for the work on some streams. The caller must still hold the lock for reading.
+        """Let the next write wait for the work on the streams of :meth:`enter_reading`.
 
-        Args:
-            streams: result of :meth:`enter_reading`.
+        The caller must still hold the lock for reading.
         """
         with self._mutex:  # threads may share a stream, and the last record of an event counts
             for stream in streams:

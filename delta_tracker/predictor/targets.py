@@ -20,7 +20,7 @@ _COMPILED = "_orig_mod."
 def find_targets(
     model: nn.Module | Mapping[str, Tensor | RowTarget], names: Mapping[str, str] | None = None
 ) -> dict[str, RowTarget]:
-    """Return the tables of a model as targets, which write to the memory that lookups currently read.
+    """Return the tables of a model by FQN in the stream, as targets that write to the memory that lookups read.
 
     Args:
         model: module or mapping. The tables of a module are its two-dimensional parameters and buffers, for example
@@ -28,9 +28,6 @@ def find_targets(
             unsharded, sharded (each rank then holds its own rows and columns), quantized, or compiled. The keys of a
             mapping are FQNs, optionally followed by ``.weight``; its values are ``[rows, columns]`` tensors or targets.
         names: FQN in the stream to FQN in the model, where they differ; None if all are equal.
-
-    Returns:
-        Mapping from FQN in the stream to target.
 
     Raises:
         InvalidArgumentError: if the model has another type, no tables, or two tables of the same name, or if ``names``
@@ -78,15 +75,7 @@ def table_names(model: nn.Module | Mapping[str, Tensor | RowTarget]) -> set[str]
 
 
 def renamed(targets: dict[str, RowTarget], names: Mapping[str, str]) -> dict[str, RowTarget]:
-    """Return the targets under their names in the stream.
-
-    Args:
-        targets: FQN in the model to target.
-        names: FQN in the stream to FQN in the model, where they differ.
-
-    Raises:
-        InvalidArgumentError: if a name of the model is missing in ``targets`` or occurs twice in ``names``.
-    """
+    """Return the targets under their names in the stream. ``names`` maps those that differ to FQNs in the model."""
     if not names:
         return targets
     for name in names.values():
@@ -101,13 +90,9 @@ def renamed(targets: dict[str, RowTarget], names: Mapping[str, str]) -> dict[str
 def check_targets(manifest: Manifest, targets: Mapping[str, RowTarget]) -> None:
     """Reject a version whose tables do not fit the model.
 
-    Args:
-        manifest: manifest of the version.
-        targets: FQN in the stream to table of the model.
-
     Raises:
-        TableMismatchError: for the first table that is missing, has another shape or dtype, cannot be written in
-            place, or shares its memory with another table of the stream.
+        TableMismatchError: for the first table that is missing, has another shape or dtype, cannot be written in place,
+            or shares its memory with another table of the stream.
         InvalidArgumentError: for a target whose block lies outside its table.
     """
     for fqn, table in manifest.tables.items():

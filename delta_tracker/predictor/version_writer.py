@@ -21,10 +21,9 @@ class VersionWrite(Protocol):
         """Check the rows and raw ids of the version. Nothing is written.
 
         Raises:
-            PartialRowsError: if a table accepts only whole rows and the version has only some columns of a row.
-            MalformedError: if its raw ids are invalid.
-            CorruptPartError: if a part that is too large for memory changed after its check.
-            StorageError: if such a part cannot be read again.
+            PartialRowsError, MalformedError: if the rows or raw ids cannot be written.
+            CorruptPartError, StorageError: if a part that is too large for memory changed after its check, or cannot be
+                read again.
         """
         ...
 
@@ -35,9 +34,6 @@ class VersionWrite(Protocol):
             contents: rows and dense tensors of the version.
             is_elsewhere: True if the version is not a successor of the applied version. If its write is interrupted,
                 only the same version or a snapshot can be applied next.
-
-        Raises:
-            StreamError: as :meth:`check`, before the first row is written, or an error of the destination.
         """
         ...
 
@@ -92,11 +88,7 @@ class VersionWriter(Protocol):
         ...
 
     def resolve(self, manifest: Manifest) -> VersionWrite:
-        """Return the write of a version.
-
-        Raises:
-            TableMismatchError, DenseMismatchError: if the version does not fit the destination.
-        """
+        """Return the write of a version. Raise TableMismatchError or DenseMismatchError if it does not fit."""
         ...
 
     def leaves_rows(self, manifest: Manifest) -> bool:
@@ -112,7 +104,7 @@ class VersionWriter(Protocol):
         ...
 
     def before_fork(self) -> None:
-        """Wait up to one second until no row is being written, and block new writes until the fork is done."""
+        """See :class:`~delta_tracker.forking.Forkable`, also for the two other methods."""
         ...
 
     def after_fork_in_parent(self) -> None:

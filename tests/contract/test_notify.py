@@ -23,6 +23,7 @@ from delta_tracker.stream.notify import notifier as notify
 from delta_tracker.stream.notify.nats import NatsNotifier
 from delta_tracker.stream.notify.notifier import Hints, LocalNotifier, Notifier
 from delta_tracker.stream.notify.redis import RedisNotifier
+from delta_tracker.stream.reading.runtime import Runtime
 from delta_tracker.stream.storage.storage import Storage
 from tests.servers import free_ports, nats_server, redis_server
 from tests.stream.streams import FQN, Writer
@@ -177,13 +178,10 @@ def test_losing_every_hint_costs_only_latency(engine: Notifier | None) -> None:
     hints.close()
 
 
-def test_a_failing_broker_is_logged_once_and_tried_after_growing_pauses(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_broker_is_logged_once_and_tried_after_growing_pauses(caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
-    monkeypatch.setattr(notify.time, "monotonic", lambda: now)
     engine = Broken()
-    hints = Hints(engine)
+    hints = Hints(engine, runtime=Runtime(monotonic=lambda: now))
     tried = []
     for now in range(100):
         calls = engine.calls
@@ -219,12 +217,11 @@ def test_a_hint_without_a_version_causes_no_busy_loop(notifier: Notifier, stream
     notifier.announce(stream, 1 << 62)
     slept: list[float] = []
 
-    class NeverSet(threading.Event):
-        def wait(self, timeout: float | None = None) -> bool:
-            slept.append(timeout)
-            return False
+    def wait(_: threading.Event, seconds: float) -> bool:
+        slept.append(seconds)
+        return False
 
-    hints = Hints(notifier, NeverSet())
+    hints = Hints(notifier, runtime=Runtime(wait=wait))
     for _ in range(10):
         hints.wait(stream, 4, LONG)
     assert len(slept) == 9
