@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +16,10 @@ from delta_tracker.predictor.polling import PollSchedule
 from delta_tracker.stream import heartbeat as heartbeat_module
 from delta_tracker.stream.mirror import Mirror
 from delta_tracker.stream.notify.notifier import LocalNotifier
+from delta_tracker.stream.pin import PINS, PinFollower
 from delta_tracker.stream.reading import source as source_module
 from delta_tracker.stream.reading.runtime import Runtime
+from delta_tracker.stream.rollback import pin_version
 from delta_tracker.stream.storage.url import default_poll_seconds
 from tests.predictor.pointed import point_at_the_head
 from tests.predictor.serving import eventually
@@ -212,6 +215,31 @@ def test_a_stream_without_a_pointer_is_listed_less_and_less_often(monkeypatch: p
     seconds = time.monotonic() - began
     predictor.stop()
     assert seconds > 0.3, "0.1 at a constant interval"
+
+
+def test_an_outage_at_a_pin_shows_as_soon_as_at_the_newest_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a pointer, checks at the newest version become rare. Those at a pin must not inherit that."""
+    shorten_waits(monkeypatch, gap_check_seconds=0.05)
+    writer, is_down = Writer(Storage("memory://")), threading.Event()
+    storage = WrappedStorage(writer.storage, fails(lambda each: is_down.is_set() and not each.name.startswith(PINS)))
+    good, newest = writer.snapshot().version, writer.delta([1]).version
+    predictor = Predictor(writer.model(), storage, follows_pins=True)
+    predictor._reader.source.pins = PinFollower(seconds=0.0)
+    predictor.follow(poll_seconds=0.005)
+    predictor.wait(newest, timeout=60)
+    checks = storage.requests["list"]
+    eventually(lambda: storage.requests["list"] >= checks + 5)  # rare by now
+    pin_version(writer.storage, good)
+    eventually(lambda: predictor.version == good)
+    checks = storage.requests["list"]
+    eventually(lambda: storage.requests["list"] >= checks + 2)
+    storage.take()
+    is_down.set()
+    eventually(lambda: predictor.error is not None)
+    num_polls = sum(each.name.startswith(PINS) for each in storage.take())
+    with pytest.raises(StorageError):
+        predictor.stop()
+    assert num_polls < 40, "120 at the intervals of the newest version"
 
 
 def test_a_deleted_version_is_noticed_although_the_pointer_is_old(monkeypatch: pytest.MonkeyPatch) -> None:

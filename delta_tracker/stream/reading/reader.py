@@ -274,6 +274,8 @@ class Reader:
 
     def _begin(self, *, looks_for_gap: bool) -> _Round:
         sources, position = self.sources.due(), self._target.position
+        for each in sources:
+            each.has_listed = False  # a round at a pin checks for no gap
         is_usable = position is not None and position.rows is not Rows.MIXED
         answers: _Answers = {}
         view = View(

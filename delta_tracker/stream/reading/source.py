@@ -39,7 +39,7 @@ class Source:
         bound: newest version that a canary may apply; None without one.
         catch_up: search for entries that replace many versions.
         pins: reader of the pins in the store.
-        has_listed: True if the last check for a gap had to list the log.
+        has_listed: True if a check for a gap had to list the log in this round of the reader, which sets it to False.
     """
 
     def __init__(
@@ -149,7 +149,6 @@ class Source:
             StreamReplacedError: if the log does not have the last applied entry.
             UnreadablePointerError, StaleCacheError: if the pointer, over http, shows nothing.
         """
-        self.has_listed = False
         held, log = position.link, self.log
         pointer = log.pointer.newest()
         if not log.is_listed:
