@@ -132,6 +132,30 @@ def test_an_interrupted_move_to_another_stream_obeys_a_newer_order(fleet: Fleet,
     assert steps(predictor) == [newest]
 
 
+@pytest.mark.parametrize("kind", ["table", "row store"])
+@pytest.mark.parametrize("num_done", [0, 2, 4, 5])
+def test_a_release_on_the_way_to_a_pin_leads_back_to_the_newest_version(fleet: Fleet, kind: str, num_done: int) -> None:
+    predictor, sink = (fleet.join(is_fragile=True), None) if kind == "table" else _sink_predictor(fleet)
+    predictor.sync()
+    pin_version(fleet.storage, 3)  # by way of the versions 1 and 2
+    if sink is None:
+        fleet.fails(predictor, after=num_done)
+    else:
+        sink.fails_after = 3 + 2 * num_done
+        with pytest.raises(SinkError):
+            predictor.sync()
+        sink.fails_after = None
+    assert predictor.status().pinned == 3
+    predictor.release()
+    for has_more in (False, True):
+        newest = fleet.published("delta") if has_more else fleet.newest
+        assert predictor.sync() == newest
+        assert predictor.status().pinned is None
+        assert torch.equal(fleet.rows_of(predictor) if sink is None else _sink_rows(sink), fleet.bits[newest])
+    pin_version(fleet.storage, 4, replaces=True)
+    assert predictor.sync() == 4
+
+
 @pytest.mark.parametrize("state", ["at a version", "at a pin", "on the way to a pin"])
 def test_mixed_tables_start_at_the_pin_of_the_new_stream(fleet: Fleet, state: str) -> None:
     predictor = fleet.join(is_fragile=True)
@@ -451,6 +475,20 @@ def test_a_canary_applies_nothing_after_a_pin_that_it_does_not_allow_yet(
     fleet.published("delta")
     canary.release()
     assert steps(canary) == [good]
+
+
+def test_a_canary_with_mixed_tables_says_that_it_waits_for_a_release(fleet: Fleet) -> None:
+    predictor = fleet.join(is_fragile=True, canary=Canary(versions=2))
+    held = predictor.sync()
+    pin_version(fleet.storage, 2)
+    fleet.fails(predictor, after=1)
+    good = fleet.published("snapshot")
+    assert release_pin(fleet.storage).version == good
+    assert predictor.sync() == held
+    assert predictor.status().why == f"the canary does not allow version {good} of the release yet"
+    fleet.deltas(2)
+    assert predictor.sync() == good
+    fleet.assert_holds(predictor, good)
 
 
 def test_a_predictor_that_waits_for_the_next_stream_searches_its_origin_rarely(fleet: Fleet) -> None:

@@ -230,10 +230,14 @@ def _named(log: SeenLog, order: Order) -> Manifest:
 
 def _towards(log: SeenLog, view: View, order: Order) -> Apply | Stay:
     """Follow the stream, but not past a pin that the canary does not allow yet: what follows it may be bad."""
-    position = view.position
+    position, stay = view.position, Stay(log.number, Rule.CANARY, _not_yet(order))
     if position is None or position.rows is Rows.MIXED:
-        return _start(log, view, order.version)
-    stay = Stay(log.number, Rule.CANARY, _not_yet(order))
+        try:
+            return _start(log, view, order.version)
+        except NoSnapshotError:
+            if position is None:
+                raise
+            return stay
     if position.stream != order.stream:
         found = snapshots(log, allows=_allows(log, view, order.version), skips_unreadable=not view.is_patient)
         return _first(log, view, takewhile(lambda each: each.stream == order.stream, found), Rule.RESYNC) or stay
@@ -300,9 +304,9 @@ def _begin(log: SeenLog, view: View, order: Order | None) -> Apply | Stay:
     if order.kind == "pin":
         return _to_pin(log, view, order)
     found = _to_release(log, view, order)
-    if found is None:
+    if found is None and view.position is None:
         raise NoSnapshotError(log.url)
-    return found
+    return found or Stay(log.number, Rule.CANARY, _not_yet(order))
 
 
 def _start(log: SeenLog, view: View, bound: int | None = None) -> Apply:

@@ -45,6 +45,7 @@ class Orders:
         self.policy = policy
         self.followed = 0
         self._last: Order | None = None  # that was followed
+        self._begun = 0  # counter of the last pin whose path was begun
         self._shown: dict[int, Order | None] = {}  # number of a url to its newest order
         self._known = 0  # counter of the newest order when a round ended
         # Number of a url and streams of orders to the former streams of its log.
@@ -91,7 +92,11 @@ class Orders:
             (source.pins.confirm if is_there else source.pins.doubt)(order.pin)
         return entry if is_there else None
 
-    def seen(self, order: Order | None, position: Position | None) -> Followed | None:
+    def begin(self, order: Order) -> None:
+        """Record that versions on the path to a pin are about to be written."""
+        self._begun = order.counter
+
+    def record(self, order: Order | None, position: Position | None) -> Followed | None:
         """Record the newest order at the end of a round. Return it if a reader at a position has followed it."""
         self._known = 0 if order is None else order.counter
         if order is None or not order.is_followed_by(position):
@@ -115,17 +120,17 @@ class Orders:
         self.policy = replace(self.policy, own=own)
 
     def release(self) -> None:
-        """End a rollback of this process. Without one, end the pin that is followed, for this process."""
+        """End a rollback of this process. Without one, end the pin that is followed or begun, for this process."""
         if self.policy.own is not None:
             self.policy = replace(self.policy, own=None)
         else:
-            self.policy = replace(self.policy, released=max(self.policy.released, self.followed))
+            self.policy = replace(self.policy, released=max(self.policy.released, self.followed, self._begun))
 
     def _drop(self, counter: int) -> None:
         """Forget orders above a counter."""
         own = self.policy.own
         own = None if own is None else replace(own, counter=min(own.counter, counter))
         self.policy = replace(self.policy, own=own, released=min(self.policy.released, counter))
-        self.followed = min(self.followed, counter)
+        self.followed, self._begun = min(self.followed, counter), min(self._begun, counter)
         if self._last is not None and self._last.counter > counter:
             self._last = None

@@ -351,6 +351,7 @@ class Reader:
             if decision.order is not None:
                 for entry in self._target.check_path(entries, storage):  # noqa: B007  the faulty one, after an error
                     pass
+                self.orders.begin(decision.order)
                 self.pinned = decision.order.version
                 self._target.write_path(entries, storage)
             else:
@@ -430,7 +431,7 @@ class Reader:
 
     def _end(self, state: _Round) -> None:
         """Record which order was followed in a round."""
-        followed = self.orders.seen(state.order, self._target.position)
+        followed = self.orders.record(state.order, self._target.position)
         if followed is not None:
             self._target.follow(followed)
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
 
-from delta_tracker.stream.reading.decisions import Apply, Decision
+from delta_tracker.stream.reading.decisions import Apply, Decision, Order, Policy
 from tests.stream.reading.families import FAMILIES, State
 from tests.stream.reading.readers import Reader, ViolationError, World, advance
 from tests.stream.reading.rules import chances, check
@@ -16,7 +16,9 @@ _FAULTY_ROUNDS = 4
 _IDLE_ROUNDS = 4  # without a step, after which a reader is at rest
 _MAX_SETTLED = 1 << 20
 
-Round = tuple[Reader, bool, bool, bool]
+_LAST = 1 << 10  # interrupts the last entry of a path
+
+Round = tuple[Reader, bool, bool, int | None]
 
 
 @dataclass
@@ -47,30 +49,33 @@ class Exploration:
         """
         for world, reader in states:
             self.states += 1
-            for is_cut, catches_up in ((False, False), (False, True), (True, False)):
+            for cut, catches_up in ((None, False), (None, True), (_LAST, False), (1, False)):
+                if cut == 1 and reader.policy == Policy():
+                    continue  # only orders have paths
                 trace: list[tuple[Reader, Decision]] = []
                 try:
-                    self._run(world, reader, trace, is_cut=is_cut, catches_up=catches_up)
+                    self._run(world, reader, trace, cut=cut, catches_up=catches_up)
                 except ViolationError as error:
-                    shown = [*map(str, world.logs), f"bad={set(world.bad)} {is_cut=} {catches_up=}", f"{reader}"]
+                    shown = [*map(str, world.logs), f"bad={set(world.bad)} {cut=} {catches_up=}", f"{reader}"]
                     raise ViolationError("\n".join([str(error), *shown, *map(_text, trace)])) from None
         return self
 
     def _run(
-        self, world: World, reader: Reader, trace: list[tuple[Reader, Decision]], *, is_cut: bool, catches_up: bool
+        self, world: World, reader: Reader, trace: list[tuple[Reader, Decision]], *, cut: int | None, catches_up: bool
     ) -> None:
         if world is not self._world:
             self._world = world
             self._known.clear()
         for number in range(_FAULTY_ROUNDS):
-            key = reader, number > 0, catches_up, is_cut
+            key = reader, number > 0, catches_up, cut
             if key not in self._known:
                 self._known[key] = self._round(world, *key)
             before, (reader, decision) = reader, self._known[key]
             trace.append((reader, decision))
             if before == reader and number > 1:
                 break
-            is_cut = is_cut and not isinstance(decision, Apply)
+            if cut is not None and isinstance(decision, Apply):
+                reader, cut = reader if cut == _LAST else _released(reader, decision.order), None
         world, reader = world.healed(), _without_forged(reader)
         settled = world.key, reader, catches_up
         if settled not in self._settled:
@@ -84,7 +89,7 @@ class Exploration:
         idle, num_left = 0, 2 * sum(len(each.word) for each in world.logs) + 4
         while idle < _IDLE_ROUNDS:
             before = reader
-            reader, decision = self._round(world, reader, idle > 0, catches_up, False)
+            reader, decision = self._round(world, reader, idle > 0, catches_up, None)
             trace.append((reader, decision))
             if isinstance(decision, Apply):
                 idle, num_left = 0, num_left - 1
@@ -97,13 +102,22 @@ class Exploration:
             raise ViolationError(f"at rest at {reader.word}, but {missed}")
 
     def _round(
-        self, world: World, reader: Reader, surveys: bool, catches_up: bool, is_cut: bool
+        self, world: World, reader: Reader, surveys: bool, catches_up: bool, cut: int | None
     ) -> tuple[Reader, Decision]:
-        after, decision = advance(world, reader, surveys=surveys, catches_up=catches_up, is_cut=is_cut)
+        after, decision = advance(world, reader, surveys=surveys, catches_up=catches_up, cut=cut)
         self.rounds += 1
         self.steps += isinstance(decision, Apply)
-        check(world, reader, decision, after, is_cut=is_cut)
+        check(world, reader, decision, after, is_cut=cut is not None)
         return after, decision
+
+
+def _released(reader: Reader, order: Order | None) -> Reader:
+    """Return a reader whose process ends what it follows, on the path to it."""
+    policy = reader.policy
+    if policy.own is not None:
+        return replace(reader, policy=replace(policy, own=None))
+    released = 0 if order is None else order.counter
+    return replace(reader, policy=replace(policy, released=max(policy.released, released)))
 
 
 def _without_forged(reader: Reader) -> Reader:

@@ -140,7 +140,7 @@ def mixed_at(word: str, **fields: object) -> Reader:
 
 
 def advance(  # noqa: C901  one case for each decision
-    world: World, reader: Reader, *, surveys: bool = False, catches_up: bool = False, is_cut: bool = False
+    world: World, reader: Reader, *, surveys: bool = False, catches_up: bool = False, cut: int | None = None
 ) -> tuple[Reader, Decision]:
     """Run one round. Return the reader after it and what it decided last.
 
@@ -149,7 +149,8 @@ def advance(  # noqa: C901  one case for each decision
         reader: the reader.
         surveys: see :class:`View`.
         catches_up: see :class:`View`.
-        is_cut: True to interrupt the first write of a version after some of its rows.
+        cut: number of the entry of a path whose write is interrupted after some rows, at most the last one; None to
+            interrupt nothing.
     """
     answers: list[dict[tuple[str, Hashable], object]] = [{} for _ in world.logs]
     order = [reader.current, *(each for each in range(len(world.logs)) if each != reader.current)]
@@ -199,21 +200,13 @@ def advance(  # noqa: C901  one case for each decision
                     faults = (*view.faults, *(Fault(decision.number, each, error) for each in decision.entries))
                     view = replace(view, faults=faults)
                     continue
-                return _written(reader, decision, is_cut=is_cut), decision
+                return _written(reader, decision, cut), decision
             case Fail(error):
                 is_unsure = isinstance(error, NoSnapshotError | StorageError) and not isinstance(error, StaleCacheError)
                 return replace(reader, failures=reader.failures + 1 if is_unsure else 0), decision
             case _:
                 counter = 0 if reader.known is None else reader.known.counter
                 return replace(reader, failures=0, current=decision.number, ended=counter), decision
-
-
-def _check_doubt(view: View, reader: Reader, decision: Apply) -> None:
-    """Check that no fault of a cache is believed at once. Without rows, an older snapshot is a start, too."""
-    is_start = reader.word is None or reader.is_mixed
-    is_doubted = view.logs[0].is_doubted and decision.number == view.logs[0].number
-    if not is_start and is_doubted and isinstance(decision.cause, CACHE_FAULTS):
-        raise ViolationError(f"a fault of a cache is believed at once: {decision.cause}")
 
 
 def _answer(log: Log, question: Look, reader: Reader) -> tuple[object, Reader]:
@@ -268,13 +261,12 @@ def _check(world: World, reader: Reader, decision: Apply) -> None:
             raise HeldVersionError(entry.version, "values")
 
 
-def _written(reader: Reader, decision: Apply, *, is_cut: bool) -> Reader:
-    before = reader
+def _written(reader: Reader, decision: Apply, cut: int | None) -> Reader:
+    before, last = reader, len(decision.entries) - 1
     for number, entry in enumerate(decision.entries):
         word, content, rows = word_of(entry), written_by(entry), list(reader.rows)
-        is_last = number == len(decision.entries) - 1
         is_elsewhere = entry.kind == "snapshot" if decision.order is not None else decision.is_elsewhere
-        if is_cut and is_last:
+        if cut is not None and number == min(cut, last):
             for row in sorted(content)[: (len(content) + 1) // 2]:
                 rows[row] = content[row]
             is_mixed = reader.is_mixed or (is_elsewhere and reader.word is not None)

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from delta_tracker.errors import NoSnapshotError
 from delta_tracker.stream.entry_names import Merged
 from delta_tracker.stream.format.manifest import Manifest
-from delta_tracker.stream.reading.decisions import Apply, Decision, Order
+from delta_tracker.stream.reading.decisions import Apply, Decision, Fail, Order, Stay
 from tests.stream.reading.logs import Log, generation_of, lineage, rows_after, stream_of, word_of
 from tests.stream.reading.readers import Reader, ViolationError, World, leaves_rows
 
@@ -20,6 +21,7 @@ def check(world: World, before: Reader, decision: Decision, after: Reader, *, is
     if not isinstance(decision, Apply):
         if after.word != before.word or after.rows != before.rows:
             raise ViolationError("rows change without a decision")
+        _check_wait(world, before, decision, order_of(after))
         return
     log, order = world.logs[decision.number], order_of(after)
     if not log.is_up:
@@ -40,6 +42,23 @@ def check(world: World, before: Reader, decision: Decision, after: Reader, *, is
         raise ViolationError(f"a canary {after.behind} behind applies {last.version} of {log.newest}")
     if not is_cut:
         _check_rows(after)
+
+
+def _check_wait(world: World, before: Reader, decision: Decision, order: Order | None) -> None:
+    """Check that a reader reports an outage, also at a pin, and says that a canary waits for an order."""
+    if isinstance(decision, Stay) and not world.logs[decision.number].is_up and (order is None or not order.is_own):
+        raise ViolationError("an outage is not reported")
+    is_empty = isinstance(decision, Fail) and isinstance(decision.error, NoSnapshotError)
+    if is_empty and before.word and before.behind and order is not None:
+        if all(_waits_for(log, before, order) for log in world.logs):
+            raise ViolationError("a canary that waits for an order says that there is no snapshot")
+
+
+def _waits_for(log: Log, reader: Reader, order: Order) -> bool:
+    """Return True if a canary of a log does not allow what an order leads to."""
+    if not log.word or stream_of(log.word) != order.stream or order.version not in log.entries:
+        return False
+    return _is_barred(log, reader, order)
 
 
 def _check_entries(log: Log, before: Reader, decision: Apply) -> None:

@@ -25,7 +25,7 @@ def _state_after(reader: Reader, decision: Decision, before: str) -> str:
     match decision:
         case Apply():
             return "Following" if decision.order is None else "Pinned"
-        case Stay():
+        case Stay() if not reader.is_mixed:
             return "Following" if decision.pinned is None else "Pinned"
     return _state_of(reader, before)
 
