@@ -150,14 +150,14 @@ def views(trunk: str, size: int) -> Iterator[Log]:
     """Yield what a url may show of a stream: behind, ahead, diverged, promoted, another stream, nothing, no answer."""
     yield Log("")
     yield Log(trunk, is_up=False)
-    seen = set()
+    yielded = set()
     for end in range(2, len(trunk) + 1):
         tails = ["", *("".join(t) for n in range(1, size + 1) for t in product("sdcf", repeat=n))]
         for tail in tails:
             word = trunk[:end] + tail
-            if word in seen or not _is_history(word, trunk) or (tail and tail[0] not in "cf" and end < len(trunk)):
+            if word in yielded or not _is_history(word, trunk) or (tail and tail[0] not in "cf" and end < len(trunk)):
                 continue
-            seen.add(word)
+            yielded.add(word)
             for first in _retained(word):
                 yield Log(word, first=first)
     yield Log("xsd")
@@ -166,13 +166,13 @@ def views(trunk: str, size: int) -> Iterator[Log]:
 
 def _positions(logs: Iterable[Log], *, is_short: bool) -> Iterator[Reader]:
     """Yield the readers of each history that is shown."""
-    seen = set()
+    yielded = set()
     for log in logs:
         for reader in readers(log.word, is_short=True) if log.word else ():
             if is_short and (reader.is_mixed or reader.ahead):
                 continue
-            if reader not in seen:
-                seen.add(reader)
+            if reader not in yielded:
+                yielded.add(reader)
                 yield reader
 
 

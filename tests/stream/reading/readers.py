@@ -153,19 +153,19 @@ def advance(  # noqa: C901  one case for each decision
             interrupt nothing.
     """
     answers: list[dict[tuple[str, Hashable], object]] = [{} for _ in world.logs]
-    order = [reader.current, *(each for each in range(len(world.logs)) if each != reader.current)]
+    numbers = [reader.current, *(each for each in range(len(world.logs)) if each != reader.current)]
 
     def unseen(number: int, *, is_doubted: bool) -> SeenLog:
         answers[number] = {}
         return SeenLog(number, world.logs[number].url, is_doubted and number == 0, answers[number])
 
     view = View(
-        tuple(unseen(number, is_doubted=world.is_cached) for number in order),
+        tuple(unseen(number, is_doubted=world.is_cached) for number in numbers),
         reader.position,
         replace(reader.policy, is_canary=reader.behind > 0),
         num_failures=reader.failures,
         catches_up=catches_up and reader.word is not None and not reader.is_mixed,
-        surveys=surveys and len(order) > 1,
+        surveys=surveys and len(numbers) > 1,
     )
     num_looks = num_tries = 0
     while True:

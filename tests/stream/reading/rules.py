@@ -49,9 +49,9 @@ def _check_wait(world: World, before: Reader, decision: Decision, order: Order |
     if isinstance(decision, Stay) and not world.logs[decision.number].is_up and (order is None or not order.is_own):
         raise ViolationError("an outage is not reported")
     is_empty = isinstance(decision, Fail) and isinstance(decision.error, NoSnapshotError)
-    if is_empty and before.word and before.behind and order is not None:
-        if all(_waits_for(log, before, order) for log in world.logs):
-            raise ViolationError("a canary that waits for an order says that there is no snapshot")
+    waits = before.word and order is not None and all(_waits_for(log, before, order) for log in world.logs)
+    if is_empty and waits:
+        raise ViolationError("a canary that waits for an order says that there is no snapshot")
 
 
 def _waits_for(log: Log, reader: Reader, order: Order) -> bool:
