@@ -23,7 +23,6 @@ the versions that it replaces.
 
 from __future__ import annotations
 
-import random
 import re
 import secrets
 import time
@@ -54,13 +53,23 @@ from delta_tracker.errors import (
 from delta_tracker.stream.entry_names import MAX_ENTRY_BYTES, Merged, entry_name
 from delta_tracker.stream.format.manifest import Fork, Kind, Link, Manifest
 from delta_tracker.stream.format.parse import parse_manifest
-from delta_tracker.stream.interruption import sleep
 from delta_tracker.stream.log_index import ListedIndex, LogIndex, PointedIndex
 from delta_tracker.stream.pin import has_deletions
 from delta_tracker.stream.pointer import HeadPointer, PointerView, read_pointer
+from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.storage.storage import Storage, Transfer, back_off
 
-__all__ = ["MAX_ENTRY_BYTES", "Claim", "Merged", "StreamLog", "entry_name", "generation_error", "part_name"]
+__all__ = [
+    "MAX_ENTRY_BYTES",
+    "Claim",
+    "Merged",
+    "StreamLog",
+    "check_merged",
+    "check_version",
+    "entry_name",
+    "generation_error",
+    "part_name",
+]
 
 _PART_GENERATION = re.compile(r"parts/[0-9]{20}-g([0-9]+)-")
 _BEAT_GENERATION = re.compile(r"publishers/([0-9]{20})\.json")
@@ -80,15 +89,17 @@ class StreamLog:
 
     Args:
         storage: store of the stream.
+        runtime: clock, waits and random numbers.
 
     Attributes:
         is_listed: True if the store can list the entries.
     """
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: Storage, runtime: Runtime = REAL) -> None:
         self.storage = storage
+        self._runtime = runtime
         self.is_listed = storage.lists
-        self.pointer = PointerView(storage)
+        self.pointer = PointerView(storage, runtime=runtime)
         self._index: LogIndex = ListedIndex(storage) if self.is_listed else PointedIndex(self.pointed)
         self._known = -1  # newest version that was read or listed; a hint, because the store may be replaced
         self._awaited: tuple[int, float] | None = None  # version of may_have(), and monotonic time to ask for it
@@ -109,19 +120,16 @@ class StreamLog:
         A request for an entry that does not exist yet leaves a "not found" in caches, which the next reader then gets
         although the entry exists. Over http, the answer is True if the pointer reaches the version, and otherwise once
         every 10 to 15 seconds, because the publisher may be unable to write the pointer.
-
-        Raises:
-            StorageError: if the pointer object cannot be read.
         """
         if self.is_listed:
             return True
         pointer = self.pointer.newest()
         if pointer is not None and pointer.version >= version:
             return True
-        now, awaited = time.monotonic(), self._awaited
+        now, awaited = self._runtime.monotonic(), self._awaited
         if awaited is not None and awaited[0] == version and now < awaited[1]:
             return False
-        self._awaited = version, now + _PROBE_SECONDS * random.uniform(1, 1.5)  # noqa: S311  no secret
+        self._awaited = version, now + _PROBE_SECONDS * self._runtime.uniform(1, 1.5)
         return awaited is not None and awaited[0] == version
 
     def newest_version(self, after: int, *, past_cache: bool = False) -> int:
@@ -134,9 +142,6 @@ class StreamLog:
         Args:
             after: a version of the log, or -1.
             past_cache: True to read the pointer now, past all caches.
-
-        Raises:
-            StorageError: if the store cannot be read.
         """
         pointer = self.pointer.newest(past_cache=past_cache)
         if not self.is_listed and pointer is not None and pointer.version > after:
@@ -144,28 +149,14 @@ class StreamLog:
         pointed = -1 if pointer is None else pointer.version
         if not self.is_listed:
             return max(after, pointed)
-        if pointed > after and self._has(pointed):
+        if pointed > after and _has(self.storage, pointed):
             after = pointed
         if after < 0:
             return max(self.versions(after=after), default=after)
-        present = self._last_present(after + 1) if self._has(after + 1) else after
-        if present == after > pointed and not self._has(after):
+        present = _last_present(self.storage, after + 1) if _has(self.storage, after + 1) else after
+        if present == after > pointed and not _has(self.storage, after):
             return max(self.versions(after=after), default=after)  # retention may have deleted both entries
         return present
-
-    def _last_present(self, after: int) -> int:
-        """Return a version from ``after`` on that has no successor, and that exists if it is not ``after``."""
-        present, step = after, 1
-        while self._has(after + step):
-            present, step = after + step, 2 * step
-        missing = after + step
-        while missing - present > 1:
-            middle = (present + missing) // 2
-            present, missing = (middle, missing) if self._has(middle) else (present, middle)
-        return present
-
-    def _has(self, version: int) -> bool:
-        return self.storage.size(entry_name(version)) is not None
 
     def read(self, version: int) -> Manifest | None:
         """Return the entry of a version, None if it does not exist.
@@ -176,40 +167,29 @@ class StreamLog:
         Raises:
             MalformedError: if the entry does not follow the format, belongs to another version, or is a merged entry.
                 It is a :class:`NewerFormatError` if only newer releases can read the entry.
-            StorageError: if the store cannot be read.
+            StorageError: if the store cannot be read, as in all methods.
         """
         if not self.is_listed and self._is_below_oldest(version):
             return None
         ahead = self._ahead
-        if ahead is not None and ahead[0].version == version and time.monotonic() - ahead[1] < _DOUBT_SECONDS:
+        if ahead is not None and ahead[0].version == version and self._runtime.monotonic() - ahead[1] < _DOUBT_SECONDS:
             return ahead[0]
-        name = entry_name(version)
-        manifest = self._read(name)
-        if manifest is not None and (manifest.version != version or manifest.merges is not None):
-            raise MalformedError(name, f"it is the entry of version {manifest.version}, merged: {manifest.merges}")
+        manifest = self._read(entry_name(version))
         if manifest is not None:
+            check_version(manifest, version)
             self._known = max(self._known, version)
             if not self.is_listed:
                 self.pointer.saw(manifest)
         return manifest
 
     def versions(self, *, after: int = -1) -> list[int]:
-        """Return the versions above ``after``, ascending. Lists the log, which is slow in a remote store.
-
-        Ignores objects whose names are not names of entries.
-
-        Raises:
-            StorageError: if the store cannot be listed.
-        """
+        """Return the versions above ``after``, ascending. Lists the log, which is slow in a remote store."""
         versions = self._index.versions(after)
         self._known = max(versions[-1:], default=self._known)
         return versions
 
     def listed(self, *, after: int = -1) -> dict[int, float]:
-        """Return the versions above ``after``, ascending, with the modification times of their entries in Unix seconds.
-
-        Lists the log as :meth:`versions` does, with the same errors.
-        """
+        """Return the versions above ``after`` with the modification times of their entries, in Unix seconds."""
         return self._index.listed(after)
 
     def head(self) -> Manifest | None:
@@ -224,7 +204,6 @@ class StreamLog:
             MalformedError: if an entry does not follow the format.
             StaleCacheError: if the store is read over http, and the entry is not the one of the pointer.
             UnreadablePointerError: if the server sends something else than a pointer, and none was read before.
-            StorageError: if the store cannot be read.
         """
         if not self.is_listed:
             pointer = self.pointer.newest()
@@ -235,11 +214,7 @@ class StreamLog:
         return self._known_head() or self._listed_head()
 
     def newest_readable(self) -> Manifest | None:
-        """Return the newest entry that follows the format; None if there is none. Lists the log.
-
-        Raises:
-            StorageError: if the store cannot be read.
-        """
+        """Return the newest entry that follows the format; None if there is none. Lists the log."""
         for version in reversed(self.versions()):
             with suppress(MalformedError):
                 entry = self.read(version)
@@ -256,10 +231,10 @@ class StreamLog:
         if self.storage.lists_from:
             versions = self.versions(after=known - 1)
             return self.read(versions[-1]) if versions else None
-        if not self._has(known):
+        if not _has(self.storage, known):
             return None
         try:
-            head = self.read(self._last_present(known))
+            head = self.read(_last_present(self.storage, known))
         except MalformedError:
             return None
         return head if head is not None and self.is_surely_newest(head) else None
@@ -274,25 +249,20 @@ class StreamLog:
         return None
 
     def pointed(self, *, is_due: bool = True, past_cache: bool = False) -> HeadPointer | None:
-        """Return the newest pointer whose entry was read and has its hash, for a store that cannot list.
+        """Return the newest pointer whose entry was read and has its hash; None before the first.
 
-        Reads the entry of a pointer that is new, past the caches if a cache has another one or none.
+        For a store that cannot list. Reads the entry of a pointer that is new, past the caches if a cache has another
+        one or none. The pointer is raised to newer entries that were read.
 
         Args:
             is_due: see :meth:`PointerView.newest`.
             past_cache: see :meth:`PointerView.newest`.
-
-        Returns:
-            The pointer, raised to newer entries that were read; None before the first.
-
-        Raises:
-            StorageError: if the store cannot be read.
         """
         pointer = self.pointer.newest(is_due=is_due, past_cache=past_cache)
         if pointer is not None and pointer is not self.pointer.confirmed:
             with suppress(MalformedError):
                 entry = self._confirmed_by(pointer)
-                self._ahead = None if entry is None else (entry, time.monotonic())
+                self._ahead = None if entry is None else (entry, self._runtime.monotonic())
         return self.pointer.confirmed
 
     def check_pointer(self) -> None:
@@ -326,14 +296,8 @@ class StreamLog:
     def _confirmed_by(self, pointer: HeadPointer) -> Manifest | None:
         """Read the entry that a pointer names, past the caches if a cache has another one or none.
 
-        Confirms the pointer, or refuses it for a while.
-
-        Returns:
-            The entry. If no other pointer is confirmed, also one of another generation: the log was replaced. None if
-            the entry is missing, or another one.
-
-        Raises:
-            MalformedError: if the entry does not follow the format.
+        Confirms the pointer, or refuses it for a while. Returns None if the entry is missing, or another one. If no
+        other pointer is confirmed, an entry of another generation is returned, too: the log was replaced.
         """
         name = entry_name(pointer.version)
         is_only = self.pointer.confirmed in (None, pointer)
@@ -361,7 +325,7 @@ class StreamLog:
     def _may_doubt(self, name: str) -> bool:
         """Return False if an entry was read past the caches less than 10 s ago."""
         doubted = self._doubted
-        return doubted is None or doubted[0] != name or time.monotonic() - doubted[1] >= _DOUBT_SECONDS
+        return doubted is None or doubted[0] != name or self._runtime.monotonic() - doubted[1] >= _DOUBT_SECONDS
 
     def _read_past_cache(self, name: str) -> Manifest | None:
         """Return an entry, read past the caches; None if it does not exist, or was read so less than 10 s ago.
@@ -371,17 +335,14 @@ class StreamLog:
         """
         if not self._may_doubt(name):
             return None
-        self._doubted = name, time.monotonic()
-        sleep(random.uniform(0, _SPREAD_SECONDS))  # noqa: S311  no secret
+        self._doubted = name, self._runtime.monotonic()
+        self._runtime.sleep(self._runtime.uniform(0, _SPREAD_SECONDS))
         return self._read(name, past_cache=True)
 
     def merged(self, *, after: int = -1) -> list[Merged]:
         """Return references to the merged entries with a last version above ``after``, sorted by last version.
 
         Lists the merged entries, which is slow in a remote store. Over http, only those that the pointer names.
-
-        Raises:
-            StorageError: if the store cannot be listed.
         """
         return self._index.merged(after)
 
@@ -390,20 +351,14 @@ class StreamLog:
 
         Raises:
             MalformedError: if the entry does not follow the format, or replaces other versions than its name states.
-            StorageError: if the store cannot be read.
         """
         manifest = self._read(merged.name)
-        if manifest is not None and (manifest.merges is None or Merged.of(manifest) != merged):
-            raise MalformedError(merged.name, f"it replaces versions after {manifest.parent} up to {manifest.merges}")
-        return manifest
+        return None if manifest is None else check_merged(manifest, merged)
 
     def create_merged(self, manifest: Manifest) -> bool:
         """Create a merged entry; return False if another one of the same kind exists for these versions.
 
-        Raises:
-            MalformedError: if the entry does not follow the format.
-            AlteredEntryError: if a remote store had other bytes than were sent. The entry was deleted.
-            StorageError: if the store fails, and the entry cannot be read back.
+        Raises as :meth:`create_copy`, and MalformedError if the entry does not follow the format.
         """
         name = Merged.of(manifest).name
         parse_manifest(name, manifest.to_json())
@@ -419,20 +374,13 @@ class StreamLog:
             StorageError: if the store fails, and the entry cannot be read back.
         """
         try:
-            return self._create(name, data)
+            return _create(self.storage, name, data)
         except AlteredEntryError:
             self.storage.delete(name)
             raise
 
     def newest_snapshot(self) -> Manifest | None:
-        """Return the newest snapshot that a reader can start from; None if there is none.
-
-        The snapshot may be an entry of the log or a merged entry.
-
-        Raises:
-            MalformedError: if an entry does not follow the format.
-            StorageError: if the store cannot be read.
-        """
+        """Return the newest snapshot that a reader can start from, of the log or merged; None if there is none."""
         head = self.head()
         if head is None:
             return None
@@ -445,14 +393,7 @@ class StreamLog:
         return self.read(in_log) if in_log >= 0 else None
 
     def longest_merged(self, version: int) -> Manifest | None:
-        """Return the merged delta that a reader at ``version`` can apply and that has the highest last version.
-
-        Returns None if there is no such delta.
-
-        Raises:
-            MalformedError: if an entry does not follow the format.
-            StorageError: if the store cannot be read.
-        """
+        """Return the merged delta with the highest last version that a reader at ``version`` can apply, or None."""
         for merged in reversed(self.merged(after=version)):
             if merged.kind == "delta" and merged.first <= version + 1:
                 manifest = self.read_merged(merged)
@@ -463,42 +404,15 @@ class StreamLog:
     def is_surely_newest(self, entry: Manifest) -> bool:
         """Return True if an entry is the newest one, as far as single requests to a local directory can show it.
 
-        The next names must be free, and the next one never have been used. Retention deletes in ascending order, except
-        that it keeps each claim and the entry before it. So if any other entry at or below ``entry`` is still there,
-        nothing above it was deleted, except by other programs, which may have deleted up to three entries above it. A
-        power loss can undo some deletions of a pass that was interrupted. Its announcement remains, so
-        the result is False while there is one.
-
-        Returns:
-            False if the entry is not the newest, or may not be, and always if the store is not a local directory.
-
-        Raises:
-            StorageError: if the store cannot be read.
+        Always False if the store is not a local directory. The next names must be free, and the next one never have
+        been used. Retention deletes in ascending order, except that it keeps each claim and the entry before it. So if
+        any other entry at or below ``entry`` is still there, nothing above it was deleted, except by other programs,
+        which may have deleted up to three entries above it. A power loss can undo some deletions of a pass that was
+        interrupted. Its announcement remains, so the result is False while there is one.
         """
         if self.storage.lists_from or not self.is_listed or _continues_after(self, entry.version):
             return False
-        return self._follows_deletable(entry) and not has_deletions(self.storage)
-
-    def _follows_deletable(self, entry: Manifest) -> bool:
-        """Return True if ``entry``, or one before it in the log, is still there, though retention need not keep it.
-
-        The parent of ``entry`` must be there, too: without it, ``entry`` may be late, at a name that was freed.
-        """
-        after: Manifest | None = None
-        link: Link | None = entry.link
-        is_deletable = False
-        try:
-            for _ in range(_MAX_GUARDS):
-                found = None if link is None else self.read(link.version)
-                if found is None or found.link != link:
-                    return False
-                is_deletable |= found.kind != "claim" and (after is None or after.kind != "claim")
-                if is_deletable and after is not None:
-                    return True
-                after, link = found, found.parent
-        except MalformedError:  # altered on the way to the store
-            return False
-        return False
+        return _follows_deletable(self, entry) and not has_deletions(self.storage)
 
     def is_committed(self, entry: Manifest) -> bool:
         """Return True if an entry that was read is part of the log.
@@ -510,10 +424,6 @@ class StreamLog:
         entry that retention has since deleted. The log then continues above the claim, and no entry names the claim as
         its parent. Entries of other kinds need no check, because retention never deletes the entries whose names a
         fenced publisher may still try to use.
-
-        Raises:
-            MalformedError: if the next entry does not follow the format.
-            StorageError: if the store cannot be read.
         """
         following = None if self.storage.lists_from else self.read(entry.version + 1)
         if following is None and self.is_surely_newest(entry):
@@ -527,12 +437,7 @@ class StreamLog:
         return following is not None and following.parent == entry.link
 
     def precedes_claim(self, entry: Manifest) -> bool:
-        """Return True if the entry after ``entry`` is a claim. Retention then keeps ``entry``, but not its parts.
-
-        Raises:
-            MalformedError: if an entry does not follow the format.
-            StorageError: if the store cannot be read.
-        """
+        """Return True if the entry after ``entry`` is a claim. Retention then keeps ``entry``, but not its parts."""
         following = self.read(entry.version + 1)
         return following is not None and following.kind == "claim"
 
@@ -555,7 +460,6 @@ class StreamLog:
             StreamReplacedError: if ``after`` is given and the store is empty.
             AlteredEntryError: if three consecutive claims were altered on the way to a remote store.
             NameConflictError: if the store refuses to create the next entry, but lists no entry of that name.
-            MalformedError: if an entry does not follow the format.
             NotDurableError: if the claim was created, but may be missing after a power loss. The next claim follows it.
             StorageError: if the store fails, or every attempt was lost to another publisher. If the store failed, the
                 claim may have been created.
@@ -568,7 +472,7 @@ class StreamLog:
             # A second attempt lists the log, in case entries are missing that retention has not deleted.
             head = altered or (self._listed_head() if attempt else self.head())
             if altered is None and head is not None and (head.kind, head.writer) == ("claim", writer):
-                adopted = self._adopted(head)
+                adopted = _adopted(self, head)
                 if adopted is not None:
                     return adopted
             if altered is None and after is not None and (head is None or head.link != after):
@@ -592,10 +496,10 @@ class StreamLog:
                 forked_from=None if head is None or before else Fork(head.stream, head.version, head.xxh3),
             )
             try:
-                claimed = self._append(entry, set())
+                claimed = _append(self, entry, set())
             except AlteredEntryError as error:
                 altered = replace(entry, xxh3=error.xxh3)
-                altered = altered if self._confirm(altered) else None
+                altered = altered if _confirm(self, altered) else None
                 num_altered += 1
                 if num_altered == _ALTERATIONS:
                     raise
@@ -607,86 +511,6 @@ class StreamLog:
             back_off(refused + 1)
         reason = f"lost {_CLAIM_ATTEMPTS} claims to other publishers, the last for {name}"
         raise StorageError(self.storage.url, reason, "Stop the other publishers of this stream, then try again")
-
-    def _adopted(self, entry: Manifest) -> Claim | None:
-        """Return the claim that an earlier call created as ``entry``, which is the newest entry.
-
-        Returns None if the bytes of the entry may not be those that the call sent.
-        """
-        data = self._bytes(entry_name(entry.version))
-        expected: tuple[int, int | None] = 1, None
-        try:
-            if entry.parent is not None:
-                before = self.read(entry.parent.version)
-                if before is None or (before.stream, before.link) != (entry.stream, entry.parent):
-                    return None
-                expected = before.generation + 1, before.snapshot
-        except MalformedError:
-            return None
-        if data != entry.to_json() or (entry.generation, entry.snapshot) != expected:
-            return None
-        self.storage.sync("log")
-        return Claim(self, entry, data)
-
-    def _append(self, draft: Manifest, sent: set[str]) -> tuple[Manifest, bytes] | None:
-        """Append ``draft`` to the log, and return the entry and its bytes.
-
-        Returns None if the version of ``draft`` already has another entry, or had one that retention deleted.
-
-        Args:
-            draft: the entry.
-            sent: the hash of the entry's bytes is added before they are sent.
-
-        Raises:
-            AlteredEntryError: if the stored entry has other bytes than were sent.
-            MalformedError: if the entry does not follow the format; nothing was created.
-            StorageError: if the store fails; the entry may have been created.
-        """
-        name, data = entry_name(draft.version), draft.to_json()
-        entry = parse_manifest(name, data)
-        sent.add(entry.xxh3)
-        if not self._create(name, data):
-            return None
-        try:
-            return (entry, data) if self._confirm(entry) else None
-        except _ParentLostError:
-            raise
-        except StorageError as error:
-            raise UnknownOutcomeError(self.storage.url, name, error.reason) from error
-
-    def _confirm(self, entry: Manifest) -> bool:
-        """Return True if a newly created entry is part of the log; otherwise delete the entry and return False.
-
-        The log may already have continued beyond this version, and retention may have deleted the entry that had this
-        name before. The head is never deleted, so an entry of the log is the head, or is the parent of the next entry.
-
-        If an entry that is not a claim is the head, its parent must exist, because retention keeps the head's parent.
-
-        Raises:
-            _ParentLostError: if another program has deleted the parent, and no successor found the entry as the head.
-                The entry is not deleted.
-            StorageError: if the store fails. The entry is not deleted.
-        """
-        follows = None if entry.kind == "claim" else entry.parent
-        is_lost = follows is not None and _is_lost(self.storage, follows, entry.writer)
-        if follows is not None and not is_lost and not _continues_after(self, entry.version):
-            return True
-        if self.is_committed(entry):
-            if is_lost and follows is not None and not self._is_succeeded(entry):
-                raise _ParentLostError(self.storage.url, f"{entry_name(follows.version)} is missing")
-            return True
-        self.storage.delete(entry_name(entry.version))
-        return False
-
-    def _is_succeeded(self, entry: Manifest) -> bool:
-        """Return True if the log has continued after ``entry``, by a claim of a publisher that found it as the head.
-
-        A higher generation shows a publisher that had claimed the stream before, and met ``entry`` at a freed name.
-        """
-        if not self.versions(after=entry.version):
-            return False
-        following = self.read(entry.version + 1)
-        return following is not None and following.generation <= entry.generation + 1
 
     def _read(self, name: str, *, past_cache: bool = False) -> Manifest | None:
         response = Transfer()
@@ -708,56 +532,6 @@ class StreamLog:
         if parsed[1].modified != response.modified:
             parsed = self._parsed = name, replace(parsed[1], modified=response.modified)
         return parsed[1]
-
-    def _create(self, name: str, data: bytes) -> bool:
-        """Create an entry; return False if another entry has the name.
-
-        If the store fails or reports that the name is taken, the stored entry is read and compared with ``data``,
-        because an earlier request may have created it. An entry of a local store that is found in this way is flushed
-        to disk: a successful read only proves that it is in memory.
-
-        Raises:
-            AlteredEntryError: if the stored entry has other bytes than were sent.
-            NotDurableError: if the entry exists, but may be missing after a power loss.
-            NameConflictError: if the store refuses the name, but has no such entry.
-            DirectoryReplacedError: if the directory of a local store was replaced.
-            UnknownOutcomeError: if the store fails, and the entry cannot be read back, or a remote store may still
-                execute the request.
-            StorageError: if the entry was not created in a local store.
-        """
-        created, failure = False, None
-        try:
-            created = self.storage.create(name, data)
-        except (NameConflictError, NotDurableError, DirectoryReplacedError):
-            raise
-        except StorageError as error:
-            failure = error
-        if created and not self.storage.is_remote:
-            return True
-        there = _read_back(self.storage, name, failure)
-        if there is None and created:
-            raise StorageError(self.storage.url, f"{name} is missing after it was created")
-        # A client repeats a request whose response was lost, so an unreadable entry may be from this call in any case.
-        if there not in (None, data) and (created or (self.storage.is_remote and not _is_readable(name, there))):
-            again = self._bytes(name)  # the response may have been altered instead
-            if again != data:
-                raise self._altered(name, there, again)
-            there = again
-        if there != data:
-            return False
-        self.storage.sync(name.rpartition("/")[0])
-        return True
-
-    def _bytes(self, name: str) -> bytes | None:
-        """Return the bytes of an entry, None if it does not exist."""
-        array = self.storage.read(name, max_bytes=MAX_ENTRY_BYTES)
-        return None if array is None else array.tobytes()
-
-    def _altered(self, name: str, there: bytes, again: bytes | None) -> StorageError:
-        """Return the error for an entry with other bytes than were sent, which was read twice."""
-        if again != there:
-            return StorageError(self.storage.url, f"it returned different bytes for {name} when it was read twice")
-        return AlteredEntryError(self.storage.url, name, xxhash.xxh3_128_hexdigest(there))
 
 
 class _ParentLostError(StorageError):
@@ -876,7 +650,7 @@ class Claim:
         taken: Manifest | None
         altered: AlteredEntryError | None = None
         try:
-            committed = self._log._append(draft, self._sent)  # noqa: SLF001  both classes implement one protocol
+            committed = _append(self._log, draft, self._sent)
         except AlteredEntryError as error:
             altered, taken = error, draft
         else:
@@ -907,12 +681,9 @@ class Claim:
         The name of the claim was never used before: it is above all entries, and above a version whose outcome is
         unknown. The names of lost entries are not used again, because caches may have them.
 
-        Args:
-            kind: kind of the version to commit. Only a snapshot may follow the claim.
-
         Raises:
             FencedError: if a newer publisher has claimed the stream.
-            LostEntryError: if ``kind`` is not a snapshot.
+            LostEntryError: if ``kind``, the kind of the version to commit, is not a snapshot.
             StorageError: if the store fails. The claim may have been created, and the next call finds it.
         """
         lost, altered_claims = entry_name(self._head.version), 0
@@ -960,7 +731,7 @@ class Claim:
             created=time.time(),
         )
         try:
-            created = self._log._append(claim, set())  # noqa: SLF001  both classes implement one protocol
+            created = _append(self._log, claim, set())
         except AlteredEntryError as error:  # the next claim follows the stored bytes
             self._head, self._needs_snapshot = replace(claim, xxh3=error.xxh3), True
             self._sent.clear()
@@ -981,13 +752,12 @@ class Claim:
         Raises:
             FencedError: if there is such a sign. The entries of this publisher above the lost one are deleted, because
                 they are not part of the log.
-            StorageError: if the store cannot be read.
         """
         log, head = self._log, self._head
         versions = log.versions()
         asked = [version for version in versions if version >= head.version]
         asked = [*versions[: len(versions) - len(asked)][-1:], *asked]  # the newest one below shows another stream
-        read = {version: log._bytes(entry_name(version)) for version in asked}  # noqa: SLF001  one protocol
+        read = {version: _bytes(log.storage, entry_name(version)) for version in asked}
         parsed = [_parsed(version, data) for version, data in read.items() if data is not None]
         entries = [entry for entry in parsed if entry is not None and entry.xxh3 != head.xxh3]  # it may be altered
         owner = _newer_publisher(log.storage, head, entries, writer)
@@ -1005,24 +775,175 @@ class Claim:
         return unraised(self._fenced)
 
     def _checked(self, taken: Manifest, head: Manifest) -> Manifest:
-        """Return the entry after ``head``, if this publisher created it and it is part of the log.
-
-        Raises:
-            FencedError: if the entry is from another publisher, or the log continued elsewhere.
-        """
+        """Return the entry after ``head`` if this publisher created it in the log. Otherwise, raise FencedError."""
         log = self._log
-        if taken.writer == head.writer and log._confirm(taken):  # noqa: SLF001  both classes implement one protocol
+        if taken.writer == head.writer and _confirm(log, taken):
             return taken
         newest = (taken if taken.writer != head.writer else log.head()) or head
         raise self._fence(newest.generation, newest.version)
 
 
+def _has(storage: Storage, version: int) -> bool:
+    return storage.size(entry_name(version)) is not None
+
+
+def _last_present(storage: Storage, after: int) -> int:
+    """Return a version from ``after`` on that has no successor, and that exists if it is not ``after``."""
+    present, step = after, 1
+    while _has(storage, after + step):
+        present, step = after + step, 2 * step
+    missing = after + step
+    while missing - present > 1:
+        middle = (present + missing) // 2
+        present, missing = (middle, missing) if _has(storage, middle) else (present, middle)
+    return present
+
+
+def _follows_deletable(log: StreamLog, entry: Manifest) -> bool:
+    """Return True if ``entry``, or one before it in the log, is still there, though retention need not keep it.
+
+    The parent of ``entry`` must be there, too: without it, ``entry`` may be late, at a name that was freed.
+    """
+    after: Manifest | None = None
+    link: Link | None = entry.link
+    is_deletable = False
+    try:
+        for _ in range(_MAX_GUARDS):
+            found = None if link is None else log.read(link.version)
+            if found is None or found.link != link:
+                return False
+            is_deletable |= found.kind != "claim" and (after is None or after.kind != "claim")
+            if is_deletable and after is not None:
+                return True
+            after, link = found, found.parent
+    except MalformedError:  # altered on the way to the store
+        return False
+    return False
+
+
+def _adopted(log: StreamLog, entry: Manifest) -> Claim | None:
+    """Return the claim that an earlier call created as ``entry``; None if its bytes may not be those that it sent."""
+    data = _bytes(log.storage, entry_name(entry.version))
+    expected: tuple[int, int | None] = 1, None
+    try:
+        if entry.parent is not None:
+            before = log.read(entry.parent.version)
+            if before is None or (before.stream, before.link) != (entry.stream, entry.parent):
+                return None
+            expected = before.generation + 1, before.snapshot
+    except MalformedError:
+        return None
+    if data != entry.to_json() or (entry.generation, entry.snapshot) != expected:
+        return None
+    log.storage.sync("log")
+    return Claim(log, entry, data)
+
+
+def _append(log: StreamLog, draft: Manifest, sent: set[str]) -> tuple[Manifest, bytes] | None:
+    """Append ``draft`` to the log, and return the entry and its bytes. Its hash is added to ``sent`` before.
+
+    Returns None if the version of ``draft`` already has another entry, or had one that retention deleted. After a
+    StorageError, the entry may have been created.
+    """
+    name, data = entry_name(draft.version), draft.to_json()
+    entry = parse_manifest(name, data)
+    sent.add(entry.xxh3)
+    if not _create(log.storage, name, data):
+        return None
+    try:
+        return (entry, data) if _confirm(log, entry) else None
+    except _ParentLostError:
+        raise
+    except StorageError as error:
+        raise UnknownOutcomeError(log.storage.url, name, error.reason) from error
+
+
+def _confirm(log: StreamLog, entry: Manifest) -> bool:
+    """Return True if a newly created entry is part of the log; otherwise delete the entry and return False.
+
+    The log may already have continued beyond this version, and retention may have deleted the entry that had this
+    name before. The head is never deleted, so an entry of the log is the head, or is the parent of the next entry.
+
+    If an entry that is not a claim is the head, its parent must exist, because retention keeps the head's parent.
+    :class:`_ParentLostError` is raised, and the entry is not deleted, if another program has deleted the parent, and no
+    successor found the entry as the head.
+    """
+    follows = None if entry.kind == "claim" else entry.parent
+    is_lost = follows is not None and _is_lost(log.storage, follows, entry.writer)
+    if follows is not None and not is_lost and not _continues_after(log, entry.version):
+        return True
+    if log.is_committed(entry):
+        if is_lost and follows is not None and not _is_succeeded(log, entry):
+            raise _ParentLostError(log.storage.url, f"{entry_name(follows.version)} is missing")
+        return True
+    log.storage.delete(entry_name(entry.version))
+    return False
+
+
+def _is_succeeded(log: StreamLog, entry: Manifest) -> bool:
+    """Return True if the log has continued after ``entry``, by a claim of a publisher that found it as the head.
+
+    A higher generation shows a publisher that had claimed the stream before, and met ``entry`` at a freed name.
+    """
+    if not log.versions(after=entry.version):
+        return False
+    following = log.read(entry.version + 1)
+    return following is not None and following.generation <= entry.generation + 1
+
+
+def _create(storage: Storage, name: str, data: bytes) -> bool:
+    """Create an entry; return False if another entry has the name.
+
+    If the store fails or reports that the name is taken, the stored entry is read and compared with ``data``,
+    because an earlier request may have created it. An entry of a local store that is found in this way is flushed
+    to disk: a successful read only proves that it is in memory.
+
+    Raises:
+        AlteredEntryError: if the stored entry has other bytes than were sent.
+        UnknownOutcomeError: if the store fails, and the entry cannot be read back, or a remote store may still execute
+            the request.
+        StorageError: if the entry was not created in a local store.
+    """
+    created, failure = False, None
+    try:
+        created = storage.create(name, data)
+    except (NameConflictError, NotDurableError, DirectoryReplacedError):
+        raise
+    except StorageError as error:
+        failure = error
+    if created and not storage.is_remote:
+        return True
+    there = _read_back(storage, name, failure)
+    if there is None and created:
+        raise StorageError(storage.url, f"{name} is missing after it was created")
+    # A client repeats a request whose response was lost, so an unreadable entry may be from this call in any case.
+    if there not in (None, data) and (created or (storage.is_remote and not _is_readable(name, there))):
+        again = _bytes(storage, name)  # the response may have been altered instead
+        if again != data:
+            raise _altered(storage, name, there, again)
+        there = again
+    if there != data:
+        return False
+    storage.sync(name.rpartition("/")[0])
+    return True
+
+
+def _bytes(storage: Storage, name: str) -> bytes | None:
+    array = storage.read(name, max_bytes=MAX_ENTRY_BYTES)
+    return None if array is None else array.tobytes()
+
+
+def _altered(storage: Storage, name: str, there: bytes, again: bytes | None) -> StorageError:
+    """Return the error for an entry with other bytes than were sent, which was read twice."""
+    if again != there:
+        return StorageError(storage.url, f"it returned different bytes for {name} when it was read twice")
+    return AlteredEntryError(storage.url, name, xxhash.xxh3_128_hexdigest(there))
+
+
 def _read_back(storage: Storage, name: str, failure: StorageError | None) -> bytes | None:
     """Return the bytes of an entry after an attempt to create it, which failed with ``failure``; None if it is missing.
 
-    Raises:
-        UnknownOutcomeError: if it cannot be read, or may still appear in a remote store.
-        StorageError: ``failure``, if the entry was not created in a local store.
+    Raises ``failure`` or an UnknownOutcomeError if it cannot be read, or may still appear in a remote store.
     """
     try:
         data = storage.read(name, max_bytes=MAX_ENTRY_BYTES)
@@ -1038,9 +959,6 @@ def _is_lost(storage: Storage, link: Link, writer: str) -> bool:
     """Return True if the entry of a link, created by ``writer``, is missing, or its name has another writer's entry.
 
     An entry that was damaged in its place is not lost: the log continues after it.
-
-    Raises:
-        StorageError: if the store cannot be read.
     """
     data = storage.read(entry_name(link.version), max_bytes=MAX_ENTRY_BYTES)
     if data is None or xxhash.xxh3_128_hexdigest(data.data) == link.xxh3:
@@ -1056,7 +974,7 @@ def _continues_after(log: StreamLog, version: int) -> bool:
     """
     if log.storage.lists_from:
         return bool(log.versions(after=version))
-    return any(log.storage.size(entry_name(version + number)) is not None for number in range(1, _LOOK_AHEAD + 1))
+    return any(_has(log.storage, version + number) for number in range(1, _LOOK_AHEAD + 1))
 
 
 def _is_superseded(taken: Manifest, head: Manifest) -> bool:
@@ -1077,11 +995,7 @@ def _next_writer(writer: str) -> str:
 
 
 def _parsed(version: int, data: bytes) -> Manifest | None:
-    """Return the entry of a version; None if it does not follow the format.
-
-    Raises:
-        NewerFormatError: if only newer releases can read the entry.
-    """
+    """Return the entry of a version; None if it does not follow the format. Raises NewerFormatError."""
     try:
         return parse_manifest(entry_name(version), data)
     except NewerFormatError:
@@ -1091,9 +1005,7 @@ def _parsed(version: int, data: bytes) -> Manifest | None:
 
 
 def _newer_publisher(storage: Storage, head: Manifest, entries: list[Manifest], writer: str) -> tuple[int, int] | None:
-    """Return the generation and a version of a publisher that has superseded the one of ``head``.
-
-    Returns None if there is no sign of one.
+    """Return the generation and a version of a publisher that has superseded the one of ``head``; None without a sign.
 
     The signs are entries of the log, the pointer, the names of parts of later versions, and heartbeats.
 
@@ -1126,6 +1038,29 @@ def _is_readable(name: str, data: bytes) -> bool:
     except MalformedError:
         return False
     return True
+
+
+def check_version(entry: Manifest, version: int) -> Manifest:
+    """Return an entry that was read under the name of a version.
+
+    Raises:
+        MalformedError: if it belongs to another version, or is a merged entry.
+    """
+    if entry.version != version or entry.merges is not None:
+        reason = f"it is the entry of version {entry.version}, merged: {entry.merges}"
+        raise MalformedError(entry_name(version), reason)
+    return entry
+
+
+def check_merged(entry: Manifest, merged: Merged) -> Manifest:
+    """Return an entry that was read under the name of a merged entry.
+
+    Raises:
+        MalformedError: if it is none, or replaces other versions than its name states.
+    """
+    if entry.merges is None or Merged.of(entry) != merged:
+        raise MalformedError(merged.name, f"it replaces versions after {entry.parent} up to {entry.merges}")
+    return entry
 
 
 def generation_error(entry: Manifest, before: Manifest) -> MalformedError:

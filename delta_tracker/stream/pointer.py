@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import threading
-import time
 from dataclasses import asdict, dataclass, replace
 from typing import TypeAlias
 
@@ -23,6 +22,7 @@ from delta_tracker.stream.entry_names import MAX_ENTRY_BYTES, entry_name
 from delta_tracker.stream.format.field_types import Count, Hex, Time
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.parse import load_json, parse_manifest
+from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.storage.storage import Storage
 
 _logger = logging.getLogger(__name__)
@@ -168,15 +168,17 @@ class PointerView(Forkable):
     Args:
         storage: store of the stream.
         seconds: minimum time between two reads.
+        runtime: clock.
 
     Attributes:
         confirmed: the pointer whose entry was read; None before the first.
         trouble: why the object that was read last leads to no entry; None if there is no object, or nothing is wrong.
     """
 
-    def __init__(self, storage: Storage, *, seconds: float = 1.0) -> None:
+    def __init__(self, storage: Storage, *, seconds: float = 1.0, runtime: Runtime = REAL) -> None:
         self._storage = storage
         self._seconds = seconds
+        self._runtime = runtime
         self.confirmed: HeadPointer | None = None
         self.trouble: UnreadablePointerError | StaleCacheError | None = None
         self._claimed: HeadPointer | None = None
@@ -248,16 +250,16 @@ class PointerView(Forkable):
         """Ignore a pointer: past all caches, its entry is missing or another one. This is checked again every 10 s."""
         with self._lock:
             self.trouble = self.trouble or trouble
-            self._refused = _link(pointer), time.monotonic(), trouble
+            self._refused = _link(pointer), self._runtime.monotonic(), trouble
             if self._claimed is not None and _link(self._claimed) == _link(pointer):
                 self._claimed = None
 
     def _is_due(self) -> bool:
-        return self._read_at is None or time.monotonic() - self._read_at >= self._seconds
+        return self._read_at is None or self._runtime.monotonic() - self._read_at >= self._seconds
 
     def _read(self, *, past_cache: bool) -> None:
         """Read the object, and take it into account."""
-        now = time.monotonic()
+        now = self._runtime.monotonic()
         try:
             pointer = load_pointer(self._storage.uncached if past_cache else self._storage)
         except UnreadablePointerError as error:
@@ -277,7 +279,7 @@ class PointerView(Forkable):
         if refused is None or refused[0] != _link(pointer):
             return False
         if self._is_later(refused[1]):
-            self._refused = refused[0], time.monotonic(), refused[2]
+            self._refused = refused[0], self._runtime.monotonic(), refused[2]
             if self._has_entry(pointer):
                 self._refused = None
                 return False
@@ -305,15 +307,14 @@ class PointerView(Forkable):
             self.confirmed = self._base = pointer
             self._claimed = None
 
-    @staticmethod
-    def _is_later(since: float | None) -> bool:
-        return since is None or time.monotonic() - since >= _DOUBT_SECONDS
+    def _is_later(self, since: float | None) -> bool:
+        return since is None or self._runtime.monotonic() - since >= _DOUBT_SECONDS
 
     def _replacement(self, known: HeadPointer, pointer: HeadPointer, *, is_uncached: bool) -> HeadPointer | None:
         """Return the pointer past all caches if the log now has its stream instead of that of ``known``."""
         if not self._is_later(self._doubted_at):
             return None
-        self._doubted_at = time.monotonic()
+        self._doubted_at = self._runtime.monotonic()
         if not is_uncached and self._storage.uncached is not self._storage:
             again = read_pointer(self._storage.uncached)
             if again is None or again.stream != pointer.stream:
@@ -331,7 +332,7 @@ class PointerView(Forkable):
         base = self._base
         if (base is not None and _order(pointer) >= _order(base)) or not self._is_later(self._doubted_at):
             return False
-        self._doubted_at = time.monotonic()
+        self._doubted_at = self._runtime.monotonic()
         return not self._has_entry(known) and self._has_entry(pointer)
 
     def _has_entry(self, pointer: HeadPointer) -> bool:

@@ -19,6 +19,7 @@ from delta_tracker.stream.pointer import (
     PointedSnapshot,
     read_pointer,
 )
+from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.storage.storage import Storage
 
 _logger = logging.getLogger(__name__)
@@ -39,10 +40,12 @@ class PointerWriter:
     Args:
         storage: store of the stream.
         seconds: minimum time between two writes.
+        runtime: clock, waits and threads.
     """
 
-    def __init__(self, storage: Storage, *, seconds: float = POINTER_SECONDS) -> None:
-        self._log = StreamLog(storage)
+    def __init__(self, storage: Storage, *, seconds: float = POINTER_SECONDS, runtime: Runtime = REAL) -> None:
+        self._log = StreamLog(storage, runtime)
+        self._runtime = runtime
         self._seconds = seconds
         self._head: Manifest | None = None
         self._scan: HeadPointer | None = None  # the last listing, for the head at that time
@@ -85,14 +88,14 @@ class PointerWriter:
             self._head = self._head if head is None else head
             if self._head is None:
                 return
-            if self._is_stale or self._scan is None or time.monotonic() - self._scanned_at >= SCAN_SECONDS:
+            if self._is_stale or self._scan is None or self._runtime.monotonic() - self._scanned_at >= SCAN_SECONDS:
                 self._is_stale = False
                 try:
                     self._scan = self._scanned()
                 except BaseException:
                     self._is_stale = True
                     raise
-                self._scanned_at = time.monotonic()
+                self._scanned_at = self._runtime.monotonic()
             pointer = _raised(self._scan, self._head)
             if pointer != self._written:
                 self._log.storage.replace(POINTER_NAME, replace(pointer, time=time.time()).to_json())
@@ -113,7 +116,7 @@ class PointerWriter:
 
     def _start(self) -> None:
         # A daemon: a write that hangs must not keep the process from ending. No other object depends on the pointer.
-        thread = threading.Thread(target=self._run, name="head-pointer", daemon=True)
+        thread = self._runtime.thread(target=self._run, name="head-pointer", daemon=True)
         try:
             thread.start()
         except RuntimeError as error:  # the system cannot start a thread, or the interpreter shuts down
@@ -124,7 +127,7 @@ class PointerWriter:
     def _run(self) -> None:
         with interruptible(self._abort):
             while not self._stop.is_set():
-                self._wake.wait(SCAN_SECONDS)
+                self._runtime.wait(self._wake, SCAN_SECONDS)
                 self._wake.clear()
                 try:
                     self.write_now()
@@ -135,7 +138,8 @@ class PointerWriter:
                     self._wake.set()
                 else:
                     self._succeeded()
-                self._stop.wait(min(self._seconds * 2**self._num_failures, max(self._seconds, _MAX_PAUSE_SECONDS)))
+                pause = min(self._seconds * 2**self._num_failures, max(self._seconds, _MAX_PAUSE_SECONDS))
+                self._runtime.wait(self._stop, pause)
             try:
                 self.write_now()
             except Interrupted:

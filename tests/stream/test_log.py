@@ -294,7 +294,7 @@ def test_an_altered_claim_is_not_adopted() -> None:
     assert log.claim(writer=own).head.version == 3
 
 
-@pytest.mark.advice("UnknownOutcomeError: StreamLog._append _read_back")
+@pytest.mark.advice("UnknownOutcomeError: _append _read_back")
 def test_a_commit_of_unknown_outcome_is_followed_by_the_next_one() -> None:
     storage = WrappedStorage(Storage("memory://"))
     writer = Writer(storage)

@@ -15,6 +15,7 @@ from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.pointer import POINTER_NAME
 from delta_tracker.stream.reading.path import path_to
+from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.rollback import pin_version
 from delta_tracker.stream.storage.storage import Storage
 from tests.predictor.cache_server import CacheServer, cache_server
@@ -37,8 +38,8 @@ def served(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> Iterator[CacheSer
         yield cache
 
 
-def _over_http(cache: CacheServer) -> StreamLog:
-    log = StreamLog(Storage(cache.url))
+def _over_http(cache: CacheServer, runtime: Runtime = REAL) -> StreamLog:
+    log = StreamLog(Storage(cache.url), runtime)
     log.pointer._seconds = 0.0
     return log
 
@@ -156,13 +157,10 @@ def test_the_newest_version_is_exact_without_a_pointer_after_a_retention(writer:
     assert log.newest_version(2) == writer.claim.head.version
 
 
-def test_no_entry_above_the_pointer_is_requested_at_once(
-    writer: Writer, served: CacheServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_entry_above_the_pointer_is_requested_at_once(writer: Writer, served: CacheServer) -> None:
     point_at_the_head(writer.storage)
-    log, now = _over_http(served), 1000.0
-    monkeypatch.setattr("delta_tracker.stream.log.time.monotonic", lambda: now)
-    monkeypatch.setattr("delta_tracker.stream.log.random.uniform", lambda low, _: low)
+    now = 1000.0
+    log = _over_http(served, Runtime(monotonic=lambda: now, uniform=lambda low, _: low))
     assert log.may_have(1)
     assert not log.may_have(2)
     now += 9.9

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -19,6 +18,7 @@ from delta_tracker.errors import StaleCacheError, StreamError, UnreadablePointer
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.pointer import POINTER_NAME, HeadPointer, PointedSnapshot, PointerView, read_pointer
 from delta_tracker.stream.promotion import promote
+from delta_tracker.stream.reading.runtime import Runtime
 from delta_tracker.stream.reading.settling import Settling
 from delta_tracker.stream.storage.storage import Storage
 from tests.predictor.pointed import point_at_the_head
@@ -119,33 +119,30 @@ class Clock:
     def __init__(self) -> None:
         self.now = 1000.0
 
-    def monotonic(self) -> float:
-        return self.now
-
-    def time(self) -> float:
-        return time.time()
+    @property
+    def runtime(self) -> Runtime:
+        """Runtime with this clock, whose waits take no time."""
+        return Runtime(monotonic=lambda: self.now, sleep=lambda _: None)
 
 
 def _predictor(writer: Writer, clock: Clock) -> tuple[Predictor, dict[str, Tensor]]:
     """Return a predictor that reads the pointer at each call and believes a fault after ten seconds of ``clock``."""
     model = writer.model()
     predictor = Predictor(model, _served(writer.storage))
-    predictor._reader.source.log.pointer._seconds = 0.0
-    predictor._reader.settling = Settling(clock=clock.monotonic)
+    source = predictor._reader.source
+    source._runtime = source.log._runtime = source.log.pointer._runtime = clock.runtime
+    source.log.pointer._seconds = 0.0
+    predictor._reader.settling = Settling(clock=clock.runtime.monotonic)
     return predictor, model
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    for module in ("pointer", "log"):
-        monkeypatch.setattr(f"delta_tracker.stream.{module}.time", clock)
-    monkeypatch.setattr("delta_tracker.stream.log._SPREAD_SECONDS", 0.0)
-    return clock
+def clock() -> Clock:
+    return Clock()
 
 
-def _unlisted(storage: Storage) -> StreamLog:
-    log = StreamLog(_served(storage))
+def _unlisted(storage: Storage, clock: Clock) -> StreamLog:
+    log = StreamLog(_served(storage), clock.runtime)
     log.pointer._seconds = 0.0
     return log
 
@@ -206,7 +203,7 @@ def test_a_reader_believes_the_newest_pointer_whose_entry_is_there(
     there = {"right", "old", "before", "oldest"}
     for length in range(1, 5 if SWEEPS_ARE_WHOLE else 4):
         for names in itertools.product(sent, repeat=length):
-            log, expected = _unlisted(writer.storage), None
+            log, expected = _unlisted(writer.storage, clock), None
             for name in names:
                 pointer = sent[name]
                 clock.now += seconds
@@ -271,7 +268,7 @@ def test_a_pointer_that_was_forged_for_four_polls_does_no_harm(
 
 
 def test_an_entry_that_appears_after_its_pointer_is_found_within_ten_seconds(writer: Writer, clock: Clock) -> None:
-    log = _unlisted(writer.storage)
+    log = _unlisted(writer.storage, clock)
     before = point_at_the_head(writer.storage)
     assert log.pointed() == before
     name = entry_name(writer.delta([1]).version)
@@ -294,7 +291,7 @@ def test_a_late_pointer_from_before_a_restore_changes_nothing(writer: Writer, cl
         data = writer.storage.read(name, max_bytes=1 << 20)
         assert data is not None
         copy.replace(name, data.tobytes())
-    log = _unlisted(writer.storage)
+    log = _unlisted(writer.storage, clock)
     for _ in range(4):
         writer.snapshot()
     before = point_at_the_head(writer.storage, oldest=5)
@@ -374,9 +371,9 @@ def _fork(forked: Storage) -> HeadPointer:
     ids=["replaced", "forged", "forged fork", "forged stream", "fork", "late"],
 )
 def test_another_stream_is_believed_once_its_entry_is_there(
-    writer: Writer, another: Callable[[Storage], HeadPointer], *, is_believed: bool
+    writer: Writer, another: Callable[[Storage], HeadPointer], clock: Clock, *, is_believed: bool
 ) -> None:
-    log = _unlisted(writer.storage)
+    log = _unlisted(writer.storage, clock)
     before = point_at_the_head(writer.storage)
     assert log.pointed() == before
     pointer = another(writer.storage)

@@ -53,7 +53,7 @@ class Source:
     ) -> None:
         self.number = number
         self.storage = storage
-        self.log = StreamLog(storage) if log is None else log
+        self.log = StreamLog(storage, runtime) if log is None else log
         self.bound = None if canary is None else CanaryBound(canary, self.log)
         self.catch_up = CatchUp(self.log, None if self.bound is None else self.bound.allows)
         self.pins = PinFollower(runtime=runtime)
