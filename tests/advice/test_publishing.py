@@ -115,9 +115,7 @@ def test_a_version_is_published_again_once_the_disk_can_be_flushed(
     assert _is_served(job)
 
 
-@pytest.mark.advice(
-    "AlteredEntryError: StreamLog._altered Claim._attempt", "StorageError: StreamLog._altered StreamLog._create"
-)
+@pytest.mark.advice("AlteredEntryError: _altered Claim._attempt", "StorageError: _altered _create")
 def test_a_snapshot_follows_an_altered_entry(tmp_path: Path) -> None:
     storage = WrappedStorage(Storage("memory://"), is_remote=True)
     model = small_model()
@@ -240,7 +238,7 @@ def test_a_publisher_is_used_open_by_the_training_thread_and_with_a_cadence(tmp_
 
 
 @pytest.mark.advice(
-    "CorruptPartError: Mirror._checked _check_objects _Check._check_size HostCache._download",
+    "CorruptPartError: ObjectCopier._checked _check_objects _Check._check_size HostCache._download",
 )
 def test_a_snapshot_passes_a_corrupt_part_of_a_mirrored_and_pinned_stream(tmp_path: Path) -> None:
     job, store = Job(tmp_path), Storage(f"file://{tmp_path}/stream")

@@ -15,7 +15,7 @@ _NEWER = {
         Revert("the version counts first", Returns("Position.precedes", "entry.version > self.version")),
         Revert("an unknown generation is the lowest", Returns("decide._generation", "0")),
         Revert(
-            "an entry of another stream follows", Replaces("path.next_entry", "entry.stream == position.stream", "True")
+            "an entry of another stream follows", Replaces("Position.leads_to", "entry.stream == self.stream", "True")
         ),
     ],
 }

@@ -113,7 +113,7 @@ def test_a_mirror_that_has_the_lost_version_continues(writer: Writer) -> None:
         pass
     assert mirror.head is not None
     assert mirror.head.version == 6
-    assert_served(mirror._destination, writer)
+    assert_served(mirror._to.storage, writer)
 
 
 def test_a_mirror_below_a_lost_version_needs_a_snapshot_and_an_empty_destination(writer: Writer) -> None:
@@ -131,7 +131,7 @@ def test_a_mirror_below_a_lost_version_needs_a_snapshot_and_an_empty_destination
     again = Mirror(writer.storage, Storage("memory://"))
     while again.step():
         pass
-    assert_served(again._destination, writer)
+    assert_served(again._to.storage, writer)
 
 
 def test_the_pointer_does_not_lead_below_a_gap(writer: Writer) -> None:

@@ -23,6 +23,7 @@ from delta_tracker.errors import (
     UnreadablePointerError,
 )
 from delta_tracker.stream import mirror as mirror_module
+from delta_tracker.stream import object_copy
 from delta_tracker.stream.format.parse import parse_manifest
 from delta_tracker.stream.log import Merged, StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
@@ -148,7 +149,7 @@ def test_nothing_is_copied_before_the_first_snapshot() -> None:
 @pytest.mark.parametrize("memory_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("has_states", [False, True])
 def test_a_corrupt_object_is_not_copied(has_states: bool, memory_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mirror_module, "_PIECE_BYTES", 100)
+    monkeypatch.setattr(object_copy, "_PIECE_BYTES", 100)
     writer = Writer(Storage("memory://"), states=_STATES if has_states else None)
     writer.training = [b"rank 0"] if has_states else []
     entry = writer.snapshot()
@@ -225,7 +226,7 @@ def test_a_mirror_stops_at_another_stream(writer: Writer) -> None:
     assert everything(destination) == before
 
 
-@pytest.mark.advice("StorageError: Mirror._emptied")
+@pytest.mark.advice("StorageError: _emptied")
 @pytest.mark.parametrize("is_emptied", [False, True], ids=["missing", "mount point"])
 @pytest.mark.parametrize("restarts", [False, True], ids=["running", "restarted"])
 def test_a_mirror_waits_for_a_source_that_is_not_mounted(
@@ -316,7 +317,7 @@ def test_a_mirror_stops_at_an_entry_that_does_not_follow(writer: Writer) -> None
         Mirror(writer.storage, destination).step()
 
 
-@pytest.mark.advice("MirrorDivergedError: Mirror._diverged")
+@pytest.mark.advice("MirrorDivergedError: Mirror._diverged SeenSource.diverged")
 def test_a_mirror_that_was_passed_by_retention_needs_an_empty_destination(writer: Writer) -> None:
     destination = Storage("memory://")
     mirror = Mirror(writer.storage, destination)

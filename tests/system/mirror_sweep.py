@@ -23,7 +23,7 @@ from torch import Tensor
 
 from delta_tracker import Predictor
 from delta_tracker.errors import StorageError
-from delta_tracker.stream import mirror as mirror_module
+from delta_tracker.stream import object_copy
 from delta_tracker.stream.format.part_reader import check_object
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
@@ -83,7 +83,7 @@ class Scenario:
 
     def play(self, mirror: Callable[[], Mirror], stages: Iterable[int] | None = None) -> None:
         """Copy the source up to each of the versions ``stages``, with a new mirror for each."""
-        with mock.patch.object(mirror_module, "_PIECE_BYTES", 100):
+        with mock.patch.object(object_copy, "_PIECE_BYTES", 100):
             for version in self.stages if stages is None else stages:
                 self.limit = version
                 mirror().run(stop=threading.Event(), poll_seconds=0.001, once=True)

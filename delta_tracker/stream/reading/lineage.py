@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
@@ -14,9 +16,6 @@ _MAX_UNREADABLE = 2  # consecutive malformed entries that are skipped
 def former_streams(log: StreamLog, head: Manifest) -> tuple[str, ...]:
     """Return the streams of which the stream of the newest entry is a fork, the last one first.
 
-    Each promotion of a mirror starts another stream in its log, with a claim that names the former one. Retention keeps
-    claims, so the claim is the lowest entry of its stream. The search reads a logarithmic number of entries.
-
     Args:
         log: the log.
         head: its newest entry.
@@ -24,20 +23,35 @@ def former_streams(log: StreamLog, head: Manifest) -> tuple[str, ...]:
     Raises:
         StorageError: if the store cannot be read.
     """
-    versions, found, stream = log.versions(), list[str](), head.stream
+    claims = forks(log.versions(), head.stream, partial(readable, log.read))
+    return tuple(each.forked_from.stream for each in claims if each.forked_from is not None)
+
+
+def forks(versions: list[int], stream: str, read: Callable[[int], Manifest | None]) -> Iterator[Manifest]:
+    """Yield the claims that forked a stream and its former ones from others, the newest first.
+
+    Each promotion of a mirror starts another stream in its log, with a claim that names the former one. Retention keeps
+    claims, so the claim is the lowest entry of its stream. The search reads a logarithmic number of entries.
+
+    Args:
+        versions: versions of the log up to one of the stream, ascending.
+        stream: id of the stream.
+        read: returns the entry of a version; None if it is missing or cannot be read.
+    """
+    found = {stream}
     while versions:
 
         def is_of_stream(version: int, name: str = stream) -> bool:
             entry = None
             for above in range(version, version + _MAX_UNREADABLE + 1):
-                entry = entry or readable(log.read, above)
+                entry = entry or read(above)
             return entry is not None and entry.stream == name
 
         first = bisect_left(versions, True, key=is_of_stream)
-        claim = None if first == len(versions) else readable(log.read, versions[first])
+        claim = None if first == len(versions) else read(versions[first])
         if claim is None or claim.forked_from is None or claim.forked_from.stream in found:
-            break
+            return
+        yield claim
         stream = claim.forked_from.stream
-        found.append(stream)
+        found.add(stream)
         versions = versions[:first]
-    return tuple(found)

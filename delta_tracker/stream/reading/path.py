@@ -58,8 +58,7 @@ def next_entry(log: Following, position: Position, *, looks_for_gap: bool) -> Ma
         if looks_for_gap:
             log.check_gap(position)
         return None
-    follows = entry.stream == position.stream and entry.parent == position.link
-    if not follows or entry.generation < (position.generation or 0):
+    if not position.leads_to(entry):
         raise StreamReplacedError(log.url, position.version)
     if entry.kind == "claim" and not log.is_committed(entry):
         head = log.head() or entry

@@ -60,6 +60,11 @@ class Position:
         """Return True if an entry that was read is the one of this position."""
         return entry is not None and (entry.stream, entry.link) == (self.stream, self.link)
 
+    def leads_to(self, entry: Manifest) -> bool:
+        """Return True if an entry that was read is the next one after this position."""
+        follows = entry.stream == self.stream and entry.parent == self.link
+        return follows and entry.generation >= (self.generation or 0)
+
     def precedes(self, entry: Manifest) -> bool:
         """Return True if an entry of the same stream is newer.
 
