@@ -68,10 +68,10 @@ def check_fit(saved: Saved, job: Job, ignore: Collection[str] = ()) -> None:
     tables = {fqn: shard.table for fqn, shard in job.shards.items()}
     _check_tables(saved.tables, tables, ignore)
     for fqn in _names(saved.tables, tables, ignore):
-        _same(f"table {fqn!r}", saved.tables.get(fqn), tables.get(fqn))
+        check_same(f"table {fqn!r}", saved.tables.get(fqn), tables.get(fqn))
         _check_optimizer(fqn, saved, job)
     for name in _names(saved.dense, job.dense, ignore):
-        _same(f"the dense tensor {name!r}", saved.dense.get(name), job.dense.get(name))
+        check_same(f"the dense tensor {name!r}", saved.dense.get(name), job.dense.get(name))
     for name in _names(saved.training, job.training, ignore):
         _check_presence(f"training_state[{name!r}]", name, saved.training, job.training)
     for name in _names(saved.rank, job.rank, ignore):
@@ -92,18 +92,20 @@ def _check_optimizer(fqn: str, saved: Saved, job: Job) -> None:
     expected, shard = saved.states.get(fqn), job.shards[fqn]
     optimizer = f"the optimizer of {fqn!r}"
     if expected is None or fqn not in job.fused:
-        _same(optimizer, "not fused" if expected is None else "fused", "fused" if fqn in job.fused else "not fused")
+        check_same(
+            optimizer, "not fused" if expected is None else "fused", "fused" if fqn in job.fused else "not fused"
+        )
         former = saved.unfused[fqn]
-        _same(f"the sharding of {fqn!r}", _copies(former), _copies(shard))
+        check_same(f"the sharding of {fqn!r}", _copies(former), _copies(shard))
         if saved.world_size == job.world_size and not shard.is_replicated:
             # Its optimizer's state is that of a rank, and torch's load_state_dict compares no shapes.
-            _same(f"this rank's shard of {fqn!r}", _place(former), _place(shard))
+            check_same(f"this rank's shard of {fqn!r}", _place(former), _place(shard))
         return
     own = job.states.get(fqn)
     if own is None:
         return
-    _same(optimizer, expected.optimizer, own.optimizer)
-    _same(f"the optimizer's state of {fqn!r}", _listed(expected), _listed(own))
+    check_same(optimizer, expected.optimizer, own.optimizer)
+    check_same(f"the optimizer's state of {fqn!r}", _listed(expected), _listed(own))
     if any(state.width == "range" for state in expected.states):
         for columns in shard.columns:
             if columns not in expected.columns:
@@ -115,7 +117,8 @@ def _names(saved: Iterable[str], found: Iterable[str], ignore: Collection[str]) 
     return sorted({*saved, *found} - set(ignore))
 
 
-def _same(what: str, saved: object, found: object) -> None:
+def check_same(what: str, saved: object, found: object) -> None:
+    """Raise RestoreMismatchError unless what a version and a job have is equal; None if one lacks it."""
     if saved != found:
         missing = "missing"
         raise RestoreMismatchError(what, missing if saved is None else saved, missing if found is None else found)

@@ -9,13 +9,13 @@ from typing import Any
 from torch import Tensor
 
 from delta_tracker.errors import NotRecoverableError, RestoreMismatchError
-from delta_tracker.predictor.targets import check_targets
+from delta_tracker.predictor.targets import check_targets, find_targets
 from delta_tracker.recovery.fit import Saved, check_fit
 from delta_tracker.recovery.job import LocalJob, spec_of
 from delta_tracker.recovery.library import Library
 from delta_tracker.recovery.pending import pending_rows, saved_places
 from delta_tracker.recovery.plan import Plan
-from delta_tracker.recovery.targets import row_targets, state_targets
+from delta_tracker.recovery.targets import state_targets
 from delta_tracker.recovery.training_states import TrainingStates
 from delta_tracker.recovery.warm_up import check_warm
 from delta_tracker.row_target import RowTarget, TensorTarget
@@ -187,7 +187,7 @@ def check_collisions(last: Manifest, owners: Collection[str], ignore: Collection
 def _targets(job: LocalJob, last: Manifest, shards: Mapping[str, LocalShard]) -> dict[str, RowTarget]:
     """Return the targets of the rows and of the states, by the name of the table or state table."""
     tables = {fqn: last.tables[fqn] for fqn in shards}
-    targets = row_targets(job.model, tables)
+    targets = {fqn: target for fqn, target in find_targets(job.model).items() if fqn in tables}  # also write caches
     check_targets(replace(last, tables=tables), targets)
     kept = {fqn: states for fqn, states in last.states.items() if fqn in shards}
     views = {fqn: state_views(shards[fqn]) for fqn in kept}

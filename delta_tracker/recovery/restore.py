@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -119,8 +120,7 @@ def restore(  # noqa: PLR0913  all but two have a default
         >>> restored.num_batches, torch.equal(resumed[0].weight, trained[0].weight)
         (1, True)
     """
-    exchange = Exchange(timeout, name="restore", call="restore(...)", failed=RestoreFailedError)
-    try:
+    with closing(Exchange(timeout, name="restore", call="restore(...)", failed=RestoreFailedError)) as exchange:
         job = LocalJob(
             model=model,
             tracker=tracker,
@@ -130,8 +130,6 @@ def restore(  # noqa: PLR0913  all but two have a default
             world_size=exchange.group.world_size,
         )
         return Restoration(exchange, url, version, job).run()
-    finally:
-        exchange.close()
 
 
 class Restoration:

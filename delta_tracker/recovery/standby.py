@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -197,7 +198,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
                         Phase.CHECKING, Message.of(lambda: {"obstacle": self._serving_obstacle()})
                     )
                     reason = _first(found, "obstacle")
-                    claimed = None if reason else self._claim(exchange, decision)
+                    claimed = None if reason else self._claim_recovery(exchange, decision)
                     if isinstance(claimed, ClaimedStream):
                         return self._complete(exchange, claimed, began)
                     reason = reason or str(claimed)
@@ -251,7 +252,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
                     if obstacle := _first(found, "obstacle"):
                         raise StandbyBehindError(self._log.url, _lowest(found), decision["after"][0], obstacle)
                 exchange.exchange(Phase.CHECKING, Message.of(self._check_serving))
-            claimed = self._claim(exchange, decision)
+            claimed = self._claim_recovery(exchange, decision)
             if not isinstance(claimed, ClaimedStream):
                 raise claimed
             return self._complete(exchange, claimed, began)
@@ -261,14 +262,9 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         self._ended = self._ended or "closed"
         self._gauges.close()
 
-    @contextmanager
-    def _meeting(self, call: str) -> Iterator[Exchange]:
+    def _meeting(self, call: str) -> closing[Exchange]:
         """Context manager for the communication of one call."""
-        exchange = Exchange(self._timeout, name="standby", call=call, failed=RestoreFailedError)
-        try:
-            yield exchange
-        finally:
-            exchange.close()
+        return closing(Exchange(self._timeout, name="standby", call=call, failed=RestoreFailedError))
 
     def _build(self, url: Location, name: str, serving: Sequence[Location]) -> dict[str, Any]:
         """Validate the arguments and open the stores."""
@@ -367,30 +363,34 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         if self._ended:
             raise InvalidArgumentError("standby", self._ended, "Build a new Standby")
 
-    def _claim(self, exchange: Exchange, decision: Mapping[str, Any]) -> ClaimedStream | StreamError:
-        """Claim the recovery stream. Return the error if there is a newer entry, or if the store fails."""
+    def _claim_recovery(self, exchange: Exchange, decision: Mapping[str, Any]) -> ClaimedStream | StreamError:
+        return self._claim(exchange, self._log.storage, partial(self._recovery.claim, decision))
+
+    def _claim(self, exchange: Exchange, storage: Storage, claim: Callable[[], Claim]) -> ClaimedStream | StreamError:
+        """Claim a stream on rank 0. Return the error if there is a newer entry, or if the store fails."""
         failure: StreamError | None = None
-        claim: Claim | None = None
+        own: Claim | None = None
 
         def act() -> dict[str, Any]:
-            nonlocal claim, failure
+            nonlocal own, failure
             if not self._is_first:
                 return {}
             try:
-                claim = self._recovery.claim(decision)
+                own = claim()
             except LivePublisherError as error:
                 return {"live": [error.generation, error.version, error.seconds]}
             except (MalformedError, StorageError, StreamReplacedError, UnsafeStoreError) as error:
                 failure = error  # the claim may have been created
                 return {"failure": _text(error)}
-            return {"entry": claim.data.decode()}
+            return {"entry": own.data.decode()}
 
         found = exchange.exchange(Phase.CLAIMING, Message.of(act))[0]
         if "live" in found:
-            return LivePublisherError(self._log.url, *found["live"])
+            return LivePublisherError(storage.url, *found["live"])
         if "failure" in found:
             return failure or RestoreFailedError(0, found["failure"])
-        return _claimed(self._log.storage, claim, found, has_states=True)
+        entry = own.head if own is not None else parse_manifest("claim of rank 0", found["entry"].encode())
+        return ClaimedStream(storage=storage, claim=own, entry=entry, has_states=storage is self._log.storage)
 
     def _complete(self, exchange: Exchange, claimed: ClaimedStream, began: float) -> Takeover:
         """Restore the version before the claim, and claim the serving streams. Removes the mark of the model."""
@@ -432,32 +432,20 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
             restored = restoration.run()
             if self._is_first:
                 PublisherPulse(storage, 0.0).leave(claimed.entry)  # the only heartbeat, without period
-            serving = [self._claim_serving(exchange, claimed, number) for number in range(len(self._serving))]
+            serving = list(self._claim_serving(exchange, claimed))
         except BaseException:
             if restoration.plan is not None:
                 self._following.overwritten(restoration.plan)
             raise
         return restored, serving
 
-    def _claim_serving(self, exchange: Exchange, claimed: ClaimedStream, number: int) -> ClaimedStream:
-        """Claim a serving stream, unless another job has claimed the recovery stream."""
-        claim: Claim | None = None
-
-        def act() -> dict[str, Any]:
-            nonlocal claim
-            if not self._is_first:
-                return {}
-            claim = self._serving.claim(number, claimed.entry)
-            return {"entry": claim.data.decode()}
-
-        found = exchange.exchange(Phase.CLAIMING, Message.of(act))[0]
-        return _claimed(self._serving.storage(number), claim, found, has_states=False)
-
-
-def _claimed(storage: Storage, claim: Claim | None, found: Mapping[str, Any], *, has_states: bool) -> ClaimedStream:
-    """Return a stream that rank 0 claimed, from the message of rank 0."""
-    entry = claim.head if claim is not None else parse_manifest("claim of rank 0", found["entry"].encode())
-    return ClaimedStream(storage=storage, claim=claim, entry=entry, has_states=has_states)
+    def _claim_serving(self, exchange: Exchange, claimed: ClaimedStream) -> Iterator[ClaimedStream]:
+        for number in range(len(self._serving)):
+            claim = partial(self._serving.claim, number, claimed.entry)
+            found = self._claim(exchange, self._serving.storage(number), claim)
+            if not isinstance(found, ClaimedStream):
+                raise found
+            yield found
 
 
 def _check_silence(silence: float) -> None:

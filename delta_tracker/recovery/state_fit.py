@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from delta_tracker.errors import InvalidArgumentError, RestoreMismatchError
 from delta_tracker.publisher.training import Stateful
+from delta_tracker.recovery.fit import check_same
 from delta_tracker.recovery.training_states import TrainingStates
 
 _GROUPS = "param_groups"
@@ -54,19 +55,21 @@ def _check_optimizer(what: str, optimizer: Stateful, states: TrainingStates, ran
     is_keyed = any(isinstance(name, str) for names in own_names for name in names)
     if is_keyed:  # TorchRec's optimizers, which load groups and states by the names of the parameters
         saved_states = states.fields(rank, *path, "state") or []
-        _same(f"the list of parameters with a state of {what}", sorted(saved_states), sorted(map(str, own["state"])))
+        check_same(
+            f"the list of parameters with a state of {what}", sorted(saved_states), sorted(map(str, own["state"]))
+        )
         saved_groups, own_groups = _by_parameters(saved_groups), _by_parameters(own_groups)
         saved_names, own_names = _parameters(saved_groups), _parameters(own_groups)
     else:
         saved_sizes, own_sizes = [[len(names) for names in each] for each in (saved_names, own_names)]
-        _same(f"the list of the numbers of parameters of each group of {what}", saved_sizes, own_sizes)
-    _same(f"the list of the parameters of each group of {what}", saved_names, own_names)
+        check_same(f"the list of the numbers of parameters of each group of {what}", saved_sizes, own_sizes)
+    check_same(f"the list of the parameters of each group of {what}", saved_names, own_names)
     optional = set() if is_keyed else _OPTIONAL
     for number, (saved, found) in enumerate(zip(saved_groups, own_groups, strict=True)):
         group = f"param_groups[{number}] of {what}"
         _same_keys(group, saved.keys() - optional, found.keys() - optional)
         if _CLASS_KEY in saved:
-            _same(f"{_CLASS_KEY} in {group}", saved[_CLASS_KEY], found[_CLASS_KEY])
+            check_same(f"{_CLASS_KEY} in {group}", saved[_CLASS_KEY], found[_CLASS_KEY])
 
 
 def _check_scheduler(what: str, scheduler: LRScheduler, states: TrainingStates, rank: int, path: Sequence[str]) -> None:
@@ -85,11 +88,6 @@ def _by_parameters(groups: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any
     """Return the groups with sorted parameters, in the order of these."""
     ordered = [{**group, "params": sorted(map(str, group.get("params", ())))} for group in groups]
     return sorted(ordered, key=lambda group: group["params"])
-
-
-def _same(what: str, saved: object, found: object) -> None:
-    if saved != found:
-        raise RestoreMismatchError(what, saved, found)
 
 
 def _same_keys(what: str, saved: Collection[str], found: Collection[str]) -> None:

@@ -10,18 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from delta_tracker.predictor.targets import find_targets
 from delta_tracker.row_target import Region, RowTarget, TensorTarget
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.types import ShardSpec, StateSpec, TableStates
-
-
-def row_targets(model: nn.Module, tables: Mapping[str, object]) -> dict[str, RowTarget]:
-    """Return the targets of the rows of ``tables`` of a model, by FQN. They also write the rows that are in a cache."""
-    return {fqn: target for fqn, target in find_targets(model).items() if fqn in tables}
 
 
 def state_targets(
