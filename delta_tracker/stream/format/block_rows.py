@@ -26,21 +26,17 @@ class BlockRows:
     Notation: ``N`` is ``block.num_rows``, and ``width`` is the number of stored columns,
     ``block.encoding.width(block.num_columns)``. Readers return the rows ``begin`` to ``end`` (exclusive), possibly as a
     view of shared memory: do not write to it.
-
-    Args:
-        block: record of the block.
-        ids: ``[N]`` int64 global row ids, ascending and unique; None if the block holds all rows of its range.
-        read: reader of the values as they are stored, ``[end - begin, width]`` in ``block.encoding.dtype``.
-        states: reader of each of the table's states in their declared order and dtype, ``[end - begin,
-            block.num_columns]`` or ``[end - begin, 1]``.
-        owners: reader of the raw ids, ``[end - begin, 1]`` int64, 2**63 - 1 for a row without one; None for a table
-            without managed collisions, or if the owners are not read.
     """
 
     block: Block
+    # `[N]` int64 global row ids, ascending and unique; None if the block holds all rows of its range
     ids: Tensor | None
-    read: RowReader
+    read: RowReader  # reader of the values as they are stored, `[end - begin, width]` in `block.encoding.dtype`
+    # reader of each of the table's states in their declared order and dtype, `[end - begin, block.num_columns]` or
+    # `[end - begin, 1]`
     states: tuple[RowReader, ...] = ()
+    # reader of the raw ids, `[end - begin, 1]` int64, 2**63 - 1 for a row without one; None for a table without managed
+    # collisions, or if the owners are not read
     owners: RowReader | None = None
 
     @classmethod

@@ -39,76 +39,50 @@ class _Entry:
     shape: tuple[int, ...]
     chunks: Iterable[Tensor | memoryview]
 
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 _ITEM_SIZE = attrgetter("dtype.itemsize")
 
 
 @dataclass(slots=True, eq=False)
 class _FileWriter:
-    """Writer that yields the bytes of one safetensors file in a single pass, and again if the write is repeated.
+    """Writer that yields the bytes of one safetensors file in a single pass, and again if the write is repeated."""
 
-    Args:
-        entries: tensors in the order of the file. The chunks of each are read once per iteration of the file.
-        has_digests: True for a file of format 2, which ends with the digests of the pieces before them.
-        num_bytes: size of the file in bytes; 0 until :meth:`buffers` is exhausted.
-        body: number of bytes before the digests; 0 without digests.
-        xxh3: 128-bit xxh3 of the bytes from ``body`` on, in hex; empty until :meth:`buffers` is exhausted.
-    """
-
+    # tensors in the order of the file. The chunks of each are read once per iteration of the file
     entries: Sequence[_Entry]
-    has_digests: bool
-    num_bytes: int = 0
-    body: int = 0
-    xxh3: str = ""
+    has_digests: bool  # True for a file of format 2, which ends with the digests of the pieces before them
+    num_bytes: int = 0  # size of the file in bytes; 0 until :meth:`buffers` is exhausted
+    body: int = 0  # number of bytes before the digests; 0 without digests
+    xxh3: str = ""  # 128-bit xxh3 of the bytes from `body` on, in hex; empty until :meth:`buffers` is exhausted
 
     def buffers(self) -> Iterator[memoryview]:
         """Yield buffers whose concatenation is the file. Write each one before requesting the next."""
-        if not self.has_digests:
-            digest = xxhash.xxh3_128()
-            num_bytes = 0
-            head, _ = self._header(0)
-            for buffer in pieces(self._contents(head)):  # small pieces stay in the cache until written
-                digest.update(buffer)
-                num_bytes += len(buffer)
-                yield buffer
-            self.num_bytes, self.xxh3 = num_bytes, digest.hexdigest()
-            return
-        head, body = self._header_with_digests()
-        hasher = PieceHasher()
-        for buffer in pieces(self._contents(head)):
+        size = sum(entry.num_bytes for entry in self.entries)
+        head = self._header(size)
+        body = len(head) + size
+        hasher = PieceHasher() if self.has_digests else xxhash.xxh3_128()
+        for buffer in pieces(self._contents(head)):  # small pieces stay in the cache until written
             hasher.update(buffer)
             yield buffer
-        digests = hasher.digests().numpy().data
-        yield digests
-        self.num_bytes, self.body, self.xxh3 = total_bytes(body), body, xxhash.xxh3_128_hexdigest(digests)
+        if isinstance(hasher, PieceHasher):
+            digests = hasher.digests().numpy().data
+            yield digests
+            self.num_bytes, self.body, self.xxh3 = total_bytes(body), body, xxhash.xxh3_128_hexdigest(digests)
+        else:
+            self.num_bytes, self.xxh3 = body, hasher.hexdigest()
 
-    def _header_with_digests(self) -> tuple[bytes, int]:
-        """Return the header and the size of the body, which determine each other: the header has the digests' size."""
+    def _header(self, size: int) -> bytes:
+        """Return the bytes before the first tensor. ``size`` is that of all tensors but the digests."""
         number = 1
-        while True:
-            head, size = self._header(number)
-            body = len(head) + size
-            if num_digests(body) == number:
-                return head, body
-            number = num_digests(body)
-
-    def _header(self, number: int) -> tuple[bytes, int]:
-        """Return the bytes before the first tensor, and the size of all tensors but the ``number`` digests."""
-        header: dict[str, Any] = {}
-        end = size = 0
-        entries = [*self.entries]
-        if number:
-            entries.append(_Entry(DIGESTS_KEY, torch.uint8, (DIGEST_BYTES * number,), ()))
-        for entry in entries:
-            begin, end, size = end, end + math.prod(entry.shape) * entry.dtype.itemsize, end
-            header[entry.key] = {
-                "dtype": DTYPE_NAMES[entry.dtype],
-                "shape": list(entry.shape),
-                "data_offsets": [begin, end],
-            }
-        head = json.dumps(header, separators=(",", ":")).encode()
-        head += b" " * (-len(head) % ALIGNMENT)
-        return len(head).to_bytes(SIZE_BYTES, "little") + head, size if number else end
+        while True:  # the header has the number of digests, which its own size may change
+            digests = [_Entry(DIGESTS_KEY, torch.uint8, (DIGEST_BYTES * number,), ())] if self.has_digests else []
+            head = _header([*self.entries, *digests])
+            if not digests or num_digests(len(head) + size) == number:
+                return head
+            number = num_digests(len(head) + size)
 
     def _contents(self, head: bytes) -> Iterator[memoryview]:
         yield memoryview(head)
@@ -118,8 +92,22 @@ class _FileWriter:
                 given += chunk.nbytes
                 if chunk.nbytes:
                     yield _bytes_of(chunk, entry) if isinstance(chunk, Tensor) else chunk
-            num_bytes = math.prod(entry.shape) * entry.dtype.itemsize
-            assert given == num_bytes, f"{entry.key} has {given} bytes instead of {num_bytes}"
+            assert given == entry.num_bytes, f"{entry.key} has {given} bytes instead of {entry.num_bytes}"
+
+
+def _header(entries: Sequence[_Entry]) -> bytes:
+    header: dict[str, Any] = {}
+    end = 0
+    for entry in entries:
+        begin, end = end, end + entry.num_bytes
+        header[entry.key] = {
+            "dtype": DTYPE_NAMES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [begin, end],
+        }
+    head = json.dumps(header, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % ALIGNMENT)
+    return len(head).to_bytes(SIZE_BYTES, "little") + head
 
 
 class PartWriter:
