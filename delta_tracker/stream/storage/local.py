@@ -138,32 +138,25 @@ def make_directory(directory: Path, *, fsync: bool) -> None:
             _sync_name(path)
 
 
-def list_files(directory: Path, prefix: str, after: str) -> list[tuple[str, os.stat_result]]:
-    """Return the regular files that :func:`list_names` returns with their status, in no order. Slower than it."""
-    found = _list(directory, prefix, after, needs_status=True)
-    return [(name, status) for name, status in found if status is not None]
+def list_files(
+    directory: Path, prefix: str, after: str, *, needs_status: bool
+) -> list[tuple[str, os.stat_result | None]]:
+    """Return the regular files below the directory ``prefix`` of a store, with their status, in no order.
 
-
-def list_names(directory: Path, prefix: str, after: str) -> list[str]:
-    """Return the regular files in a directory of the store and its subdirectories, in no order. Follows links to files.
-
-    Reads each directory at most once. Skips links to directories (except the listed one, which may be a link), links
-    that lead nowhere, pipes, unreadable subdirectories, and files that are deleted meanwhile. The result is empty if
-    the listed directory does not exist.
+    Reads each directory at most once. Follows links to files. Skips links to directories (except the listed one, which
+    may be a link), links that lead nowhere, pipes, unreadable subdirectories, and files that are deleted meanwhile. The
+    result is empty if the listed directory does not exist.
 
     Args:
         directory: directory of the store.
         prefix: path of the listed directory, relative to ``directory``, as are the results.
         after: only paths that sort after this one are returned.
+        needs_status: if False, the status may be None, which is faster, because most systems return none with a name.
 
     Raises:
         OSError: if the listed directory, or the status of a link or subdirectory, cannot be read. A file must not be
             missing from the result because of a failure: the entry before it would look like the head.
     """
-    return [name for name, _ in _list(directory, prefix, after, needs_status=False)]
-
-
-def _list(directory: Path, prefix: str, after: str, *, needs_status: bool) -> list[tuple[str, os.stat_result | None]]:
     root = os.fspath(directory)
     found: list[tuple[str, os.stat_result | None]] = []
     try:

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import numpy as np
@@ -41,7 +42,6 @@ from delta_tracker.stream.storage.local import (
     delete_draft,
     identity,
     list_files,
-    list_names,
     make_directory,
     pieces,
     sync_names,
@@ -78,7 +78,6 @@ _PAUSE_SECONDS = 0.01
 # Id of the process in which obstore's threads run; empty before the first use.
 _processes: list[int] = []
 PAGE_OBJECTS = 1000  # objects that a remote store returns per request
-# Names that this library creates, for which is_name() is not called: a listing may have many.
 _PLAIN_NAME = re.compile(r"[a-z]+/[0-9a-z_-]+(\.[a-z]+)?")
 
 
@@ -93,19 +92,14 @@ class StoredObject:
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """Progress of a download from a remote store.
+    """Progress of a download from a remote store."""
 
-    Attributes:
-        out: memory for all requested bytes; None until the object's size is known.
-        num_bytes: number of bytes received so far.
-        source: size, ETag and modification time of the object; None before the first response.
-        modified: modification time of the object in Unix seconds, by the store's clock; None before the first response,
-            and if a web server sends none.
-    """
-
-    out: NDArray[np.uint8] | None = None
-    num_bytes: int = 0
+    out: NDArray[np.uint8] | None = None  # memory for all requested bytes; None until the object's size is known
+    num_bytes: int = 0  # number of bytes received so far
+    # size, ETag and modification time of the object; None before the first response
     source: tuple[int, str | None, datetime] | None = None
+    # modification time of the object in Unix seconds, by the store's clock; None before the first response, and if a
+    # web server sends none
     modified: float | None = None
 
 
@@ -450,8 +444,8 @@ class Storage:
         with self._translated():
             if self._directory is not None:
                 # obstore is not used here: it fails at a strange name or link, and takes longer.
-                files = [] if self._find_store() is None else sorted(list_files(self._directory, prefix, after or ""))
-                return [StoredObject(name, each.st_size, each.st_mtime) for name, each in files if _is_listed(name)]
+                files = self._list_files(self._directory, prefix, after, needs_status=True)
+                return [StoredObject(name, each.st_size, each.st_mtime) for name, each in files if each is not None]
             store = self._open_store()
             pages = obstore.list(store, prefix, offset=after, chunk_size=PAGE_OBJECTS)
             found = self._ask(lambda: list(itertools.chain.from_iterable(pages)), lambda: _collected(pages))
@@ -464,8 +458,16 @@ class Storage:
             return [stored.name for stored in self.objects(prefix, after=after)]
         self._begin_listing(prefix, after)
         with self._translated():
-            names = [] if self._find_store() is None else sorted(list_names(self._directory, prefix, after or ""))
-            return [name for name in names if _is_listed(name)]
+            return [name for name, _ in self._list_files(self._directory, prefix, after, needs_status=False)]
+
+    def _list_files(
+        self, directory: Path, prefix: str, after: str | None, *, needs_status: bool
+    ) -> list[tuple[str, os.stat_result | None]]:
+        if self._find_store() is None:
+            return []
+        files = list_files(directory, prefix, after or "", needs_status=needs_status)
+        # A listing may have many names of this library, for which is_name() is not called.
+        return sorted(each for each in files if _PLAIN_NAME.fullmatch(each[0]) or is_name(each[0]))
 
     def _begin_listing(self, prefix: str, after: str | None) -> None:
         self._begin("list", prefix, "a listing", argument="prefix")
@@ -750,10 +752,6 @@ class Storage:
             if not is_panic(error):
                 raise
             raise StorageError(self.url, f"{type(error).__name__}: {error}") from error
-
-
-def _is_listed(name: str) -> bool:
-    return bool(_PLAIN_NAME.fullmatch(name)) or is_name(name)
 
 
 def _remedy_of(reason: str) -> str | None:
