@@ -50,40 +50,29 @@ Look = tuple[Time, Count | None, Count | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """State of a predictor at a point in time.
+    """State of a predictor at a point in time."""
 
-    Args:
-        name: name of the predictor: a letter or digit, then up to 63 letters, digits, underscores and hyphens.
-        time: Unix time of the predictor's host, in seconds. The heartbeat's age is computed from its modification time
-            in the store instead.
-        stream: id of the stream, None before the first version.
-        version: last applied version, None before the first.
-        lag_versions: number of committed versions not yet applied, None if unknown.
-        lag_seconds: age of the oldest version not yet applied, None if unknown.
-        resyncs: number of resyncs since the predictor's start.
-        error: error that currently delays the predictor, None if there is none.
-        canary: distance that the predictor keeps from the newest version, such as ``3 versions``; None if none.
-        pin: counter of the last pin that the predictor has followed, 0 if none.
-        host: name of the predictor's host, cut to 253 characters; empty in heartbeats of older releases.
-        seconds: time between two heartbeats.
-        window: the last ten heartbeats, oldest first, this one included.
-        why: last decision of the predictor and its reason, see :class:`~delta_tracker.predictor.status.Status`; empty
-            in heartbeats of older releases and of standbys.
-    """
-
+    # name of the predictor: a letter or digit, then up to 63 letters, digits, underscores and hyphens
     name: Annotated[str, Meta(pattern=_NAME)]
+    # Unix time of the predictor's host, in seconds. The heartbeat's age is computed from its modification time in the
+    # store instead.
     time: Time
-    stream: Hex | None
-    version: Count | None
-    lag_versions: Count | None
-    lag_seconds: Time | None
-    resyncs: Count
-    error: str | None
+    stream: Hex | None  # id of the stream, None before the first version
+    version: Count | None  # last applied version, None before the first
+    lag_versions: Count | None  # number of committed versions not yet applied, None if unknown
+    lag_seconds: Time | None  # age of the oldest version not yet applied, None if unknown
+    resyncs: Count  # number of resyncs since the predictor's start
+    error: str | None  # error that currently delays the predictor, None if there is none
+    # distance that the predictor keeps from the newest version, such as `3 versions`; None if none
     canary: str | None = None
-    pin: Count = 0
+    pin: Count = 0  # counter of the last pin that the predictor has followed, 0 if none
+    # name of the predictor's host, cut to 253 characters; empty in heartbeats of older releases
     host: Annotated[str, Meta(max_length=_MAX_HOST)] = ""
-    seconds: Time = BEAT_SECONDS
+    seconds: Time = BEAT_SECONDS  # time between two heartbeats
+    # the last ten heartbeats, oldest first, this one included
     window: Annotated[tuple[Look, ...], Meta(max_length=16)] = ()
+    # last decision of the predictor and its reason, see `Status`; empty in heartbeats of older releases and
+    # of standbys
     why: Annotated[str, Meta(max_length=_MAX_TEXT)] = ""
 
 
@@ -274,22 +263,14 @@ class PublisherHeartbeat:
 
     ``publishers/{generation}.json`` is a JSON object with these fields. It is replaced every few seconds by rank 0 of
     the job whose claim has this generation.
-
-    Args:
-        stream: id of the stream.
-        generation: generation of the claim.
-        writer: id of the claim.
-        version: newest entry of the publisher.
-        seconds: time between two heartbeats; 0 if none follows until a publisher is built.
-        time: Unix time of the publisher's host, in seconds, see :class:`Heartbeat`.
     """
 
-    stream: Hex
-    generation: Count
-    writer: Hex
-    version: Count
-    seconds: Time
-    time: Time
+    stream: Hex  # id of the stream
+    generation: Count  # generation of the claim
+    writer: Hex  # id of the claim
+    version: Count  # newest entry of the publisher
+    seconds: Time  # time between two heartbeats; 0 if none follows until a publisher is built
+    time: Time  # Unix time of the publisher's host, in seconds, see `Heartbeat`
 
 
 def see_publisher(storage: Storage, head: Manifest) -> tuple[PublisherHeartbeat, float | None] | None:

@@ -16,20 +16,13 @@ _MAX_BYTES = 16 << 10
 
 @dataclass(frozen=True, slots=True)
 class Signs:
-    """Signs of life of the publisher of a stream.
+    """Signs of life of the publisher of a stream."""
 
-    Args:
-        head: newest entry.
-        silent_seconds: time since ``last``, by the store's clock.
-        last: time of the newest entry or, if it is later, its publisher's last heartbeat, in Unix seconds by the
-            store's clock.
-        heartbeat_seconds: time between two heartbeats of the publisher; None if it is unknown.
-    """
-
-    head: Manifest
-    silent_seconds: float
+    head: Manifest  # newest entry
+    silent_seconds: float  # time since `last`, by the store's clock
+    # time of the newest entry or, if it is later, its publisher's last heartbeat, in Unix seconds by the store's clock
     last: float
-    heartbeat_seconds: float | None
+    heartbeat_seconds: float | None  # time between two heartbeats of the publisher; None if it is unknown
 
 
 class Liveness:

@@ -23,19 +23,13 @@ _NAME = "control/takeover.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakeoverRequest:
-    """Request to take over from the publisher of a generation.
+    """Request to take over from the publisher of a generation."""
 
-    Args:
-        stream: id of the stream.
-        generation: generation of the publisher.
-        time: Unix time of the host that made the request, in seconds.
-        force: True to fence the publisher even if it is alive. Otherwise, the request lapses when the publisher leaves
-            an entry or a heartbeat.
-    """
-
-    stream: Hex
-    generation: Count
-    time: Time
+    stream: Hex  # id of the stream
+    generation: Count  # generation of the publisher
+    time: Time  # Unix time of the host that made the request, in seconds
+    # True to fence the publisher even if it is alive. Otherwise, the request lapses when the publisher leaves an entry
+    # or a heartbeat.
     force: bool = False
 
 

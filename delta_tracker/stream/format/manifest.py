@@ -31,23 +31,13 @@ DTYPE_NAMES = {dtype: name for name, dtype in DENSE_DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Record of a block: some or all rows of a row range of one table, with the columns of a column range.
+    """Record of a block: some or all rows of a row range of one table, with the columns of a column range."""
 
-    Args:
-        table: FQN of the table.
-        rows: half-open range of global row ids.
-        columns: half-open range of columns.
-        num_rows: number of rows in the block.
-        ids: storage of the row ids: ``list``, ``gaps`` (compressed), or ``all`` (no ids, because the block holds all
-            rows of its range).
-        encoding: encoding of the values.
-    """
-
-    table: str
-    rows: Range
-    columns: Range
+    table: str  # FQN
+    rows: Range  # half-open range of global row ids
+    columns: Range  # half-open range
     num_rows: Count
-    ids: IdForm
+    ids: IdForm  # `all` if the block holds all rows of its range
     encoding: Encoding
 
     @property
@@ -76,24 +66,16 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Record of a part: an object with rows and dense tensors, written by one rank or by a compaction.
+    """Record of a part: an object with rows and dense tensors, written by one rank or by a compaction."""
 
-    Args:
-        name: name of the object in the store.
-        num_bytes: size of the object in bytes.
-        xxh3: 128-bit xxh3 of the object's bytes from ``body`` on, in hex.
-        blocks: blocks of rows in the part.
-        dense: names of the dense tensors in the part.
-        body: number of bytes before the digests of the pieces, at least 1; 0 in format 1, which has no such digests.
-        states: record of the object with the optimizer's states of the same rows; None if no table has states.
-    """
-
-    name: PartName
-    num_bytes: Count
-    xxh3: Hex
+    name: PartName  # name of the object in the store
+    num_bytes: Count  # size of the object in bytes
+    xxh3: Hex  # 128-bit xxh3 of the object's bytes from `body` on, in hex
     blocks: tuple[Block, ...]
-    dense: tuple[str, ...]
+    dense: tuple[str, ...]  # names of the dense tensors in the part
+    # number of bytes before the digests of the pieces, at least 1; 0 in format 1, which has no such digests
     body: Count = 0
+    # record of the object with the optimizer's states of the same rows; None if no table has states
     states: Stored | None = None
 
 
@@ -132,62 +114,45 @@ class Fork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Manifest of one version in the log, or of the versions that a compaction merged.
+    """Manifest of one version in the log, or of the versions that a compaction merged."""
 
-    Args:
-        stream: id of the stream, 32 hex digits.
-        generation: generation of the publisher that wrote the version.
-        writer: id of that publisher, 32 hex digits.
-        version: index in the log.
-        kind: claim, snapshot or delta.
-        parent: link to the preceding entry; None at the start of a log and in a merged snapshot.
-        snapshot: version of the newest snapshot up to and including this version; None before the first.
-        batches: half-open range of the trainer's step counts that the version covers. The rows were read at its end.
-        cut: Unix time at which the rows were read, in seconds.
-        created: Unix time of the commit by the publisher's clock, in seconds.
-        pending_rows: number of changed rows that are left for later versions.
-        tables: FQN to spec.
-        dense: name to spec of the dense parameters and buffers.
-        parts: objects with the rows and dense tensors. Apply blocks with all rows of their range before blocks that
-            list rows.
-        merges: in a merged entry, which replaces the versions after ``parent`` up to ``version``, link to the log entry
-            of ``version``.
-        format: 1, or 2 for a version with the optimizer's states or with raw ids. The fields from ``states`` to
-            ``owner_changes`` are empty in format 1.
-        states: FQN to the states of the table's rows, for each table with a fused optimizer.
-        training: records of the training states of all ranks, in their order.
-        event_time: smallest event time of the batch that any rank trained last, in seconds; None if it is unknown.
-        identities: FQN to the rule for raw ids, for each table with managed collisions.
-        owner_changes: FQN to the numbers of rows that a raw id was admitted to, and evicted from, since the version
-            before; informative. Empty in a merged entry.
-        forked_from: for a claim that starts a stream after the last entry of another one, reference to that entry.
-        xxh3: 128-bit xxh3 of the entry's bytes, in hex; empty before the entry is parsed from its bytes.
-        modified: Unix time of the commit by the store's clock, in seconds; None if the entry was not read from a store.
-    """
-
-    stream: str
-    generation: int
-    writer: str
-    version: int
+    stream: str  # id of the stream, 32 hex digits
+    generation: int  # generation of the publisher that wrote the version
+    writer: str  # id of that publisher, 32 hex digits
+    version: int  # index in the log
     kind: Kind
-    parent: Link | None = None
+    parent: Link | None = None  # link to the preceding entry; None at the start of a log and in a merged snapshot
+    # version of the newest snapshot up to and including this version; None before the first
     snapshot: int | None = None
+    # half-open range of the trainer's step counts that the version covers. The rows were read at its end.
     batches: tuple[int, int] = (0, 0)
-    cut: float = 0.0
-    created: float
-    pending_rows: int = 0
-    tables: Mapping[str, TableSpec] = field(default_factory=dict)
-    dense: Mapping[str, DenseSpec] = field(default_factory=dict)
+    cut: float = 0.0  # Unix time at which the rows were read, in seconds
+    created: float  # Unix time of the commit by the publisher's clock, in seconds
+    pending_rows: int = 0  # number of changed rows that are left for later versions
+    tables: Mapping[str, TableSpec] = field(default_factory=dict)  # FQN to spec
+    dense: Mapping[str, DenseSpec] = field(default_factory=dict)  # name to spec of the dense parameters and buffers
+    # objects with the rows and dense tensors. Apply blocks with all rows of their range before blocks that list rows.
     parts: tuple[Part, ...] = ()
+    # in a merged entry, which replaces the versions after `parent` up to `version`, link to the log entry of `version`
     merges: Link | None = None
+    # 1, or 2 for a version with the optimizer's states or with raw ids. The fields from `states` to `owner_changes` are
+    # empty in format 1.
     format: int = FORMAT
+    # FQN to the states of the table's rows, for each table with a fused optimizer
     states: Mapping[str, TableStates] = field(default_factory=dict)
-    training: tuple[Stored, ...] = ()
+    training: tuple[Stored, ...] = ()  # records of the training states of all ranks, in their order
+    # smallest event time of the batch that any rank trained last, in seconds; None if it is unknown
     event_time: float | None = None
+    # FQN to the rule for raw ids, for each table with managed collisions
     identities: Mapping[str, Identity] = field(default_factory=dict)
+    # FQN to the numbers of rows that a raw id was admitted to, and evicted from, since the version before; informative.
+    # Empty in a merged entry.
     owner_changes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    # for a claim that starts a stream after the last entry of another one, reference to that entry
     forked_from: Fork | None = None
+    # 128-bit xxh3 of the entry's bytes, in hex; empty before the entry is parsed from its bytes
     xxh3: str = field(default="", compare=False)
+    # Unix time of the commit by the store's clock, in seconds; None if the entry was not read from a store
     modified: float | None = field(default=None, compare=False)
 
     @property
