@@ -1,8 +1,7 @@
-"""Heartbeats: objects that predictors write to the stream's store to show their version and their lag.
+"""Heartbeats: objects that predictors and publishers write to the stream's store to show their state.
 
 ``predictors/{name}.json`` is a JSON object with the fields of :class:`Heartbeat`. It is replaced every few seconds. The
-stream does not depend on heartbeats: one may be missing, old or forged. Retention deletes a heartbeat that was not
-replaced for a day.
+stream does not depend on heartbeats: one may be missing, old or forged. Retention deletes one that is a day old.
 """
 
 from __future__ import annotations
@@ -83,10 +82,7 @@ def check_name(name: object) -> None:
 
 
 def leave_heartbeat(storage: Storage, beat: Heartbeat) -> None:
-    """Write a heartbeat, replacing an earlier one of the same name.
-
-    The error and the reason in the heartbeat are truncated to 1,000 characters.
-    """
+    """Write a heartbeat, replacing one of the same name. Truncates its error and reason to 1,000 characters."""
     error = None if beat.error is None else beat.error[:_MAX_TEXT]
     fields = asdict(beat) | {"error": error, "why": beat.why[:_MAX_TEXT]}
     storage.replace(heartbeat_path(beat.name), json.dumps(fields).encode())
@@ -102,11 +98,10 @@ class _Target:
 
 
 class Pulse:
-    """Writer of one predictor's heartbeats. It does not raise errors of the store.
+    """Writer of one predictor's heartbeats, every ``seconds``. It does not raise errors of the store.
 
-    The first of consecutive failures and the recovery are logged. Failures before the first version are not logged.
-    After a failure, the time between two heartbeats (``seconds``) doubles, up to five minutes, because the caller waits
-    for a store that hangs.
+    The first of consecutive failures and the recovery are logged, but no failure before the first version. After a
+    failure, the time to the next one doubles, up to five minutes, because the caller waits for a store that hangs.
     """
 
     def __init__(self, storage: Storage, name: str, seconds: float = BEAT_SECONDS) -> None:
@@ -121,17 +116,14 @@ class Pulse:
         return time.monotonic() >= self._target.due
 
     def move_to(self, storage: Storage) -> None:
-        """Write the next heartbeats to another store. The first one is due immediately, also after failures.
-
-        A heartbeat that another thread is writing to the former store does not delay it.
-        """
-        self._target = _Target(storage)
+        """Write the next heartbeats to another store. The first one is due immediately, also after failures."""
+        self._target = _Target(storage)  # a heartbeat that another thread is writing delays only its own target
 
     def leave(self, **fields: Any) -> None:  # noqa: ANN401  fields of a Heartbeat
         """Write a heartbeat, except to a local directory without a log: it has no stream.
 
         If the directory was replaced, the heartbeat is written to the new one. ``fields`` are those of the
-        :class:`Heartbeat`, except ``name``, ``time``, ``host``, ``seconds`` and ``window``.
+        :class:`Heartbeat` that this object does not know.
         """
         target, now = self._target, time.monotonic()
         target.due = now + self._seconds
@@ -174,12 +166,8 @@ def see_heartbeats(
 ) -> list[SeenHeartbeat | None]:
     """Return the heartbeats of a stream's predictors, sorted by object name. Logs and skips malformed heartbeats.
 
-    Args:
-        storage: store of the stream.
-        clock: estimate of the store's time; it is updated with the modification times of the heartbeats.
-        max_age: maximum age in seconds, by the store's clock. The list contains None for an older heartbeat, which is
-            not read.
-        limit: maximum number of heartbeats to read, newest first; the list contains None for the others.
+    The list contains None for those that are not read: those that are older than ``max_age`` seconds by the store's
+    clock, and all but the ``limit`` newest ones. Their modification times update ``clock``.
     """
     began = clock.reader_time()
     listed = storage.objects("predictors")
@@ -221,10 +209,9 @@ def read_record(
 
 
 def remove_heartbeats(storage: Storage, clock: StoreClock, *, seconds: float = 86_400.0) -> int:
-    """Delete the heartbeats of predictors that were not replaced for a while, and return their number.
+    """Delete the heartbeats of predictors that are older than ``seconds`` by the store's clock. Return their number.
 
-    A retention pass does the same; this function is for streams without one. ``seconds`` is the minimum age of a
-    deleted heartbeat, at least an hour, by the store's clock, which ``clock`` estimates.
+    A retention pass does the same; this function is for streams without one.
 
     Raises:
         InvalidArgumentError: if ``seconds`` is less than 3600.
@@ -259,10 +246,9 @@ def heartbeat_path(name: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublisherHeartbeat:
-    """State of a publisher of versions with states at a point in time.
+    """State of a publisher of versions with states, the JSON object ``publishers/{generation}.json``.
 
-    ``publishers/{generation}.json`` is a JSON object with these fields. It is replaced every few seconds by rank 0 of
-    the job whose claim has this generation.
+    It is replaced every few seconds by rank 0 of the job whose claim has this generation.
     """
 
     stream: Hex  # id of the stream
@@ -276,7 +262,7 @@ class PublisherHeartbeat:
 def see_publisher(storage: Storage, head: Manifest) -> tuple[PublisherHeartbeat, float | None] | None:
     """Return the last heartbeat of the publisher of an entry, and its time in Unix seconds by the store's clock.
 
-    Returns None if there is none of the same generation and claim, or if it is malformed, which is logged.
+    Returns None if there is none of the same generation and claim, or if it is malformed.
     """
     response = Transfer()
     beat = read_record(storage, _publisher_path(head.generation), "heartbeat", _publisher_of, response=response)

@@ -24,21 +24,15 @@ _LIMIT = 4096  # heartbeats that are read at each collection, newest first
 def show_heartbeats(url: Location, monitor: Monitor | None = None, *, gone_seconds: float = GONE_SECONDS) -> None:
     """Export the heartbeats of a stream's predictors as the built-in gauges ``heartbeat_*``.
 
-    At each collection of metrics, a thread of the monitor reads the heartbeats, so training does not wait. A failed
-    read is counted in the metric ``outlet_errors``. One listing, and one request for each of at most 4,096 heartbeats.
-
-    Args:
-        url: URL or storage of the stream.
-        monitor: monitor whose gauges are set; None for ``delta_tracker.monitor.MONITOR``.
-        gone_seconds: maximum age of a heartbeat in seconds, by the store's clock. Older heartbeats are not exported.
+    At each collection of metrics, a thread of the monitor reads the heartbeats, so training does not wait: one listing,
+    and one request for each of at most 4,096 heartbeats that are at most ``gone_seconds`` old. A failed read is counted
+    in the metric ``outlet_errors``. ``monitor`` is by default ``delta_tracker.monitor.MONITOR``.
     """
     chosen = program_monitor() if monitor is None else monitor
     chosen.registry.add_source(_Heartbeats(open_storage(url), chosen, gone_seconds))
 
 
 class _Heartbeats(Source):
-    """Source that sets the gauges of one stream's predictors."""
-
     def __init__(self, storage: Storage, monitor: Monitor, gone_seconds: float) -> None:
         self.name = f"heartbeats of {storage.url}"
         self._storage = storage

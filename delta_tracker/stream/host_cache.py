@@ -40,15 +40,14 @@ class HostCache:
     """Directory in which the processes of one host keep the parts that they read, so that each is fetched once.
 
     One process fetches a part, and the others wait for it. Each process compares every part with its record before it
-    uses it, so that a damaged file costs one more fetch. Fetched files are not flushed to disk. Thread-safe. Several
-    caches, in one or more processes, may use the same directory.
+    uses it, so that a damaged file costs one more fetch. Thread-safe, also between several caches of one directory.
 
     Args:
         directory: directory of the cache on a local file system; it is created with mode 0700 if it is missing.
         max_bytes: maximum size of all files. The least recently used parts are deleted first. A part that is larger is
             read past the cache.
-        patience_seconds: time without progress of the fetching process after which others read past the cache. A part
-            is fetched in pieces of 8 MiB, each of which is progress.
+        patience_seconds: time without progress of the fetching process after which others read past the cache. Each
+            piece of 8 MiB is progress.
 
     Attributes:
         counts: number of parts that were read from the cache (``hits``), fetched into it (``misses``), and read past it
@@ -86,8 +85,7 @@ class HostCache:
     def over(self, storage: Storage, manifest: Manifest) -> Storage:
         """Return a store that reads the parts of a version through the cache, and everything else from ``storage``.
 
-        It keeps the files that it has opened until it is garbage-collected, so that an eviction does not affect a
-        version that is being applied.
+        It keeps the files that it has opened, so that an eviction does not affect a version that is being applied.
         """
         return CachedStorage(storage, self.open, manifest.parts)
 
@@ -99,7 +97,6 @@ class HostCache:
 
         Raises:
             CorruptPartError: if the part in ``storage`` does not match its record. Nothing is kept.
-            StorageError: if ``storage`` cannot be read.
         """
         if part.num_bytes > self._max_bytes:
             self.counts["bypasses"] += 1
@@ -230,10 +227,7 @@ class HostCache:
             return 0
 
     def _make_room(self, part: Part, draft: int) -> bool:
-        """Reserve the size of a part's draft within ``max_bytes``, and allocate its disk space.
-
-        Returns False if there is not enough space without the other parts, or the directory stays locked.
-        """
+        """Reserve the size and the disk space of a part within ``max_bytes``. Return False if it does not fit."""
         with self._locked() as is_locked:
             if not is_locked or not self._evict(part):
                 return False
@@ -304,7 +298,7 @@ class HostCache:
 
 
 class _DirectoryError(Exception):
-    """The directory of the cache cannot be used."""
+    """Failure of the directory of the cache."""
 
 
 @contextmanager
@@ -322,7 +316,6 @@ def _key(part: Part) -> str:
 
 
 def _sizes(directory: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield the names of the regular files in a directory, and their status. Skip files that are deleted meanwhile."""
     with os.scandir(directory) as found:
         for entry in found:
             with suppress(FileNotFoundError):

@@ -42,7 +42,7 @@ class Liveness:
     def look(self, version: int | None = None, error: str | None = None) -> Signs | None:
         """Return the signs of life; None if there is no stream.
 
-        Leaves a heartbeat with the observer's version and error first, so that a sign of life during the look makes the
+        First leaves a heartbeat with the observer's version and error: a sign of life during the look then makes the
         publisher look alive.
 
         Raises:
@@ -80,11 +80,7 @@ class Liveness:
         return response.modified
 
     def _newest(self) -> Manifest | None:
-        """Return the newest entry.
-
-        Lists the log only at the first look, after the log was replaced, and where the newest entry seems to be a
-        claim.
-        """
+        """Return the newest entry, if possible without listing the log."""
         head = self._head
         there = None if head is None else self._log.read(head.version)
         if head is None or there is None or there.link != head.link:

@@ -19,12 +19,10 @@ class StoreClock:
 
     - The store's time is not before any modification time.
     - If an object was not modified yet when the reader looked last, its modification time is not before that look. A
-      process that looks only once therefore cannot detect that its clock is ahead. Objects must be dated when they
-      become visible. A local store dates them just before.
+      process that looks only once therefore cannot detect that its clock is ahead.
 
-    The estimate is exact to the time between two looks, plus one second. If a writer is suspended after it dated a
-    local object and before the object is visible, the estimate may be too low by the time of the suspension. Not
-    thread-safe.
+    The estimate is exact to the time between two looks, plus one second. It may be too low if a writer was suspended
+    after it dated a local object and before the object was visible. Not thread-safe.
 
     Attributes:
         offset: the store's time minus the reader's, in seconds; 0 unless the reader's clock is contradicted.
@@ -68,15 +66,11 @@ class StoreClock:
 
 
 def skew_problem(whose: str, seconds: float) -> str | None:
-    """Return a description of the skew of the clock of ``whose``, which is ``seconds`` ahead of the store's time.
-
-    Returns None if the skew is at most a minute.
+    """Return a description of the clock of ``whose``, ``seconds`` ahead of the store's; None up to a minute.
 
     Example:
         >>> skew_problem("predictor p", -3600.0)
         "the clock of predictor p is 3600 s behind the store's, or its objects were copied to the store later"
-        >>> skew_problem("predictor p", 59.0) is None
-        True
     """
     if abs(seconds) <= SKEW_SECONDS:
         return None

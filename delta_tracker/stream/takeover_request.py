@@ -34,19 +34,13 @@ class TakeoverRequest:
 
 
 def request_takeover(storage: Storage, head: Manifest, *, force: bool = False) -> None:
-    """Request a takeover from the publisher of the newest entry, replacing an earlier request.
-
-    With ``force``, the publisher is fenced even if it is alive.
-    """
+    """Request a takeover from the publisher of the newest entry; see :class:`TakeoverRequest` for ``force``."""
     request = TakeoverRequest(stream=head.stream, generation=head.generation, time=time.time(), force=force)
     storage.replace(_NAME, json.dumps(asdict(request)).encode())
 
 
 def cancel_takeover(storage: Storage) -> bool:
-    """Delete the request. Return False if there was none.
-
-    A standby that has read the request may still take over.
-    """
+    """Delete the request. Return False if there was none. A standby that has read it may still take over."""
     is_there = storage.size(_NAME) is not None
     storage.delete(_NAME)
     return is_there
@@ -55,9 +49,8 @@ def cancel_takeover(storage: Storage) -> bool:
 def read_request(storage: Storage, head: Manifest, last_sign: float) -> TakeoverRequest | None:
     """Return the request for a takeover from the publisher of the newest entry; None if there is none.
 
-    A request for another generation is out of date, and ignored. A request without ``force`` has lapsed, and is
-    ignored, if it is not newer than ``last_sign``, the publisher's last sign of life in Unix seconds by the store's
-    clock. A malformed one is logged and ignored.
+    Ignores a malformed request, one for another generation, and one without ``force`` that is not newer than
+    ``last_sign``, the publisher's last sign of life in Unix seconds by the store's clock.
     """
     response = Transfer()
     request = read_record(storage, _NAME, "request", _parse, response=response)

@@ -21,12 +21,10 @@ _OWNERS_ROWS = 1 << 20  # raw ids in memory at once
 class Contents:
     """Rows and dense tensors of a version. The constructor reads and checks all parts, see :func:`read_parts`.
 
-    If a listed row is also in a whole block, its listed values replace those in the block, because they may be newer.
-
     Attributes:
         manifest: manifest of the version.
-        whole: whole blocks, decoded, with the listed rows written over them. Apply the whole blocks first.
-        listed: listed rows, decoded. Rows whose listed columns all lie in one whole block are omitted; see ``whole``.
+        whole: whole blocks, decoded, with the listed rows, which may be newer, written over them. Apply these first.
+        listed: listed rows, decoded. Rows whose listed columns all lie in one whole block are omitted.
         dense: name to dense tensor.
     """
 
@@ -48,9 +46,8 @@ class Contents:
     def owners(self) -> Iterator[tuple[str, Tensor | slice, Tensor]]:
         """Yield the raw ids of all rows of tables with raw ids: of the whole blocks first, then of the listed rows.
 
-        Yields:
-            The table FQN, the ``n`` global row ids as a slice or as ascending int64, and the ``[n]`` int64 raw ids,
-            2**63 - 1 for a row without one. Do not write to the tensors: they may be views of a part.
+        Each item has the table FQN, the ``n`` global row ids as a slice or as ascending int64, and the ``[n]`` int64
+        raw ids, 2**63 - 1 for a row without one. Do not write to the tensors: they may be views of a part.
         """
         for rows in (*self.whole, *self.listed):
             if rows.owners is None:

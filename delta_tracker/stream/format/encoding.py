@@ -1,17 +1,14 @@
 """Encodings of rows and ids.
 
-Notation: ``N`` is the number of rows or ids, ``C`` the number of columns, ``B`` the number of bytes of the packed ids,
-and ``E`` the number of escapes.
-
 ``INT8`` and ``INT4`` are byte for byte FBGEMM's fused row-wise formats (``FloatToFused8BitRowwiseQuantized`` and
-``FloatToFusedNBitRowwiseQuantizedSBHalf`` with 4 bits). They are implemented in torch, so readers do not need FBGEMM.
-A value is stored as ``code = round((value - bias) * inverse)``, ties to even, and read as ``code * scale + bias``.
+``FloatToFusedNBitRowwiseQuantizedSBHalf`` with 4 bits). They are implemented in torch, so readers do not need FBGEMM. A
+value is stored as ``code = round((value - bias) * inverse)``, ties to even, and read as ``code * scale + bias``.
 
-- ``INT8``: ``C`` codes of one byte, then ``scale = (maximum - minimum) / 255`` and ``bias = minimum`` in float32.
-  ``inverse`` is ``255 / (maximum - minimum + 1e-8)``.
-- ``INT4``: ``C / 2`` bytes of two codes, the earlier column in the low four bits, then ``scale`` and ``bias`` in
-  float16. ``bias`` is the minimum rounded to float16. ``scale`` is ``(maximum - bias) / 15`` rounded to float16, or 1
-  if that is 0. ``inverse`` is ``1 / scale``. Codes are clamped to 0..15.
+- ``INT8``: codes of one byte, then ``scale = (maximum - minimum) / 255`` and ``bias = minimum`` in float32. ``inverse``
+  is ``255 / (maximum - minimum + 1e-8)``.
+- ``INT4``: bytes of two codes, the earlier column in the low four bits, then ``scale`` and ``bias`` in float16.
+  ``bias`` is the minimum rounded to float16. ``scale`` is ``(maximum - bias) / 15`` rounded to float16, or 1 if that is
+  0. ``inverse`` is ``1 / scale``. Codes are clamped to 0..15.
 
 Rows are encoded in float32. Overflow is not clamped: every column of a row reads as NaN if the row has a NaN or an
 infinity, if ``maximum - minimum`` overflows float32, or if ``scale`` or ``bias`` of ``INT4`` overflows float16 (beyond
@@ -93,8 +90,7 @@ class Encoding(StrEnum):
     def width(self, num_columns: int) -> int:
         """Return the number of columns of the stored tensor for rows with ``num_columns`` columns.
 
-        Raises:
-            InvalidArgumentError: if the encoding does not support this number of columns.
+        Raises InvalidArgumentError if the encoding does not support this number of columns.
         """
         if num_columns < 1:
             raise InvalidArgumentError("num_columns", num_columns, "Pass 1 or more")
@@ -121,12 +117,10 @@ _DTYPES = {
 
 
 def encode_rows(values: Tensor, encoding: Encoding, out: Tensor | None = None) -> Tensor:
-    """Encode rows ``[N, C]`` of a floating point dtype, on any device, contiguous or not.
+    """Encode rows, ``[N, C]`` of a floating point dtype, to ``[N, encoding.width(C)]`` in ``encoding.dtype``.
 
-    Callers should encode many rows in chunks that fit the CPU cache, for example 16,384 x 64 values.
-
-    Returns:
-        ``[N, encoding.width(C)]`` in ``encoding.dtype``, on the device of ``values``; ``out`` if it is given.
+    ``values`` may be on any device and not contiguous; the result is ``out`` or on their device. Encode many rows in
+    chunks that fit the CPU cache, for example 16,384 x 64 values.
 
     Raises:
         InvalidArgumentError: if the encoding does not support ``C`` columns, or ``out`` has another shape or dtype.
@@ -155,13 +149,9 @@ def encode_rows(values: Tensor, encoding: Encoding, out: Tensor | None = None) -
 
 
 def decode_rows(stored: Tensor, encoding: Encoding, num_columns: int, dtype: torch.dtype) -> Tensor:
-    """Decode rows ``[N, encoding.width(num_columns)]`` in ``encoding.dtype``, on any device, contiguous or not.
+    """Decode rows, ``[N, encoding.width(num_columns)]`` in ``encoding.dtype``, to ``[N, num_columns]`` in ``dtype``.
 
-    Returns:
-        ``[N, num_columns]`` in ``dtype``; ``stored`` itself if no conversion is needed.
-
-    Raises:
-        InvalidArgumentError: if ``stored`` has another width or dtype.
+    ``stored`` may be on any device and not contiguous; it is returned if no conversion is needed.
     """
     if stored.shape[1:] != (encoding.width(num_columns),) or stored.dtype != encoding.dtype:
         raise InvalidArgumentError(
@@ -189,11 +179,8 @@ def pack_ids(ids: Tensor) -> tuple[Tensor, Tensor]:
     """Encode ids, ``[N]`` int64 on any device, as the gaps between them, one byte each, compressed with zlib.
 
     A gap is the number of missing ids between two ids, or before the first id. A gap of 255 or more (an escape) is
-    stored as the byte 255, and in full in a second tensor. The zlib strategy is ``Z_RLE``, because gaps of a random set
-    have unequal frequencies but no repetitions, and gaps of a dense set are runs of zeros.
-
-    Returns:
-        ``[B]`` uint8, a zlib stream, and ``[E]`` int64, the gaps of 255 or more; both on the CPU.
+    stored as the byte 255, and in full in a second tensor. The results, on the CPU, are ``[B]`` uint8, a zlib stream,
+    and ``[E]`` int64, the escapes.
 
     Raises:
         InvalidArgumentError: if the ids are not ascending, unique and non-negative.
@@ -207,6 +194,7 @@ def pack_ids(ids: Tensor) -> tuple[Tensor, Tensor]:
     gaps[1:] -= gaps[:-1] + 1
     if (gaps < 0).any():
         raise InvalidArgumentError("ids", ids, "Pass ascending, unique, non-negative ids")
+    # Gaps of a random set have unequal frequencies but no repetitions, and gaps of a dense set are runs of zeros.
     deflate = zlib.compressobj(level=1, strategy=zlib.Z_RLE)
     packed = deflate.compress(np.minimum(gaps, _ESCAPE).astype(np.uint8)) + deflate.flush()
     return torch.frombuffer(bytearray(packed), dtype=torch.uint8), torch.from_numpy(gaps[gaps >= _ESCAPE])
@@ -215,11 +203,8 @@ def pack_ids(ids: Tensor) -> tuple[Tensor, Tensor]:
 def unpack_ids(packed: Tensor, escapes: Tensor, num_ids: int) -> Tensor:
     """Decode ``num_ids`` ids that :func:`pack_ids` encoded, to ``[N]`` int64 on the CPU.
 
-    Memory is bounded by ``num_ids`` and by the size of ``packed``, even if the contents are invalid. This function only
-    checks that the arguments are consistent. Changed bytes are detected by the hash of the part.
-
-    Raises:
-        ValueError: if the arguments do not encode ``num_ids`` ids.
+    Memory is bounded by ``num_ids`` and by the size of ``packed``, even if the contents are invalid. Raises ValueError
+    if the arguments are inconsistent; other changes are detected by the hash of the part.
     """
     if not 0 <= num_ids <= _DEFLATE_RATIO * len(packed):
         raise ValueError(f"{len(packed)} packed bytes cannot hold {num_ids} ids")

@@ -31,9 +31,9 @@ class Overlay:
     def over(self, whole: BlockRows) -> BlockRows:
         """Return the rows of a whole block with the listed rows, their states and their owners, written over them.
 
-        Ignores listed rows whose encoding differs from that of the block, and if it is quantized, also those whose
-        column range differs. If the block has states, the overlapping listed rows must have the same column range and
-        the same states. If it has owners, they must have owners and the same encoding.
+        Ignores listed rows with another encoding, or another column range of quantized rows. If the block has states,
+        the overlapping listed rows must have the same column range and states; with owners, also owners and the same
+        encoding.
         """
         block = whole.block
         found = [
@@ -78,10 +78,7 @@ class WholeBlocks:
         self._index = _Index((block, block) for block in blocks if block.num_rows)
 
     def outside(self, listed: BlockRows) -> Iterator[BlockRows]:
-        """Yield the rows of ``listed`` that must be stored as listed rows.
-
-        The other rows are omitted, because :meth:`Overlay.over` writes all of their columns over one whole block.
-        """
+        """Yield the rows of ``listed`` of which :meth:`Overlay.over` does not write all columns over one block."""
         block = listed.block
         holders = [
             whole.rows
@@ -128,7 +125,6 @@ class _Index(Generic[_T]):
         }
 
     def overlapping(self, table: str, rows: tuple[int, int], columns: tuple[int, int]) -> Iterator[_T]:
-        """Yield the values of the table's blocks that overlap both ranges."""
         for each in self._columns.get(table, ()):
             if each.columns[0] < columns[1] and columns[0] < each.columns[1]:
                 yield from each.overlapping(rows)

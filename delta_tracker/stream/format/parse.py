@@ -2,14 +2,13 @@
 
 Other threads look up rows while a manifest is parsed. The parser therefore makes no long call into C code, which does
 not release the interpreter lock, and keeps few new objects, because the garbage collector visits all of them while it
-holds the lock. A first pass checks the syntax and finds the bytes of the long fields: ``tables``, ``dense``, ``parts``,
-and the blocks and dense tensors of a part. Their elements are then parsed and checked one by one, so that the first
-invalid element ends the work. This also limits their number: a valid block has at least 80 bytes. The last pass reads
-the names, to reject duplicates.
+holds the lock. A first pass checks the syntax and finds the bytes of the long fields. Their elements are then parsed
+and checked one by one, so that the first invalid element ends the work. This also limits their number: a valid block
+has at least 80 bytes. The last pass rejects duplicate names.
 
-With manifests of 10 MiB, another thread waited for the lock for 190 ms of CPU time for a snapshot of 1,000 tables on 64
-ranks (10 MiB more memory), and at most 220 ms (122 MiB) for hostile ones. One garbage collection takes 115 ms of these
-in any process that has imported torch. With 62 MiB, the most was 780 ms and 362 MiB.
+With manifests of 10 MiB, another thread waited for the lock for at most 220 ms of CPU time, of which one garbage
+collection takes 115 ms in any process that has imported torch; memory grew by at most 122 MiB. With 62 MiB, these are
+780 ms and 362 MiB.
 """
 
 from __future__ import annotations
@@ -202,7 +201,7 @@ _TOKEN = re.compile(
 
 
 def parse_manifest(name: str, data: bytes) -> Manifest:
-    """Parse and check an entry. ``name`` is that of the entry, for the error.
+    """Parse and check the entry ``name``.
 
     Raises:
         NewerFormatError: if only newer releases can read the entry.
@@ -217,12 +216,7 @@ def parse_manifest(name: str, data: bytes) -> Manifest:
 
 
 def load_json(data: bytes) -> Any:  # noqa: ANN401  untrusted JSON
-    """Parse JSON in UTF-8. Rejects duplicate keys, because some JSON parsers use the first value and some the last.
-
-    Raises:
-        ValueError: if the JSON is invalid.
-        RecursionError: if the JSON is nested too deeply.
-    """
+    """Parse JSON in UTF-8. Raises ValueError, also for duplicate keys, or RecursionError."""
     return json.loads(data.decode(), object_pairs_hook=_object)
 
 
@@ -232,26 +226,17 @@ def reason_of(error: Exception) -> str:
 
 
 def parse_part(entry: object) -> Part:
-    """Return the record of a part, parsed from its JSON object.
-
-    Raises :class:`ValueError` if it is invalid.
-    """
+    """Return the record of a part, parsed from its JSON object. Raises ValueError if it is invalid."""
     return convert(entry, Part)
 
 
 def parse_stored(entry: object) -> Stored:
-    """Return the record of an object that is not a part, parsed from its JSON object.
-
-    Raises :class:`ValueError` if it is invalid.
-    """
+    """Return the record of an object that is not a part, parsed from its JSON object. Raises ValueError likewise."""
     return convert(entry, Stored)
 
 
 def parse_states(table: TableSpec, record: object) -> TableStates:
-    """Return the states of a table, parsed from the JSON object that ``states_record`` returns.
-
-    Raises :class:`ValueError` if it is invalid.
-    """
+    """Return the states of a table, parsed from a ``states_record``. Raises ValueError if it is invalid."""
     found = Decoder(_TableStates).decode(json.dumps(record))
     states = _table_states(table, found.optimizer, found.columns, found.states, "$")
     assert states is not None, "it has an optimizer"
@@ -305,7 +290,6 @@ def _manifest(name: str, data: bytes) -> Manifest:
 
 
 def _format_of(name: str, data: bytes) -> int:
-    """Return the format of an entry, 1 or 2."""
     fields = _FORMATS.decode(data)
     found, draft = bytes(fields.format), bytes(fields.draft)
     if not _POSITIVE.fullmatch(found):
@@ -347,7 +331,6 @@ def _table_states(table: TableSpec, optimizer: str | None, columns: Raw, states:
 
 
 def _identity(table: TableSpec, value: Raw, path: str) -> Identity:
-    """Parse and check the rule for the raw ids of a table."""
     record = _decoded(_IDENTITIES, value, path)
     buckets: list[Bucket] = []
     end = 0
@@ -366,7 +349,6 @@ def _identity(table: TableSpec, value: Raw, path: str) -> Identity:
 
 
 def _owner_changes(value: Raw, identities: Mapping[str, Identity]) -> dict[str, tuple[int, int]]:
-    """Parse the numbers of rows whose owner changed."""
     found: dict[str, tuple[int, int]] = {}
     for fqn, owners in _members(_OWNERS, value, "$.owners"):
         if fqn not in identities:
@@ -442,13 +424,11 @@ def _part(part: _Part, path: str, context: _Context, held: set[str]) -> Part:
 
 
 def _elements(decoder: Decoder[_T], value: Raw, path: str) -> Iterator[tuple[int, _T]]:
-    """Yield the index of each element of an array, and the element."""
     for index, element in enumerate(elements(value, path)):
         yield index, _decoded(decoder, element, f"{path}[{index}]")
 
 
 def _members(decoder: Decoder[dict[str, _T]], value: Raw, path: str) -> Iterator[tuple[str, _T]]:
-    """Yield the name of each member of an object, and the member."""
     for member in elements(value, path, opening=b"{"):
         yield from _decoded(decoder, b"".join((b"{", member, b"}")), path).items()
 
@@ -477,7 +457,6 @@ def _dense(spec: _Dense) -> DenseSpec:
 
 
 def _check_place(manifest: Manifest) -> None:
-    """Check that the batches, kind, parent, newest snapshot and merged versions of an entry are consistent."""
     version, parent, snapshot = manifest.version, manifest.parent, manifest.snapshot
     if manifest.batches[0] > manifest.batches[1]:
         raise ValueError(f"its batches are {manifest.batches}")

@@ -32,11 +32,10 @@ class PartSource(Protocol):
 
 
 class PartBuffer:
-    """Memory for the parts of a version, reused for the next version.
+    """Memory for the parts of successive versions, because allocation takes longer than reading into it.
 
-    Allocating new memory takes longer than reading into it. The memory is reusable once every array and tensor that
-    refers to it has been garbage-collected. While a version is in use, the next one is read into other memory. At most
-    320 MiB of free memory are kept.
+    The memory is reusable once every array and tensor that refers to it has been garbage-collected. While a version is
+    in use, the next one is read into other memory. At most 320 MiB of free memory are kept.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Readers of parts, of the states of their rows, and of training states.
 
-By default, a reader compares a whole object with its record before it returns any row or tensor. An object of format 2
-can also be read in ranges, each of which is checked before it is returned.
+A reader compares a whole object with its record before it returns anything, except in ranges of format 2, each of which
+is checked before it is returned.
 """
 
 from __future__ import annotations
@@ -64,11 +64,8 @@ class _Span:
 class _File:
     """Reader of the tensors of an object, which is a safetensors file. The constructor reads and checks the header.
 
-    Args:
-        stored: record of the object.
-        expected: dtype and shape of each tensor but the digests, by name. A shape is None if the header defines the
-            length of a vector.
-        source: source of the object's bytes.
+    ``expected`` has the dtype and shape of each tensor but the digests, by name. A shape is None if the header defines
+    the length of a vector.
     """
 
     def __init__(self, stored: Part | Stored, expected: _Expected, source: PartSource) -> None:
@@ -206,10 +203,6 @@ class PartReader:
         """Return the same rows as :attr:`rows`, each with the states of its table.
 
         ``source`` reads the object with the states, ``part.states``; None reads and checks the whole object.
-
-        Raises:
-            CorruptPartError: if the object does not match its record.
-            StorageError: if the store cannot be read.
         """
         stored = self.part.states
         if stored is None:
@@ -232,11 +225,7 @@ class PartReader:
         ]
 
     def stored(self, index: int, begin: int, end: int) -> Tensor:
-        """Return the rows ``begin`` to ``end`` (exclusive) of the part's ``index``-th block as they are stored.
-
-        The result is ``[end - begin, width]`` in the dtype of the block's encoding, with ``width`` as in
-        :class:`BlockRows`.
-        """
+        """Return the rows ``[begin, end)`` of the ``index``-th block as they are stored, see :class:`BlockRows`."""
         return self._file.rows(f"{index}.values", begin, end)
 
     def dense(self) -> dict[str, Tensor]:
@@ -315,11 +304,7 @@ def _refusals(name: str) -> Iterator[None]:
 
 
 class TrainingReader:
-    """Reader of ranges of the training state of a rank. The constructor reads and checks only the header.
-
-    Raises:
-        CorruptPartError: if the bytes do not match the record. Later reads may raise it, too.
-        StorageError: if the store cannot be read.
+    """Reader of ranges of the training state of a rank, as :class:`PartReader` with a :class:`Ranged`.
 
     Attributes:
         num_bytes: size of the training state in bytes.
@@ -444,10 +429,7 @@ class Ranged(_PieceReader):
         self._num_checked = 0  # pieces that finish() has read
 
     def finish(self) -> None:
-        """Check the size and the digests of the object, and with ``is_whole`` all pieces.
-
-        A further call continues after a :class:`StorageError`.
-        """
+        """See :meth:`PartSource.finish`."""
         self._checked_digests()
         while self._is_whole and self._num_checked < num_digests(self._end):
             self._piece(self._num_checked)
@@ -476,8 +458,7 @@ class Ranged(_PieceReader):
 class _Pieces(_PieceReader):
     """Source that reads all pieces of a part of format 1 once to hash it, and again those that are needed later.
 
-    If the store fails, the next call continues after the last hashed piece. The hash of a piece that is read again is
-    compared with that of the first read.
+    If the store fails, the next call continues. The hash of a piece that is read again is compared with the first one.
     """
 
     def __init__(self, storage: Storage, part: Part) -> None:
@@ -523,11 +504,7 @@ def _check_piece(part: Part | Stored, piece: NDArray[np.uint8], number: int, dig
 
 
 def check_object(stored: Part | Stored, data: NDArray[np.uint8] | None) -> NDArray[np.uint8]:
-    """Return ``data`` after comparing its size, hash and digests with the record of the object.
-
-    Raises:
-        CorruptPartError: if the object does not exist (``data`` is None), or differs from the record.
-    """
+    """Return ``data``. Raises CorruptPartError if it is None or its size, hash or digests differ from the record."""
     _check_size(stored, None if data is None else len(data))
     assert data is not None, "it has a size"
     digests = data[stored.body :]  # in format 1, the whole object
@@ -552,10 +529,6 @@ def read_parts(
     Parts of at most ``memory_bytes`` in total are held in memory, in that of ``buffer`` if it is given. The other parts
     are read again when their rows are needed. After a :class:`StorageError` or an interruption, ``buffer`` keeps what
     was read, and the next call for the same parts continues, except within a local file.
-
-    Raises:
-        CorruptPartError: if the bytes of a part do not match its record.
-        StorageError: if the store cannot be read.
     """
     sources = None if buffer is None else buffer.begun(manifest.parts)
     if sources is None:

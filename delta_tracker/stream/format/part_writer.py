@@ -111,14 +111,10 @@ def _header(entries: Sequence[_Entry]) -> bytes:
 
 
 class PartWriter:
-    """Writer of one part, which then provides the part's record.
+    """Writer of one part in a single pass, which then provides the part's record.
 
-    Args:
-        name: name of the part in the store.
-        rows: rows to write with their owners, without their states. Each chunk is read after the preceding one was
-            written.
-        dense: dense tensors to write, by name; None if there are none.
-        has_digests: True for a part of format 2, which ends with the digests of its pieces.
+    ``rows`` are written with their owners, without their states; each chunk is read after the preceding one was
+    written. With ``has_digests``, the part is of format 2, and ends with the digests of its pieces.
     """
 
     def __init__(
@@ -167,17 +163,15 @@ def put_part(
 ) -> Part:
     """Write a part, and in format 2 the object with the states of its rows. Return the record for the manifest.
 
+    Each chunk of ``rows`` is read after the preceding one was written; the states are read after all values. If the
+    store fails, either object may have been created.
+
     Args:
         storage: store of the stream.
         name: name of the part.
-        rows: rows to write. Each chunk is read after the preceding one was written; the states are read after all
-            values were written.
-        dense: dense tensors to write, by name; None if there are none.
-        states_name: name of the object with states, which is written only if any row has states; None for a part of
-            format 1.
-
-    Raises:
-        StorageError: if the store fails. Either object may have been created.
+        rows: rows to write.
+        dense: dense tensors to write, by name.
+        states_name: name of the object with states, which is written only if any row has states; None in format 1.
     """
     writer = PartWriter(name, rows, dense, has_digests=states_name is not None)
     storage.put(name, Repeatable(writer.buffers))
@@ -195,14 +189,8 @@ def put_part(
 def put_training(storage: Storage, name: str, buffers: Iterable[memoryview], num_bytes: int) -> Stored:
     """Write the object with the training state of a rank. Return the record for the manifest.
 
-    Args:
-        storage: store of the stream.
-        name: name of the object.
-        buffers: buffers of bytes whose concatenation is the training state; iterated again if the write is repeated.
-        num_bytes: size of the training state in bytes.
-
-    Raises:
-        StorageError: if the store fails. The object may have been created.
+    The training state has ``num_bytes`` bytes, the concatenation of ``buffers``, which are iterated again if the write
+    is repeated. If the store fails, the object may have been created.
     """
     return _put(storage, name, [_Entry(TRAINING_KEY, torch.uint8, (num_bytes,), buffers)])
 

@@ -34,11 +34,7 @@ def local_rows(ids: Tensor, shard: ShardSpec) -> Tensor:
 def rows_of(storage: Storage, entry: Manifest, shards: Mapping[str, ShardSpec]) -> list[tuple[str, Tensor]]:
     """Return a pair (table FQN, ``[N]`` int64 local ids) for each block of an entry with rows of this rank's shards.
 
-    Reads only parts with such blocks, and of a part of format 2 only the ids.
-
-    Raises:
-        CorruptPartError: if a part does not match its record.
-        StorageError: if the store cannot be read.
+    Reads and checks only parts with such blocks, and of a part of format 2 only the ids.
     """
     found = []
     for part in entry.parts:

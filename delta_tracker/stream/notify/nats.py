@@ -33,8 +33,8 @@ class NatsNotifier(Forkable):
     others by plain subscriptions, so that a thousand readers need no consumers in the server. Start the server with
     ``--jetstream``.
 
-    A thread of this object runs the connection. It starts at the first call and ends at :meth:`close`. After the
-    connection was lost or a call failed, the next call connects again.
+    A thread of this object runs the connection from the first call to :meth:`close`. After the connection was lost or a
+    call failed, the next call connects again.
 
     Args:
         url: ``nats://host:port`` or ``tls://host:port``, with a user and a password if the server needs them.
@@ -42,13 +42,7 @@ class NatsNotifier(Forkable):
         timeout_seconds: timeout for a connection. Each call returns within twice this time.
 
     Raises:
-        InvalidArgumentError: for an invalid URL or subject, or a timeout that is not positive.
         MissingExtraError: if the package ``nats-py`` is not installed.
-
-    Example::
-
-        publisher = Publisher(tracker, url, notifier=NatsNotifier("nats://broker:4222"))
-        predictor = Predictor(model, url, notifier=NatsNotifier("nats://broker:4222"))
     """
 
     def __init__(self, url: str, *, subject: str = "delta_tracker", timeout_seconds: float = 0.25) -> None:

@@ -1,7 +1,7 @@
 """Hints that a version was committed, so that predictors can poll less often.
 
 A hint is a stream's id and a version. It may be lost, repeated, late, or forged: the receiver reads the store to find
-out which versions exist. Lost hints only increase the latency.
+out which versions exist.
 """
 
 from __future__ import annotations
@@ -25,23 +25,22 @@ _LONGEST_PAUSE_SECONDS = 30.0
 class Notifier(Protocol):
     """Protocol for objects that send and receive hints, usually through a message broker.
 
-    1. The publisher calls :meth:`announce` after each committed version, from the thread that publishes. The call must
-    return within two seconds, even if the broker hangs. 2. A predictor calls :meth:`wait` in a loop, from the thread
-    that follows the stream. 3. :meth:`close` is called last, possibly twice.
+    1. The publisher calls :meth:`announce` after each committed version, from the thread that publishes.
+    2. A predictor calls :meth:`wait` in a loop, from the thread that follows the stream.
+    3. :meth:`close` is called last, possibly twice.
 
-    All methods must be thread-safe. An implementation may raise any error of its broker: publishers and predictors call
-    it through :class:`Hints`, which catches all of them. Versions of one stream ascend over all generations, so an
-    implementation needs to keep only the newest hint of a stream.
+    All methods must be thread-safe. They may raise any error of the broker, which :class:`Hints` catches. Versions of
+    one stream ascend over all generations, so an implementation needs to keep only the newest hint of a stream.
     """
 
     def announce(self, stream: str, version: int) -> None:
-        """Announce that ``version`` of the stream with this id is committed. Ignore an old or repeated version."""
+        """Announce that ``version`` of the stream with this id is committed. Ignore an old or repeated version.
+
+        Must return within two seconds, even if the broker hangs.
+        """
 
     def wait(self, stream: str, after: int, timeout_seconds: float) -> bool:
-        """Wait until a version above ``after`` is announced; return False after ``timeout_seconds`` at the latest.
-
-        Return True immediately if such a version was announced before the call.
-        """
+        """Return True once a version above ``after`` was announced, also before the call; False at the timeout."""
 
     def close(self) -> None:
         """Close the connections."""
@@ -65,13 +64,13 @@ class LocalNotifier(Forkable):
         protect(self)
 
     def announce(self, stream: str, version: int) -> None:
-        """Announce that ``version`` of the stream is committed."""
+        """See :meth:`Notifier.announce`."""
         with self._changed:
             self._newest[stream] = max(version, self._newest.get(stream, version))
             self._changed.notify_all()
 
     def wait(self, stream: str, after: int, timeout_seconds: float) -> bool:
-        """Wait until a version above ``after`` is announced; return False after ``timeout_seconds``."""
+        """See :meth:`Notifier.wait`."""
         with self._changed:
             return self._changed.wait_for(lambda: self._newest.get(stream, after) > after, timeout_seconds)
 
@@ -87,12 +86,8 @@ class Hints:
     """Wrapper of a :class:`Notifier` that catches all errors of the broker, for publishers and predictors.
 
     After a failure, the notifier is not called for one second. The pause doubles with each further failure, up to
-    thirty seconds. The first of consecutive failures and the recovery are logged.
-
-    Args:
-        notifier: notifier to call; None to disable hints.
-        stop: flag that ends every wait once it is set; None if waits end only by a hint or the timeout.
-        runtime: clock and waits.
+    thirty seconds. The first of consecutive failures and the recovery are logged. Without a notifier, hints are
+    disabled. ``stop`` ends every wait once it is set.
 
     Attributes:
         num_lost: number of hints that were not sent because the broker failed.
@@ -127,11 +122,10 @@ class Hints:
             self._worked()
 
     def wait(self, stream: str | None, after: int, timeout_seconds: float) -> bool:
-        """Wait until a version above ``after`` is announced, the timeout expires or the stop flag is set. Never raises.
+        """Wait for a version above ``after``, the timeout or the stop flag. Return True after a hint. Never raises.
 
-        Returns True if a hint ended the wait, which it does once per version: if the caller still has the version
-        ``after`` when it calls again, the hint was wrong, and the call waits for the full timeout. Forged hints
-        therefore cannot cause a busy loop. ``stream`` is None while it is unknown.
+        A hint ends one wait per version: if the caller still has the version ``after`` when it calls again, the hint
+        was wrong, and the call waits for the full timeout. Forged hints therefore cannot cause a busy loop.
         """
         deadline = self._runtime.monotonic() + timeout_seconds
         while stream is not None and (stream, after) != self._believed and not self._stop.is_set():

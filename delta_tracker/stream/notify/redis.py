@@ -22,7 +22,6 @@ class RedisNotifier:
             once immediately, on a new connection.
 
     Raises:
-        InvalidArgumentError: for an invalid URL, or a timeout that is not positive.
         MissingExtraError: if the package ``redis`` is not installed.
     """
 

@@ -34,22 +34,16 @@ def write_file(
 ) -> bool:
     """Write a file under a temporary name and rename it once it is complete, so that no partial file is visible.
 
-    A process that is killed may leave its temporary file in the subdirectory ``drafts``. While the file is written, it
-    is locked, see :func:`delete_draft`.
+    A process that is killed may leave its temporary file in the subdirectory ``drafts``, see :func:`delete_draft`.
 
     Args:
         directory: directory of the store, which must exist.
         name: path of the file, relative to ``directory``. Missing directories between the two are created.
         buffers: contents of the file.
-        overwrite: True to replace an existing file of this name.
-        fsync: True to flush the bytes to disk before the file is renamed. :func:`sync_names` flushes the new name. The
-            flush may take long, so the file is dated after it: a reader that saw no such file looked before its
-            modification time. If a power loss undoes this date, only ages are wrong.
+        overwrite: True to replace an existing file of this name; if False and it exists, the result is False.
+        fsync: True to flush the bytes to disk before the file is renamed. :func:`sync_names` flushes the new name.
         check: called before the first change and before the file is renamed; raises an error if ``directory`` was
             replaced. If it is replaced later, the renaming fails, because the new directory lacks the temporary file.
-
-    Returns:
-        True if the file was written; False if the name exists and ``overwrite`` is False.
     """
     check()
     target = directory / name
@@ -72,7 +66,9 @@ def write_file(
                     begin = end
             if fsync:
                 os.fsync(descriptor)
-                os.utime(descriptor)  # the flush may have taken long; needs no flush itself, see above
+                # Date the file after a long flush: a reader that saw no such file looked before its modification time.
+                # If a power loss undoes the date, which is not flushed, only ages are wrong.
+                os.utime(descriptor)
         finally:
             os.close(descriptor)
         check()
@@ -86,10 +82,7 @@ def write_file(
 
 
 def sync_names(directory: Path, name: str) -> None:
-    """Flush the names of all files in the directory ``name`` of the store to disk, and the deletions of such names.
-
-    The directories above it may be new, so their names are flushed as well. No-op if the directory does not exist.
-    """
+    """Flush the names in the directory ``name`` of the store, and those above it, to disk; also deletions."""
     for path in (Path(name), *Path(name).parents):
         try:
             descriptor = os.open(directory / path, os.O_RDONLY | os.O_DIRECTORY)
@@ -122,10 +115,10 @@ def delete_draft(draft: Path) -> bool:
 
 
 def make_directory(directory: Path, *, fsync: bool) -> None:
-    """Create a directory and its parents if they do not exist.
+    """Create a directory and its parents if they do not exist. With ``fsync``, their names are on disk then.
 
-    With ``fsync``, their names are on disk when the call returns. An existing directory may be from a process that was
-    killed before its sync, so the name of the lowest existing one is flushed too.
+    An existing directory may be from a process that was killed before its sync, so the name of the lowest existing one
+    is flushed too.
     """
     missing = list(itertools.takewhile(lambda path: not path.exists(), (directory, *directory.parents)))
     lowest = missing[-1].parent if missing else directory
@@ -143,19 +136,16 @@ def list_files(
 ) -> list[tuple[str, os.stat_result | None]]:
     """Return the regular files below the directory ``prefix`` of a store, with their status, in no order.
 
-    Reads each directory at most once. Follows links to files. Skips links to directories (except the listed one, which
-    may be a link), links that lead nowhere, pipes, unreadable subdirectories, and files that are deleted meanwhile. The
-    result is empty if the listed directory does not exist.
+    Reads each directory at most once. Follows links to files. Skips links to directories (except ``prefix``, which may
+    be a link), links that lead nowhere, pipes, unreadable subdirectories, and files that are deleted meanwhile. The
+    result is empty if ``prefix`` does not exist. Other failures raise OSError: if an entry of the log was missing from
+    the result, the one before it would look like the head.
 
     Args:
         directory: directory of the store.
         prefix: path of the listed directory, relative to ``directory``, as are the results.
         after: only paths that sort after this one are returned.
         needs_status: if False, the status may be None, which is faster, because most systems return none with a name.
-
-    Raises:
-        OSError: if the listed directory, or the status of a link or subdirectory, cannot be read. A file must not be
-            missing from the result because of a failure: the entry before it would look like the head.
     """
     root = os.fspath(directory)
     found: list[tuple[str, os.stat_result | None]] = []
@@ -181,8 +171,8 @@ def _scan(
 ) -> list[tuple[str, os.stat_result | None]]:
     """Return the paths in a directory and their status, except links to directories.
 
-    The status of a file that is not a link is None unless ``needs_status`` is True. If ``may_fail`` is True, the result
-    lacks what this process has no permission to read, and is empty if the directory does not exist.
+    If ``may_fail``, the result lacks what this process has no permission to read, and is empty if the directory is
+    missing.
     """
     found: list[tuple[str, os.stat_result | None]] = []
     try:

@@ -108,30 +108,28 @@ class Storage:
 
     Names of objects are relative to the URL and use forward slashes. A name is invalid if it has an empty, ``.`` or
     ``..`` component, a backslash, a ``#`` or a control character, or more than 1,024 bytes. All methods reject an
-    invalid name with :class:`InvalidArgumentError`, and raise :class:`StorageError` if the store fails. Writes are
-    durable: a local object is on disk (fsync) before the call that wrote it returns. Remote stores guarantee the same.
+    invalid name with :class:`InvalidArgumentError`, and raise :class:`StorageError` if the store fails. A local object
+    is on disk (fsync) before the call that wrote it returns. Remote stores guarantee the same.
 
-    At an http URL is a web server or a cache, which serves single objects: all methods that write, delete or list raise
-    :class:`ReadOnlyStoreError`. Every ``Storage`` of ``memory://`` is a separate store: share the object instead of the
-    URL.
+    A web server or a cache at an http URL serves single objects: all methods that write, delete or list raise
+    :class:`ReadOnlyStoreError`.
 
     Args:
-        url: ``file:///absolute/directory``, ``s3://bucket/prefix``, ``gs://...``, ``az://...``, ``memory://``,
-            ``http://host/path`` or ``https://host/path``; or the path of a directory.
-        create: True to create a missing local directory. If False, it is read as an empty store until it exists, so
-            that a reader may start before the writer. Once it was found, this object writes only to this directory: if
-            another one or none has its path, or if it is empty although this object has written to it, writes,
-            deletions and syncs raise :class:`DirectoryReplacedError`. Reads use the directory that is there.
+        url: ``file:///absolute/directory``, ``s3://bucket/prefix``, ``gs://...``, ``az://...``, ``memory://`` (a
+            separate store for each object), ``http://host/path`` or ``https://host/path``; or the path of a directory.
+        create: True to create a missing local directory. If False, it is read as an empty store until it exists. Once
+            it was found, this object writes only to this directory: if another one or none has its path, or if it is
+            empty although this object has written to it, writes, deletions and syncs raise
+            :class:`DirectoryReplacedError`. Reads use the directory that is there.
         fsync: if False, the system decides when local objects reach the disk, and a machine failure may lose them.
-        options: options of a remote store, with the names that obstore uses, such as ``endpoint``, ``region``,
-            ``access_key_id``, ``secret_access_key``, ``allow_http`` or ``read_timeout``; all values are strings. A
-            request fails if no byte arrives for ``read_timeout``, 30s by default. ``timeout`` limits the whole request;
-            default: no limit.
+        options: options of a remote store as obstore names them, such as ``endpoint``, ``region``, ``access_key_id``,
+            ``secret_access_key``, ``allow_http``, ``read_timeout`` (time without any byte, 30s by default) or
+            ``timeout`` (of a whole request, no limit by default); all values are strings.
 
     Attributes:
         url: URL of the store.
-        requests: number of operations so far, by kind: ``read``, ``size``, ``list``, ``write`` and ``delete``. A write
-            that is repeated because its response was lost, or an object that is read in several requests, counts once.
+        requests: number of operations so far, by kind: ``read``, ``size``, ``list``, ``write`` and ``delete``. One that
+            takes several requests counts once.
 
     Raises:
         InvalidArgumentError: for an unsupported scheme, or options that the store does not support.
@@ -178,11 +176,7 @@ class Storage:
                 raise InvalidArgumentError("options", sorted(options or ()), remedy) from error
 
     def is_same(self, other: Storage) -> bool:
-        """Return True if both objects access the same store.
-
-        Directories are compared by their device and inode, other stores by their urls without options such as the
-        endpoint.
-        """
+        """Return True if both objects access the same directory, or have the same url; options are not compared."""
         if self is other:
             return True
         if self._directory is not None and other._directory is not None:
@@ -216,10 +210,7 @@ class Storage:
 
     @property
     def uncached(self) -> Storage:
-        """The same store, read past all caches; this object if it is not at an http URL.
-
-        Each request asks the caches on the way for the object of the origin. A cache may ignore that.
-        """
+        """The same store, read past all caches, which may ignore that; this object if it is not at an http URL."""
         if not self._is_http:
             return self
         if self._uncached is None:
@@ -242,12 +233,12 @@ class Storage:
     def put(self, name: str, buffers: Iterable[memoryview]) -> None:
         """Write the concatenated ``buffers`` as an object, replacing one of the same name.
 
-        Each buffer is written or copied before the next one is requested, so the caller may then reuse the buffer's
-        memory. For a remote store, the call needs up to 100 MB of memory, and an object may have up to 80 GB.
+        Each buffer is written or copied before the next one is requested, so the caller may then reuse its memory. For
+        a remote store, the call needs up to 100 MB of memory, and an object may have up to 80 GB.
 
-        If a remote store refuses a request because of a concurrent one (409 on AWS), the object is written again, with
-        growing pauses, for about a second in total. Unless it has at most 8 MiB, ``buffers`` must be iterable again for
-        this, such as a list or a :class:`Repeatable`, but no iterator.
+        If a remote store refuses a request because of a concurrent one (409 on AWS), the object is written again for
+        about a second. Unless it has at most 8 MiB, ``buffers`` must be iterable again for this, such as a
+        :class:`Repeatable`.
 
         Raises:
             NotDurableError: if the object was written, but its name cannot be flushed to disk.
@@ -263,11 +254,8 @@ class Storage:
     def create(self, name: str, data: bytes) -> bool:
         """Write an object; return False if one of that name exists. If several writers race, only one succeeds.
 
-        A store may also refuse the write because of a concurrent request for the name (409 on AWS). Then it is retried
-        with growing pauses, for about a second in total.
-
         Raises:
-            NameConflictError: if the store refused every attempt, and no object of that name exists.
+            NameConflictError: if the store refused each attempt for a second (409 on AWS), and no such object exists.
             NotDurableError: if the object exists, but its name cannot be flushed to disk.
             StorageError: if the object cannot be written. If the response was lost, the object may exist.
         """
@@ -320,11 +308,9 @@ class Storage:
             max_bytes: maximum size of the object.
             out: memory of at least ``max_bytes``; the result is its beginning. None allocates new memory.
             transfer: object that receives the modification time, and keeps the bytes received before a
-                :class:`StorageError`. Pass the same object again to request only the remaining bytes. Local files are
-                always read from the beginning.
+                :class:`StorageError`. A later call with it requests only the rest of a remote object.
 
         Raises:
-            InvalidArgumentError: if ``out`` has fewer than ``max_bytes`` bytes.
             MalformedError: if the object has more than ``max_bytes`` bytes; no memory was allocated.
             StorageError: if the object cannot be read, or has changed since the failed call. After a change, the next
                 call starts from the beginning.
@@ -398,13 +384,11 @@ class Storage:
     def sync(self, prefix: str) -> None:
         """Wait until all creations and deletions of objects in the directory ``prefix`` are on disk.
 
-        :meth:`delete` does not wait, unlike the methods that write. One call is enough after many deletions, and for
-        objects that another process is writing. No-op for remote stores, which guarantee durability, with
-        ``fsync=False``, and if the directory does not exist.
+        Of the methods, only :meth:`delete` does not wait for its own change. No-op for remote stores, which guarantee
+        durability, with ``fsync=False``, and if the directory does not exist.
 
         Raises:
             NotDurableError: if the system cannot flush the directory.
-            StorageError: if the directory of the store was replaced.
         """
         self._begin(None, prefix, "sync()", argument="prefix")
         with self._translated():
@@ -434,11 +418,9 @@ class Storage:
             return self._directory is None or (self._directory / prefix).is_dir()
 
     def objects(self, prefix: str, *, after: str | None = None) -> list[StoredObject]:
-        """Return all objects in the directory ``prefix`` and its subdirectories, sorted by name.
+        """Return the objects in the directory ``prefix`` and below, sorted by name, or only those after ``after``.
 
-        If ``after`` is given, only objects whose names sort after it are returned. A local listing follows links to
-        files, and skips files whose names no method accepts, other links, and what this process has no permission to
-        read.
+        A local listing skips files whose names no method accepts, see also :func:`list_files`.
         """
         self._begin_listing(prefix, after)
         with self._translated():
@@ -487,7 +469,6 @@ class Storage:
 
         Raises:
             UnsafeStoreError: if the store accepts both requests, or does not support exclusive creation.
-            StorageError: if the store cannot be written.
         """
         name = f"probe/{secrets.token_hex(16)}"
         try:
@@ -531,10 +512,7 @@ class Storage:
         return store
 
     def _refuse_after_fork(self) -> None:
-        """Reject remote requests in a process that was forked after obstore was first used.
-
-        Such a request can hang or crash, because a forked child lacks obstore's threads.
-        """
+        """Reject remote requests in a forked child: it lacks obstore's threads, so that they can hang or crash."""
         if not _processes:
             _processes.append(os.getpid())
         if self._is_remote and os.getpid() not in _processes:
@@ -801,10 +779,7 @@ def open_storage(url: Location, *, create: bool = False) -> Storage:
 
 
 def _chunks(buffers: Iterable[memoryview]) -> Iterator[bytes]:
-    """Yield the bytes of ``buffers`` in chunks of 8 MiB. The last chunk may be smaller.
-
-    The chunks are copies, because obstore still uses a chunk while it requests the next one.
-    """
+    """Yield copies of ``buffers`` in chunks of 8 MiB: obstore still uses a chunk while it requests the next one."""
     chunk = bytearray()
     for piece in pieces(buffers):
         room = UPLOAD_BYTES - len(chunk)
