@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import random
+import time
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -23,13 +25,17 @@ from tests.sweeps import SWEEPS_ARE_WHOLE, num_examples
 
 
 def begin_anew(history: History, followers: list[Follower]) -> None:
-    """Publish a snapshot with a new publisher on what is left of a stream."""
-    history.claim()
-    for each in followers:
-        each.is_lost = True
-    history.snapshot()
+    """Publish a snapshot an hour later with a new publisher, on what is left of a stream."""
+    with mock.patch("time.time", return_value=time.time() + 3600):
+        history.claim()
+        for each in followers:
+            each.is_lost = True
+        history.snapshot()
+        history.delta()
 
 
+@example(seed=158, share=0.9, limits=[1])  # the claim has the generation of a lost one
+@example(seed=34, share=0.9, limits=[1])  # or a lower one
 @given(
     seed=st.integers(0, 1 << 30), share=st.sampled_from([0.05, 0.2, 0.5, 0.9, 1.0]), limits=st.lists(st.integers(1, 9))
 )
@@ -51,7 +57,6 @@ def test_a_half_deleted_stream_gives_the_right_rows_or_a_typed_error(
         for _ in range(2):
             follower.sync()
     begin_anew(history, followers)
-    history.delta()
     for follower in followers:
         assert follower.sync() is None
         assert follower.predictor.version == history.version

@@ -372,12 +372,24 @@ def has_other_entry(log: Entries, position: Position) -> bool:
 
 def is_forward(log: Entries, position: Position, entry: Manifest) -> bool:
     """Return True if an entry of the position's stream is newer. Only in another copy may its version be lower."""
-    return position.precedes(entry) and (entry.version > position.version or is_other_copy(log, position))
+    if position.precedes(entry):
+        return entry.version > position.version or is_other_copy(log, position)
+    return _is_restored(log, position, entry) and is_other_copy(log, position)
+
+
+def _is_restored(log: Entries, position: Position, entry: Manifest) -> bool:
+    """Return True if a publisher continues an older copy, which has lost claims, so that its generation is not higher.
+
+    Its entries are committed after that of the position. Those of a copy that is merely late are not.
+    """
+    head = log.head()
+    return head is not None and head.generation == entry.generation and position.is_long_before(entry)
 
 
 def check_is_newer(log: Entries, position: Position) -> None:
     """Raise OlderCopyError if a log of the position's stream is another copy of it, with nothing newer."""
     head = log.head()
-    is_newer = head is None or head.stream != position.stream or position.precedes(head)
-    if head is not None and not is_newer and is_other_copy(log, position):
+    if head is None or head.stream != position.stream or position.precedes(head) or position.is_long_before(head):
+        return
+    if is_other_copy(log, position):
         raise OlderCopyError(log.url, head.version, position.version)

@@ -10,6 +10,7 @@ from msgspec import Struct, convert
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.stream.format.field_types import Count
 from delta_tracker.stream.format.manifest import Link, Manifest
+from delta_tracker.stream.store_clock import SKEW_SECONDS
 
 
 class Rows(Enum):
@@ -28,6 +29,7 @@ class _SavedPosition(Struct, forbid_unknown_fields=True):
     version: Count
     xxh3: str
     generation: Count | None = None
+    created: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +41,14 @@ class Position:
         link: link of the entry.
         generation: generation of the entry; None if it was saved without it.
         rows: what else the tables may hold.
+        created: Unix time at which the entry was committed, in seconds; None if it was saved without it.
     """
 
     stream: str
     link: Link
     generation: int | None = None
     rows: Rows = Rows.WHOLE
+    created: float | None = None
 
     @property
     def version(self) -> int:
@@ -54,7 +58,7 @@ class Position:
     @classmethod
     def after(cls, entry: Manifest) -> Position:
         """Return the position of a reader that has applied an entry completely."""
-        return cls(entry.stream, entry.link, entry.generation)
+        return cls(entry.stream, entry.link, entry.generation, created=entry.created)
 
     def names(self, entry: Manifest | None) -> bool:
         """Return True if an entry that was read is the one of this position."""
@@ -74,10 +78,15 @@ class Position:
         generation = entry.generation if self.generation is None else self.generation
         return (entry.generation, entry.version) > (generation, self.version)
 
-    def to_dict(self) -> dict[str, str | int]:
+    def is_long_before(self, entry: Manifest) -> bool:
+        """Return True if an entry was committed so much later that no difference of two clocks explains it."""
+        return self.created is not None and entry.created > self.created + SKEW_SECONDS
+
+    def to_dict(self) -> dict[str, str | int | float]:
         """Return the position as plain values, for JSON."""
-        saved: dict[str, str | int] = {"stream": self.stream, "version": self.link.version, "xxh3": self.link.xxh3}
-        return saved if self.generation is None else {**saved, "generation": self.generation}
+        known = {"generation": self.generation, "created": self.created}
+        saved = {"stream": self.stream, "version": self.link.version, "xxh3": self.link.xxh3}
+        return saved | {name: value for name, value in known.items() if value is not None}
 
     @classmethod
     def from_dict(cls, state: object) -> Position:
@@ -90,4 +99,4 @@ class Position:
             saved = convert(state, _SavedPosition)
         except ValueError as error:
             raise InvalidArgumentError("state", state, "Pass what state_dict() returned") from error
-        return cls(saved.stream, Link(saved.version, saved.xxh3), saved.generation)
+        return cls(saved.stream, Link(saved.version, saved.xxh3), saved.generation, created=saved.created)

@@ -229,6 +229,19 @@ def promoted_orders(trunk: str) -> Iterator[State]:
                     yield World(logs), replace(reader, policy=_PINS, behind=1)
 
 
+def restored(size: int) -> Iterator[State]:
+    """Yield states of a url that lost the newest entries, among them claims, before a publisher continued there."""
+    tails = ("r", "rs", "rsd", "rsds", "rss", "rscs", "rsrs", "rrs")
+    for trunk in words(size):
+        for end, tail in product(range(1, len(trunk)), tails):
+            log, stale = Log(trunk[:end] + tail), Log(trunk[:end], url="stale")
+            for reader in _positions((Log(trunk), log), is_short=False):
+                yield World((log,)), reader
+                yield World((log, stale)), reader
+                yield World((stale, log)), reader
+                yield World((log, Log(trunk, url="other"))), reader
+
+
 def replace_url(log: Log, url: str) -> Log:
     """Return the same log at another url."""
     return replace(log, url=url)
@@ -242,6 +255,7 @@ FAMILIES: dict[str, tuple[Callable[[], Iterator[State]], Callable[[], Iterator[S
     "two urls": (lambda: two_urls("csd", 1), lambda: two_urls("csdd", 2)),
     "damaged urls": (lambda: damaged_urls(2), lambda: damaged_urls(3)),
     "three urls": (lambda: three_urls("csd", 0), lambda: three_urls("csdd", 1)),
+    "restored": (lambda: restored(1), lambda: restored(2)),
     "promoted orders": (lambda: promoted_orders("cs"), lambda: promoted_orders("csdds")),
 }
 """Name of each family to its short and its whole form."""

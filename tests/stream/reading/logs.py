@@ -1,8 +1,9 @@
 """Logs in memory, named by words, that answer the questions of a reader.
 
 Each letter of a word is an entry: ``s`` a snapshot, ``d`` a delta, ``c`` a claim of another publisher, or of the first,
-``f`` a claim that starts a fork, ``x`` a claim that starts an unrelated stream. The hash of an entry is the word up to
-it. So two logs have the entries of their common prefix in common, and a word shows its whole history.
+``r`` such a claim an hour later, ``f`` a claim that starts a fork, ``x`` a claim that starts an unrelated stream. The
+hash of an entry is the word up to it. So two logs have the entries of their common prefix in common, and a word shows
+its whole history.
 
 There are three rows. The snapshot or delta of version ``v`` writes row ``v % 3``.
 """
@@ -51,7 +52,13 @@ def lineage(word: str) -> tuple[str, ...]:
 @cache
 def generation_of(word: str) -> int:
     """Return the generation of the last entry of a word."""
-    return sum(letter in "xcf" for letter in word)
+    return sum(letter in "xcfr" for letter in word)
+
+
+@cache
+def created(word: str) -> float:
+    """Return when the last entry of a word was committed, in seconds."""
+    return len(word) + 3600.0 * word.count("r")
 
 
 @cache
@@ -80,7 +87,7 @@ def entry_of(word: str) -> Manifest:
         kind=kind,
         parent=Link(version - 1, before) if before else None,
         snapshot=newest if newest >= len(stream) else None,
-        created=float(version),
+        created=created(word),
         forked_from=Fork(stream_of(before), version - 1, before) if word[-1] == "f" else None,
         xxh3=word,
     )

@@ -33,6 +33,7 @@ from tests.stream.reading.logs import (
     NUM_ROWS,
     Log,
     Rows,
+    created,
     fault_of_parts,
     generation_of,
     rows_after,
@@ -83,7 +84,7 @@ class Reader:
     Args:
         word: word of the last applied entry; None before the first.
         rows: the rows.
-        knows_generation: False if the position was saved without its generation.
+        knows_generation: False if the position was saved without its generation and time.
         ahead: newest word of which rows may have been written, empty if it is ``word``.
         is_loaded: True after a restart, until a snapshot is applied.
         is_mixed: True if the rows are unrelated.
@@ -119,7 +120,8 @@ class Reader:
         rows = positions.Rows.AHEAD if self.ahead or self.is_loaded else positions.Rows.WHOLE
         rows = positions.Rows.MIXED if self.is_mixed else rows
         generation = generation_of(self.word) if self.knows_generation else None
-        return positions.Position(stream_of(self.word), Link(len(self.word) - 1, self.word), generation, rows)
+        link, time = Link(len(self.word) - 1, self.word), created(self.word) if self.knows_generation else None
+        return positions.Position(stream_of(self.word), link, generation, rows, time)
 
 
 def at(word: str, **fields: object) -> Reader:
