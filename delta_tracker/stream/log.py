@@ -1,21 +1,7 @@
 """Log of a stream: consecutive entries, each created exactly once and linked to its predecessor by hash.
 
-The protocol, for each publisher:
-
-1. ``claim`` once. The claim is the next entry of the log, and its generation is higher than all earlier ones.
-2. ``commit`` each version after its parts are written. The version's entry is created if absent.
-3. If the name of the entry is taken, read the existing entry. If its bytes are those that this attempt wrote, only the
-   response was lost, and the version is committed. If the existing entry is from another attempt of this publisher,
-   that attempt succeeded: continue after the existing entry. If it is from another publisher, this publisher is fenced
-   permanently.
-4. A remote store may accept bytes that were altered on the way, so each entry is read back. An altered entry stays: the
-   publisher continues after the stored bytes, with a snapshot.
-5. Before each version, check that the publisher's own newest entry is still there. If another program has deleted it,
-   and no entry and no other object shows a newer publisher, claim the stream again, at a name that was never used, and
-   continue with a snapshot.
-
-The log therefore has a single history, even if publishers race, are killed or are suspended at any step. Readers
-ignore objects that no entry names.
+FORMAT.md has the rules of a publisher, which :class:`Claim` and the functions below it follow. They leave a single
+history, even if publishers race, are killed or are suspended at any step. Readers ignore objects that no entry names.
 
 A compaction also creates merged entries, outside the log. They add no information: a reader may apply one instead of
 the versions that it replaces.
@@ -69,6 +55,7 @@ __all__ = [
     "entry_name",
     "generation_error",
     "part_name",
+    "read_bytes",
 ]
 
 _PART_GENERATION = re.compile(r"parts/[0-9]{20}-g([0-9]+)-")
@@ -255,8 +242,8 @@ class StreamLog:
         one or none. The pointer is raised to newer entries that were read.
 
         Args:
-            is_due: see :meth:`PointerView.newest`.
-            past_cache: see :meth:`PointerView.newest`.
+            is_due: False to send no request for the pointer, see :meth:`PointerView.newest`.
+            past_cache: True to read the pointer now, past all caches.
         """
         pointer = self.pointer.newest(is_due=is_due, past_cache=past_cache)
         if pointer is not None and pointer is not self.pointer.confirmed:
@@ -266,12 +253,7 @@ class StreamLog:
         return self.pointer.confirmed
 
     def check_pointer(self) -> None:
-        """Raise a copy of the fault of the last pointer object that was read; no-op if it had none.
-
-        Raises:
-            UnreadablePointerError: if the server has sent something else than a pointer.
-            StaleCacheError: if the log does not have the entry that the pointer names.
-        """
+        """Raise the UnreadablePointerError or StaleCacheError of the last pointer object; no-op if it had none."""
         if not self.is_listed and (trouble := self.pointer.trouble) is not None:
             raise unraised(trouble)
 
@@ -347,27 +329,18 @@ class StreamLog:
         return self._index.merged(after)
 
     def read_merged(self, merged: Merged) -> Manifest | None:
-        """Return the merged entry that ``merged`` refers to, None if it does not exist.
-
-        Raises:
-            MalformedError: if the entry does not follow the format, or replaces other versions than its name states.
-        """
+        """Return the merged entry that ``merged`` refers to, None if it does not exist."""
         manifest = self._read(merged.name)
         return None if manifest is None else check_merged(manifest, merged)
 
     def create_merged(self, manifest: Manifest) -> bool:
-        """Create a merged entry; return False if another one of the same kind exists for these versions.
-
-        Raises as :meth:`create_copy`, and MalformedError if the entry does not follow the format.
-        """
-        name = Merged.of(manifest).name
-        parse_manifest(name, manifest.to_json())
-        return self.create_copy(name, manifest.to_json())
+        """Create a merged entry as :meth:`create_copy` does, if it follows the format."""
+        name, data = Merged.of(manifest).name, manifest.to_json()
+        parse_manifest(name, data)
+        return self.create_copy(name, data)
 
     def create_copy(self, name: str, data: bytes) -> bool:
-        """Create an entry that no other entry depends on yet, with these bytes; return False if its name is taken.
-
-        Returns True if the name has these bytes already.
+        """Create an entry that no other one depends on yet; return False if its name is taken by other bytes.
 
         Raises:
             AlteredEntryError: if a remote store had other bytes than were sent. The entry was deleted.
@@ -546,23 +519,25 @@ class Claim:
         entry: entry of the claim.
         data: bytes of the entry.
         needs_snapshot: True if the entry before the claim was altered on the way to the store.
+
+    Attributes:
+        head: newest entry of this generation.
+        data: bytes of the last entry that :meth:`commit` returned; before the first commit, those of the claim.
+        needs_snapshot: True if the next version must be a snapshot, because an entry was altered on the way to the
+            store. Readers may be unable to pass this entry. They continue from the snapshot.
     """
 
     def __init__(self, log: StreamLog, entry: Manifest, data: bytes, *, needs_snapshot: bool = False) -> None:
+        self.head = entry
+        self.data = data
+        self.needs_snapshot = needs_snapshot
         self._log = log
-        self._head = entry
-        self._data = data
-        self._needs_snapshot = needs_snapshot
         self._sent: set[str] = set()  # hashes of the entries that were sent for the next version
         self._fenced: FencedError | None = None
         self._is_used = False
 
     def use(self) -> None:
-        """Record that a publisher uses this claim, which no other one may use.
-
-        Raises:
-            InvalidArgumentError: if another one does.
-        """
+        """Record that a publisher uses this claim. Raise InvalidArgumentError if another one does."""
         if self._is_used:
             raise InvalidArgumentError("url", "a used claim", "Build the publisher with the url")
         self._is_used = True
@@ -571,39 +546,17 @@ class Claim:
         """Let another publisher use this claim, because the one that was to use it could not be built."""
         self._is_used = False
 
-    @property
-    def head(self) -> Manifest:
-        """Newest entry of this generation."""
-        return self._head
-
-    @property
-    def needs_snapshot(self) -> bool:
-        """True if the next version must be a snapshot, because an entry was altered on the way to the store.
-
-        Readers may be unable to pass this entry. They continue from the snapshot.
-        """
-        return self._needs_snapshot
-
-    @property
-    def data(self) -> bytes:
-        """Bytes of the last entry that :meth:`commit` returned. Before the first commit, bytes of the claim."""
-        return self._data
-
     def commit(self, entry: Manifest) -> Manifest:
-        """Append a version.
+        """Append a version, and return the committed entry.
 
         Args:
             entry: manifest of the version. Its stream, generation, writer, version, parent, snapshot and creation time
                 are filled in.
 
-        Returns:
-            The committed entry.
-
         Raises:
             FencedError: if a newer generation has claimed the stream; nothing was committed, and no later call commits.
-            NameConflictError: if the store refuses to create the entry, but has no entry of that name; nothing was
-                committed.
-            MalformedError: if the entry does not follow the format; nothing was committed.
+            NameConflictError, MalformedError: if the store refuses to create the entry, but has no entry of that name,
+                or the entry does not follow the format; nothing was committed.
             AlteredEntryError: if a remote store has other bytes than were sent. The version was not committed. The next
                 commit continues after the stored bytes, and should be a snapshot, see :attr:`needs_snapshot`.
             NotDurableError: if the entry was created, but may be missing after a power loss, because its directory
@@ -620,11 +573,11 @@ class Claim:
         created: str | None = None  # name of an entry with this version that was created, and may stay in the log
         while True:
             try:
-                if _is_lost(self._log.storage, self._head.link, self._head.writer):
+                if _is_lost(self._log.storage, self.head.link, self.head.writer):
                     self._claim_again(entry.kind)
                 committed = self._attempt(entry)
             except _ParentLostError:
-                created = entry_name(self._head.version + 1)
+                created = entry_name(self.head.version + 1)
             except StorageError as error:
                 if created is None or isinstance(error, LostEntryError | AlteredEntryError) or is_unknown(error):
                     raise
@@ -635,7 +588,7 @@ class Claim:
 
     def _attempt(self, entry: Manifest) -> Manifest | None:
         """Append a version after the newest entry that is known. Return None to repeat it after a newer one."""
-        head = self._head
+        head = self.head
         version = head.version + 1
         draft = replace(
             entry,
@@ -655,10 +608,10 @@ class Claim:
             altered, taken = error, draft
         else:
             if committed is not None:
-                self._head, self._data = committed
+                self.head, self.data = committed
                 self._sent.clear()
-                self._needs_snapshot = self._needs_snapshot and entry.kind != "snapshot"
-                return self._head
+                self.needs_snapshot = self.needs_snapshot and entry.kind != "snapshot"
+                return self.head
             taken = self._log.read(version)
             # If it is missing, its name was used: it was this entry or another one, which was deleted again.
             if taken is None or _is_superseded(taken, head):
@@ -668,10 +621,10 @@ class Claim:
                 altered = AlteredEntryError(self._log.storage.url, entry_name(version), taken.xxh3)
         if altered is not None:  # continue after the stored bytes, but trust nothing that they say
             taken = replace(draft, snapshot=head.snapshot, xxh3=altered.xxh3)
-        self._head = self._checked(taken, head)
+        self.head = self._checked(taken, head)
         self._sent.clear()
         if altered is not None:
-            self._needs_snapshot = True
+            self.needs_snapshot = True
             raise altered
         return None
 
@@ -681,12 +634,10 @@ class Claim:
         The name of the claim was never used before: it is above all entries, and above a version whose outcome is
         unknown. The names of lost entries are not used again, because caches may have them.
 
-        Raises:
-            FencedError: if a newer publisher has claimed the stream.
-            LostEntryError: if ``kind``, the kind of the version to commit, is not a snapshot.
-            StorageError: if the store fails. The claim may have been created, and the next call finds it.
+        Raises LostEntryError if ``kind``, the kind of the version to commit, is not a snapshot. If the store fails, the
+        claim may have been created, and the next call finds it.
         """
-        lost, altered_claims = entry_name(self._head.version), 0
+        lost, altered_claims = entry_name(self.head.version), 0
         for number in range(_CLAIM_ATTEMPTS):
             if number:
                 back_off(min(number, _REFUSALS))
@@ -698,18 +649,18 @@ class Claim:
                     raise
                 continue
             if claimed is not None:
-                self._head, self._data = claimed
+                self.head, self.data = claimed
                 self._sent.clear()
-                self._needs_snapshot = True
+                self.needs_snapshot = True
                 break
         else:
             raise NameConflictError(self._log.storage.url, lost, _CLAIM_ATTEMPTS)
         if kind != "snapshot":
-            raise LostEntryError(self._log.storage.url, lost, self._data.decode())
+            raise LostEntryError(self._log.storage.url, lost, self.data.decode())
 
     def _claimed_again(self) -> tuple[Manifest, bytes] | None:
         """Create a claim after the newest entry; return None if another entry has its name."""
-        head, writer = self._head, _next_writer(self._head.writer)
+        head, writer = self.head, _next_writer(self.head.writer)
         top, data = self._check_owner(writer)
         if data is None:
             link, snapshot = head.link, head.snapshot
@@ -733,7 +684,7 @@ class Claim:
         try:
             created = _append(self._log, claim, set())
         except AlteredEntryError as error:  # the next claim follows the stored bytes
-            self._head, self._needs_snapshot = replace(claim, xxh3=error.xxh3), True
+            self.head, self.needs_snapshot = replace(claim, xxh3=error.xxh3), True
             self._sent.clear()
             raise
         if created is not None:
@@ -741,23 +692,16 @@ class Claim:
         return created
 
     def _check_owner(self, writer: str) -> tuple[int, bytes | None]:
-        """Check that the log has no sign of a newer publisher, after this publisher's newest entry was lost.
+        """Return the newest version above the lost entry of this publisher, and its bytes; -1, None without one.
 
-        Args:
-            writer: writer of this publisher's next claim.
-
-        Returns:
-            The newest version and the bytes of its entry, if it is above the publisher's newest entry; else -1, None.
-
-        Raises:
-            FencedError: if there is such a sign. The entries of this publisher above the lost one are deleted, because
-                they are not part of the log.
+        Raises FencedError if there is a sign of a newer publisher than ``writer``, that of the next claim. The entries
+        of this publisher above the lost one are then deleted, because they are not part of the log.
         """
-        log, head = self._log, self._head
+        log, head = self._log, self.head
         versions = log.versions()
         asked = [version for version in versions if version >= head.version]
         asked = [*versions[: len(versions) - len(asked)][-1:], *asked]  # the newest one below shows another stream
-        read = {version: _bytes(log.storage, entry_name(version)) for version in asked}
+        read = {version: read_bytes(log.storage, entry_name(version)) for version in asked}
         parsed = [_parsed(version, data) for version, data in read.items() if data is not None]
         entries = [entry for entry in parsed if entry is not None and entry.xxh3 != head.xxh3]  # it may be altered
         owner = _newer_publisher(log.storage, head, entries, writer)
@@ -771,7 +715,7 @@ class Claim:
 
     def _fence(self, owner: int, version: int) -> FencedError:
         """Return the error for this and each later call."""
-        self._fenced = FencedError(self._head.generation, owner, version)
+        self._fenced = FencedError(self.head.generation, owner, version)
         return unraised(self._fenced)
 
     def _checked(self, taken: Manifest, head: Manifest) -> Manifest:
@@ -823,7 +767,7 @@ def _follows_deletable(log: StreamLog, entry: Manifest) -> bool:
 
 def _adopted(log: StreamLog, entry: Manifest) -> Claim | None:
     """Return the claim that an earlier call created as ``entry``; None if its bytes may not be those that it sent."""
-    data = _bytes(log.storage, entry_name(entry.version))
+    data = read_bytes(log.storage, entry_name(entry.version))
     expected: tuple[int, int | None] = 1, None
     try:
         if entry.parent is not None:
@@ -918,9 +862,11 @@ def _create(storage: Storage, name: str, data: bytes) -> bool:
         raise StorageError(storage.url, f"{name} is missing after it was created")
     # A client repeats a request whose response was lost, so an unreadable entry may be from this call in any case.
     if there not in (None, data) and (created or (storage.is_remote and not _is_readable(name, there))):
-        again = _bytes(storage, name)  # the response may have been altered instead
+        again = read_bytes(storage, name)  # the response may have been altered instead
+        if again not in (data, there):
+            raise StorageError(storage.url, f"it returned different bytes for {name} when it was read twice")
         if again != data:
-            raise _altered(storage, name, there, again)
+            raise AlteredEntryError(storage.url, name, xxhash.xxh3_128_hexdigest(there))
         there = again
     if there != data:
         return False
@@ -928,16 +874,10 @@ def _create(storage: Storage, name: str, data: bytes) -> bool:
     return True
 
 
-def _bytes(storage: Storage, name: str) -> bytes | None:
-    array = storage.read(name, max_bytes=MAX_ENTRY_BYTES)
+def read_bytes(storage: Storage, name: str, max_bytes: int = MAX_ENTRY_BYTES) -> bytes | None:
+    """Return the bytes of an object, None if it does not exist. Raise MalformedError if it is larger."""
+    array = storage.read(name, max_bytes=max_bytes)
     return None if array is None else array.tobytes()
-
-
-def _altered(storage: Storage, name: str, there: bytes, again: bytes | None) -> StorageError:
-    """Return the error for an entry with other bytes than were sent, which was read twice."""
-    if again != there:
-        return StorageError(storage.url, f"it returned different bytes for {name} when it was read twice")
-    return AlteredEntryError(storage.url, name, xxhash.xxh3_128_hexdigest(there))
 
 
 def _read_back(storage: Storage, name: str, failure: StorageError | None) -> bytes | None:
@@ -946,13 +886,13 @@ def _read_back(storage: Storage, name: str, failure: StorageError | None) -> byt
     Raises ``failure`` or an UnknownOutcomeError if it cannot be read, or may still appear in a remote store.
     """
     try:
-        data = storage.read(name, max_bytes=MAX_ENTRY_BYTES)
+        data = read_bytes(storage, name)
     except StorageError as error:
         first = error if failure is None else failure
         raise UnknownOutcomeError(storage.url, name, first.reason) from first
     if data is None and failure is not None:
         raise UnknownOutcomeError(storage.url, name, failure.reason) if storage.is_remote else failure
-    return None if data is None else data.tobytes()
+    return data
 
 
 def _is_lost(storage: Storage, link: Link, writer: str) -> bool:
@@ -960,10 +900,10 @@ def _is_lost(storage: Storage, link: Link, writer: str) -> bool:
 
     An entry that was damaged in its place is not lost: the log continues after it.
     """
-    data = storage.read(entry_name(link.version), max_bytes=MAX_ENTRY_BYTES)
-    if data is None or xxhash.xxh3_128_hexdigest(data.data) == link.xxh3:
+    data = read_bytes(storage, entry_name(link.version))
+    if data is None or xxhash.xxh3_128_hexdigest(data) == link.xxh3:
         return data is None
-    entry = _parsed(link.version, data.tobytes())
+    entry = _parsed(link.version, data)
     return entry is not None and entry.writer != writer
 
 
@@ -1007,13 +947,8 @@ def _parsed(version: int, data: bytes) -> Manifest | None:
 def _newer_publisher(storage: Storage, head: Manifest, entries: list[Manifest], writer: str) -> tuple[int, int] | None:
     """Return the generation and a version of a publisher that has superseded the one of ``head``; None without a sign.
 
-    The signs are entries of the log, the pointer, the names of parts of later versions, and heartbeats.
-
-    Args:
-        storage: store of the stream.
-        head: newest entry of the publisher, which was lost.
-        entries: entries from its version on, and the one before.
-        writer: writer of the publisher's next claim.
+    The signs are ``entries`` from the version of ``head`` on and the one before, the pointer, the names of parts of
+    later versions, and heartbeats. ``writer`` is that of the publisher's next claim.
     """
     for entry in entries:
         is_other = entry.writer not in (head.writer, writer) and entry.link != head.parent
@@ -1041,11 +976,7 @@ def _is_readable(name: str, data: bytes) -> bool:
 
 
 def check_version(entry: Manifest, version: int) -> Manifest:
-    """Return an entry that was read under the name of a version.
-
-    Raises:
-        MalformedError: if it belongs to another version, or is a merged entry.
-    """
+    """Return an entry read under the name of a version. Raise MalformedError if it is another or a merged one."""
     if entry.version != version or entry.merges is not None:
         reason = f"it is the entry of version {entry.version}, merged: {entry.merges}"
         raise MalformedError(entry_name(version), reason)
@@ -1053,11 +984,7 @@ def check_version(entry: Manifest, version: int) -> Manifest:
 
 
 def check_merged(entry: Manifest, merged: Merged) -> Manifest:
-    """Return an entry that was read under the name of a merged entry.
-
-    Raises:
-        MalformedError: if it is none, or replaces other versions than its name states.
-    """
+    """Return an entry read under a merged name. Raise MalformedError if it replaces other versions."""
     if entry.merges is None or Merged.of(entry) != merged:
         raise MalformedError(merged.name, f"it replaces versions after {entry.parent} up to {entry.merges}")
     return entry

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from delta_tracker.errors import StorageError
 from delta_tracker.stream.entry_names import ENTRY_NAME, Merged, entry_name, merged_after
@@ -13,56 +12,27 @@ from delta_tracker.stream.storage.storage import Storage
 _MAX_POINTED = 1 << 20  # versions that a pointed index returns: a forged pointer may have any version
 
 
-class LogIndex(Protocol):
-    """Knowledge of which entries a log has."""
-
-    def versions(self, after: int) -> list[int]:
-        """Return the versions above ``after``, ascending."""
-
-    def listed(self, after: int) -> dict[int, float]:
-        """Return the versions above ``after``, ascending, with their modification times in Unix seconds."""
-
-    def merged(self, after: int) -> list[Merged]:
-        """Return references to merged entries with a last version above ``after``, sorted by last version."""
-
-
 class ListedIndex:
-    """Index of a store that can list.
-
-    Args:
-        storage: the store.
-    """
+    """Index of a store that can list."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
 
     def versions(self, after: int) -> list[int]:
-        """Return the versions above ``after``, ascending.
-
-        Raises:
-            StorageError: if the store cannot be listed, or has a file in the place of the log.
-        """
+        """Return the versions above ``after``, ascending."""
         found = self._storage.names("log", after=entry_name(after) if after >= 0 else None)
         self._refuse_file(found)
         return [int(match[1]) for match in map(ENTRY_NAME.fullmatch, found) if match is not None]
 
     def listed(self, after: int) -> dict[int, float]:
-        """Return the versions above ``after``, ascending, with the modification times of their entries.
-
-        Raises:
-            StorageError: if the store cannot be listed, or has a file in the place of the log.
-        """
+        """Return the versions above ``after``, ascending, with the modification times of their entries."""
         found = self._storage.objects("log", after=entry_name(after) if after >= 0 else None)
         self._refuse_file(found)
         matches = [(ENTRY_NAME.fullmatch(stored.name), stored.modified) for stored in found]
         return {int(match[1]): modified for match, modified in matches if match is not None}
 
     def merged(self, after: int) -> list[Merged]:
-        """Return references to all merged entries with a last version above ``after``.
-
-        Raises:
-            StorageError: if the store cannot be listed.
-        """
+        """Return references to all merged entries with a last version above ``after``."""
         found = map(Merged.named, self._storage.names("merged", after=merged_after(after)))
         return [merged for merged in found if merged is not None]
 
@@ -91,13 +61,7 @@ class PointedIndex:
         return list(self.listed(after))
 
     def listed(self, after: int) -> dict[int, float]:
-        """Return the versions above ``after`` from the oldest to the newest one of the pointer.
-
-        Of more than 1,048,576 versions, the newest are returned.
-
-        Raises:
-            StorageError: if the pointer object cannot be read.
-        """
+        """Return the versions above ``after`` of the pointer; of more than 1,048,576, the newest."""
         found = self._pointed()
         if found is None:
             return {}
@@ -105,11 +69,7 @@ class PointedIndex:
         return dict.fromkeys(range(first, found.version + 1), 0.0)
 
     def merged(self, after: int) -> list[Merged]:
-        """Return references to the merged deltas and the merged snapshot of the pointer.
-
-        Raises:
-            StorageError: if the pointer object cannot be read.
-        """
+        """Return references to the merged deltas and the merged snapshot of the pointer."""
         found = self._pointed()
         if found is None:
             return []
@@ -117,3 +77,7 @@ class PointedIndex:
         if found.snapshot is not None and found.snapshot.merged:
             merged.append(Merged(found.snapshot.version, 0, "snapshot"))
         return sorted((each for each in merged if each.last > after), key=lambda each: each.name)
+
+
+LogIndex = ListedIndex | PointedIndex
+"""Knowledge of which entries a log has."""

@@ -32,10 +32,10 @@ from delta_tracker.errors import (
 )
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.parse import parse_manifest
-from delta_tracker.stream.log import MAX_ENTRY_BYTES, Merged, StreamLog, check_merged, check_version, entry_name
+from delta_tracker.stream.log import Merged, StreamLog, check_merged, check_version, entry_name, read_bytes
 from delta_tracker.stream.maintenance.retention import Retained, Retention, RetentionPasses
 from delta_tracker.stream.object_copy import ObjectCopier
-from delta_tracker.stream.pin import MAX_PIN_BYTES, MAX_REASON, Pin, newest_pin
+from delta_tracker.stream.pin import MAX_PIN_BYTES, MAX_REASON, Pin, newest_pin, pin_name
 from delta_tracker.stream.pointer_writer import POINTER_SECONDS, PointerWriter
 from delta_tracker.stream.reading.lineage import forks
 from delta_tracker.stream.reading.path import path_to
@@ -55,6 +55,7 @@ _CHECK_SECONDS = 60.0  # interval of the checks of the source, and of the copies
 _RETENTION_ENTRIES = 16
 _MAX_BACK_OFF_SECONDS = 30.0
 _NEVER = float("-inf")
+_DELETED = "the source has deleted this version"
 _REPAIR = (
     "Copy the object back to the source, for example from another mirror; or publish a snapshot there, and mirror to "
     "an empty destination"
@@ -122,8 +123,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
     def step(self) -> bool:
         """Copy the next entry, after the objects that it names.
 
-        Returns:
-            True if an entry was copied; False if the source has none yet.
+        Returns False if the source has none yet.
 
         Raises:
             MirrorDivergedError: if the destination is not a prefix of the source, or the source has deleted the next
@@ -160,9 +160,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
 
         A destination that begins after a promotion lacks them, and readers of a former stream need them to continue.
 
-        Raises:
-            MirrorDivergedError: if the destination has another entry with this name.
-            StorageError: as :meth:`step`.
+        Raises as :meth:`step`.
         """
         if self._head is None:
             return 0
@@ -175,7 +173,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
 
         for claim in forks([each for each in log.versions() if each <= head.version], head.stream, read):
             name = entry_name(claim.version)
-            if self._to.storage.size(name) is None and (data := _bytes(log.storage, name)) is not None:
+            if self._to.storage.size(name) is None and (data := read_bytes(log.storage, name)) is not None:
                 self._create(name, data, claim.version)
                 num_copied += 1
         return num_copied
@@ -186,25 +184,25 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         They wait until the destination has the entry that the newest one names, because predictors could not follow it
         before.
 
-        Raises:
-            MirrorDivergedError: if the destination has another pin with the same counter.
-            MalformedError, StorageError: as :meth:`step`.
+        Raises as :meth:`step`, and MirrorDivergedError if the destination has another pin with the same counter.
         """
         source, destination = self._source.storage, self._to.storage
-        found: list[tuple[str, bytes]] = []
-        while (data := _bytes(source, name := _pin_name(self._num_pins + len(found) + 1), MAX_PIN_BYTES)) is not None:
-            found.append((name, data))
+        found: list[bytes] = []
+        first = self._num_pins + 1
+        while (data := read_bytes(source, pin_name(first + len(found)), MAX_PIN_BYTES)) is not None:
+            found.append(data)
         if not found:
             return 0
         try:
-            pin = _PINS.decode(found[-1][1])
+            pin = _PINS.decode(found[-1])
         except ValueError as error:
-            raise MalformedError(found[-1][0], str(error)[:MAX_REASON]) from error
+            raise MalformedError(pin_name(self._num_pins + len(found)), str(error)[:MAX_REASON]) from error
         entry = self._to.read(pin.version)
         if entry is None or (entry.stream, entry.xxh3) != (pin.stream, pin.xxh3):
             return 0
-        for name, data in found:
-            if not destination.create(name, data) and _bytes(destination, name, MAX_PIN_BYTES) != data:
+        for data in found:
+            name = pin_name(self._num_pins + 1)
+            if not destination.create(name, data) and read_bytes(destination, name, MAX_PIN_BYTES) != data:
                 raise self._diverged(pin.version, f"another program has written {name}")
             self._num_pins += 1
         return len(found)
@@ -320,9 +318,9 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         log = self._source.log
         match look.about:
             case "entry":
-                return _bytes(log.storage, entry_name(look.subject))
+                return read_bytes(log.storage, entry_name(look.subject))
             case "next_entry":
-                return _bytes(log.storage, entry_name(look.subject)) if log.may_have(look.subject) else None
+                return read_bytes(log.storage, entry_name(look.subject)) if log.may_have(look.subject) else None
             case "pin":
                 return newest_pin(log.storage)
             case "check_pointer":
@@ -336,7 +334,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         malformed: list[tuple[int, bytes]] = []
         fault: MalformedError | None = None
         for version in reversed(self._to.versions()):
-            data = _bytes(self._to.storage, entry_name(version))
+            data = read_bytes(self._to.storage, entry_name(version))
             if data is None:
                 return None
             try:
@@ -346,10 +344,10 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
             except MalformedError as error:
                 fault = error
                 malformed.append((version, data))
-                continue
-            for number, bad in reversed(malformed):
-                entry = _unreadable(number, bad, entry)
-            return entry
+            else:
+                for number, bad in reversed(malformed):
+                    entry = _unreadable(number, bad, entry)
+                return entry
         if fault is not None:
             raise fault
         return None
@@ -367,7 +365,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
 
     def _copy_merged(self, merged: Merged, stream: str) -> bool:
         """Copy a merged entry; return False if the source no longer has it or its objects."""
-        data = _bytes(self._source.storage, merged.name)
+        data = read_bytes(self._source.storage, merged.name)
         if data is None:
             return False
         entry = check_merged(parse_manifest(merged.name, data), merged)
@@ -392,7 +390,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         """Return the error for an object that cannot be copied."""
         log = self._source.log
         if entry.merges is None and (log.read(entry.version) is None or log.precedes_claim(entry)):
-            return _emptied(log) or self._diverged(entry.version, "the source has deleted this version")
+            return _emptied(log) or self._diverged(entry.version, _DELETED)
         return error.advising(_REPAIR)
 
     def _create(self, name: str, data: bytes, version: int) -> None:
@@ -405,13 +403,9 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Decision to copy an entry, after the merged snapshot that it follows.
+    """Decision to copy an entry, after the merged snapshot that it follows. A note is logged.
 
-    Args:
-        entry: the entry; if it is malformed, a stand-in with its hash.
-        data: bytes of the entry.
-        merged: the merged snapshot; None without one.
-        note: what the log should say; empty for nothing.
+    A malformed entry has a stand-in with the hash of its bytes.
     """
 
     entry: Manifest
@@ -422,23 +416,19 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """Decision to copy nothing now."""
+    """Decision to copy nothing now. A note is logged."""
 
     note: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SeenSource(SeenLog):
-    """What one step of a mirror has seen of its source.
+    """What one step of a mirror has seen of its source."""
 
-    Args:
-        destination: url of the destination, for errors.
-    """
-
-    destination: str = ""
+    destination: str = ""  # its url, for errors
 
     def entry(self, version: int) -> bytes | None:
-        """Return the bytes of the entry of a version, None if it does not exist."""
+        """Return the bytes of the entry of a version."""
         return cast("bytes | None", self._ask("entry", version, version))
 
     def next_entry(self, version: int) -> bytes | None:
@@ -446,7 +436,7 @@ class SeenSource(SeenLog):
         return cast("bytes | None", self._ask("next_entry", version, version))
 
     def pin(self) -> Pin | None:
-        """Return the newest pin, None if there is none."""
+        """Return the newest pin."""
         return cast("Pin | None", self._ask("pin"))
 
     def check_pointer(self) -> None:
@@ -459,17 +449,13 @@ class SeenSource(SeenLog):
 
 
 def decide(log: SeenSource, head: Manifest | None, *, is_checked: bool, is_due: bool) -> Copy | Rest:
-    """Return what a mirror does next: a pure function of what it has seen.
+    """Return what a mirror does next: a pure function, which raises Unseen for what must be looked up first.
 
     Args:
         log: the source.
         head: newest entry of the destination; None if it is empty.
         is_checked: False to check first that the destination is a prefix of the source.
         is_due: True to check this if there is no next entry: the log may be another one, or have a gap.
-
-    Raises:
-        Unseen: for what must be looked up first.
-        StreamError: as :meth:`Mirror.step`.
     """
     if head is None:
         return _first(log)
@@ -541,10 +527,9 @@ def _pinned_start(log: SeenSource, head: Manifest) -> tuple[Manifest | None, str
 
 
 def _check(log: SeenSource, head: Manifest) -> bytes | None:
-    """Check that the source has the newest entry of the destination, or has deleted it, but not the next one.
+    """Return the bytes of the next entry, None if there is none.
 
-    Returns:
-        Bytes of the next entry, None if there is none.
+    The source must have the newest entry of the destination, or have deleted it, but not the next one.
     """
     data = log.entry(head.version)
     if data is not None and xxhash.xxh3_128_hexdigest(data) != head.xxh3:
@@ -595,31 +580,19 @@ def _gone(log: SeenSource, version: int) -> MirrorDivergedError | StorageError:
     if snapshot is None or snapshot.version < version:
         is_there = log.entry(version) is not None  # a claim, whose successor is missing
         return SourceGapError(log.url, log.destination, version + 1 if is_there else version)
-    return log.diverged(version, "the source has deleted this version")
+    return log.diverged(version, _DELETED)
 
 
 def _emptied(log: SeenSource | StreamLog) -> StorageError | None:
-    """Return the error for a source that has no entry any more; None if it has one.
-
-    It may be on a volume that is not mounted, so the mirror waits.
-    """
+    """Return the error for a source without entries, for which the mirror waits; None if it has one."""
     if log.versions():
         return None
     remedy = "Mount its volume, or correct its url: the mirror continues once the source has its entries again"
     return StorageError(log.url, "it has no entries, although some were copied from it", remedy)
 
 
-def _bytes(storage: Storage, name: str, max_bytes: int = MAX_ENTRY_BYTES) -> bytes | None:
-    array = storage.read(name, max_bytes=max_bytes)
-    return None if array is None else array.tobytes()
-
-
 def _parsed(version: int, data: bytes) -> Manifest:
     return check_version(parse_manifest(entry_name(version), data), version)
-
-
-def _pin_name(counter: int) -> str:
-    return f"control/pins/{counter:020d}.json"
 
 
 def _unreadable(version: int, data: bytes, before: Manifest) -> Manifest:

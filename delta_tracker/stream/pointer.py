@@ -40,12 +40,7 @@ _MAX_REPORTED = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PointedSnapshot:
-    """Newest snapshot to start from.
-
-    Args:
-        version: version of the snapshot.
-        merged: True if it is a merged snapshot, False if it is an entry of the log.
-    """
+    """Newest snapshot to start from, which is an entry of the log or merged."""
 
     version: Count
     merged: bool
@@ -53,27 +48,19 @@ class PointedSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadPointer:
-    """Contents of the pointer object.
-
-    Args:
-        stream: id of the stream.
-        generation: generation of the newest entry.
-        version: version of the newest entry.
-        xxh3: hash of the newest entry.
-        oldest: lowest version from which the log has all entries up to ``version``.
-        snapshot: newest snapshot to start from; None if there is none.
-        merged: first and last version of each merged delta that no other one covers, ascending by the last.
-        time: Unix time of the writer's host, in seconds; informative.
-    """
+    """Contents of the pointer object: the newest entry of the log, and what leads to it."""
 
     stream: Hex
     generation: Count
     version: Count
     xxh3: Hex
     oldest: Count
+    """Lowest version from which the log has all entries up to ``version``."""
     snapshot: PointedSnapshot | None
     merged: tuple[tuple[Count, Count], ...]
+    """First and last version of each merged delta that no other one covers, ascending by the last."""
     time: Time
+    """Unix time of the writer's host, in seconds; informative."""
 
     def to_json(self) -> bytes:
         """Return the bytes of the object."""
@@ -99,11 +86,7 @@ class HeadPointer:
 
 
 def read_pointer(storage: Storage) -> HeadPointer | None:
-    """Return the pointer object, None if it is missing or malformed. A malformed one is logged once.
-
-    Raises:
-        StorageError: if the store cannot be read.
-    """
+    """Return the pointer object, None if it is missing or malformed. A malformed one is logged once."""
     try:
         return load_pointer(storage)
     except UnreadablePointerError as error:
@@ -116,7 +99,6 @@ def load_pointer(storage: Storage) -> HeadPointer | None:
 
     Raises:
         UnreadablePointerError: if the store has something else under its name.
-        StorageError: if the store cannot be read.
     """
     data = b""
     try:
@@ -201,9 +183,6 @@ class PointerView(Forkable):
         Args:
             is_due: True to read the object if the last read is at least ``seconds`` ago; False to send no request.
             past_cache: True to read the object now, past all caches.
-
-        Raises:
-            StorageError: if the store cannot be read.
         """
         if not past_cache and not (is_due and self._is_due()):
             return self._claimed or self.confirmed

@@ -79,10 +79,6 @@ class PointerWriter:
 
         Args:
             head: a committed entry; None for the one of the last call. No-op if there was none.
-
-        Raises:
-            MalformedError: if an entry that the pointer must name does not follow the format.
-            StorageError: if the store cannot be listed or written.
         """
         with self._writing:
             self._head = self._head if head is None else head

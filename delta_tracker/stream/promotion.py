@@ -25,10 +25,8 @@ def promote(storage: Storage) -> Manifest:
         The claim that starts the stream. Its ``forked_from`` names the former stream and its last entry here.
 
     Raises:
-        InvalidArgumentError: if there is no stream.
         LivePublisherError: if an entry was appended during the call, by a mirror or a publisher that still runs.
             Nothing was created.
-        MalformedError: if the newest entry does not follow the format.
         StorageError: if the store fails; the stream may have been started. Repeat the call.
 
     Example:

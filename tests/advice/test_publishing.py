@@ -115,7 +115,7 @@ def test_a_version_is_published_again_once_the_disk_can_be_flushed(
     assert _is_served(job)
 
 
-@pytest.mark.advice("AlteredEntryError: _altered Claim._attempt", "StorageError: _altered _create")
+@pytest.mark.advice("AlteredEntryError: _create Claim._attempt", "StorageError: _create")
 def test_a_snapshot_follows_an_altered_entry(tmp_path: Path) -> None:
     storage = WrappedStorage(Storage("memory://"), is_remote=True)
     model = small_model()

@@ -366,7 +366,7 @@ def test_an_altered_entry_is_copied_once_the_log_continues_after_it(writer: Writ
     altered = [b"{", b"}"]
     for number, data in enumerate(altered):
         assert writer.storage.create(entry_name(version + number), data)
-        writer.claim._head = replace(
+        writer.claim.head = replace(
             writer.claim.head,
             version=version + number,
             parent=writer.claim.head.link,
