@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.reverts.mutation import Replaces, Returns
 from tests.reverts.revert import Revert
 
 _PASSES = (
@@ -9,7 +10,21 @@ _PASSES = (
     "::test_passes_of_one_process_delete_what_separate_ones_delete_within_the_grace"
 )
 
+_MIRROR = "tests/stream/test_mirror_decisions.py::test_a_mirror_copies_what_follows_and_nothing_else"
+
 REVERTS = {
+    f"{_MIRROR}[restarted]": [
+        Revert("a mirror copies a late claim", Returns("mirror._is_committed", "True")),
+        Revert("a mirror copies a malformed entry that nothing follows", Returns("mirror._is_followed", "True")),
+        Revert(
+            "a mirror copies an entry of another stream",
+            Replaces("mirror.decide", "Position.after(head).leads_to(entry)", "True"),
+        ),
+        Revert("a mirror that restarts checks nothing", Returns("mirror._check", "log.entry(head.version + 1)")),
+    ],
+    f"{_MIRROR}[due]": [
+        Revert("a mirror at rest sees no gap of its source", Replaces("mirror.decide", "is_due", "False")),
+    ],
     "tests/stream/test_pointer.py::test_a_reader_believes_the_newest_pointer_whose_entry_is_there": [
         Revert("a late writer of the pointer moves readers back"),
         Revert("a reader believes a pointer before it has read its entry"),
