@@ -112,15 +112,11 @@ def checked(items: Iterable[T]) -> Iterator[T]:
 
 
 def answer(blocking: Callable[[], T], request: Callable[[], Awaitable[T]]) -> T:
-    """Return the response to a request. Abandon the request if the stop flag is set before the response arrives.
+    """Return the response to a request. Raise Interrupted if the stop flag is set before the response arrives.
 
     Args:
-        blocking: function that sends the request and waits; called in a thread without a stop flag.
-        request: function that sends the same request and returns an awaitable, which can be cancelled; called in a
-            thread with a stop flag.
-
-    Raises:
-        Interrupted: if the stop flag of this thread is set.
+        blocking: sends the request and waits; called in a thread without a stop flag.
+        request: sends the same request and returns an awaitable, which can be cancelled; called in other threads.
     """
     scope = _scope()
     return blocking() if scope is None else scope.wait(request)

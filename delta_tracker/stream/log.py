@@ -188,7 +188,6 @@ class StreamLog:
         entry that was found may not be the newest one because retention may have deleted the next one.
 
         Raises:
-            MalformedError: if an entry does not follow the format.
             StaleCacheError: if the store is read over http, and the entry is not the one of the pointer.
             UnreadablePointerError: if the server sends something else than a pointer, and none was read before.
         """
@@ -204,8 +203,7 @@ class StreamLog:
         """Return the newest entry that follows the format; None if there is none. Lists the log."""
         for version in reversed(self.versions()):
             with suppress(MalformedError):
-                entry = self.read(version)
-                if entry is not None:
+                if (entry := self.read(version)) is not None:
                     return entry
         return None
 
@@ -229,8 +227,7 @@ class StreamLog:
     def _listed_head(self) -> Manifest | None:
         """Return the newest entry by a listing of the whole log, None if the store is empty."""
         while versions := self.versions():
-            head = self.read(versions[-1])
-            if head is not None:
+            if (head := self.read(versions[-1])) is not None:
                 return head
             # The head is never deleted, so the listing is old: list again.
         return None
@@ -367,12 +364,8 @@ class StreamLog:
 
     def longest_merged(self, version: int) -> Manifest | None:
         """Return the merged delta with the highest last version that a reader at ``version`` can apply, or None."""
-        for merged in reversed(self.merged(after=version)):
-            if merged.kind == "delta" and merged.first <= version + 1:
-                manifest = self.read_merged(merged)
-                if manifest is not None:
-                    return manifest
-        return None
+        found = [each for each in self.merged(after=version) if each.kind == "delta" and each.first <= version + 1]
+        return next((entry for each in reversed(found) if (entry := self.read_merged(each)) is not None), None)
 
     def is_surely_newest(self, entry: Manifest) -> bool:
         """Return True if an entry is the newest one, as far as single requests to a local directory can show it.
@@ -417,16 +410,15 @@ class StreamLog:
     def claim(self, *, after: Link | None = None, writer: str | None = None, forks: bool = False) -> Claim:
         """Claim the stream with the generation after the head's, and return the claim.
 
-        If the store is empty, the claim starts a new stream. If the bytes of the claim are altered on the way to a
-        remote store, another claim follows it, because no other publisher may be able to read the altered one. After
-        three consecutive altered claims, which stay in the log, the store or the connection is considered faulty.
+        If the store is empty, the claim starts a new stream. An altered claim is followed by another one, because no
+        other publisher may be able to read it. Altered claims stay in the log.
 
         Args:
             after: link of the entry that the claim must follow; None to follow any entry.
             writer: id of the claim, 32 hex digits; None to draw one. If the newest entry is a claim with this id, it is
                 returned: an earlier call created it, but the store's answer was lost.
-            forks: True to start a new stream after the newest entry, see
-                :func:`~delta_tracker.stream.promotion.promote`.
+            forks: True to start a new stream after the newest entry, as
+                :func:`~delta_tracker.stream.promotion.promote` does.
 
         Raises:
             LivePublisherError: if another entry than ``after`` is the newest. Nothing was created.

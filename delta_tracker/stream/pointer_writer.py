@@ -219,7 +219,7 @@ def _raised(scan: HeadPointer, head: Manifest) -> HeadPointer:
 
 
 def _oldest(versions: list[int], head: int) -> int:
-    """Return the lowest version from which there is no gap up to ``head``, given the listed versions, ascending."""
+    """Return the lowest version from which the listed versions, ascending, have no gap up to ``head``."""
     # The publisher may have committed versions without a gap after the listing.
     oldest = min(head, versions[-1]) if versions else head
     for version in reversed(versions):

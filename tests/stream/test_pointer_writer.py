@@ -17,6 +17,7 @@ from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.pointer import POINTER_NAME, HeadPointer, PointedSnapshot, read_pointer
 from delta_tracker.stream.pointer_writer import PointerWriter
+from delta_tracker.stream.reading.runtime import Runtime
 from delta_tracker.stream.storage.storage import Storage
 from tests.ranks import RankPool
 from tests.stores.rules import Gate, fails, nth, on
@@ -148,6 +149,19 @@ def test_a_fenced_writer_points_at_the_newest_entry_after_a_listing() -> None:
     writer.snapshot()
     late.write_now()
     assert _read(writer.storage) == _expected(writer.storage)
+
+
+def test_the_log_is_listed_every_ten_minutes() -> None:
+    writer, now = Writer(Storage("memory://")), 1000.0
+    pointer = PointerWriter(writer.storage, runtime=Runtime(monotonic=lambda: now))
+    num_lists = []
+    for seconds in (0.0, 599.0, 1.0, 599.0, 1.0):
+        now += seconds
+        head = writer.snapshot()
+        before = writer.storage.requests["list"]
+        pointer.write_now(head)
+        num_lists.append(writer.storage.requests["list"] - before)
+    assert num_lists == [2, 0, 2, 0, 2]
 
 
 def test_a_pointer_that_another_publisher_moved_back_is_repaired_by_the_next_listing() -> None:
