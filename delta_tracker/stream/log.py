@@ -51,11 +51,11 @@ __all__ = [
     "Merged",
     "StreamLog",
     "check_merged",
-    "check_version",
     "entry_name",
     "generation_error",
     "part_name",
     "read_bytes",
+    "version_error",
 ]
 
 _PART_GENERATION = re.compile(r"parts/[0-9]{20}-g([0-9]+)-")
@@ -163,7 +163,8 @@ class StreamLog:
             return ahead[0]
         manifest = self._read(entry_name(version))
         if manifest is not None:
-            check_version(manifest, version)
+            if manifest.version != version or manifest.merges is not None:
+                raise version_error(manifest, version)
             self._known = max(self._known, version)
             if not self.is_listed:
                 self.pointer.saw(manifest)
@@ -892,10 +893,10 @@ def _is_lost(storage: Storage, link: Link, writer: str) -> bool:
 
     An entry that was damaged in its place is not lost: the log continues after it.
     """
-    data = read_bytes(storage, entry_name(link.version))
-    if data is None or xxhash.xxh3_128_hexdigest(data) == link.xxh3:
+    data = storage.read(entry_name(link.version), max_bytes=MAX_ENTRY_BYTES)
+    if data is None or xxhash.xxh3_128_hexdigest(data.data) == link.xxh3:
         return data is None
-    entry = _parsed(link.version, data)
+    entry = _parsed(link.version, data.tobytes())
     return entry is not None and entry.writer != writer
 
 
@@ -906,7 +907,7 @@ def _continues_after(log: StreamLog, version: int) -> bool:
     """
     if log.storage.lists_from:
         return bool(log.versions(after=version))
-    return any(_has(log.storage, version + number) for number in range(1, _LOOK_AHEAD + 1))
+    return any(log.storage.size(entry_name(version + number)) is not None for number in range(1, _LOOK_AHEAD + 1))
 
 
 def _is_superseded(taken: Manifest, head: Manifest) -> bool:
@@ -967,12 +968,9 @@ def _is_readable(name: str, data: bytes) -> bool:
     return True
 
 
-def check_version(entry: Manifest, version: int) -> Manifest:
-    """Return an entry read under the name of a version. Raise MalformedError if it is another or a merged one."""
-    if entry.version != version or entry.merges is not None:
-        reason = f"it is the entry of version {entry.version}, merged: {entry.merges}"
-        raise MalformedError(entry_name(version), reason)
-    return entry
+def version_error(entry: Manifest, version: int) -> MalformedError:
+    """Return the error for an ``entry`` under the name of ``version`` that is another or a merged one."""
+    return MalformedError(entry_name(version), f"it is the entry of version {entry.version}, merged: {entry.merges}")
 
 
 def check_merged(entry: Manifest, merged: Merged) -> Manifest:

@@ -32,7 +32,7 @@ from delta_tracker.errors import (
 )
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.parse import parse_manifest
-from delta_tracker.stream.log import Merged, StreamLog, check_merged, check_version, entry_name, read_bytes
+from delta_tracker.stream.log import Merged, StreamLog, check_merged, entry_name, read_bytes, version_error
 from delta_tracker.stream.maintenance.retention import Retained, Retention, RetentionPasses
 from delta_tracker.stream.object_copy import ObjectCopier
 from delta_tracker.stream.pin import MAX_PIN_BYTES, MAX_REASON, Pin, newest_pin, pin_name
@@ -592,7 +592,10 @@ def _emptied(log: SeenSource | StreamLog) -> StorageError | None:
 
 
 def _parsed(version: int, data: bytes) -> Manifest:
-    return check_version(parse_manifest(entry_name(version), data), version)
+    entry = parse_manifest(entry_name(version), data)
+    if entry.version != version or entry.merges is not None:
+        raise version_error(entry, version)
+    return entry
 
 
 def _unreadable(version: int, data: bytes, before: Manifest) -> Manifest:
