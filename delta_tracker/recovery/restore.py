@@ -18,7 +18,6 @@ from delta_tracker.publisher.training import Stateful
 from delta_tracker.recovery.job import LocalJob
 from delta_tracker.recovery.objects import Objects
 from delta_tracker.recovery.path import recovery_path
-from delta_tracker.recovery.plan import Plan
 from delta_tracker.recovery.preparation import Prepared, prepare
 from delta_tracker.sharding.interrupted import mark, unmark
 from delta_tracker.stream.format.manifest import Manifest
@@ -132,56 +131,45 @@ def restore(  # noqa: PLR0913  all but two have a default
         return Restoration(exchange, url, version, job).run()
 
 
+@dataclass(slots=True, eq=False)
 class Restoration:
     """Restore of one version on this rank, see :func:`restore`.
 
     Args:
         applied: entry up to which all rows of the model are written already. It may differ by rank.
         keeps_mark: True if the caller has marked the model as incomplete, and removes the mark later.
+
+    Attributes:
+        prepared: what is written to the model; None as long as nothing can be written.
     """
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        url: Location,
-        version: int | None,
-        job: LocalJob,
-        *,
-        applied: Manifest | None = None,
-        keeps_mark: bool = False,
-    ) -> None:
-        self._exchange = exchange
-        self._url = url
-        self._version = version
-        self._job = job
-        self._applied = applied
-        self._keeps_mark = keeps_mark
-        self._path: list[Manifest] | None = None  # on rank 0, from _resolve()
-        self._prepared: Prepared | None = None
-        self._unloaded: Mapping[str, Sequence[object]] = {}
-
-    @property
-    def plan(self) -> Plan | None:
-        """Writes to the model; None as long as nothing can be written."""
-        return None if self._prepared is None else self._prepared.plan
+    exchange: Exchange
+    url: Location
+    version: int | None
+    job: LocalJob
+    applied: Manifest | None = None
+    keeps_mark: bool = False
+    prepared: Prepared | None = field(default=None, init=False)
+    _path: list[Manifest] | None = field(default=None, init=False)  # on rank 0, from _resolve()
+    _unloaded: Mapping[str, Sequence[object]] = field(default_factory=dict, init=False)
 
     def run(self) -> Restored:
         """Restore the version. A collective. The errors are those of :func:`restore`."""
-        exchange, model = self._exchange, self._job.model
+        exchange, model = self.exchange, self.job.model
         messages = exchange.exchange(Phase.RESOLVING, Message.of(self._resolve))
         check_alike(messages, "version", "ignore", failed=RestoreFailedError)
         if messages[0]["nothing"] is not None:
-            raise NotRecoverableError(open_storage(self._url).url, None, messages[0]["nothing"])
+            raise NotRecoverableError(open_storage(self.url).url, None, messages[0]["nothing"])
         version, xxh3 = messages[0]["chosen"]
         exchange.exchange(Phase.FITTING, Message.of(lambda: self._prepare(version, xxh3)))
         last = self._made.plan.last
-        if not self._keeps_mark:
+        if not self.keeps_mark:
             mark(model, version)
         exchange.exchange(Phase.RESTORING, Message.of(self._write))
         exchange.exchange(Phase.LOADING, Message.of(self._load))
-        if not self._keeps_mark:
+        if not self.keeps_mark:
             unmark(model)
-        if self._made.rerouted and self._job.rank == 0:
+        if self._made.rerouted and self.job.rank == 0:
             _logger.warning("unknown raw ids read other rows than before in the tables %s", self._made.rerouted)
         _logger.info("restored version %d of stream %s", version, last.stream)
         return Restored(
@@ -195,43 +183,43 @@ class Restoration:
 
     def _resolve(self) -> dict[str, Any]:
         """Validate the arguments and open the store. On rank 0, choose the version."""
-        self._job.check()
-        storage, chosen, nothing = open_storage(self._url), None, None
-        if self._job.rank == 0:
+        self.job.check()
+        storage, chosen, nothing = open_storage(self.url), None, None
+        if self.job.rank == 0:
             try:
-                self._path = recovery_path(StreamLog(storage), self._version, applied=self._applied)
+                self._path = recovery_path(StreamLog(storage), self.version, applied=self.applied)
                 chosen = self._path[-1].version, self._path[-1].link.xxh3
             except NotRecoverableError as error:
                 if error.version is not None:
                     raise
                 nothing = error.reason  # raised on all ranks, which may start without a restore
-        names = sorted(map(str, self._job.ignore))
+        names = sorted(map(str, self.job.ignore))
         return {
             "chosen": chosen,
             "nothing": nothing,
-            "version": f"version={self._version!r}",
+            "version": f"version={self.version!r}",
             "ignore": f"ignore={names}",
         }
 
     def _prepare(self, version: int, xxh3: str) -> dict[str, Any]:
         """Compare the version with the job on this rank, and prepare all writes. Writes nothing."""
-        log = StreamLog(open_storage(self._url))
-        path = self._path or recovery_path(log, version, applied=self._applied)
+        log = StreamLog(open_storage(self.url))
+        path = self._path or recovery_path(log, version, applied=self.applied)
         if (path[-1].version, path[-1].link.xxh3) != (version, xxh3):
             reason = "this rank finds another version in its store than rank 0"
             raise NotRecoverableError(log.storage.url, version, reason)
-        self._prepared = prepare(log, path, self._job, self._applied)
+        self.prepared = prepare(log, path, self.job, self.applied)
         return {}
 
     def _write(self) -> dict[str, Any]:
         """Write the model."""
         self._made.plan.write()
-        self._job.model.zero_grad(set_to_none=True)  # gradients of the batches before the restore
+        self.job.model.zero_grad(set_to_none=True)  # gradients of the batches before the restore
         return {}
 
     def _load(self) -> dict[str, Any]:
         """Load the states of the objects, then that of the tracker."""
-        job, made = self._job, self._made
+        job, made = self.job, self._made
         job.objects.load(made.states, job.rank, job.world_size, job.ignore)
         if made.states.world_size != job.world_size:
             names = [name for name in made.rank_names if name in job.ignore]
@@ -247,5 +235,5 @@ class Restoration:
 
     @property
     def _made(self) -> Prepared:
-        assert self._prepared is not None, "made by _prepare()"
-        return self._prepared
+        assert self.prepared is not None, "made by _prepare()"
+        return self.prepared

@@ -16,42 +16,31 @@ from delta_tracker.stream.storage.storage import Location, Storage, open_storage
 
 
 class ServingStreams:
-    """Serving streams of a trainer, as its standby sees them on one rank. Makes no collective call."""
+    """Serving streams of a trainer, as its standby sees them on one rank. Makes no collective call.
+
+    Attributes:
+        storages: stores of the streams.
+        is_checked: True after :meth:`check` has succeeded.
+    """
 
     def __init__(self, recovery: StreamLog, urls: Sequence[Location]) -> None:
         if isinstance(urls, str | os.PathLike | Storage) or not isinstance(urls, Sequence):
             raise InvalidArgumentError("serving", urls, "Pass a list of urls")
         self._recovery = recovery
         self._urls = urls
-        self._storages = [open_storage(each) for each in urls]  # a wrong url must not create a directory
+        self.storages = [open_storage(each) for each in urls]  # a wrong url must not create a directory
         self._streams: list[str] = []  # ids of the streams, from check()
-        self._is_checked = False
+        self.is_checked = False
         # The ids of the claims are drawn before the claims, which are found again if the store's answer is lost.
         self._writers = [secrets.token_hex(16) for _ in urls]
-        self._check_distinct([recovery.storage.url, *(each.url for each in self._storages)])
-
-    def __len__(self) -> int:
-        """Return the number of streams."""
-        return len(self._urls)
-
-    @property
-    def is_checked(self) -> bool:
-        """True after :meth:`check` has succeeded."""
-        return self._is_checked
+        self._check_distinct([recovery.storage.url, *(each.url for each in self.storages)])
 
     def check(self, version: Manifest | None) -> None:
         """Check that the streams exist, that the trainer publishes them, and that it publishes no others.
 
         A version of the recovery stream has the positions of the streams of the tracker's other consumers. A stream
         that is not among them is accepted only for a consumer whose position is unknown. None of them may be left out,
-        because its former publisher would not be fenced.
-
-        Args:
-            version: a version of the recovery stream; None if there is none.
-
-        Raises:
-            InvalidArgumentError: if a stream is missing or left out, or is another one.
-            CorruptPartError, MalformedError, StorageError: if a stream or the version cannot be read.
+        because its former publisher would not be fenced: otherwise, this raises InvalidArgumentError.
         """
         storages = [open_storage(each) for each in self._urls]  # the directory may have been mounted meanwhile
         streams = [_stream_of(each) for each in storages]
@@ -72,11 +61,7 @@ class ServingStreams:
             if left_out:
                 remedy = f"Pass the urls of all streams that the trainer publishes, also those of {left_out}"
                 raise InvalidArgumentError("serving", [each.url for each in storages], remedy)
-        self._storages, self._streams, self._is_checked = storages, streams, True
-
-    def storage(self, number: int) -> Storage:
-        """Return the store of a stream."""
-        return self._storages[number]
+        self.storages, self._streams, self.is_checked = storages, streams, True
 
     def claim(self, number: int, recovery: Manifest) -> Claim:
         """Claim a stream, unless another job has claimed the recovery stream after ``recovery``.
@@ -84,7 +69,7 @@ class ServingStreams:
         The order of the reads keeps a job that was suspended from fencing the job that has taken over from it: that job
         claims the recovery stream first. If its claim of the serving stream is not the head yet, it comes later.
         """
-        storage = self._storages[number]
+        storage = self.storages[number]
         storage.probe()
         log = StreamLog(storage)
         return claim_newest(log, self._writers[number], lambda: self._newest(log, number, recovery))
@@ -103,7 +88,7 @@ class ServingStreams:
 
     def _check_distinct(self, names: Sequence[str]) -> None:
         if len(set(names)) < len(names):
-            urls = [each.url for each in self._storages]
+            urls = [each.url for each in self.storages]
             remedy = f"Pass each stream once, without the recovery stream {self._recovery.storage.url}"
             raise InvalidArgumentError("serving", urls, remedy)
 

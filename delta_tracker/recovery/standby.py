@@ -278,7 +278,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         self._serving = ServingStreams(self._log, serving)
         return {
             "ignore": f"ignore={sorted(map(str, job.ignore))}",
-            "serving": f"{len(self._serving)} serving streams",
+            "serving": f"{len(self._serving.storages)} serving streams",
         }
 
     def _turn(self, silence: float | None) -> dict[str, Any]:
@@ -434,15 +434,14 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
                 PublisherPulse(storage, 0.0).leave(claimed.entry)  # the only heartbeat, without period
             serving = list(self._claim_serving(exchange, claimed))
         except BaseException:
-            if restoration.plan is not None:
-                self._following.overwritten(restoration.plan)
+            if restoration.prepared is not None:
+                self._following.overwritten(restoration.prepared.plan)
             raise
         return restored, serving
 
     def _claim_serving(self, exchange: Exchange, claimed: ClaimedStream) -> Iterator[ClaimedStream]:
-        for number in range(len(self._serving)):
-            claim = partial(self._serving.claim, number, claimed.entry)
-            found = self._claim(exchange, self._serving.storage(number), claim)
+        for number, storage in enumerate(self._serving.storages):
+            found = self._claim(exchange, storage, partial(self._serving.claim, number, claimed.entry))
             if not isinstance(found, ClaimedStream):
                 raise found
             yield found
