@@ -169,26 +169,24 @@ def see_heartbeats(
     The list contains None for those that are not read: those that are older than ``max_age`` seconds by the store's
     clock, and all but the ``limit`` newest ones. Their modification times update ``clock``.
     """
-    began = clock.reader_time()
-    listed = storage.objects("predictors")
-    clock.saw("predictors", (stored.modified for stored in listed), began=began)
-    now = clock.now()
+    listed, now = _listed(storage, clock), clock.now()
     young = sorted((each for each in listed if now - each.modified <= max_age), key=lambda each: -each.modified)
     read = {each.name for each in young[:limit]}
     wanted = [each for each in listed if each.name in read]
     if storage.is_remote and len(wanted) > 1:
         with ThreadPoolExecutor(_NUM_READERS) as pool:
-            answers = list(pool.map(lambda each: _seen(storage, each), wanted))
+            answers = iter(list(pool.map(lambda each: _seen(storage, each), wanted)))
     else:
-        answers = [_seen(storage, each) for each in wanted]
-    by_name = {stored.name: answer for stored, answer in zip(wanted, answers, strict=True)}
-    found: list[SeenHeartbeat | None] = []
-    for stored in listed:
-        if stored.name not in read:
-            found.append(None)
-        elif (seen := by_name[stored.name]) is not None:
-            found.append(seen)
-    return found
+        answers = iter([_seen(storage, each) for each in wanted])
+    found = [next(answers) if each.name in read else None for each in listed]
+    return [seen for seen, each in zip(found, listed, strict=True) if seen is not None or each.name not in read]
+
+
+def _listed(storage: Storage, clock: StoreClock) -> list[StoredObject]:
+    began = clock.reader_time()
+    listed = storage.objects("predictors")
+    clock.saw("predictors", (stored.modified for stored in listed), began=began)
+    return listed
 
 
 def _seen(storage: Storage, stored: StoredObject) -> SeenHeartbeat | None:
@@ -218,10 +216,11 @@ def remove_heartbeats(storage: Storage, clock: StoreClock, *, seconds: float = 8
     """
     if not seconds >= _MIN_REMOVED_SECONDS:
         raise InvalidArgumentError("seconds", seconds, "Pass 3600 seconds or more")
-    began = clock.reader_time()
-    listed = storage.objects("predictors")
-    clock.saw("predictors", (stored.modified for stored in listed), began=began)
-    old = [each.name for each in listed if _OBJECT.fullmatch(each.name) and clock.now() - each.modified > seconds]
+    old = [
+        each.name
+        for each in _listed(storage, clock)
+        if _OBJECT.fullmatch(each.name) and clock.now() - each.modified > seconds
+    ]
     for name in old:
         storage.delete(name)
     return len(old)

@@ -70,10 +70,7 @@ class BlockRows:
 
     def loaded(self) -> BlockRows:
         """Read the rows with their states and owners now and return them in memory."""
-        num_rows = self.block.num_rows
-        states = tuple(held_rows(read(0, num_rows)) for read in self.states)
-        owners = None if self.owners is None else held_rows(self.owners(0, num_rows))
-        return BlockRows(self.block, self.ids, held_rows(self.read(0, num_rows)), states, owners)
+        return self._read_through(self.block, self.ids, lambda read: held_rows(read(0, self.block.num_rows)))
 
     def decoded(self, dtype: torch.dtype) -> BlockRows:
         """Return the same rows decoded to the table's dtype: float32, float16 or bfloat16."""
@@ -106,9 +103,7 @@ class BlockRows:
             ids = self.ids[start:stop]
         part = replace(block, rows=rows, columns=columns, num_rows=stop - start)
         if columns == block.columns:
-            states = tuple(_shifted(read, start) for read in self.states)
-            owners = None if self.owners is None else _shifted(self.owners, start)
-            return BlockRows(part, ids, _shifted(self.read, start), states, owners)
+            return self._read_through(part, ids, lambda read: lambda begin, end: read(start + begin, start + end))
         left, right = columns[0] - block.columns[0], columns[1] - block.columns[0]
         return BlockRows(part, ids, lambda begin, end: self.read(start + begin, start + end)[:, left:right])
 
@@ -119,13 +114,17 @@ class BlockRows:
         """
         ids = places + self.block.rows[0] if self.ids is None else self.ids[places]
         part = replace(self.block, num_rows=len(places), ids="list")
-        states = tuple(_taken(read, places) for read in self.states)
-        owners = None if self.owners is None else _taken(self.owners, places)
-        return BlockRows(part, ids, _taken(self.read, places), states, owners)
+        return self._read_through(part, ids, lambda read: lambda begin, end: gather(read, places[begin:end]))
 
     def gather(self, places: Tensor) -> Tensor:
         """Return the rows at the given indices as they are stored, ``[M, width]``. See :func:`gather`."""
         return gather(self.read, places)
+
+    def _read_through(self, block: Block, ids: Tensor | None, change: Callable[[RowReader], RowReader]) -> BlockRows:
+        """Return some of the rows: ``change`` is applied to the readers of values, states and owners."""
+        states = tuple(change(read) for read in self.states)
+        owners = None if self.owners is None else change(self.owners)
+        return BlockRows(block, ids, change(self.read), states, owners)
 
 
 def gather(read: RowReader, places: Tensor) -> Tensor:
@@ -142,15 +141,6 @@ def gather(read: RowReader, places: Tensor) -> Tensor:
 def held_rows(rows: Tensor) -> RowReader:
     """Return a reader of rows in memory."""
     return lambda begin, end: rows[begin:end]
-
-
-def _shifted(read: RowReader, start: int) -> RowReader:
-    """Return a reader whose row 0 is the row ``start`` of another reader."""
-    return lambda begin, end: read(start + begin, start + end)
-
-
-def _taken(read: RowReader, places: Tensor) -> RowReader:
-    return lambda begin, end: gather(read, places[begin:end])
 
 
 def places_within(ids: Tensor, rows: tuple[int, int]) -> tuple[int, int]:

@@ -33,14 +33,14 @@ class RedisNotifier:
             raise InvalidArgumentError("timeout_seconds", timeout_seconds, "Pass a positive number of seconds")
         self._key = key
         self._timeout_seconds = timeout_seconds
-        redis, retry, backoff = _imported()
+        redis = _imported()
         self._refused: type[Exception] = redis.ResponseError
         try:
             self._redis = redis.Redis.from_url(
                 url,
                 socket_timeout=2 * timeout_seconds,  # a read may block for half of that
                 socket_connect_timeout=timeout_seconds,
-                retry=retry.Retry(backoff.NoBackoff(), 1),
+                retry=redis.retry.Retry(redis.backoff.NoBackoff(), 1),
             )
         except ValueError as error:
             raise InvalidArgumentError("url", "...", "Write it as redis://host:port/db") from error
@@ -75,12 +75,8 @@ def _id(version: int) -> str:
     return f"{version}-1"  # Redis has no entry 0-0
 
 
-def _imported() -> tuple[Any, Any, Any]:
+def _imported() -> Any:  # noqa: ANN401  a module
     try:
-        return (
-            importlib.import_module("redis"),
-            importlib.import_module("redis.retry"),
-            importlib.import_module("redis.backoff"),
-        )
+        return importlib.import_module("redis")
     except ModuleNotFoundError as error:
         raise MissingExtraError("redis", "redis") from error
