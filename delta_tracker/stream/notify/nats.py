@@ -6,9 +6,8 @@ import asyncio
 import importlib
 import re
 import threading
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -64,12 +63,7 @@ class NatsNotifier(Forkable):
 
     def announce(self, stream: str, version: int) -> None:
         """Announce that ``version`` of the stream is committed."""
-
-        async def send() -> None:
-            async with self._connected() as connection:
-                await connection.announce(stream, version)
-
-        self._run(send())
+        self._run(lambda connection: connection.announce(stream, version))
 
     def wait(self, stream: str, after: int, timeout_seconds: float) -> bool:
         """Wait until a version above ``after`` is announced. Return False if the wait times out.
@@ -77,12 +71,7 @@ class NatsNotifier(Forkable):
         The wait lasts at most the constructor's ``timeout_seconds``.
         """
         seconds = min(timeout_seconds, self._timeout_seconds)
-
-        async def hear() -> bool:
-            async with self._connected() as connection:
-                return await connection.wait(stream, after, seconds)
-
-        return self._run(hear())
+        return self._run(lambda connection: connection.wait(stream, after, seconds))
 
     def close(self) -> None:
         """Close the connection and end the thread."""
@@ -109,7 +98,9 @@ class NatsNotifier(Forkable):
         self._control = threading.Lock()
         self._loop = self._thread = self._connection = None
 
-    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    def _run(self, call: Callable[[_Connection], Coroutine[Any, Any, T]]) -> T:
+        """Make a call in the thread, and return its result."""
+        coroutine = self._called(call)
         try:
             with self._control:
                 if self._loop is None:
@@ -126,9 +117,8 @@ class NatsNotifier(Forkable):
             running.cancel()
             raise
 
-    @asynccontextmanager
-    async def _connected(self) -> AsyncIterator[_Connection]:
-        """Context manager that returns the connection; opens a new one if there is none or it was lost.
+    async def _called(self, call: Callable[[_Connection], Coroutine[Any, Any, T]]) -> T:
+        """Make a call with the connection. Open a new one if there is none or it was lost.
 
         A failed call closes the connection: the next one connects again, and creates a missing JetStream stream.
         """
@@ -140,7 +130,7 @@ class NatsNotifier(Forkable):
                 self._connection = connection
             connection = self._connection
         try:
-            yield connection
+            return await call(connection)
         except BaseException:
             await connection.close()
             raise
