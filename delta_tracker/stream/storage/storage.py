@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import obstore
@@ -101,6 +101,16 @@ class Transfer:
     # modification time of the object in Unix seconds, by the store's clock; None before the first response, and if a
     # web server sends none
     modified: float | None = None
+
+
+class _Range(NamedTuple):
+    """Bytes ``[begin, end)`` of an object that are read, into ``out`` if it is given."""
+
+    name: str
+    begin: int = 0
+    end: int | None = None  # None for the end of the object
+    max_bytes: int | None = None
+    out: NDArray[np.uint8] | None = None
 
 
 class Storage:
@@ -320,8 +330,8 @@ class Storage:
             raise InvalidArgumentError("out", len(out), f"Pass an array of {max_bytes} bytes")
         with self._translated():
             if self._directory is None:
-                return self._download(name, max_bytes=max_bytes, out=out, transfer=transfer)
-            return self._read_file(name, max_bytes=max_bytes, out=out, transfer=transfer)
+                return self._download(_Range(name, max_bytes=max_bytes, out=out), transfer)
+            return self._read_file(_Range(name, max_bytes=max_bytes, out=out), transfer)
 
     def read_range(self, name: str, begin: int, end: int) -> NDArray[np.uint8] | None:
         """Return the bytes ``[begin, end)`` of an object, None if it does not exist.
@@ -333,9 +343,9 @@ class Storage:
             raise InvalidArgumentError("begin, end", (begin, end), "Pass 0 <= begin <= end")
         with self._translated():
             if self._directory is not None:
-                return self._read_file(name, begin, end)
+                return self._read_file(_Range(name, begin, end))
             if begin < end:
-                return self._download(name, begin, end)
+                return self._download(_Range(name, begin, end))
         num_bytes = self.size(name)  # stores reject a request for an empty range
         if num_bytes is not None and num_bytes < end:
             raise self._too_short(name, num_bytes, end)
@@ -422,12 +432,11 @@ class Storage:
 
         A local listing skips files whose names no method accepts, see also :func:`list_files`.
         """
+        if self._directory is not None:
+            files = self._list_files(self._directory, prefix, after, needs_status=True)
+            return [StoredObject(name, each.st_size, each.st_mtime) for name, each in files if each is not None]
         self._begin_listing(prefix, after)
         with self._translated():
-            if self._directory is not None:
-                # obstore is not used here: it fails at a strange name or link, and takes longer.
-                files = self._list_files(self._directory, prefix, after, needs_status=True)
-                return [StoredObject(name, each.st_size, each.st_mtime) for name, each in files if each is not None]
             store = self._open_store()
             pages = obstore.list(store, prefix, offset=after, chunk_size=PAGE_OBJECTS)
             found = self._ask(lambda: list(itertools.chain.from_iterable(pages)), lambda: _collected(pages))
@@ -438,16 +447,17 @@ class Storage:
         """Return the sorted names of the objects that :meth:`objects` returns. Faster than it in a local directory."""
         if self._directory is None:
             return [stored.name for stored in self.objects(prefix, after=after)]
-        self._begin_listing(prefix, after)
-        with self._translated():
-            return [name for name, _ in self._list_files(self._directory, prefix, after, needs_status=False)]
+        return [name for name, _ in self._list_files(self._directory, prefix, after, needs_status=False)]
 
     def _list_files(
         self, directory: Path, prefix: str, after: str | None, *, needs_status: bool
     ) -> list[tuple[str, os.stat_result | None]]:
-        if self._find_store() is None:
-            return []
-        files = list_files(directory, prefix, after or "", needs_status=needs_status)
+        self._begin_listing(prefix, after)
+        with self._translated():
+            if self._find_store() is None:
+                return []
+            # obstore is not used here: it fails at a strange name or link, and takes longer.
+            files = list_files(directory, prefix, after or "", needs_status=needs_status)
         # A listing may have many names of this library, for which is_name() is not called.
         return sorted(each for each in files if _PLAIN_NAME.fullmatch(each[0]) or is_name(each[0]))
 
@@ -546,20 +556,12 @@ class Storage:
             return blocking(*args, **options)
         return answer(partial(blocking, *args, **options), partial(request, *args, **options))
 
-    def _download(
-        self,
-        name: str,
-        begin: int = 0,
-        end: int | None = None,
-        *,
-        max_bytes: int | None = None,
-        out: NDArray[np.uint8] | None = None,
-        transfer: Transfer | None = None,
-    ) -> NDArray[np.uint8] | None:
-        """Return the bytes ``[begin, end)`` of a remote object, None if it does not exist.
+    def _download(self, wanted: _Range, transfer: Transfer | None = None) -> NDArray[np.uint8] | None:
+        """Return bytes of a remote object, None if it does not exist.
 
         If a request ends before all bytes arrived, the remaining bytes are requested, as long as each brings some.
         """
+        name, begin, end, *_ = wanted
         transfer = Transfer() if transfer is None else transfer
         while transfer.out is None or transfer.num_bytes < len(transfer.out):
             before = transfer.num_bytes
@@ -573,7 +575,7 @@ class Storage:
                     transfer.out, transfer.num_bytes, transfer.source = None, 0, None
                     raise StorageError(self.url, f"{name} changed while it was read")
                 if transfer.out is None:
-                    transfer.out = self._allocate(name, found[0], begin, end, max_bytes, out)
+                    transfer.out = self._allocate(wanted, found[0])
                     seconds = found[2].timestamp()
                     transfer.source = found
                     transfer.modified = None if self._is_http and seconds <= 0 else seconds  # 0: the server sent none
@@ -615,18 +617,10 @@ class Storage:
         if transfer.num_bytes != len(out):
             raise self._too_short(name, begin + transfer.num_bytes, begin + len(out))
 
-    def _read_file(
-        self,
-        name: str,
-        begin: int = 0,
-        end: int | None = None,
-        *,
-        max_bytes: int | None = None,
-        out: NDArray[np.uint8] | None = None,
-        transfer: Transfer | None = None,
-    ) -> NDArray[np.uint8] | None:
-        """Read the bytes ``[begin, end)`` of a local file into an array; return None if the file does not exist."""
+    def _read_file(self, wanted: _Range, transfer: Transfer | None = None) -> NDArray[np.uint8] | None:
+        """Return bytes of a local file, None if it does not exist."""
         # obstore is not used here: its stream of a local file takes 30 times as long.
+        name, begin = wanted.name, wanted.begin
         assert self._directory is not None
         try:
             # Non-blocking, because a named pipe must not block the reader.
@@ -642,7 +636,7 @@ class Storage:
                 raise StorageError(self.url, f"{name} is not a regular file", "Delete it: no publisher has written it")
             if transfer is not None:
                 transfer.modified = status.st_mtime
-            data = self._allocate(name, status.st_size, begin, end, max_bytes, out)
+            data = self._allocate(wanted, status.st_size)
             view = data.data
             filled = 0
             while filled < len(data):
@@ -655,16 +649,9 @@ class Storage:
         finally:
             os.close(descriptor)
 
-    def _allocate(
-        self,
-        name: str,
-        num_bytes: int,
-        begin: int,
-        end: int | None,
-        max_bytes: int | None,
-        out: NDArray[np.uint8] | None,
-    ) -> NDArray[np.uint8]:
-        """Check the size ``num_bytes`` of an object, then return memory for its bytes ``[begin, end)``."""
+    def _allocate(self, wanted: _Range, num_bytes: int) -> NDArray[np.uint8]:
+        """Check the size ``num_bytes`` of an object, then return memory for its bytes that are wanted."""
+        name, begin, end, max_bytes, out = wanted
         if max_bytes is not None and num_bytes > max_bytes:
             raise MalformedError(name, f"it has {num_bytes} bytes, more than {max_bytes}")
         if end is not None and num_bytes < end:
