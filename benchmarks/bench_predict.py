@@ -26,14 +26,15 @@ from benchmarks.harness import Figures, Report, Sample, interleaved, parser, tim
 from benchmarks.workloads import distinct_ids, uniform_ids
 from delta_tracker import Predictor
 from delta_tracker.monitor.recorder import Recorder
-from delta_tracker.predictor.apply import Applier
+from delta_tracker.predictor.gauges import PredictorGauges
 from delta_tracker.predictor.lock import TableLock
-from delta_tracker.predictor.table_fence import TableFence
+from delta_tracker.predictor.model_writer import ModelWriter
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block, Manifest
 from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.reading.runtime import REAL
 from delta_tracker.stream.storage.storage import Storage
 from tests.stream.streams import FQN, Writer
 
@@ -73,16 +74,17 @@ class _Stream:
         self.rewind(made)
         return made
 
-    def applier(self, lock: TableLock, chunk_rows: int) -> Applier:
-        """Return an applier for the table."""
+    def writer(self, chunk_rows: int) -> ModelWriter:
+        """Return a writer of the table."""
         recorder = Recorder("predictor", self)
-        return Applier(
+        gauges = PredictorGauges(recorder, REAL)
+        return ModelWriter(
             {FQN: self.table},
             {},
+            raw_ids=None,
             takes_dense=False,
-            lock=lock,
-            fence=TableFence(),
             chunk_rows=chunk_rows,
+            gauges=gauges,
             recorder=recorder,
         )
 
@@ -101,15 +103,15 @@ def _apply_cases(stream: _Stream) -> dict[str, Callable[[], Figures]]:
     """Return cases without lookups: memcpy of the rows, applying a version in memory, and a complete sync."""
     source = np.ones((stream.num_changed, _DIM), dtype=np.float32)
     copy = np.zeros_like(source)
-    applier = stream.applier(TableLock(), chunk_rows=4096)
+    writer = stream.writer(chunk_rows=4096)
     predictor = stream.predictor()
     versions = itertools.cycle(range(len(stream.manifests)))
 
     def apply() -> Figures:
         number = next(versions)
         contents = Contents(stream.storage, stream.manifests[number])
-        receiver = applier.resolve(contents.manifest)
-        figures = timed(lambda: sum(applier.write(receiver.place(contents))))
+        receiver = writer.model.resolve(contents.manifest)
+        figures = timed(lambda: writer.write(receiver.place(contents)))
         stream.check(number)
         return figures
 
@@ -199,16 +201,15 @@ def _lookup_cases(stream: _Stream, chunks: Sequence[int], seconds: float) -> dic
     predictor = stream.predictor()
 
     def writing(chunk_rows: int) -> Figures:
-        lock = TableLock()
-        applier = stream.applier(lock, chunk_rows)
-        receivers = [applier.resolve(manifest) for manifest in stream.manifests]
+        writer = stream.writer(chunk_rows)
+        receivers = [writer.model.resolve(manifest) for manifest in stream.manifests]
 
         def apply() -> int:
             number = next(versions)
-            assert sum(applier.write(receivers[number].place(contents[number]))) == stream.num_changed
+            writer.write(receivers[number].place(contents[number]))
             return number
 
-        return _lookup_case(stream, lock.reading, apply, seconds)
+        return _lookup_case(stream, writer.lock.reading, apply, seconds)
 
     def syncing() -> Figures:
         def apply() -> int:

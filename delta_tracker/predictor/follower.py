@@ -54,12 +54,7 @@ class _Run:
         stop: flag that ends the thread.
         begun: result of the thread's first check.
         over: set when the thread ends.
-        hints: hints of new versions, whose wait the flag ends.
-        gaps: times of the checks for a gap.
-        storage: store that the schedule is made for.
-        schedule: times of the polls.
         waits_for_snapshot: True once this was logged.
-        thread: the thread.
     """
 
     def __init__(
@@ -93,16 +88,8 @@ class Follower:
     """Thread that calls :meth:`Reader.advance` repeatedly, and retries after an ``Exception`` or a panic of Rust code.
 
     Versions contain the rows' values, not differences, so an interrupted version can be applied again. The thread ends
-    only if :meth:`stop` is called or any other exception is raised, such as ``SystemExit``.
-
-    Args:
-        reader: reader of the stream.
-        writer: what the versions are written to.
-        lock: lock that is held while the reader advances.
-        gate: checks of the values; None without checks.
-        notifier: delivers hints of new versions; None to poll only.
-        heartbeats: heartbeats of the predictor; None without them.
-        gauges: metrics that count the errors.
+    only if :meth:`stop` is called or any other exception is raised, such as ``SystemExit``. ``lock`` is held while the
+    reader advances.
 
     Attributes:
         error: error that ended the thread, or error of the last attempt, which the thread will retry; None if there is
@@ -153,25 +140,20 @@ class Follower:
         run = self._active
         return None if run is None or run.over.is_set() else run.schedule.seconds
 
-    def check(self, poll_seconds: float | None) -> None:
-        """Check that :meth:`start` can be called with ``poll_seconds``."""
-        if poll_seconds is not None and not (is_number(poll_seconds) and 0 < poll_seconds < threading.TIMEOUT_MAX):
-            raise InvalidArgumentError("poll_seconds", poll_seconds, "Pass seconds, more than 0, or None")
-        if self.is_running:
-            raise InvalidArgumentError("follow()", "already following", "Call stop() first")
-
     def start(self, poll_seconds: float | None) -> None:
         """Start the thread, which checks that the newest version fits the model before it polls.
 
-        This method waits at most two seconds for the check, because the store may not answer, and raises its error
-        after the thread has ended. A version that does not fit the model later causes an error when the thread applies
-        it, and the thread retries.
+        This method waits at most two seconds for the check, because the store may not answer, and raises its error. If
+        the check fails later, the error comes up again when the thread applies the version.
 
         Args:
             poll_seconds: number of seconds between two polls; None for an interval that suits the store.
         """
+        if poll_seconds is not None and not (is_number(poll_seconds) and 0 < poll_seconds < threading.TIMEOUT_MAX):
+            raise InvalidArgumentError("poll_seconds", poll_seconds, "Pass seconds, more than 0, or None")
         with self._control:
-            self.check(poll_seconds)
+            if self.is_running:
+                raise InvalidArgumentError("follow()", "already following", "Call stop() first")
             self.error = None
             run = _Run(self._reader.storage, poll_seconds, self._notifier, self._runtime)
             run.thread = self._runtime.thread(target=self._run, args=(run,), name="predictor", daemon=True)
@@ -192,8 +174,7 @@ class Follower:
     def stop(self, *, raises: bool = True) -> None:
         """Stop the thread at its next chunk or request, and wait until it has ended. No-op if there is no thread.
 
-        Args:
-            raises: True to raise a copy of :attr:`error`; False to log it.
+        If ``raises`` is True, raise a copy of :attr:`error`, else log it.
         """
         if self._is_own_thread:
             raise InvalidArgumentError("stop()", "called in the thread of follow()", "Call it in another thread")
@@ -207,12 +188,7 @@ class Follower:
             _logger.warning("predictor stopped with an error: %s", self.error)
 
     def wait(self, is_there: Callable[[], bool], seconds: float | None) -> bool:
-        """Wait until ``is_there`` returns True, which is called after each version. Return False after a time-out.
-
-        Args:
-            is_there: function that returns True if the wait is over.
-            seconds: maximum time to wait; None for no limit.
-        """
+        """Wait until ``is_there()`` is True, which is called after each version. Return False after ``seconds``."""
         if self._is_own_thread:
             raise InvalidArgumentError("wait()", "called in the thread of follow()", "Call it in another thread")
         waiter, end = SimpleQueue[None](), None if seconds is None else self._runtime.monotonic() + seconds
@@ -250,11 +226,7 @@ class Follower:
             self.error = None
 
     def after_fork_in_child(self, lock: threading.Lock) -> None:
-        """Drop the thread, which does not exist in the child process, and replace the locks that it may have held.
-
-        Args:
-            lock: new lock to hold while the reader advances.
-        """
+        """Drop the thread, which does not exist in the child process, and replace the locks that it may have held."""
         if self._is_own_thread:
             return  # this thread forked, in a method of a RowTarget, and continues in the child
         self._lock, self._control, self._waiters = lock, threading.RLock(), []
@@ -287,10 +259,7 @@ class Follower:
             self.moved()
 
     def _follow(self, run: _Run) -> None:
-        """Poll until the stop flag is set or an exception ends the thread.
-
-        If a version is interrupted, it is applied again after the next :meth:`start`.
-        """
+        """Poll until the stop flag is set or an exception ends the thread."""
         with interruptible(run.stop), suppress(Interrupted):
             if not self._begins(run.begun):
                 return

@@ -53,10 +53,7 @@ class Gate:
 
 
 class GateKeeper:
-    """Checker of versions against the bounds of a gate.
-
-    A rejected version is called held. The RMS row norms in the last applied versions are the baseline for the next
-    check.
+    """Checker of versions against the bounds of a gate. A rejected version is called held.
 
     Attributes:
         held: error of the last held version, without a traceback; None if no version was held, or if a version has been

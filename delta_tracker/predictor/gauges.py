@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Protocol
@@ -38,6 +39,10 @@ class PredictorGauges:
     Attributes:
         age: age of the served rows.
         restored: manifest of the position that was loaded, until a version is applied; None if it is not known.
+        num_rows: number of rows written since the start.
+        num_bytes: size in bytes of the parts applied since the start.
+        num_admitted: number of raw ids mapped to rows since the start.
+        num_evicted: number of raw ids removed from their rows since the start.
     """
 
     def __init__(self, recorder: Recorder, runtime: Runtime) -> None:
@@ -45,20 +50,17 @@ class PredictorGauges:
         self._monotonic = runtime.monotonic
         self.age = ServedAge(runtime)
         self.restored: Manifest | None = None
+        self.num_rows = self.num_bytes = self.num_admitted = self.num_evicted = 0
         self._has_applied = False  # a snapshot or a delta
         self._stream = self._url = ""  # as shown
         self._lag: tuple[int, float] | None = None
         self._asked: float | None = None  # monotonic time since which the store is asked for the lag
-        self._num_requests: dict[str, int] = {}  # requests by operation that the counters have
-        self._num_cached: dict[str, int] = {}  # the same for the host cache
+        self._counted: Counter[str] = Counter()  # operations of stores and results of the host cache in the counters
 
     def begin(self, owner: HasStatus, url: str, faults: Iterable[type[Exception]]) -> None:
         """Initialize the fault counters to 0, and report the age and the lag at each collection of metrics.
 
-        Args:
-            owner: the predictor. Only a weak reference to it is kept.
-            url: url of its current source.
-            faults: types of errors that may cause a resync.
+        Only a weak reference to ``owner``, the predictor, is kept. ``faults`` may cause a resync.
         """
         self._url = url
         self.reads("")
@@ -91,8 +93,13 @@ class PredictorGauges:
         self._recorder.predictor_info.remove()
         self._recorder.predictor_info.set(1, stream=stream, url=shown_url(self._url))
 
+    def wrote(self, num_rows: int) -> None:
+        """Count rows that were written, also of a version that is interrupted later."""
+        self.num_rows += num_rows
+
     def applied(self, manifest: Manifest) -> None:
         """Count an applied version and its rows."""
+        self.num_bytes += manifest.num_bytes
         self._has_applied = self._has_applied or manifest.kind != "claim"
         self._recorder.applied_versions.cell(kind=manifest.kind).add(1)
         for fqn, num_rows in manifest.rows_by_table.items():
@@ -108,10 +115,12 @@ class PredictorGauges:
 
     def admitted(self, fqn: str, num_ids: int) -> None:
         """Count raw ids of a table that were mapped to rows."""
+        self.num_admitted += num_ids
         self._recorder.admitted_ids.cell(table=fqn).add(num_ids)
 
     def evicted(self, fqn: str, num_ids: int) -> None:
         """Count raw ids of a table that were removed from their rows."""
+        self.num_evicted += num_ids
         self._recorder.evicted_ids.cell(table=fqn).add(num_ids)
 
     def resynced(self, fault: Exception) -> None:
@@ -160,24 +169,21 @@ class PredictorGauges:
         lag_versions, lag_seconds = status.lag_versions, status.lag_seconds
         self._lag = None if lag_versions is None or lag_seconds is None else (lag_versions, lag_seconds)
         self._asked = None
-        for operation, num_requests in status.requests.items():
-            before = self._num_requests.get(operation, 0)
-            if num_requests > before:
-                self._recorder.store_requests.cell(operation=operation).add(num_requests - before)
-                self._num_requests[operation] = num_requests
-        for result, count in status.cache.items():
-            before = self._num_cached.get(result, 0)
-            counter = {
-                "hits": self._recorder.cache_hits,
-                "misses": self._recorder.cache_misses,
-                "bypasses": self._recorder.cache_bypasses,
-            }[result]
-            counter.cell().add(count - before)
-            self._num_cached[result] = count
+        for operation, total in status.requests.items():
+            if added := self._added(operation, total):
+                self._recorder.store_requests.cell(operation=operation).add(added)
+        for result, total in status.cache.items():
+            getattr(self._recorder, f"cache_{result}").cell().add(self._added(result, total))
         if status.poll_seconds is None:
             self._recorder.poll_seconds.remove()
         else:
             self._recorder.poll_seconds.set(status.poll_seconds)
+
+    def _added(self, name: str, total: int) -> int:
+        """Return by how much a count has grown since the last call."""
+        added = max(0, total - self._counted[name])
+        self._counted[name] += added
+        return added
 
     def _known_lag(self, place: int) -> float | None:
         """Return a number of the last lag; None if the store cannot be read or does not answer."""

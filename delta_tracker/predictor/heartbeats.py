@@ -12,10 +12,7 @@ from delta_tracker.stream.storage.storage import Location, open_storage
 class Heartbeats:
     """Writer of a predictor's heartbeats, by default to the store that it reads, also after a failover.
 
-    Args:
-        reader: reader of the predictor.
-        name: name of the heartbeat.
-        given: url or store for the heartbeats; None for the first store of the reader that can be written to.
+    ``given`` is another url or store for them; None for the first store of the reader that can be written to.
     """
 
     def __init__(self, reader: Reader, name: str, given: Location | None) -> None:
@@ -54,14 +51,9 @@ class Heartbeats:
 def lag(reader: Reader, poll_seconds: float | None = None) -> tuple[int, float] | None:
     """Return the number of committed versions that are not applied, and the age in seconds of the oldest of them.
 
-    Args:
-        reader: reader of the versions.
-        poll_seconds: interval between two polls, to send no request if one of the last two polls found no version; None
-            to ask the store.
-
-    Returns:
-        The number and the age, see :class:`~delta_tracker.stream.reading.lag.Lag`; None if the store cannot be read, or
-        if its log ends before the last applied version.
+    Given the interval between two polls, no request is sent if one of the last two found no version. The result is None
+    if the store cannot be read, or if its log ends before the last applied version. See
+    :class:`~delta_tracker.stream.reading.lag.Lag`.
     """
     version, rested = reader.version, reader.lag.rested
     if poll_seconds is not None and rested is not None:

@@ -127,12 +127,7 @@ class OwnerChange:
 def owner_changes(
     version: VersionOwners, identities: Mapping[str, Identity], maps: Mapping[str, tuple[RawIdMap, ...]]
 ) -> list[OwnerChange]:
-    """Return the changes of a version for all mappings. Nothing is changed.
-
-    Args:
-        version: result of :func:`version_owners`.
-        identities: table FQN to the buckets in the version.
-        maps: table FQN to the live mappings.
+    """Return the changes of a version for all live mappings, by the buckets of the version. Nothing is changed.
 
     Raises:
         TableMismatchError: if lookups would not find a raw id in the row of its owner.

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 from delta_tracker.errors import ForkedError, InvalidArgumentError
 from delta_tracker.monitor.recorder import Recorder
-from delta_tracker.predictor.apply import Applier, Model, Receiver
 from delta_tracker.predictor.gauges import PredictorGauges
 from delta_tracker.predictor.identities import (
     OwnerChange,
@@ -20,7 +19,8 @@ from delta_tracker.predictor.identities import (
 )
 from delta_tracker.predictor.lock import TableLock
 from delta_tracker.predictor.names import NameChoice
-from delta_tracker.predictor.placement import Chunk
+from delta_tracker.predictor.placement import Chunk, Placement
+from delta_tracker.predictor.served_model import Model, Receiver, ServedModel
 from delta_tracker.predictor.status import Served
 from delta_tracker.predictor.table_fence import TableFence
 from delta_tracker.predictor.version_writer import VersionWrite, VersionWriter, replaces
@@ -33,20 +33,7 @@ from delta_tracker.types import Identity
 
 
 class ModelWriter(VersionWriter):
-    """Writer of versions to the tables, dense tensors and mappings of raw ids of one model.
-
-    Args:
-        model: module or mapping of tables.
-        names: name in the stream to name in the model, for tables and dense tensors whose names differ.
-        raw_ids: table FQN in the stream to an index of its raw ids; None if there are none.
-        takes_dense: True to write dense tensors too.
-        chunk_rows: maximum number of rows to write each time the lock is acquired.
-        gauges: metrics of the predictor.
-        recorder: records the time that it takes to write the rows of each version.
-
-    Raises:
-        InvalidArgumentError, MissingExtraError: as :class:`~delta_tracker.predictor.apply.Applier`.
-    """
+    """Writer of versions to one model. The arguments are those of :class:`Predictor`."""
 
     def __init__(
         self,
@@ -60,27 +47,19 @@ class ModelWriter(VersionWriter):
         recorder: Recorder,
     ) -> None:
         self.lock, self.fence = TableLock(), TableFence()
-        self.applier = Applier(
-            model,
-            names,
-            raw_ids=raw_ids,
-            takes_dense=takes_dense,
-            lock=self.lock,
-            fence=self.fence,
-            chunk_rows=chunk_rows,
-            recorder=recorder,
-        )
-        self._gauges = gauges
+        self.model = ServedModel(model, names, raw_ids=raw_ids, takes_dense=takes_dense)
+        self.fence.cover(self.model.first_devices)
         self.manifest: Manifest | None = None
         self.identities: Mapping[str, Identity] = {}
-        self._position: Position | None = None  # of the last complete version
-        self._shown: Position | None = None  # the last result of `position` with other rows
+        self._chunk_rows = chunk_rows
+        self._gauges = gauges
+        self._timer = recorder.apply_seconds.timer()
+        # After the last complete version; its rows are ahead until a snapshot replaces those that were saved with it.
+        self._position: Position | None = None
         self._is_mixed = False
         self._followed: Followed | None = None
-        self.num_rows = self.num_bytes = self.num_admitted = self.num_evicted = 0
         self._begun: Manifest | None = None  # newest version that may be partly written
         self._applying: int | None = None  # last version of which rows were written, until it is complete
-        self._is_loaded = False  # True until a snapshot replaces the rows that were saved with a position
         self._is_torn = False
 
     @property
@@ -91,14 +70,10 @@ class ModelWriter(VersionWriter):
     @property
     def position(self) -> Position | None:
         """Position of the tables; None before the first version."""
-        held, shown = self._position, self._shown
-        is_ahead = self._is_loaded or self._applying is not None
-        rows = Rows.MIXED if self._is_mixed else Rows.AHEAD if is_ahead else Rows.WHOLE
-        if held is None or held.rows is rows:
+        held = self._position
+        if held is None or (self._applying is None and not self._is_mixed):
             return held
-        if shown is None or (shown.link, shown.rows) != (held.link, rows):
-            shown = self._shown = replace(held, rows=rows)
-        return shown
+        return replace(held, rows=Rows.MIXED if self._is_mixed else Rows.AHEAD)
 
     @contextmanager
     def reading(self) -> Iterator[Served]:
@@ -130,7 +105,7 @@ class ModelWriter(VersionWriter):
 
     def resolve(self, manifest: Manifest) -> VersionWrite:
         """Return the write of a version to the tables that the model has now."""
-        return _ModelWrite(self, self.applier.resolve(manifest))
+        return _ModelWrite(self, self.model.resolve(manifest))
 
     def leaves_rows(self, manifest: Manifest) -> bool:
         """Return True if rows of a replaced version may remain; see :meth:`VersionWriter.leaves_rows`."""
@@ -156,22 +131,37 @@ class ModelWriter(VersionWriter):
             self.begin(manifest)
             if changes:
                 self._unmap(changes, default_rows)
-        for num_rows in self.applier.write(placements):
-            self.num_rows += num_rows
+        self.write(placements)
         for change in changes:
             self._map(change)
         with self.lock.writing(), self.fence.writing():
             receiver.write_dense(contents)
-            is_same = self._position is not None and self._position.stream == manifest.stream
+            former = self._position
+            is_same = former is not None and former.stream == manifest.stream
             if not is_same or (self._followed is not None and self._followed.kind == "pin"):
                 self._followed = None
             self._position = Position.after(manifest)
+            if former is not None and former.rows is Rows.AHEAD and manifest.kind != "snapshot":
+                self._position = replace(self._position, rows=Rows.AHEAD)
             self._finish(manifest)
             if manifest.kind != "claim":
                 self.manifest, self.identities = manifest, identities
         self._is_mixed = False
-        self.num_bytes += manifest.num_bytes
         self._gauges.applied(manifest)
+
+    def write(self, placements: Iterable[Placement]) -> None:
+        """Write rows chunk by chunk, between lookups.
+
+        If a part that is too large for memory changed after its check or cannot be read again, some rows are already
+        written.
+        """
+        with self._timer():
+            for placement in placements:
+                for chunk in placement.chunks(self._chunk_rows):
+                    with self.lock.writing(), self.fence.writing():
+                        chunk.write()
+                    self.fence.throttle()
+                    self._gauges.wrote(chunk.num_rows)
 
     def state_dict(self) -> dict[str, str | int]:
         """Return the stream position of the tables."""
@@ -189,15 +179,14 @@ class ModelWriter(VersionWriter):
         fields = dict(state)
         identities = from_text(fields.pop("identities", "{}"))
         followed = _followed(fields)
-        position = Position.from_dict(fields) if fields else None
+        position = replace(Position.from_dict(fields), rows=Rows.AHEAD) if fields else None
         with self.lock.writing():
             with self.fence.writing():
-                self.applier.adopt(identities)
+                self.model.adopt(identities)
             self.identities = identities
             self._position, self._is_mixed, self._followed = position, False, followed
             self.manifest = self._begun = None
             self._applying = None
-            self._is_loaded = position is not None
             self._is_torn = False
 
     def before_fork(self) -> None:
@@ -221,7 +210,6 @@ class ModelWriter(VersionWriter):
             for change in changes:
                 # Counted here: a second attempt does not find the raw ids that a failed one has removed.
                 if num_evicted := change.unmap():
-                    self.num_evicted += num_evicted
                     self._gauges.evicted(change.fqn, num_evicted)
             for chunk in default_rows:
                 chunk.write()
@@ -240,9 +228,7 @@ class ModelWriter(VersionWriter):
             is_mixed, self._is_mixed = self._is_mixed, True
             change.map(ready)
             self._is_mixed = is_mixed
-        num_admitted = change.num_admitted()
-        self.num_admitted += num_admitted
-        self._gauges.admitted(change.fqn, num_admitted)
+        self._gauges.admitted(change.fqn, change.num_admitted())
 
     def begin(self, manifest: Manifest) -> None:
         """Record that rows of a version are about to be written."""
@@ -259,19 +245,13 @@ class ModelWriter(VersionWriter):
         snapshot or a version with the same or a higher number is applied.
         """
         begun = self._begun
-        if manifest.kind == "snapshot":
-            self._is_loaded = False
         if begun is None or manifest.kind == "snapshot" or begun.version <= manifest.version:
             self._begun, self._is_torn = None, False
         self._applying = None if self._begun is None else self._begun.version
 
 
 def _followed(state: dict[str, str | int]) -> Followed | None:
-    """Take the order that was followed out of a saved state.
-
-    Raises:
-        InvalidArgumentError: if its counter is invalid.
-    """
+    """Take the order that was followed out of a saved state. Raise InvalidArgumentError if it is invalid."""
     found = [Followed(kind, state.pop(kind)) for kind in ("pin", "release") if kind in state]  # type: ignore[arg-type]
     if any(type(each.counter) is not int or each.counter < 1 for each in found) or len(found) > 1:
         raise InvalidArgumentError("state", state, "Pass what state_dict() returned")

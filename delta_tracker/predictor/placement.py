@@ -89,11 +89,7 @@ class Chunk:
 
 
 def place(rows: Iterable[BlockRows], targets: Mapping[str, RowTarget]) -> list[Placement]:
-    """Return the placements of all rows of a version. No values are read or written.
-
-    Args:
-        rows: disjoint blocks of one version, of one or more tables.
-        targets: table FQN to target.
+    """Return the placements of the disjoint blocks of one version in its tables. No values are read or written.
 
     Raises:
         PartialRowsError: if a target needs whole rows and the version has only some columns of a row.

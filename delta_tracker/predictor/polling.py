@@ -23,18 +23,11 @@ _HINTED_PAUSE_SECONDS = 0.25
 class PollSchedule:
     """Wait before the next poll, computed from what the last polls and hints brought.
 
-    A fixed schedule always waits ``seconds``. Otherwise the wait doubles while no version comes, and a version resets
-    it. After three hints in a row that announced a version, the wait is ``longest_hinted``. A version that no hint
-    announced, or a failure of the notifier, ends that. Waits of 0.1 s and more are multiplied by a random factor
-    between 0.75 and 1.25, so that many readers do not poll at the same time. Not thread-safe.
-
-    Args:
-        seconds: first wait between two polls.
-        is_fixed: True to always wait this long.
-        longest: longest wait while no version comes, in seconds.
-        longest_hinted: wait while hints can be trusted, in seconds.
-        is_delayed: True if a version becomes visible some seconds after its hint, because a cache is in between.
-        runtime: clock and random numbers.
+    A fixed schedule always waits ``seconds``. Otherwise the wait doubles up to ``longest`` while no version comes, and
+    a version resets it. After three hints in a row that announced a version, it is ``longest_hinted``, until a version
+    comes without a hint or the notifier fails. Waits of 0.1 s and more vary by a quarter, so that many readers do not
+    poll at the same time. ``is_delayed`` says that a version becomes visible some seconds after its hint, because a
+    cache is in between. Not thread-safe.
 
     Attributes:
         retry_seconds: wait after a poll that failed, without jitter.

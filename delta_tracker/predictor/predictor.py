@@ -14,7 +14,6 @@ from delta_tracker.errors import InvalidArgumentError, WaitTimeoutError
 from delta_tracker.forking import Forkable, protect
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.recorder import Recorder
-from delta_tracker.predictor.apply import Model
 from delta_tracker.predictor.checked_writer import CheckedWriter
 from delta_tracker.predictor.follower import Follower
 from delta_tracker.predictor.gate import Gate, GateKeeper
@@ -22,6 +21,7 @@ from delta_tracker.predictor.gauges import PredictorGauges
 from delta_tracker.predictor.heartbeats import Heartbeats, lag
 from delta_tracker.predictor.model_writer import ModelWriter
 from delta_tracker.predictor.names import NameChoice
+from delta_tracker.predictor.served_model import Model
 from delta_tracker.predictor.sink_writer import SinkWriter
 from delta_tracker.predictor.status import Served, Status, error_text
 from delta_tracker.predictor.version_writer import VersionWriter
@@ -214,14 +214,14 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
             version=None if position is None else position.version,
             lag_versions=lag_versions,
             lag_seconds=lag_seconds,
-            rows=self._writer.num_rows,
-            num_bytes=self._writer.num_bytes,
+            rows=self._gauges.num_rows,
+            num_bytes=self._gauges.num_bytes,
             resyncs=reader.resyncs.count,
             last_resync=reader.resyncs.last,
             error=error_text(self.error),
             pinned=reader.pinned,
-            admitted=self._writer.num_admitted,
-            evicted=self._writer.num_evicted,
+            admitted=self._gauges.num_admitted,
+            evicted=self._gauges.num_evicted,
             requests=dict(requests),
             cache={} if self._cache is None else dict(self._cache.counts),
             poll_seconds=self._follower.poll_seconds,

@@ -17,7 +17,7 @@ again, except for the deleted ones, which the interrupted version does not have 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
@@ -50,20 +50,8 @@ class SinkWriter(VersionWriter):
     """Writer of versions to a row store, which also keeps the position in the stream.
 
     Only one version is in memory at a time, in chunks of rows. A version with raw ids takes up to 64 bytes more per row
-    of its tables with raw ids.
-
-    After each error, the position is read from the row store again, because a request may have been executed although
-    its response was lost.
-
-    Args:
-        sink: the row store. The constructor opens it.
-        chunk_rows: maximum number of rows in one call of the sink.
-        gauges: metrics of the predictor.
-        recorder: records the time that it takes to write the rows of each version.
-
-    Raises:
-        SinkBusyError: if another process writes to the row store.
-        SinkError, MalformedSinkError: if the row store cannot be used.
+    of its tables with raw ids. After each error, the position is read from the row store again, because a request may
+    have been executed although its response was lost. The constructor opens the sink.
     """
 
     def __init__(self, sink: RowSink, *, chunk_rows: int, gauges: PredictorGauges, recorder: Recorder) -> None:
@@ -74,7 +62,6 @@ class SinkWriter(VersionWriter):
         self.manifest: Manifest | None = None
         self.identities: Mapping[str, Identity] = {}
         self._position: Position | None = None  # of the state, with the generation if it is known
-        self.num_rows = self.num_bytes = self.num_admitted = self.num_evicted = 0
         self._state: SinkState | None = None  # of the stream that readers read
         self._is_known = False  # False if the row store may have another state
         self._has_logged_dense = False
@@ -161,7 +148,7 @@ class SinkWriter(VersionWriter):
             missing = held.tables.keys() - manifest.tables.keys() if manifest.kind == "snapshot" else set()
             for fqn in sorted({*manifest.tables, *missing}):
                 _check_table(fqn, manifest, held)
-        return _SinkWrite(self)
+        return self
 
     def leaves_rows(self, manifest: Manifest) -> bool:
         """Return True if rows of a replaced version may remain; see :meth:`VersionWriter.leaves_rows`."""
@@ -171,10 +158,10 @@ class SinkWriter(VersionWriter):
         generation = manifest.generation if held.applying_generation is None else held.applying_generation
         return replaces(manifest, Link(held.applying, held.applying_xxh3), generation)
 
-    def place(self, contents: Contents) -> list[Placement]:
-        """Return the placements of the version's rows, which are whole."""
-        targets = {fqn: _SinkTable(table) for fqn, table in contents.manifest.tables.items()}
-        return [*place(contents.whole, targets), *place(contents.listed, targets)]
+    def check(self, contents: Contents) -> None:
+        """Check that the rows are whole and that the raw ids are valid."""
+        _placed(contents)
+        version_owners(contents)
 
     def apply(self, contents: Contents, *, is_elsewhere: bool) -> None:
         """Write a version; see :meth:`VersionWrite.apply`."""
@@ -182,7 +169,7 @@ class SinkWriter(VersionWriter):
         manifest = contents.manifest
         former, held = self._state, self._held(manifest)
         identities = identities_after(manifest, {} if held is None else held.identities)
-        placements = self.place(contents)
+        placements = _placed(contents)
         owners = version_owners(contents) if manifest.identities else {}
         begun = _begun(manifest, held, identities, is_elsewhere=is_elsewhere)
         self._is_known = False
@@ -198,10 +185,13 @@ class SinkWriter(VersionWriter):
         self._position = Position.after(manifest)
         if manifest.kind != "claim":
             self.manifest = manifest
-        self.num_bytes += manifest.num_bytes
         self._gauges.applied(manifest)
-        self._count(changes)
-        self._log_dense(manifest)
+        for fqn, change in changes.items():  # here, because an attempt that failed is made again
+            self._gauges.admitted(fqn, change.num_admitted)
+            self._gauges.evicted(fqn, len(change.left))
+        if manifest.dense and not self._has_logged_dense:
+            self._has_logged_dense = True
+            _logger.info("dense tensors are not written to a row store: tensors=%d", len(manifest.dense))
         self._holds(finished)
         if finished.is_settling:
             self._holds(self._settled(finished))
@@ -244,7 +234,7 @@ class SinkWriter(VersionWriter):
                     self._write_owned(manifest, identities[fqn], fqn, ids, values, *ordered[fqn])
                 else:
                     self._sink.write(manifest.stream, fqn, ids, values, manifest.version)
-                self.num_rows += chunk.num_rows
+                self._gauges.wrote(chunk.num_rows)
         for fqn, change in changes.items():
             kept = ordered[fqn][1].sort().values
             for begin in range(0, len(change.left), _SLOTS):
@@ -265,14 +255,8 @@ class SinkWriter(VersionWriter):
     ) -> None:
         """Write rows under the raw ids of their owners, and default rows under their global row ids.
 
-        Args:
-            manifest: manifest of the version.
-            identity: buckets of the table.
-            fqn: name of the table.
-            ids: ``[N]`` int64 global row ids.
-            values: ``[N, D]`` values of the rows.
-            slots: ``[M]`` int64 global row ids of the version, ascending; has all of ``ids``.
-            owners: ``[M]`` int64 raw ids of ``slots``.
+        ``ids`` are ``[N]`` int64 global row ids, and ``slots`` the ``[M]`` of the whole version, ascending, with
+        ``[M]`` ``owners``.
         """
         found = owners[torch.searchsorted(slots, ids)]
         is_owned = found != NO_OWNER
@@ -285,11 +269,7 @@ class SinkWriter(VersionWriter):
     def _log(self, stream: str, fqn: str, slots: Tensor, owners: Tensor) -> _OwnerChange:
         """Log the owners of a version that differ from the stored map, and return the change.
 
-        Args:
-            stream: id of the stream.
-            fqn: name of the table.
-            slots: ``[M]`` int64 global row ids of the version, ascending.
-            owners: ``[M]`` int64 raw ids of these rows.
+        ``slots`` are ``[M]`` int64 global row ids of the version, ascending, and ``owners`` the raw ids of these rows.
         """
         left: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
         num_admitted, has_changed = 0, False
@@ -305,14 +285,6 @@ class SinkWriter(VersionWriter):
             left.append(old[is_changed & (old != NO_OWNER)])
             num_admitted += int((new[is_changed] != NO_OWNER).sum())
         return _OwnerChange(torch.cat(left), num_admitted, has_changed)
-
-    def _count(self, changes: Mapping[str, _OwnerChange]) -> None:
-        """Count the raw ids that got and lost rows by a complete version: an attempt that failed is made again."""
-        for fqn, change in changes.items():
-            self.num_admitted += change.num_admitted
-            self.num_evicted += len(change.left)
-            self._gauges.admitted(fqn, change.num_admitted)
-            self._gauges.evicted(fqn, len(change.left))
 
     def _recovered(self, state: SinkState) -> SinkState:
         """Complete the map of a version that is complete, or undo the owners of one that is not."""
@@ -333,19 +305,15 @@ class SinkWriter(VersionWriter):
         if not len(raw_ids):
             return
         is_owned = torch.zeros(len(raw_ids), dtype=torch.bool)
-        for _, owners in self._map(state.stream, state.tables[fqn]):
+        num_rows = state.tables[fqn].num_rows
+        for begin in range(0, num_rows, _SLOTS):
+            check()
+            owners = self._sink.owners(state.stream, fqn, torch.arange(begin, min(begin + _SLOTS, num_rows)))
             places = torch.searchsorted(raw_ids, owners).clamp_(max=len(raw_ids) - 1)
             is_owned[places[raw_ids[places] == owners]] = True
         left = raw_ids[~is_owned]
         for begin in range(0, len(left), _SLOTS):
             self._sink.delete(state.stream, fqn, left[begin : begin + _SLOTS])
-
-    def _map(self, stream: str, table: TableSpec) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the stored map of a table in chunks of row ids and owners."""
-        for begin in range(0, table.num_rows, _SLOTS):
-            check()
-            slots = torch.arange(begin, min(begin + _SLOTS, table.num_rows))
-            yield slots, self._sink.owners(stream, table.fqn, slots)
 
     def _settled(self, state: SinkState) -> SinkState:
         """Copy the logged owners of a complete version to the stored map, and delete default rows of former buckets."""
@@ -361,12 +329,6 @@ class SinkWriter(VersionWriter):
         settled = replace(state, is_settling=False, default_slots=defaults)
         self._sink.settle(settled)
         return settled
-
-    def _log_dense(self, manifest: Manifest) -> None:
-        """Log once that the dense tensors of a stream are not written."""
-        if manifest.dense and not self._has_logged_dense:
-            self._has_logged_dense = True
-            _logger.info("dense tensors are not written to a row store: tensors=%d", len(manifest.dense))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -384,22 +346,6 @@ class _OwnerChange:
     has_changed: bool
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _SinkWrite:
-    """Write of one version to a row store."""
-
-    writer: SinkWriter
-
-    def check(self, contents: Contents) -> None:
-        """Check that the rows are whole and that the raw ids are valid."""
-        self.writer.place(contents)
-        version_owners(contents)
-
-    def apply(self, contents: Contents, *, is_elsewhere: bool) -> None:
-        """Write the version."""
-        self.writer.apply(contents, is_elsewhere=is_elsewhere)
-
-
 class _SinkTable(RowTarget):
     """Table of a row store, to which whole rows are written. Only its shape is used."""
 
@@ -414,18 +360,18 @@ class _SinkTable(RowTarget):
         raise NotImplementedError
 
 
+def _placed(contents: Contents) -> list[Placement]:
+    """Return the placements of the version's rows. Raise PartialRowsError if they are not whole."""
+    targets = {fqn: _SinkTable(table) for fqn, table in contents.manifest.tables.items()}
+    return [*place(contents.whole, targets), *place(contents.listed, targets)]
+
+
 def _begun(
     manifest: Manifest, held: SinkState | None, identities: Mapping[str, Identity], *, is_elsewhere: bool
 ) -> SinkState:
-    """Return the state before the first row of a version.
+    """Return the state before the first row of a version. ``held`` is that of its stream; None if there is none.
 
     The version that readers get goes down here if the new one is older, because rows may then be as old as that one.
-
-    Args:
-        manifest: manifest of the version.
-        held: state of its stream; None if the row store has none.
-        identities: buckets of all tables after the version.
-        is_elsewhere: True if the version is not a successor of the stored one.
     """
     link = manifest.link
     if held is None:

@@ -17,21 +17,17 @@ _MATRIX_DIMS = 2
 _COMPILED = "_orig_mod."
 
 
-def find_targets(
-    model: nn.Module | Mapping[str, Tensor | RowTarget], names: Mapping[str, str] | None = None
-) -> dict[str, RowTarget]:
-    """Return the tables of a model by FQN in the stream, as targets that write to the memory that lookups read.
+def find_targets(model: nn.Module | Mapping[str, Tensor | RowTarget]) -> dict[str, RowTarget]:
+    """Return the tables of a model by FQN, as targets that write to the memory that lookups read.
 
     Args:
         model: module or mapping. The tables of a module are its two-dimensional parameters and buffers, for example
             ``<fqn>.weight`` of ``nn.Embedding``, ``nn.EmbeddingBag`` and TorchRec collections. Collections may be
             unsharded, sharded (each rank then holds its own rows and columns), quantized, or compiled. The keys of a
             mapping are FQNs, optionally followed by ``.weight``; its values are ``[rows, columns]`` tensors or targets.
-        names: FQN in the stream to FQN in the model, where they differ; None if all are equal.
 
     Raises:
-        InvalidArgumentError: if the model has another type, no tables, or two tables of the same name, or if ``names``
-            has an unknown or repeated table of the model.
+        InvalidArgumentError: if the model has another type, no tables, or two tables of the same name.
         MissingExtraError: if the model has sharded or quantized TorchRec modules and fbgemm is not installed.
     """
     targets: dict[str, RowTarget] = {}
@@ -46,7 +42,7 @@ def find_targets(
         targets[fqn] = table
     if not targets:
         raise InvalidArgumentError("model", type(model).__name__, "Pass a module or mapping with embedding tables")
-    return renamed(targets, names or {})
+    return targets
 
 
 def _modules_tables(model: nn.Module) -> Iterable[tuple[str, Tensor | RowTarget]]:

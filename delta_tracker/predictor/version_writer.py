@@ -22,20 +22,16 @@ class VersionWrite(Protocol):
 
         Raises:
             PartialRowsError, MalformedError: if the rows or raw ids cannot be written.
-            CorruptPartError, StorageError: if a part that is too large for memory changed after its check, or cannot be
-                read again.
+            CorruptPartError, StorageError: if a part that is too large for memory cannot be read again as it was
+                checked.
         """
-        ...
 
     def apply(self, contents: Contents, *, is_elsewhere: bool) -> None:
         """Check and write the version, and advance the position when it is complete.
 
-        Args:
-            contents: rows and dense tensors of the version.
-            is_elsewhere: True if the version is not a successor of the applied version. If its write is interrupted,
-                only the same version or a snapshot can be applied next.
+        If it is no successor of the applied version (``is_elsewhere``) and its write is interrupted, only the same
+        version or a snapshot can be applied next.
         """
-        ...
 
 
 class VersionWriter(Protocol):
@@ -47,85 +43,59 @@ class VersionWriter(Protocol):
     Attributes:
         manifest: manifest of the last applied snapshot or delta; None before the first.
         identities: table FQN to the buckets by which unknown raw ids are routed now.
-        num_rows: number of rows written since the start.
-        num_bytes: size in bytes of the parts applied since the start.
-        num_admitted: number of raw ids mapped to rows since the start.
-        num_evicted: number of raw ids removed from their rows since the start.
     """
 
     manifest: Manifest | None
     identities: Mapping[str, Identity]
-    num_rows: int
-    num_bytes: int
-    num_admitted: int
-    num_evicted: int
 
     @property
     def is_reading(self) -> bool:
         """True if this thread is inside :meth:`reading`."""
-        ...
 
     @property
     def position(self) -> Position | None:
         """Position of the rows; None before the first version."""
-        ...
 
     @property
     def followed(self) -> Followed | None:
         """Last order that was followed, as it was saved with the position; None without one."""
-        ...
 
     def follow(self, followed: Followed) -> None:
         """Save with the position which order was followed."""
-        ...
 
     def reading(self) -> AbstractContextManager[Served]:
         """Return a context manager that blocks writes during lookups; see :meth:`Predictor.reading`."""
-        ...
 
     def restore(self) -> None:
         """Read the position that the destination stores, if it does and the position is unknown."""
-        ...
 
     def resolve(self, manifest: Manifest) -> VersionWrite:
         """Return the write of a version. Raise TableMismatchError or DenseMismatchError if it does not fit."""
-        ...
 
     def leaves_rows(self, manifest: Manifest) -> bool:
         """Return True if rows of a replaced version may remain once ``manifest`` is applied; see :func:`replaces`."""
-        ...
 
     def state_dict(self) -> dict[str, str | int]:
         """Return the stream position; see :meth:`Predictor.state_dict`."""
-        ...
 
     def load_state_dict(self, state: Mapping[str, str | int]) -> None:
         """Restore the stream position; see :meth:`Predictor.load_state_dict`."""
-        ...
 
     def before_fork(self) -> None:
         """See :class:`~delta_tracker.forking.Forkable`, also for the two other methods."""
-        ...
 
     def after_fork_in_parent(self) -> None:
         """Allow writes again after :meth:`before_fork`."""
-        ...
 
     def after_fork_in_child(self) -> None:
         """Drop what only the parent's threads can complete."""
-        ...
 
 
 def replaces(manifest: Manifest, begun: Link, generation: int) -> bool:
-    """Return True if a claim or delta belongs to a history without a version that is written in part.
+    """Return True if a claim or delta belongs to a history without ``begun``, a version that is written in part.
 
-    That version is another entry with the same number, or a later one of a lower generation. Only a snapshot replaces
-    all of its rows.
-
-    Args:
-        manifest: manifest of the claim, delta or snapshot to apply.
-        begun: version of the same stream that is written in part.
-        generation: generation of ``begun``.
+    ``begun`` is then another entry with the same number, or a later one of a lower ``generation``. Only a snapshot
+    replaces all of its rows.
     """
     if manifest.kind == "snapshot":
         return False

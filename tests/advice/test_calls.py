@@ -29,7 +29,7 @@ from tests.advice.jobs import Job, refused, small_model
 from tests.cli.commands import Cli
 
 
-@pytest.mark.advice("InvalidArgumentError: Follower.check Follower.wait")
+@pytest.mark.advice("InvalidArgumentError: Follower.start Follower.wait")
 def test_following_is_started_once_and_before_a_wait(tmp_path: Path) -> None:
     job, model = Job(tmp_path), small_model()
     with job.serve(model) as predictor:

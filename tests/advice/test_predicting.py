@@ -70,7 +70,7 @@ def test_a_model_that_cannot_be_written_is_made_writable(
     assert job.is_served_by(repaired, predictor.sync())
 
 
-@pytest.mark.advice("DenseMismatchError: Applier._dense")
+@pytest.mark.advice("DenseMismatchError: ServedModel._dense")
 @pytest.mark.parametrize("state", ["missing", "shape", "meta", "tied"])
 def test_a_dense_tensor_that_differs_is_mapped_or_left_out(tmp_path: Path, state: str) -> None:
     job = Job(

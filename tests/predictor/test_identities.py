@@ -11,8 +11,8 @@ import torch
 
 from delta_tracker import Predictor, RawIdIndex
 from delta_tracker.errors import InvalidArgumentError, MalformedError, TableMismatchError
-from delta_tracker.predictor.apply import Receiver
 from delta_tracker.predictor.identities import identities_after
+from delta_tracker.predictor.served_model import Receiver
 from delta_tracker.raw_ids import NO_OWNER, bucket_of, defaults_of
 from delta_tracker.stream.format.manifest import Kind
 from delta_tracker.stream.log import StreamLog
@@ -222,7 +222,7 @@ def test_a_mapping_that_is_half_written_is_repaired_by_a_snapshot(monkeypatch: p
     assert follower.predictor.version == history.version
 
 
-@pytest.mark.advice("InvalidArgumentError: Applier.adopt")
+@pytest.mark.advice("InvalidArgumentError: ServedModel.adopt")
 def test_kept_tables_route_unknown_raw_ids_before_the_next_version() -> None:
     history = _history_of(2)
     follower = Follower(history)

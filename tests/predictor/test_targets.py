@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from delta_tracker.errors import InvalidArgumentError, TableMismatchError
-from delta_tracker.predictor.targets import check_targets, find_targets
+from delta_tracker.predictor.targets import check_targets, find_targets, renamed
 from delta_tracker.row_target import Region, RowTarget, TensorTarget
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.types import TableSpec
@@ -37,14 +37,14 @@ def test_a_compiled_model_has_its_own_names() -> None:
 
 def test_names_map_the_stream_to_the_model() -> None:
     tables = {name: torch.zeros(20, 4) for name in ("a", "b", "c")}
-    targets = find_targets(tables, {"a": "b", "b": "a", "other": "c"})
+    targets = renamed(find_targets(tables), {"a": "b", "b": "a", "other": "c"})
     assert set(targets) == {"a", "b", "other"}
     targets["a"].write(slice(0, 20), torch.ones(20, 4), (0, 4))
     assert tables["b"].all()
     assert not tables["a"].any()
     for names in ({"a": "x"}, {"a": "b", "x": "b"}):
         with pytest.raises(InvalidArgumentError, match="names="):
-            find_targets(tables, names)
+            renamed(find_targets(tables), names)
 
 
 def test_a_mapping_may_hold_targets() -> None:

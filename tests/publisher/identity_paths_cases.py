@@ -70,7 +70,7 @@ class _Served:
             for predictor in self.predictors[1:]:
                 writer = predictor._writer
                 assert isinstance(writer, ModelWriter)
-                mappings += writer.applier.raw_ids()[fqn]
+                mappings += writer.model.raw_ids()[fqn]
             assert len(mappings) == 4
             for mapping in mappings:
                 assert torch.equal(mapping.owners(), each), fqn

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from delta_tracker import Predictor
-from delta_tracker.predictor.apply import Receiver
+from delta_tracker.predictor.served_model import Receiver
 from delta_tracker.row_target import TensorTarget
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.storage.storage import Storage

@@ -1,23 +1,20 @@
-"""Write versions to a serving model between its lookups, one chunk of rows at a time."""
+"""Find what a version is written to in a serving model: :class:`ServedModel`."""
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from delta_tracker.errors import DenseMismatchError, InvalidArgumentError
-from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.predictor.identities import OwnerChange
-from delta_tracker.predictor.lock import TableLock
 from delta_tracker.predictor.names import NameChoice, Names
 from delta_tracker.predictor.placement import Chunk, Placement, place
 from delta_tracker.predictor.raw_id_maps import check_hidden, check_indexes, check_maps, find_maps
-from delta_tracker.predictor.table_fence import TableFence
 from delta_tracker.predictor.targets import check_targets, find_targets, renamed, table_names
 from delta_tracker.raw_id_index import RawIdIndex
 from delta_tracker.raw_ids import NO_OWNER, RawIdMap, check_owners
@@ -35,38 +32,20 @@ _NO_MAPS: Mapping[str, tuple[RawIdMap, ...]] = {}
 Model = nn.Module | Mapping[str, Tensor | RowTarget]
 
 
-class Applier:
-    """Tables, dense tensors and mappings of raw ids of one model, and the rows written to them.
+class ServedModel:
+    """Tables, dense tensors and mappings of raw ids of a model, found for each version that is written to them.
 
-    Args:
-        model: module or mapping of tables, see :func:`~delta_tracker.predictor.targets.find_targets`.
-        names: name in the stream to name in the model, for tables and dense tensors whose names differ.
-        raw_ids: table FQN in the stream to an index of its raw ids; None if there are none.
-        takes_dense: True to write dense tensors too.
-        lock: reader-writer lock between lookups and writes.
-        fence: order of lookups and writes on CUDA devices.
-        chunk_rows: maximum number of rows to write each time the lock is acquired.
-        recorder: records the time that it takes to write the rows of each version.
+    The arguments are those of :class:`Predictor`; ``raw_ids`` is None if there are none.
+
+    Attributes:
+        first_devices: devices of the model at the construction.
     """
 
     def __init__(
-        self,
-        model: Model,
-        names: NameChoice,
-        *,
-        raw_ids: Mapping[str, RawIdIndex] | None = None,
-        takes_dense: bool,
-        lock: TableLock,
-        fence: TableFence,
-        chunk_rows: int,
-        recorder: Recorder,
+        self, model: Model, names: NameChoice, *, raw_ids: Mapping[str, RawIdIndex] | None, takes_dense: bool
     ) -> None:
         self._model = model
         self._takes_dense = takes_dense
-        self._lock = lock
-        self._fence = fence
-        self._chunk_rows = chunk_rows
-        self._timer = recorder.apply_seconds.timer()
         tables, dense = find_targets(model), _tensors(model)
         self._rule = Names(names, {*tables, *dense})
         self._names = self._rule.of(() if raw_ids is None else raw_ids)  # of the last resolved version
@@ -74,8 +53,7 @@ class Applier:
         self._others: list[str] | None = None  # tables that the stream lacks; None before the first version
         self._hidden = traced_collisions(model) if isinstance(model, nn.Module) else []
         self._has_raw_ids = bool(self._indexes) or (isinstance(model, nn.Module) and has_collisions(model))
-        with lock.writing():
-            fence.cover(Receiver(tables, dense, self.raw_ids()).devices)
+        self.first_devices = Receiver(tables, dense, self.raw_ids()).devices
 
     def resolve(self, manifest: Manifest) -> Receiver:
         """Return the tables and dense tensors of the model that a version is written to.
@@ -115,11 +93,7 @@ class Applier:
         return found
 
     def adopt(self, identities: Mapping[str, Identity]) -> None:
-        """Route unknown raw ids by the buckets of saved tables. The caller must hold the lock for writing.
-
-        Args:
-            identities: table FQN in the stream to buckets.
-        """
+        """Route unknown raw ids by the buckets of saved tables. The caller must hold the lock for writing."""
         found = [
             (fqn, raw_ids, identity) for fqn, identity in identities.items() for raw_ids in self.raw_ids().get(fqn, ())
         ]
@@ -143,21 +117,6 @@ class Applier:
                 _logger.warning("no row of %s has a raw id: load the mapping before the position", fqn)
         for _, raw_ids, identity in found:
             raw_ids.adopt(identity)
-
-    def write(self, placements: Iterable[Placement]) -> Iterator[int]:
-        """Write the rows of a version chunk by chunk, and yield the number of rows of each chunk.
-
-        Raises:
-            CorruptPartError, StorageError: if a part that is too large for memory changed after its check or cannot be
-                read again. Some rows may already be written.
-        """
-        with self._timer():
-            for placement in placements:
-                for chunk in placement.chunks(self._chunk_rows):
-                    with self._lock.writing(), self._fence.writing():
-                        chunk.write()
-                    self._fence.throttle()
-                    yield chunk.num_rows
 
     def _renamed(self, tables: dict[str, RowTarget]) -> dict[str, RowTarget]:
         """Return the tables of the model under their names in the stream."""
@@ -188,13 +147,7 @@ class Applier:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Receiver:
-    """Destination of one version: tables and dense tensors of the model.
-
-    Args:
-        targets: FQN in the stream to table.
-        dense: name in the stream to dense tensor.
-        raw_ids: FQN in the stream to the mappings of the table's raw ids.
-    """
+    """Destination of one version: tables, dense tensors and mappings of raw ids in the model, by name in the stream."""
 
     targets: Mapping[str, RowTarget]
     dense: Mapping[str, Tensor]
