@@ -215,15 +215,12 @@ class Follower:
         for waiter in tuple(self._waiters):
             waiter.put(None)
 
-    def beat(self, *, is_last: bool = False) -> None:
-        """Write a heartbeat if one is due or ``is_last`` is True. No-op if heartbeats are disabled."""
-        if self._heartbeats is not None:
-            self._heartbeats.write(self.current_error, self.poll_seconds, is_last=is_last)
-
     def synced(self) -> None:
-        """Clear :attr:`error` if the thread has ended: the tables were updated in another thread."""
+        """Note that another thread has updated the tables: an error that ended the thread is over."""
         if self.error is not None and not self.is_running:
             self.error = None
+        if self._heartbeats is not None:
+            self._beat()
 
     def after_fork_in_child(self, lock: threading.Lock) -> None:
         """Drop the thread, which does not exist in the child process, and replace the locks that it may have held."""
@@ -237,6 +234,11 @@ class Follower:
     @property
     def _is_own_thread(self) -> bool:
         return self._active is not None and self._active.thread is threading.current_thread()
+
+    def _beat(self, *, is_last: bool = False) -> None:
+        """Write a heartbeat if one is due or ``is_last`` is True. No-op if heartbeats are disabled."""
+        if self._heartbeats is not None:
+            self._heartbeats.write(self.current_error, self.poll_seconds, is_last=is_last)
 
     def _end(self, run: _Run) -> None:
         """End the thread, and then drop it. If the wait for its end is interrupted, the thread is kept."""
@@ -275,7 +277,7 @@ class Follower:
                 self.error = ended = unraised(FollowEndedError(error))
                 url = self._reader.storage.url
                 _logger.error("predictor stopped following %s: %s", url, what)  # noqa: TRY400  see _described
-                self._survives(run, lambda: self.beat(is_last=True))
+                self._survives(run, lambda: self._beat(is_last=True))
                 self.error = ended
 
     def _begins(self, begun: Future[None]) -> bool:
@@ -318,7 +320,7 @@ class Follower:
         """Poll once, and write a heartbeat if one is due. If no version was applied, wait for the next poll or hint."""
         runtime, schedule, hints = self._runtime, run.schedule, run.hints
         has_moved = self._survives(run, lambda: self._look(run))
-        self._survives(run, self.beat)
+        self._survives(run, self._beat)
         if has_moved:
             schedule.moved()
             self.moved()
@@ -340,7 +342,7 @@ class Follower:
                 schedule.hinted()
                 return
             if left > _BEAT_SECONDS:
-                self._survives(run, self.beat)
+                self._survives(run, self._beat)
 
     def _look(self, run: _Run) -> bool:
         """Apply the next version and return True. Return False if there is none."""

@@ -264,9 +264,9 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         finally:
             self._follower.moved()  # also if a later version raised
         self._follower.synced()
-        self._follower.beat()
-        assert self.version is not None, "the first advance moves or raises"
-        return self.version
+        version = self.version
+        assert version is not None, "the first advance moves or raises"
+        return version
 
     def follow(self, poll_seconds: float | None = None) -> None:
         """Apply new versions in a background thread until :meth:`stop`.

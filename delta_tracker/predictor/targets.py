@@ -113,7 +113,7 @@ def _refuse_shared_memory(manifest: Manifest, targets: Mapping[str, RowTarget]) 
         for region in target.regions
         if region.memory.numel()
     ]
-    spans = sorted((*_span(memory), fqn) for fqn, memory in memories)
+    spans = sorted((*_span(memory), fqn) for fqn, memory in memories) if len(memories) > 1 else []
     for (device, _, end, fqn), (other_device, begin, _, other) in itertools.pairwise(spans):
         if begin < end and device == other_device:
             remedy = f"Name {other!r} or {fqn!r} in fqns_to_skip of the trainer's tracker, or give each its own memory"
