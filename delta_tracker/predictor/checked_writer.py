@@ -82,7 +82,7 @@ class CheckedWriter:
             contents = self._contents(entry, storage)
             write.apply(contents, is_elsewhere=entry.kind == "snapshot")
             if self._gate is not None:
-                self._gate.passed(entry, self._gate.follow(entry, contents))
+                self._gate.passed(entry, self._gate.measure(entry, contents)[0])
 
     def _contents(self, entry: Manifest, storage: Storage) -> Contents:
         """Return the contents of a version, read through the host cache if there is one."""

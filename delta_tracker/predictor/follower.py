@@ -161,6 +161,7 @@ class Follower:
             try:
                 run.thread.start()
             except BaseException:
+                run.stop.set()  # the thread may have been started
                 self._active = None
                 raise
             try:

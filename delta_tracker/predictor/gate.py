@@ -30,8 +30,7 @@ class Gate:
         max_drift: maximum relative difference between the RMS row norm of a table and its value in the last applied
             version of the same kind (snapshot or delta), as a fraction of the smaller of the two: 0.5 allows growth by
             half or shrinkage by a third. None disables the check. The first version of a kind is the baseline.
-        min_rows: ``max_drift`` is checked only for tables with at least this number of rows in the version. The RMS row
-            norm of fewer rows varies too much.
+        min_rows: number of rows in the version below which ``max_drift`` is not checked: the norm varies too much.
 
     Example:
         >>> gate = Gate(max_drift=0.5)  # for Predictor(..., gate=gate)
@@ -82,15 +81,12 @@ class GateKeeper:
             self._hold(manifest, reason)
 
     def check(self, manifest: Manifest, contents: Contents) -> Measure:
-        """Check the rows and dense tensors of a version.
-
-        Returns:
-            RMS row norm of each table that has at least ``min_rows`` rows in the version, for :meth:`passed`.
+        """Return the RMS row norm of each table with at least ``min_rows`` rows in the version, for :meth:`passed`.
 
         Raises:
             HeldVersionError: if the version violates a bound and is not accepted.
         """
-        measure, reason = self._measure(manifest, contents)
+        measure, reason = self.measure(manifest, contents)
         reason = reason or self._drift(measure)
         if reason and manifest.version not in self._accepted:
             _logger.error("version %d is held back by the gate: %s", manifest.version, reason)
@@ -109,16 +105,12 @@ class GateKeeper:
         """Clear the baseline before a rollback."""
         self._sizes.clear()
 
-    def follow(self, manifest: Manifest, contents: Contents) -> Measure:
-        """Return the same RMS row norms as :meth:`check`, without rejecting the version."""
-        return self._measure(manifest, contents)[0]
-
     def _hold(self, manifest: Manifest, reason: str) -> NoReturn:
         self._refused[manifest.link] = reason
         self.held = HeldVersionError(manifest.version, reason)
         raise unraised(self.held)  # the traceback of a raised error keeps the rows of the version alive
 
-    def _measure(self, manifest: Manifest, contents: Contents) -> tuple[Measure, str]:
+    def measure(self, manifest: Manifest, contents: Contents) -> tuple[Measure, str]:
         """Return the result of :meth:`check`, and why NaN or infinite values reject the version; empty if not."""
         sums: dict[str, tuple[float, float]] = {}
         reason = ""

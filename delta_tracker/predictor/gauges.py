@@ -34,15 +34,11 @@ class HasStatus(Protocol):
 
 
 class PredictorGauges:
-    """Metrics of one predictor: versions, rows, faults and lag.
+    """Metrics of one predictor: versions, rows, faults and lag. The attributes ``num_*`` are those of :class:`Status`.
 
     Attributes:
         age: age of the served rows.
         restored: manifest of the position that was loaded, until a version is applied; None if it is not known.
-        num_rows: number of rows written since the start.
-        num_bytes: size in bytes of the parts applied since the start.
-        num_admitted: number of raw ids mapped to rows since the start.
-        num_evicted: number of raw ids removed from their rows since the start.
     """
 
     def __init__(self, recorder: Recorder, runtime: Runtime) -> None:

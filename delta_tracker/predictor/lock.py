@@ -16,9 +16,9 @@ _SLICE_SECONDS = 0.1  # interval at which a waiting writer checks its stop flag
 class TableLock:
     """Phase-fair reader-writer lock: readers and writers alternate, so that neither starves.
 
-    A waiting writer precedes readers that arrive later. Readers that are waiting when a write ends precede the
-    next writer. A reader therefore waits for the current readers and at most one write. See B. Brandenburg, J.
-    Anderson, "Spin-Based Reader-Writer Synchronization for Multiprocessor Real-Time Systems", 2010.
+    A waiting writer precedes readers that arrive later. Readers that are waiting when a write ends precede the next
+    writer. A reader therefore waits for the current readers and at most one write. See B. Brandenburg, J. Anderson,
+    "Spin-Based Reader-Writer Synchronization for Multiprocessor Real-Time Systems", 2010.
 
     :meth:`reading` is reentrant. A thread that enters :meth:`writing` inside :meth:`reading` deadlocks.
     """
@@ -63,11 +63,7 @@ class TableLock:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Context manager that acquires the lock for writing.
-
-        Raises:
-            Interrupted: if the stop flag of this thread is set while it waits for the lock.
-        """
+        """Context manager that acquires the lock for writing. The stop flag of the thread interrupts its wait."""
         with self._mutex:
             self._num_waiting += 1
             is_in = False

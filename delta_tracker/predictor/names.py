@@ -10,13 +10,10 @@ NameChoice = Mapping[str, str] | Callable[[str], str]
 
 
 class Names:
-    """Rule that gives the name in the model for a name in the stream.
+    """Rule that gives the name in the model for a name in the stream, by the argument ``names`` of a predictor.
 
-    Args:
-        choice: mapping of name in the stream to name in the model, or a function. A key that ends with a dot, or is
-            empty, is a prefix: it and its value are the beginnings of names. A whole name wins over a prefix, a longer
-            prefix over a shorter one, and all other names are equal on both sides.
-        known: names of the tables and tensors of the model.
+    A whole name wins over a prefix, a longer prefix over a shorter one, and all other names are equal on both sides.
+    ``known`` has the names of the tables and tensors of the model.
 
     Attributes:
         depends_on_stream: False if :meth:`of` returns the same names for every stream.

@@ -24,9 +24,7 @@ from delta_tracker.stream.format.block_rows import BlockRows
 class Placement:
     """Assignment of rows of a version to one target.
 
-    Args:
-        target: the table.
-        rows: blocks that have the same row ids, and column ranges that are ascending and disjoint.
+    The blocks have the same row ids, and column ranges that are ascending and disjoint.
     """
 
     target: RowTarget
@@ -47,8 +45,8 @@ class Placement:
         """Yield chunks of at most ``num_rows`` rows. Lookups may run while a chunk is read and prepared for writing.
 
         Raises:
-            CorruptPartError, StorageError: if a part that is too large for memory changed after it was checked, or
-                cannot be read again.
+            CorruptPartError, StorageError: if a part that is too large for memory cannot be read again as it was
+                checked.
         """
         if num_rows < 1:
             raise InvalidArgumentError("num_rows", num_rows, "Pass a count of 1 or more")
@@ -67,10 +65,8 @@ class Placement:
 class Chunk:
     """Chunk of rows that are prepared for writing to one target.
 
-    Args:
-        target: the table.
-        ids: ``[N]`` int64 global row ids, ascending and unique; or a slice with start and stop.
-        values: pairs of a half-open column range and the result of ``target.prepare`` for these columns.
+    ``ids`` are ``[N]`` int64 global row ids, ascending and unique, or a slice with start and stop. ``values`` are pairs
+    of a half-open column range and the result of ``target.prepare`` for these columns.
     """
 
     target: RowTarget

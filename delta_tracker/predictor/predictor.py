@@ -303,8 +303,7 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         Raises:
             WaitTimeoutError: if the version was not applied in time. The message has the error of :meth:`follow`, if
                 there is one.
-            FollowEndedError: if the thread of :meth:`follow` ended by an error.
-            ForkedError: if this process was forked while :meth:`follow` ran in its parent.
+            FollowEndedError, ForkedError: if the thread ended by an error, or only the parent process has it.
             InvalidArgumentError: if the thread is not running and the version is not there, or if called in the thread.
 
         Example:
@@ -368,11 +367,7 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
     # Gate and rollback
 
     def accept(self, version: int) -> None:
-        """Allow a version to be applied once even if the gate rejects it.
-
-        Args:
-            version: number of the version, which may be held now or committed later.
-        """
+        """Allow a version to be applied once even if the gate rejects it. It may be held now or committed later."""
         if self._gate is None:
             raise InvalidArgumentError(
                 "accept()", version, "Build the Predictor with a gate: without one, no version is held"
@@ -428,14 +423,11 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         return self._writer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, str | int]) -> None:
-        """Restore the stream position of tables that were saved together with ``state``.
+        """Restore the stream position of tables that were saved together with ``state``, also by an older release.
 
         The next :meth:`sync` or :meth:`follow` continues with the version after this position, or resyncs; a pinned
         version is applied again, because the rows may be newer. A :meth:`rollback` is not part of the state. Load the
         mapping of raw ids before: the model's state, or that of each ``RawIdIndex``.
-
-        Args:
-            state: result of :meth:`state_dict`, also of an older release.
 
         Raises:
             InvalidArgumentError: if ``state`` is invalid or does not fit the mapping of raw ids.

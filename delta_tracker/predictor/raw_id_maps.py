@@ -31,10 +31,7 @@ def find_maps(model: object, names: Mapping[str, str]) -> dict[str, tuple[RawIdM
 def check_hidden(manifest: Manifest, hidden: Collection[str], names: Mapping[str, str]) -> None:
     """Raise TableMismatchError for a version with raw ids if a model has mappings of its own that would not be changed.
 
-    Args:
-        manifest: manifest of the version.
-        hidden: names of mappings in modules that were scripted or traced, which may be dense tensors of the version.
-        names: name in the stream to name in the model, where they differ.
+    They are the mappings in modules that were scripted or traced (``hidden``), except dense tensors of the version.
     """
     left = sorted(set(hidden) - {names.get(name, name) for name in manifest.dense})
     if left and manifest.identities:
@@ -45,11 +42,7 @@ def check_hidden(manifest: Manifest, hidden: Collection[str], names: Mapping[str
 
 
 def check_indexes(indexes: object, tables: Mapping[str, RowTarget]) -> dict[str, RawIdIndex]:
-    """Return the indexes of a predictor by table FQN in the stream. Names in ``indexes`` may end with ``.weight``.
-
-    Raises:
-        InvalidArgumentError: if ``indexes`` is no mapping of indexes, or has a name that is missing in ``tables``.
-    """
+    """Return the indexes of a predictor by table FQN in the stream. Names in ``indexes`` may end with ``.weight``."""
     if not isinstance(indexes, Mapping) or not all(isinstance(each, RawIdIndex) for each in indexes.values()):
         raise InvalidArgumentError("raw_ids", indexes, "Pass a mapping of table name in the stream to RawIdIndex")
     found = {str(name).removesuffix(".weight"): index for name, index in indexes.items()}
@@ -60,11 +53,9 @@ def check_indexes(indexes: object, tables: Mapping[str, RowTarget]) -> dict[str,
 
 
 def check_maps(manifest: Manifest, maps: Mapping[str, tuple[RawIdMap, ...]]) -> None:
-    """Reject a version whose raw ids cannot be mapped as the trainer maps them.
+    """Raise TableMismatchError for a version whose raw ids cannot be mapped as the trainer maps them.
 
-    Raises:
-        TableMismatchError: for the first table with raw ids that has no mapping, or one that cannot serve the buckets
-            of the version or is shared with another table, and for a table with a mapping that has no raw ids.
+    A table with raw ids needs mappings that serve its buckets and no other table; one without needs to have none.
     """
     owners: dict[int, str] = {}  # address of a mapping to the first table
     for fqn, table in manifest.tables.items():

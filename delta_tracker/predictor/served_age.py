@@ -13,11 +13,11 @@ class ServedAge:
     As in :class:`~delta_tracker.stream.store_clock.StoreClock`, this host's clock is used until the modification times
     of entries contradict it: the store's time is not before the modification time of an entry that exists, and an entry
     that did not exist at a look was modified after it. The estimate is exact to the time between two looks, plus one
-    second. The thread that applies versions changes it. Any thread may call the other methods, which never wait.
+    second. Only the thread that applies versions changes it.
 
     Attributes:
-        rested: version after which the last look found no entry, and the monotonic time at which the look began; None
-            if it found one.
+        rested: version after which the last look found no entry, and the monotonic time at which it began; None if it
+            found one.
         skew_seconds: this host's clock minus the store's; 0 unless the entries contradict this host's clock.
 
     Example:
@@ -49,10 +49,7 @@ class ServedAge:
         self.skew_seconds = 0.0 - min(max(0.0, self._low), self._high)
 
     def seconds(self, manifest: Manifest) -> float:
-        """Return the time since the commit of a version; for a merged one, since the cut of its last version.
-
-        It is 0 if it were negative. If a mirror copied the entry, it is the time since the copy.
-        """
+        """Return the seconds since a version was committed, or copied by a mirror; for a merged one, since its cut."""
         since = manifest.committed if manifest.merges is None else min(manifest.cut, manifest.committed)
         return max(0.0, self._clock() - self.skew_seconds - since)
 

@@ -50,25 +50,22 @@ class ServedModel:
         self._rule = Names(names, {*tables, *dense})
         self._names = self._rule.of(() if raw_ids is None else raw_ids)  # of the last resolved version
         self._indexes = check_indexes({} if raw_ids is None else raw_ids, self._renamed(tables))
-        self._others: list[str] | None = None  # tables that the stream lacks; None before the first version
+        self._has_compared = False  # the tables of the model and of the stream
         self._hidden = traced_collisions(model) if isinstance(model, nn.Module) else []
         self._has_raw_ids = bool(self._indexes) or (isinstance(model, nn.Module) and has_collisions(model))
         self.first_devices = Receiver(tables, dense, self.raw_ids()).devices
 
     def resolve(self, manifest: Manifest) -> Receiver:
-        """Return the tables and dense tensors of the model that a version is written to.
+        """Return the tables and dense tensors of the model that a version is written to. Raise if it does not fit.
 
         The model is searched again for each version, so that ``model.to(device)`` may be called between versions.
-
-        Raises:
-            TableMismatchError, DenseMismatchError: if the version does not fit the model.
         """
         tables = find_targets(self._model)
         if self._rule.depends_on_stream:
             self._names = self._rule.of((*manifest.tables, *manifest.dense))
         targets = self._renamed(tables) if self._names else tables
         check_targets(manifest, targets)
-        if self._others is None and manifest.kind != "claim":
+        if not self._has_compared and manifest.kind != "claim":
             self._warn_of_others(manifest)
         maps: Mapping[str, tuple[RawIdMap, ...]] = _NO_MAPS
         if manifest.identities or self._has_raw_ids:
@@ -80,10 +77,9 @@ class ServedModel:
     def _warn_of_others(self, manifest: Manifest) -> None:
         """Warn of tables of the model that the stream does not have, and that therefore keep their values."""
         sent = {self._names.get(name, name).removesuffix(".weight") for name in (*manifest.tables, *manifest.dense)}
-        self._others = sorted(table_names(self._model) - sent)
-        if self._others:
-            text = "the stream has no rows for these tables of the model, which keep their values: %s"
-            _logger.warning(text, self._others)
+        self._has_compared = True
+        if others := sorted(table_names(self._model) - sent):
+            _logger.warning("the stream has no rows for these tables of the model, which keep their values: %s", others)
 
     def raw_ids(self) -> dict[str, tuple[RawIdMap, ...]]:
         """Return the live mappings of raw ids, by table FQN in the stream."""
@@ -102,17 +98,15 @@ class ServedModel:
             if refusal:
                 raise InvalidArgumentError("state", fqn, f"Load it with the model that it was saved with: {refusal}")
             if isinstance(raw_ids, RawIdIndex) and raw_ids.identity != identity:
-                raise InvalidArgumentError(
-                    "state", fqn, "Load the state of its RawIdIndex first that was saved with the position"
-                )
+                text = "Load the state of its RawIdIndex first that was saved with the position"
+                raise InvalidArgumentError("state", fqn, text)
             first, end = raw_ids.rows
             owners = raw_ids.owners()
             try:
                 check_owners(identity, torch.arange(first, end), owners)
             except ValueError as error:
-                raise InvalidArgumentError(
-                    "state", fqn, f"Load the mapping of raw ids that was saved with the position: {error}"
-                ) from error
+                text = f"Load the mapping of raw ids that was saved with the position: {error}"
+                raise InvalidArgumentError("state", fqn, text) from error
             if bool((owners == NO_OWNER).all()):
                 _logger.warning("no row of %s has a raw id: load the mapping before the position", fqn)
         for _, raw_ids, identity in found:

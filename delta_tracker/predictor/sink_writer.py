@@ -333,17 +333,11 @@ class SinkWriter(VersionWriter):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _OwnerChange:
-    """Change of the owners of a table by a version.
+    """Change of the owners of a table by a version."""
 
-    Args:
-        left: int64 raw ids that lose a row. They may get another one.
-        num_admitted: number of rows that get a raw id.
-        has_changed: True if the owner of any row differs.
-    """
-
-    left: Tensor
-    num_admitted: int
-    has_changed: bool
+    left: Tensor  # int64 raw ids that lose a row, and may get another one
+    num_admitted: int  # rows that get a raw id
+    has_changed: bool  # True if the owner of any row differs
 
 
 class _SinkTable(RowTarget):

@@ -23,11 +23,11 @@ _ON_CPU = nullcontext()
 class TableFence:
     """Order, on the devices, between lookups and writes that a lock orders on the host.
 
-    Each lookup waits for the last write, and each write waits for the last write and for all lookups since. The devices
-    wait, not the threads. Tables on the CPU need no fence.
+    Each lookup waits for the last write, and each write for it and all lookups since. The devices wait, not the
+    threads.
 
     Attributes:
-        devices: the CUDA devices of the tables. Changes only while no thread reads.
+        devices: the CUDA devices of the tables, none on the CPU. Changes only while no thread reads.
     """
 
     def __init__(self) -> None:
@@ -48,10 +48,7 @@ class TableFence:
                 self.devices = (*self.devices, device)
 
     def enter_reading(self) -> list[Any]:
-        """Let the current stream of each device wait for the last write, and return the streams.
-
-        The caller must hold the lock for reading.
-        """
+        """Let the current streams wait for the last write, and return them. The lock must be held for reading."""
         streams = [torch.cuda.current_stream(device) for device in self.devices]
         for device, stream in zip(self.devices, streams, strict=True):
             if device in self._written:
@@ -59,10 +56,7 @@ class TableFence:
         return streams
 
     def leave_reading(self, streams: Sequence[Any]) -> None:
-        """Let the next write wait for the work on the streams of :meth:`enter_reading`.
-
-        The caller must still hold the lock for reading.
-        """
+        """Let the next write wait for the work on ``streams``. The caller must still hold the lock for reading."""
         with self._mutex:  # threads may share a stream, and the last record of an event counts
             for stream in streams:
                 if stream not in self._read:

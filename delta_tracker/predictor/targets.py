@@ -84,12 +84,10 @@ def renamed(targets: dict[str, RowTarget], names: Mapping[str, str]) -> dict[str
 
 
 def check_targets(manifest: Manifest, targets: Mapping[str, RowTarget]) -> None:
-    """Reject a version whose tables do not fit the model.
+    """Raise TableMismatchError for the first table of a version that does not fit the model.
 
-    Raises:
-        TableMismatchError: for the first table that is missing, has another shape or dtype, cannot be written in place,
-            or shares its memory with another table of the stream.
-        InvalidArgumentError: for a target whose block lies outside its table.
+    It is missing, has another shape or dtype, cannot be written in place, or shares its memory with another table of
+    the stream. A target whose block lies outside its table raises InvalidArgumentError.
     """
     for fqn, table in manifest.tables.items():
         target = targets.get(fqn)

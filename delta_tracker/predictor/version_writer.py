@@ -37,8 +37,7 @@ class VersionWrite(Protocol):
 class VersionWriter(Protocol):
     """Writer of versions to one destination, whose position it keeps.
 
-    The predictor calls the methods in one thread at a time, except :meth:`reading`, :attr:`is_reading` and the
-    attributes, which any thread may read.
+    The methods are called in one thread at a time, except :meth:`reading`. Any thread may read the attributes.
 
     Attributes:
         manifest: manifest of the last applied snapshot or delta; None before the first.
