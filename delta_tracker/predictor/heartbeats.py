@@ -33,8 +33,8 @@ class Heartbeats:
                 self._pulse.move_to(source.storage)
         if not is_last and not self._pulse.is_due():
             return
-        position, versions_and_age = reader.position, lag(reader, poll_seconds if error is None else None)
-        lag_versions, lag_seconds = versions_and_age or (None, None)
+        lag_versions, lag_seconds = lag(reader, poll_seconds if error is None else None) or (None, None)
+        position = reader.position
         self._pulse.leave(
             stream=None if position is None else position.stream,
             version=None if position is None else position.version,

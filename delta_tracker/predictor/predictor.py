@@ -204,8 +204,9 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
 
     def status(self) -> Status:
         """Return the state of the predictor. Sends a few small requests to the store to find the lag."""
-        position, reader = self._reader.position, self._reader
+        reader = self._reader
         lag_versions, lag_seconds = lag(reader) or (None, None)
+        position = reader.position  # after the lag, so that an old version does not seem to be the newest
         requests: Counter[str] = Counter()
         for source in reader.sources:
             requests.update(source.storage.requests)
@@ -417,8 +418,9 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
           the state of each ``RawIdIndex``) in one ``with predictor.reading()``. No other order is correct.
 
         Returns:
-            Dict of plain values. It has no position before the first version, or if an interrupted call left rows of
-            unrelated versions in the tables: after such a dict is loaded, only a snapshot can be applied.
+            Dict of plain values, such as ``stream`` and ``version``. It has no position before the first version, or if
+            an interrupted call left rows of unrelated versions in the tables: after such a dict is loaded, only a
+            snapshot can be applied.
         """
         return self._writer.state_dict()
 
