@@ -187,7 +187,7 @@ def _damage(job: Job, version: int, kind: str) -> type[Exception]:
     "_check_piece _check_size _refusals",
     "MalformedError: parse_manifest version_error check_merged generation_error Storage._allocate "
     "version_owners identities_after CachedStorage.read",
-    "MissingVersionError: Source.check_gap next_entry",
+    "MissingVersionError: Source._check_gap next_entry",
 )
 @pytest.mark.parametrize("kind", _DAMAGES)
 def test_a_snapshot_of_the_trainer_replaces_a_damaged_version(tmp_path: Path, kind: str) -> None:
@@ -206,7 +206,7 @@ def test_a_snapshot_of_the_trainer_replaces_a_damaged_version(tmp_path: Path, ki
 
 
 @pytest.mark.advice(
-    "StreamReplacedError: CheckedWriter.apply next_entry Source.check_gap path_to _check_may_follow _new_order "
+    "StreamReplacedError: CheckedWriter.apply next_entry Source._check_gap path_to _check_may_follow _new_order "
     "Lag._listed"
 )
 def test_a_snapshot_to_the_present_stream_serves_a_predictor_of_the_former(tmp_path: Path) -> None:

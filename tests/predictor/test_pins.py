@@ -405,7 +405,7 @@ def test_one_of_two_operators_is_refused(fleet: Fleet) -> None:
     fleet.assert_holds(predictor, 3)
 
 
-@pytest.mark.advice("MissingVersionError: _named")
+@pytest.mark.advice("MissingVersionError: _missing")
 def test_a_pin_of_another_entry_is_refused(fleet: Fleet) -> None:
     predictor = fleet.join()
     predictor.sync()

@@ -79,7 +79,7 @@ def _predictor(
     """Return a predictor that holds the newest version, and its model. A doubt lasts 10 seconds of ``clock``."""
     model = served.model()
     predictor = Predictor(model, served.cache.url, monitor=monitor)
-    predictor._reader.settling = Settling(10.0, clock)
+    predictor._reader.source.settling = Settling(10.0, clock)
     predictor._reader.source.log.pointer._seconds = 0.0  # polls each time
     predictor.sync()
     return predictor, model
@@ -167,7 +167,7 @@ def test_pins_and_releases_are_followed_past_a_damaged_cache(
     served.delta([2])
     predictor = Predictor(model, served.cache.url, follows_pins=True, cache=tmp_path if is_cached else None)
     predictor._reader.source.pins = PinFollower(seconds=0.0)
-    predictor._reader.settling = Settling(10.0, clock=lambda: 0.0)
+    predictor._reader.source.settling = Settling(10.0, clock=lambda: 0.0)
     predictor._reader.source.log.pointer._seconds = 0.0
     predictor.sync()
     if kind == "pin":

@@ -294,7 +294,7 @@ def test_an_older_copy_over_http_is_no_newer_stream(tmp_path: Path, *, has_sourc
     with cache_server(Storage(tmp_path.as_uri())) as cache:
         point_at_the_head(mirror)
         predictor = Predictor({FQN: table}, [cache.url, writer.storage] if has_source else cache.url)
-        predictor._reader.settling = Settling(seconds=0.0)
+        predictor._reader.source.settling = Settling(seconds=0.0)
         predictor.load_state_dict(Position.after(newest).to_dict())
         if has_source:
             writer.delta([2])

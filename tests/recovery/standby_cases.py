@@ -411,11 +411,11 @@ def followed_until(rank: int, world_size: int, path: str, spec: dict[str, Any]) 
     other.sync()
     following, calls = Source.next, []
 
-    def unreachable(source: Source, version: int) -> Any:
-        calls.append(version)
+    def unreachable(*position: Any, **options: Any) -> Any:
+        calls.append(position)
         if len(calls) <= 2:
             raise StorageError("file:///gone", "the disk is gone")
-        return following(source, version)
+        return following(*position, **options)
 
     with mock.patch.object(Source, "next", unreachable) if rank == world_size - 1 else nullcontext():
         make_silent(path)

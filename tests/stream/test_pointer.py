@@ -132,7 +132,7 @@ def _predictor(writer: Writer, clock: Clock) -> tuple[Predictor, dict[str, Tenso
     source = predictor._reader.source
     source._runtime = source.log._runtime = source.log.pointer._runtime = clock.runtime
     source.log.pointer._seconds = 0.0
-    predictor._reader.settling = Settling(clock=clock.runtime.monotonic)
+    source.settling = Settling(clock=clock.runtime.monotonic)
     return predictor, model
 
 

@@ -6,7 +6,7 @@ orders, tables whose rows are mixed, and a log that was replaced by an unrelated
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import takewhile
@@ -61,20 +61,20 @@ def decide(view: View) -> Decision:
     their order.
     """
     try:
-        return _decide(view)
+        try:
+            decision: Decision = _at(view.logs[0], view)
+        except StreamError as error:
+            decision = Fail(error)
+        if len(view.logs) == 1 or not _asks_others(decision, view):
+            return decision
+        return _elsewhere(view, decision)
     except Unseen as unseen:
         return unseen.look
 
 
-def _decide(view: View) -> Decision:
+def _elsewhere(view: View, decision: Decision) -> Decision:
+    """Return what to do by another log than the one that is followed; ``decision`` if no other is better."""
     lead, *others = view.logs
-    decision: Decision
-    try:
-        decision = _at(lead, view)
-    except StreamError as error:
-        decision = Fail(error)
-    if not others or not _asks_others(decision, view):
-        return decision
     for other in others:
         try:
             found = _at(other, replace(view, looks_for_gap=True, surveys=False))
@@ -186,29 +186,45 @@ def _ordered(log: SeenLog, view: View, position: Position, order: Order) -> Appl
     if is_there and order.kind == "release":
         return _forward(log, view, position)
     stay = Stay(log.number, Rule.PINNED, f"pinned to version {order.version}", position.version)
-    if is_there and (order.is_own or not view.looks_for_gap):
+    if order.kind == "rollback":
+        return stay if is_there else _to_rollback(log, view, order)
+    if is_there and not view.looks_for_gap:
         return stay
-    if not order.is_own and _has_ended(log, order):
+    if _has_ended(log, order):
         return _succession(log, view, position, order)
-    if order.kind == "pin":
-        return stay if is_there else _to_pin(log, view, order)
-    return _to_release(log, view, order) or Stay(log.number, Rule.CANARY, _not_yet(order))
+    return stay if is_there else _to_order(log, view, order)
 
 
 def _not_yet(order: Order) -> str:
     return f"the canary does not allow version {order.version} of the {order.kind} yet"
 
 
+def _to_order(log: SeenLog, view: View, order: Order) -> Apply | Stay:
+    """Apply what leads exactly to a pin, or the newest snapshot at or above a release, as far as a canary allows."""
+    if order.kind == "pin":
+        return _to_pin(log, view, order)
+    return _to_release(log, view, order) or Stay(log.number, Rule.CANARY, _not_yet(order))
+
+
+def _to_rollback(log: SeenLog, view: View, order: Order) -> Apply:
+    """Go to the version of a rollback of this process, over a snapshot."""
+    head = log.head()
+    if head is None or head.stream != order.stream or head.version < order.version:
+        raise _missing(order)
+    return _along(log, view, order, path_to(log, order.version, position=view.position))
+
+
 def _to_pin(log: SeenLog, view: View, order: Order) -> Apply | Stay:
-    """Apply what leads exactly to the version of an order: forward by deltas, back by a snapshot."""
+    """Go exactly to a pin: forward by deltas, back by a snapshot. A canary may not be allowed to, yet."""
     position, target = view.position, _named(log, order)
-    if not order.is_own and view.policy.is_canary and not log.allows(target):
+    if view.policy.is_canary and not log.allows(target):
         return _towards(log, view, order)
-    if order.is_own:
-        path = path_to(log, order.version, position=position)
-    else:
-        is_whole = position is not None and position.rows is Rows.WHOLE
-        path = path_to_entry(log, target, order.newest, position=position if is_whole else None)
+    is_whole = position is not None and position.rows is Rows.WHOLE
+    path = path_to_entry(log, target, order.newest, position=position if is_whole else None)
+    return _along(log, view, order, path)
+
+
+def _along(log: SeenLog, view: View, order: Order, path: Sequence[Manifest]) -> Apply:
     for entry in path:
         if (fault := view.fault_of(log, entry)) is not None:
             raise fault
@@ -216,28 +232,25 @@ def _to_pin(log: SeenLog, view: View, order: Order) -> Apply | Stay:
 
 
 def _named(log: SeenLog, order: Order) -> Manifest:
-    """Return the entry that an order names; for an own rollback, the newest one, whose log has the version.
-
-    Raises:
-        MissingVersionError: if there is none.
-    """
-    entry = log.head() if order.is_own else log.named(order)
-    if entry is None or entry.stream != order.stream or entry.version < order.version:
-        remedy = "Pass another version (delta-tracker rollback --replace), or call delta-tracker release"
-        raise MissingVersionError(order.version, order.newest).advising(remedy)
+    """Return the entry that a pin or a release names. Raise MissingVersionError if the log does not have it."""
+    entry = log.named(order)
+    if entry is None:
+        raise _missing(order)
     return entry
+
+
+def _missing(order: Order) -> MissingVersionError:
+    remedy = "Pass another version (delta-tracker rollback --replace), or call delta-tracker release"
+    return MissingVersionError(order.version, order.newest).advising(remedy)
 
 
 def _towards(log: SeenLog, view: View, order: Order) -> Apply | Stay:
     """Follow the stream, but not past a pin that the canary does not allow yet: what follows it may be bad."""
     position, stay = view.position, Stay(log.number, Rule.CANARY, _not_yet(order))
     if position is None or position.rows is Rows.MIXED:
-        try:
+        with suppress(NoSnapshotError):
             return _start(log, view, order.version)
-        except NoSnapshotError:
-            if position is None:
-                raise
-            return stay
+        return stay
     if position.stream != order.stream:
         found = snapshots(log, allows=_allows(log, view, order.version), skips_unreadable=not view.is_patient)
         return _first(log, view, takewhile(lambda each: each.stream == order.stream, found), Rule.RESYNC) or stay
@@ -296,17 +309,17 @@ def _begin(log: SeenLog, view: View, order: Order | None) -> Apply | Stay:
     """Begin with the version of an order, or the newest snapshot."""
     if order is None:
         return _start(log, view)
+    if order.kind == "rollback":
+        return _to_rollback(log, view, order)
     head = log.head()
-    if not order.is_own and (head is None or head.stream != order.stream):
+    if head is None or head.stream != order.stream:
         return _start(log, view)
     if view.position is not None and view.position.stream != order.stream:
         _check_may_follow(log, view, view.position)
-    if order.kind == "pin":
-        return _to_pin(log, view, order)
-    found = _to_release(log, view, order)
-    if found is None and view.position is None:
+    found = _to_order(log, view, order)
+    if isinstance(found, Stay) and view.position is None:
         raise NoSnapshotError(log.url)
-    return found or Stay(log.number, Rule.CANARY, _not_yet(order))
+    return found
 
 
 def _start(log: SeenLog, view: View, bound: int | None = None) -> Apply:
@@ -409,10 +422,8 @@ def _joins(log: SeenLog, view: View, position: Position, cause: StreamError) -> 
     if head is None or head.stream != order.stream:
         return None
     _check_may_follow(log, view, position)
-    found = _to_pin(log, view, order) if order.kind == "pin" else _to_release(log, view, order)
-    if isinstance(found, Apply):
-        return replace(found, cause=cause)
-    return found or Stay(log.number, Rule.CANARY, _not_yet(order))
+    found = _to_order(log, view, order)
+    return replace(found, cause=cause) if isinstance(found, Apply) else found
 
 
 def _is_forward(log: SeenLog, view: View, position: Position, snapshot: Manifest) -> bool:

@@ -50,15 +50,13 @@ class Order:
     """Order to go to one version, or to go on from it: a pin or a release, or one of this process.
 
     Args:
-        counter: counter of the pin or release; of an own rollback, that of the newest pin when it was made.
-        kind: ``pin`` to go to the version and stay there, ``release`` to go on from it or from a later snapshot.
-        stream: id of the stream.
-        version: number of the version.
-        link: link of the entry; None for an own rollback.
+        counter: counter of the pin or release; of a rollback, that of the newest pin when it was made.
+        kind: ``pin`` to go to the version and stay there, ``release`` to go on from it or from a later snapshot;
+            ``rollback`` for a pin of this process, which bypasses a canary and ends with its release.
+        link: link of the entry; None for a rollback.
         newest: newest version when the order was made.
-        is_own: True for a rollback of this process, which ends with its release.
         is_new: True if it was not known in the round before.
-        pin: the pin or release; None for an own rollback.
+        pin: the pin or release; None for a rollback.
     """
 
     counter: int
@@ -67,7 +65,6 @@ class Order:
     version: int
     link: Link | None
     newest: int
-    is_own: bool = False
     is_new: bool = False
     pin: Pin | None = None
 
@@ -161,7 +158,10 @@ class View:
 
     def fault_of(self, log: SeenLog, entry: Manifest) -> StreamError | None:
         """Return why an entry cannot be applied; None if nothing is known against it."""
-        return next((fault.error for fault in self.faults if fault.concerns(log.number, entry)), None)
+        for fault in self.faults:
+            if fault.concerns(log.number, entry):
+                return fault.error
+        return None
 
 
 class Rule(Enum):

@@ -94,7 +94,8 @@ class Orders:
 
     def begin(self, order: Order) -> None:
         """Record that versions on the path to a pin are about to be written."""
-        self._begun = order.counter
+        if order.kind == "pin":
+            self._begun = order.counter
 
     def record(self, order: Order | None, position: Position | None) -> Followed | None:
         """Record the newest order at the end of a round. Return it if a reader at a position has followed it."""
@@ -116,7 +117,7 @@ class Orders:
         """Order this process to go to an entry and stay there. Pins up to ``newest`` no longer apply meanwhile."""
         known = [each for each in (self.policy.own, newest) if each is not None and each.stream == entry.stream]
         counter = max((each.counter for each in known), default=0)
-        own = Order(counter, "pin", entry.stream, entry.version, None, entry.version, is_own=True)
+        own = Order(counter, "rollback", entry.stream, entry.version, None, entry.version)
         self.policy = replace(self.policy, own=own)
 
     def release(self) -> None:

@@ -53,10 +53,8 @@ def next_entry(log: Following, position: Position, *, looks_for_gap: bool) -> Ma
         MissingVersionError: if it was deleted, or is a claim that is not part of the log.
         MalformedError, StorageError: if the log cannot be read.
     """
-    entry = log.next(position.link.version + 1)
+    entry = log.next(position, looks_for_gap=looks_for_gap)
     if entry is None:
-        if looks_for_gap:
-            log.check_gap(position)
         return None
     if not position.leads_to(entry):
         raise StreamReplacedError(log.url, position.version)

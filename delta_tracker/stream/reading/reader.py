@@ -126,11 +126,8 @@ class Reader:
         runtime: clock, waits, random numbers and threads.
 
     Attributes:
-        sources: stores of the stream.
         orders: orders that the reader follows.
-        settling: doubt of the current source; None if it is not behind a cache.
         lag: measurement of the lag.
-        runtime: clock, waits, random numbers and threads.
         resyncs: record of the resyncs.
         pinned: version at which an order keeps the reader, or to which it goes; None without one.
         why: last decision and its reason; empty before the first, and after :meth:`release`.
@@ -148,17 +145,16 @@ class Reader:
         runtime: Runtime = REAL,
     ) -> None:
         self.sources = sources
+        self.runtime = runtime
         self.orders = Orders(policy)
-        self.settling = _settling(sources.current, runtime)
         self.lag = Lag(runtime)
         self.resyncs = Resyncs()
+        self.ignored = IgnoredPins(runtime.monotonic)
         self.pinned: int | None = None
         self.why = ""
-        self.ignored = IgnoredPins(runtime.monotonic)
         self._target = target
         self._observer = observer
         self._skips_versions = skips_versions
-        self.runtime = runtime
         self._in_a_row = _CATCH_UP  # versions applied since the end of the log was seen
         self._num_failures = 0  # consecutive rounds that failed
         self._surveyed_at = float("-inf")  # monotonic time of the last look at all sources
@@ -183,7 +179,7 @@ class Reader:
     def version(self) -> int | None:
         """Last applied version; None before the first."""
         position = self._target.position
-        return None if position is None else position.version
+        return None if position is None else position.link.version
 
     def advance(self, *, looks_for_gap: bool) -> bool:
         """Apply the next version, or several at once. Return False if there is nothing to apply.
@@ -196,6 +192,7 @@ class Reader:
             StreamError: if nothing can be applied because of a fault.
         """
         self._target.restore()
+        settling = self.sources.current.settling
         try:
             has_moved = self._run(self._begin(looks_for_gap=looks_for_gap))
         except StreamError as error:
@@ -212,8 +209,8 @@ class Reader:
                 self.pinned = None  # the stream of an interrupted move to a pin has ended
             raise
         finally:
-            if self.settling is not None:
-                self._observer.read_past_cache(self.settling.take_count())
+            if settling is not None:
+                self._observer.read_past_cache(settling.take_count())
         self._num_failures = 0
         return has_moved
 
@@ -248,8 +245,8 @@ class Reader:
         """Begin anew, because the target has another position."""
         self.orders.load(self._target.followed, self._target.position)
         self._in_a_row = _CATCH_UP
-        if self.settling is not None:
-            self.settling.clear()
+        if self.source.settling is not None:
+            self.source.settling.clear()
 
     def newest(self) -> list[Manifest]:
         """Return the entries that the reader would go to: that of a pin, or the newest snapshot and the newest entry.
@@ -295,7 +292,7 @@ class Reader:
 
     def _unseen(self, sources: Iterable[Source], answers: _Answers) -> tuple[SeenLog, ...]:
         """Return the logs of sources before the first look, whose answers will be in ``answers``."""
-        current = self.source.number if self.settling is not None else None
+        current = None if self.sources.current.settling is None else self.sources.current.number
         logs = []
         for each in sources:
             answers[each.number] = {}
@@ -324,15 +321,18 @@ class Reader:
     def _look(self, state: _Round, look: Look) -> None:
         """Look up what the next decision needs."""
         source, began = state.sources[look.number], self.runtime.monotonic()
-        is_current, answer = look.number == self.source.number, object()
+        is_current, answer = look.number == self.sources.current.number, object()
         try:
-            if look.about == "order":
-                answer = self.orders.newest(self.sources[look.number])
-                state.order = answer or state.order
-            elif look.about == "named":
-                answer = self.orders.named(look.subject, source)
-            else:
-                answer = source.answer(look)
+            match look.about:
+                case "next":
+                    answer = source.next(look.subject, looks_for_gap=bool(look.key))
+                case "order":
+                    answer = self.orders.newest(self.sources[look.number])
+                    state.order = answer or state.order
+                case "named":
+                    answer = self.orders.named(look.subject, source)
+                case _:
+                    answer = source.answer(look)
         except StreamError as error:
             answer = Failed(error)
             state.skipped.append(error)
@@ -340,7 +340,7 @@ class Reader:
                 self.sources.failed(source)
                 _logger.info("another source cannot be used: url=%s error=%s", source.url, error)
         if look.about == "next" and is_current:
-            self.lag.looked(look.subject, is_there=isinstance(answer, Manifest), began=began)
+            self.lag.looked(look.subject.link.version + 1, is_there=isinstance(answer, Manifest), began=began)
         state.answers[look.number][look.about, look.key] = answer
 
     def _apply(self, state: _Round, decision: Apply) -> bool:
@@ -382,13 +382,12 @@ class Reader:
     def _applied(self, state: _Round, decision: Apply) -> None:
         """Record that entries were applied."""
         before, last = state.view.position, decision.entries[-1]
-        version = None if before is None else before.version
-        self._log_skipped(state, None)
-        self._use(self.sources[decision.number])
-        if not self.source.log.is_listed:
-            self.source.log.pointer.saw(last)  # it may have been read from another view of the store
-        if self.settling is not None:
-            self.settling.clear()
+        version = None if before is None else before.link.version
+        source = self._use(state, decision.number)
+        if not source.log.is_listed:
+            source.log.pointer.saw(last)  # it may have been read from another view of the store
+        if source.settling is not None:
+            source.settling.clear()
         self.why = f"applied version {last.version}: {decision.rule.when}"
         match decision.rule:
             case Rule.NEXT:
@@ -412,18 +411,18 @@ class Reader:
         self._end(state)
 
     def _stay(self, state: _Round, stay: Stay) -> None:
-        self._log_skipped(state, None)
         if stay.pinned is None:
             self._in_a_row = 0
         if state.view.surveys:
             self._surveyed_at = self.runtime.monotonic()
         if state.looks_for_gap:
-            self._observer.rests(self.source.log, self._target.position)
+            source, position = self.sources.current, state.view.position
+            self._observer.rests(source.log, position)
             if not self.orders.policy.follows_pins:
-                self.ignored.look(self.storage, self._target.position)
-            if self.settling is not None:
-                self.settling.clear()
-        self._use(self.sources[stay.number])
+                self.ignored.look(source.storage, position)
+            if source.settling is not None:
+                source.settling.clear()
+        self._use(state, stay.number)
         if stay.why != self.why:
             _logger.log(logging.DEBUG if stay.rule is Rule.NEWEST else logging.INFO, "reader waits: %s", stay.why)
         self.pinned, self.why = stay.pinned, stay.why
@@ -431,9 +430,10 @@ class Reader:
 
     def _end(self, state: _Round) -> None:
         """Record which order was followed in a round."""
-        followed = self.orders.record(state.order, self._target.position)
-        if followed is not None:
-            self._target.follow(followed)
+        if self.orders.policy.follows_pins:
+            followed = self.orders.record(state.order, self._target.position)
+            if followed is not None:
+                self._target.follow(followed)
 
     def _doubt(self, state: _Round, doubt: Doubt) -> None:
         """Read what may have caused a fault again: first from the cache, because another reader may have replaced it.
@@ -441,13 +441,13 @@ class Reader:
         Raises:
             StaleCacheError: if all of it was read past the cache, and the fault may still be that of a cache.
         """
-        assert self.settling is not None, "only the source behind a cache is doubted"
         source, again = self.source, state.retry
+        assert source.settling is not None, "only the source behind a cache is doubted"
         state.retry = None
         if again is None:
-            doubted = self.settling.doubt(doubt.error, state.view.position, source.storage)
+            doubted = source.settling.doubt(doubt.error, state.view.position, source.storage)
             if doubted is None:
-                self._believe(state, doubt.error)
+                self._believe(state, doubt.error, source.settling)
                 return
             again = source.through(doubted)
             if not state.has_waited:
@@ -459,17 +459,16 @@ class Reader:
         logs = self._unseen(state.sources.values(), state.answers)
         state.view = replace(state.view, logs=logs, faults=(), looks_for_gap=True, catches_up=False)
 
-    def _believe(self, state: _Round, fault: StreamError) -> None:
+    def _believe(self, state: _Round, fault: StreamError, settling: Settling) -> None:
         """Believe a fault that has lasted. Raise StaleCacheError if it may still be that of a cache."""
-        assert self.settling is not None, "checked by the caller"
-        if not self.settling.is_over and not self._is_retired():
-            raise StaleCacheError(self.storage.url, _subject(fault), self.settling.seconds)
+        if not settling.is_over and not self._is_retired(settling):
+            raise StaleCacheError(self.storage.url, _subject(fault), settling.seconds)
         state.view = replace(state.view, logs=tuple(replace(log, is_doubted=False) for log in state.view.logs))
 
-    def _is_retired(self) -> bool:
+    def _is_retired(self, settling: Settling) -> bool:
         """Return True if retention has deleted the next version, by the pointer past the caches."""
         position, pointer = self._target.position, self.source.log.pointer
-        if position is None or self.settling is None or not self.settling.may_read_pointer():
+        if position is None or not settling.may_read_pointer():
             return False
         self._observer.read_past_cache(1)
         claimed = pointer.newest(past_cache=True)
@@ -478,16 +477,22 @@ class Reader:
         confirmed = self.source.log.pointed(is_due=False)
         return confirmed is not None and confirmed.oldest > position.version + 1
 
-    def _use(self, source: Source) -> None:
-        """Follow a source, which leads on from the position. No-op if it is followed already."""
-        former = self.source
-        if source is former:
-            return
+    def _use(self, state: _Round, number: int) -> Source:
+        """Follow the source that leads on from the position, and log what could not be read. Return the source."""
+        if state.skipped:
+            self._log_skipped(state, None)
+        former = self.sources.current
+        if number == former.number:
+            return former
+        source = self.sources[number]
         _logger.warning("continue from another source: url=%s former=%s", source.url, former.url)
         self.sources.use(source)
-        self.lag.rested, self.settling = None, _settling(source, self.runtime)
+        self.lag.rested = None
+        if source.settling is not None:
+            source.settling.clear()
         self._surveyed_at = float("-inf")  # the former one may have what this one lacks
         self._observer.failed_over(source.url)
+        return source
 
     def _log_skipped(self, state: _Round, raised: StreamError | None) -> None:
         """Log which entries could not be read, except for the error that is raised."""
@@ -520,10 +525,6 @@ class _Round:
     retry: Source | None = None
     has_waited: bool = False
     skipped: list[StreamError] = field(default_factory=list)
-
-
-def _settling(source: Source, runtime: Runtime) -> Settling | None:
-    return None if source.storage.lists else Settling(clock=runtime.monotonic)
 
 
 def _subject(fault: StreamError) -> str:

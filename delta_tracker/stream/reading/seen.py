@@ -22,11 +22,12 @@ class Following(Protocol):
     def url(self) -> str:
         """Url of the store."""
 
-    def next(self, version: int) -> Manifest | None:
-        """Return the entry of the version to apply next; None if it does not exist, as far as a poll can tell."""
+    def next(self, position: Position, *, looks_for_gap: bool) -> Manifest | None:
+        """Return the entry after a position; None if it does not exist, as far as a poll can tell.
 
-    def check_gap(self, position: Position) -> None:
-        """Raise an error if the entry after a position was deleted, or the log lacks the position's entry."""
+        With ``looks_for_gap``, raises MissingVersionError or StreamReplacedError if it was deleted, or if the log lacks
+        the position's entry.
+        """
 
     def head(self) -> Manifest | None:
         """Return the newest entry, None if there is none."""
@@ -93,11 +94,9 @@ class Failed:
 
 
 class Unseen(Exception):  # noqa: N818  no error: a decision needs one more look
-    """Raised by a :class:`SeenLog` for what was not looked up yet."""
+    """Raised by a :class:`SeenLog` with the :class:`Look` for what was not looked up yet."""
 
-    def __init__(self, look: Look) -> None:
-        super().__init__(look)
-        self.look = look
+    look: Look
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,13 +117,9 @@ class SeenLog:
     is_doubted: bool = False
     answers: Mapping[tuple[str, Hashable], object] = field(default_factory=dict)
 
-    def next(self, version: int) -> Manifest | None:
-        """Return the entry of the version to apply next; None if it does not exist, as far as a poll can tell."""
-        return cast("Manifest | None", self._ask("next", version, version))
-
-    def check_gap(self, position: Position) -> None:
-        """Raise an error if the entry after a position was deleted, or the log lacks the position's entry."""
-        self._ask("check_gap", None, position)
+    def next(self, position: Position, *, looks_for_gap: bool) -> Manifest | None:
+        """See :class:`Following`."""
+        return cast("Manifest | None", self._ask("next", looks_for_gap, position))
 
     def ahead(self, position: Position) -> Manifest | None:
         """Return a merged delta or a snapshot to apply instead of many versions; None if there is none."""
@@ -152,38 +147,42 @@ class SeenLog:
         return cast("int | None", self._ask("generation", None, position))
 
     def read(self, version: int) -> Manifest | None:
-        """Return the entry of a version, None if it does not exist."""
+        """See :class:`Entries`."""
         return cast("Manifest | None", self._ask("read", version, version))
 
     def read_merged(self, merged: Merged) -> Manifest | None:
-        """Return a merged entry, None if it does not exist."""
+        """See :class:`Entries`."""
         return cast("Manifest | None", self._ask("read_merged", merged, merged))
 
     def merged(self, *, after: int = -1) -> list[Merged]:
-        """Return references to the merged entries with a last version above ``after``, ascending."""
+        """See :class:`Entries`."""
         return cast("list[Merged]", self._ask("merged", after, after))
 
     def versions(self, *, after: int = -1) -> list[int]:
-        """Return the versions above ``after``, ascending."""
+        """See :class:`Entries`."""
         return cast("list[int]", self._ask("versions", after, after))
 
     def head(self) -> Manifest | None:
-        """Return the newest entry, None if there is none."""
+        """See :class:`Entries`."""
         return cast("Manifest | None", self._ask("head"))
 
     def newest_snapshot(self) -> Manifest | None:
-        """Return the newest snapshot to start from, None if there is none."""
+        """See :class:`Entries`."""
         return cast("Manifest | None", self._ask("newest_snapshot"))
 
     def is_committed(self, entry: Manifest) -> bool:
-        """Return True if a claim is part of the log."""
+        """See :class:`Entries`."""
         return cast("bool", self._ask("is_committed", (entry.stream, entry.link), entry))
 
     def _ask(self, about: str, key: Hashable = None, subject: object = None) -> object:
-        try:
-            answer = self.answers[about, key]
-        except KeyError:
-            raise Unseen(Look(self.number, about, key, subject)) from None
+        answer = self.answers.get((about, key), _UNKNOWN)
+        if answer is _UNKNOWN:
+            unseen = Unseen()
+            unseen.look = Look(self.number, about, key, subject)
+            raise unseen
         if isinstance(answer, Failed):
             raise answer.error.with_traceback(None)
         return answer
+
+
+_UNKNOWN = object()

@@ -17,6 +17,7 @@ from delta_tracker.stream.reading.path import readable
 from delta_tracker.stream.reading.position import Position
 from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.reading.seen import Look
+from delta_tracker.stream.reading.settling import Settling
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.stream.store_clock import skew_problem
 
@@ -39,6 +40,7 @@ class Source:
         bound: newest version that a canary may apply; None without one.
         catch_up: search for entries that replace many versions.
         pins: reader of the pins in the store.
+        settling: doubt of faults; None if the store is not behind a cache.
         has_listed: True if a check for a gap had to list the log in this round of the reader, which sets it to False.
     """
 
@@ -57,6 +59,7 @@ class Source:
         self.bound = None if canary is None else CanaryBound(canary, self.log)
         self.catch_up = CatchUp(self.log, None if self.bound is None else self.bound.allows)
         self.pins = PinFollower(runtime=runtime)
+        self.settling = None if storage.lists else Settling(clock=runtime.monotonic)
         self.has_listed = False
         self._canary = canary
         self._runtime = runtime
@@ -66,8 +69,6 @@ class Source:
         self._skewed = ""  # last publisher whose skew was logged
         own = self.log
         self._answers: Mapping[str, Callable[[Any], object]] = {
-            "next": self.next,
-            "check_gap": self.check_gap,
             "ahead": self.catch_up.find,
             "allows": lambda entry: self.bound is None or self.bound.allows(entry),
             "former_streams": self.former_streams,
@@ -93,7 +94,7 @@ class Source:
         return self.storage.url
 
     def answer(self, look: Look) -> object:
-        """Look up what a reader needs.
+        """Look up what a reader needs, except for the next entry and orders.
 
         Raises:
             StreamError: if the store cannot be read, or an entry is malformed or missing.
@@ -108,14 +109,12 @@ class Source:
         """Return True if an entry that was read is part of the log."""
         return self.log.is_committed(entry)
 
-    def next(self, version: int) -> Manifest | None:
-        """Return the entry of the version to apply next; None if it does not exist, as far as a poll can tell.
-
-        Logs once per publisher that its clock differs from the store's.
-        """
-        if not self.log.is_listed and not self.log.may_have(version):
-            return None
-        entry = self.log.read(version)
+    def next(self, position: Position, *, looks_for_gap: bool) -> Manifest | None:
+        """See :class:`Following`. Logs once per publisher that its clock differs from the store's."""
+        version = position.link.version + 1
+        entry = self.log.read(version) if self.log.is_listed or self.log.may_have(version) else None
+        if entry is None and looks_for_gap:
+            self._check_gap(position)
         if entry is not None and entry.writer != self._skewed:
             problem = skew_problem(f"the publisher of generation {entry.generation}", entry.skew)
             if problem is not None:
@@ -135,7 +134,7 @@ class Source:
             self._held = readable(self.log.read, position.version)
         return self._held.generation if self._held is not None and position.names(self._held) else None
 
-    def check_gap(self, position: Position) -> None:
+    def _check_gap(self, position: Position) -> None:
         """Raise an error if the entry after a position was deleted, or if the log was replaced.
 
         If the pointer object shows no newer version, and the log has the last applied entry, nothing is listed:

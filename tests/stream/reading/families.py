@@ -116,7 +116,7 @@ def orders(size: int, *, is_short: bool = False) -> Iterator[State]:
                     yield world, replace(reader, policy=_PINS)
                     yield world, replace(reader, policy=_PINS, behind=1)
                     yield world, reader
-                    own = replace(order, kind="pin", counter=order.counter, link=None, is_own=True)
+                    own = replace(order, kind="rollback", link=None)
                     yield world, replace(reader, policy=replace(_PINS, own=own))
                     yield world, replace(reader, policy=replace(_PINS, own=replace(own, counter=0)))
                     yield world, replace(reader, policy=replace(_PINS, released=order.counter))

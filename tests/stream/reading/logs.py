@@ -209,8 +209,9 @@ class Log:
             return self._generation(position)
         if not self.is_up:
             raise self._unreadable("all")
+        if question.about == "next" and position is not None:
+            return self._next(position, looks_for_gap=bool(question.key))
         answers: Mapping[str, Callable[[Any], Any]] = {
-            "next": self.read,
             "read": self.read,
             "read_merged": self.read_merged,
             "merged": self.merged_after,
@@ -220,7 +221,6 @@ class Log:
             "is_committed": self._is_committed,
             "former_streams": lambda head: former_streams(self, head),  # type: ignore[arg-type]
             "allows": lambda entry: entry.version + behind <= self.newest,
-            "check_gap": lambda _: None if position is None else self._check_gap(position),
             "ahead": lambda _: None if position is None else self._ahead(position, behind),
         }
         return answers[question.about](question.subject)
@@ -277,6 +277,12 @@ class Log:
             return True
         following = self.read(entry.version + 1)
         return following is not None and following.parent == entry.link
+
+    def _next(self, position: Position, *, looks_for_gap: bool) -> Manifest | None:
+        entry = self.read(position.version + 1)
+        if entry is None and looks_for_gap:
+            self._check_gap(position)
+        return entry
 
     def _check_gap(self, position: Position) -> None:
         held = position.version

@@ -33,12 +33,12 @@ def check(world: World, before: Reader, decision: Decision, after: Reader, *, is
             raise ViolationError("several entries without an order")
         _check_forward(world, log, before, last)
         _check_held(world, before, last)
-    elif order is None or decision.order.counter != order.counter or decision.order.kind != "pin":
+    elif order is None or decision.order.counter != order.counter or decision.order.kind == "release":
         raise ViolationError("an order is followed that does not apply")
     elif last.stream != order.stream:
         raise ViolationError("an order of another stream is followed")
     _check_order(world, log, before, decision, order)
-    if after.behind and (order is None or not order.is_own) and last.version + after.behind > log.newest:
+    if after.behind and (order is None or order.kind != "rollback") and last.version + after.behind > log.newest:
         raise ViolationError(f"a canary {after.behind} behind applies {last.version} of {log.newest}")
     if not is_cut:
         _check_rows(after)
@@ -46,7 +46,8 @@ def check(world: World, before: Reader, decision: Decision, after: Reader, *, is
 
 def _check_wait(world: World, before: Reader, decision: Decision, order: Order | None) -> None:
     """Check that a reader reports an outage, also at a pin, and says that a canary waits for an order."""
-    if isinstance(decision, Stay) and not world.logs[decision.number].is_up and (order is None or not order.is_own):
+    needs_log = order is None or order.kind != "rollback"
+    if needs_log and isinstance(decision, Stay) and not world.logs[decision.number].is_up:
         raise ViolationError("an outage is not reported")
     is_empty = isinstance(decision, Fail) and isinstance(decision.error, NoSnapshotError)
     waits = before.word and order is not None and all(_waits_for(log, before, order) for log in world.logs)
@@ -163,7 +164,7 @@ def _check_order(world: World, log: Log, before: Reader, decision: Apply, order:
     last = decision.entries[-1]
     if order is None or order.stream != last.stream:
         return
-    if order.kind == "pin":
+    if order.kind != "release":
         if decision.order is not None:
             is_exact = last.link == order.link if order.link is not None else last.version == order.version
             if not is_exact:
@@ -179,7 +180,7 @@ def _check_order(world: World, log: Log, before: Reader, decision: Apply, order:
 
 def _is_barred(log: Log, reader: Reader, order: Order) -> bool:
     """Return True if the canary does not allow a pinned version yet."""
-    return reader.behind > 0 and not order.is_own and order.version + reader.behind > log.newest
+    return reader.behind > 0 and order.kind != "rollback" and order.version + reader.behind > log.newest
 
 
 def chances(world: World, reader: Reader) -> Iterator[str]:
@@ -191,7 +192,7 @@ def chances(world: World, reader: Reader) -> Iterator[str]:
         if not log.word or log.is_lost:
             continue
         head = log.entries[log.newest]
-        if order is not None and (order.stream == head.stream or order.is_own):
+        if order is not None and (order.stream == head.stream or order.kind == "rollback"):
             chance = _ordered(world, log, reader, order)
         elif order is not None and reader.word is not None and stream_of(reader.word) == order.stream:
             chance = _succeeding(world, log, reader, order)
@@ -256,7 +257,7 @@ def _leads_nowhere(log: Log, entry: Manifest) -> bool:
 
 def _succeeding(world: World, log: Log, reader: Reader, order: Order) -> str:
     assert reader.word is not None
-    if order.stream not in lineage(log.word)[1:] or order.is_own:
+    if order.stream not in lineage(log.word)[1:] or order.kind == "rollback":
         return ""
     starts = _starts(world, log, reader, stream_of(log.word))
     return f"{word_of(starts[0])} continues the pinned stream" if starts else ""
@@ -272,7 +273,7 @@ def _ordered(world: World, log: Log, reader: Reader, order: Order) -> str:  # no
     if word and stream_of(word) != order.stream and not reader.is_mixed:
         return ""  # it is obeyed at the next fault, or once it is new
     is_there = bool(word) and not reader.is_mixed
-    if order.kind == "pin":
+    if order.kind != "release":
         if _is_barred(log, reader, order) or (
             is_there and word == named.xxh3 and not reader.ahead and not reader.is_loaded
         ):
