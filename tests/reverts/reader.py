@@ -61,7 +61,7 @@ _ORDERS = {
         ),
         Revert(
             "a reader stays above a pin",
-            Replaces("decide._ordered", "stay if is_there else _to_pin(log, view, order)", "stay"),
+            Replaces("decide._ordered", "_to_order(...)", "stay"),
         ),
         Revert("a position is at each pin", Returns("Order.is_followed_by", "True")),
         Revert(
@@ -95,7 +95,7 @@ _RELEASES = {
             "a release bypasses a canary",
             Replaces("decide._released_snapshots", "not view.policy.is_canary or log.allows(entry)", "True"),
         ),
-        Revert("a reader starts below a release", Replaces("decide._begin", "_to_release(...)", "_start(log, view)")),
+        Revert("a reader starts below a release", Replaces("decide._begin", "_to_order(...)", "_start(log, view)")),
         Revert(
             "a reader starts at the newest snapshot whatever is released",
             Replaces("decide._begin", "order is None", "True"),
@@ -159,7 +159,7 @@ _FAULTS = {
 # Other urls: each fault of one is overcome by another, and a better one is found at rest.
 _URLS = {
     "damaged urls": [
-        Revert("no other url is asked", Replaces("decide._decide", "not others or _", "True")),
+        Revert("no other url is asked", Replaces("decide.decide", "len(view.logs) == 1 or _", "True")),
         Revert(
             "other urls are asked only in a survey",
             Replaces("decide._asks_others", "isinstance(error, _)", "False", nth=3),
@@ -169,7 +169,7 @@ _URLS = {
     ],
     "two urls": [
         Revert("a better url is never found at rest", Replaces("decide._asks_others", "view.surveys", "False")),
-        Revert("the last url is asked no more", Replaces("decide._decide", "others", "others[:-1]", nth=2)),
+        Revert("the last url is asked no more", Replaces("decide._elsewhere", "others", "others[:-1]")),
     ],
 }
 

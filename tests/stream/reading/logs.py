@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any
+from unittest import mock
 
 from delta_tracker.errors import (
     CorruptPartError,
@@ -25,6 +26,7 @@ from delta_tracker.errors import (
 )
 from delta_tracker.stream.entry_names import Merged, entry_name
 from delta_tracker.stream.format.manifest import Fork, Link, Manifest
+from delta_tracker.stream.reading import catch_up
 from delta_tracker.stream.reading.decisions import Order
 from delta_tracker.stream.reading.lineage import former_streams
 from delta_tracker.stream.reading.position import Position
@@ -293,22 +295,30 @@ class Log:
             raise MissingVersionError(held + 1, self.newest)
 
     def _ahead(self, position: Position, behind: int) -> Manifest | None:
-        """Return the merged delta or snapshot that leads furthest, from a position in this log."""
-        held = position.version
-        if self.word[: held + 1] != position.link.xxh3:
-            return None
-        found = [each for each in self.merged if each.kind == "delta" and Merged.of(each).first <= held + 1]
-        found += [each for each in self.merged if each.kind == "snapshot"]
-        found += [each for each in self.entries.values() if each.kind == "snapshot"]
-        found = [
-            each
-            for each in found
-            if each.version > held + 1
-            and each.stream == position.stream
-            and each.version + behind <= self.newest
-            and self.fault(each) not in ("malformed", "unreadable")
-        ]
-        return max(found, key=lambda each: (each.version, each.kind), default=None)
+        """Return what :class:`CatchUp` finds, for a reader that is far behind after two versions."""
+        log: Any = _Listed(self)
+        with mock.patch.object(catch_up, "_MIN_MERGED", 2):
+            return catch_up.CatchUp(log, lambda entry: entry.version + behind <= self.newest).find(position)
+
+
+@dataclass(frozen=True, eq=False)
+class _Listed:
+    """Log as :class:`CatchUp` reads it."""
+
+    log: Log
+    is_listed = True
+
+    def newest_version(self, after: int) -> int:
+        return max(self.log.newest, after)
+
+    def merged(self, *, after: int) -> list[Merged]:
+        return self.log.merged_after(after)
+
+    def read(self, version: int) -> Manifest | None:
+        return self.log.read(version)
+
+    def read_merged(self, merged: Merged) -> Manifest | None:
+        return self.log.read_merged(merged)
 
 
 def merged_entries(word: str) -> list[Manifest]:

@@ -204,6 +204,8 @@ def advance(  # noqa: C901  one case for each decision
                     continue
                 return _written(reader, decision, cut), decision
             case Fail(error):
+                if view.logs[0].is_doubted and isinstance(error, CACHE_FAULTS):
+                    raise ViolationError(f"a fault of a cache is reported at once: {error}")
                 is_unsure = isinstance(error, NoSnapshotError | StorageError) and not isinstance(error, StaleCacheError)
                 return replace(reader, failures=reader.failures + 1 if is_unsure else 0), decision
             case _:
