@@ -1,83 +1,132 @@
-"""Faults of the rules of a reader, by the family of states that finds them."""
+"""Faults of the rules of a reader, five or more of each rule, by the family of states that finds them."""
 
 from __future__ import annotations
 
+from delta_tracker.stream.reading.decisions import Rule
 from tests.reverts.mutation import DoesNothing, Loses, Replaces, Returns
 from tests.reverts.revert import Revert
 
 _TEST = "tests/stream/reading/test_decide.py::test_a_reader_breaks_no_rule_and_comes_to_rest_at_the_newest_version"
 
-# Newer: within a stream by generation and version, never to what may be another history.
-_NEWER = {
+# Within a stream, the entry that names the applied one as its parent follows.
+_NEXT = {
     "two urls": [
-        Revert("any snapshot is newer", Returns("decide._is_forward", "True")),
-        Revert("an older generation is newer", Returns("Position.precedes", "True")),
-        Revert("the version counts first", Returns("Position.precedes", "entry.version > self.version")),
-        Revert("an unknown generation is the lowest", Returns("decide._generation", "0")),
         Revert(
             "an entry of another stream follows", Replaces("Position.leads_to", "entry.stream == self.stream", "True")
         ),
+        Revert(
+            "an entry of another history follows", Replaces("path.next_entry", "entry.parent == position.link", "True")
+        ),
+        Revert("no entry follows", Returns("path.next_entry", "None")),
+    ],
+    "late claims": [
+        Revert("a late claim is applied", Replaces("path.next_entry", "log.is_committed(entry)", "True")),
+        Revert("no claim is applied", Replaces("path.next_entry", "log.is_committed(entry)", "False")),
+    ],
+    "gates": [
+        Revert("a held version is passed", Replaces("decide._forward", "fault is None", "True")),
     ],
 }
 
-# Succession: another stream is followed only if a claim proves that it continues the position's.
-_SUCCESSION = {
+# An entry that replaces many versions leads on from the position, and bypasses no bound.
+_CATCH_UP = {
+    "gates": [
+        Revert(
+            "a held entry that replaces many versions is applied",
+            Replaces("decide._forward", "view.fault_of(log, ahead) is None", "True"),
+        ),
+        Revert(
+            "a merged delta replaces versions that are not all known",
+            Replaces("CatchUp._is_ahead", "is_next(entry, position)", "True"),
+            Replaces("CatchUp._merged_delta", "each.first <= _", "True"),
+        ),
+    ],
+    "one url": [
+        Revert("a catch-up bypasses a canary", Replaces("CatchUp._is_ahead", "self._allows(entry)", "True")),
+    ],
+    "orders": [
+        Revert(
+            "a catch-up passes a pin that a canary may not apply yet",
+            Replaces("decide._forward", "bound is None", "True"),
+        ),
+        Revert("a catch-up comes before a pin", Replaces("decide._at", "order is None", "view.catches_up or _")),
+    ],
     "two urls": [
-        Revert("each stream is followed", DoesNothing("decide._check_may_follow")),
         Revert(
-            "a stream is replaced although another url has it",
-            Loses("decide._check_may_follow", "StreamReplacedError(...)"),
+            "a catch-up leads to any stream", Replaces("CatchUp._is_ahead", "entry.stream == position.stream", "True")
         ),
         Revert(
-            "a stream is replaced although another url continues it",
-            Replaces("lacks", "(head.stream, *other.former_streams())", "(head.stream,)"),
+            "a catch-up leads to an older generation",
+            Replaces("CatchUp._is_ahead", "entry.generation >= (position.generation or 0)", "True"),
         ),
+    ],
+}
+
+# Without usable rows, the newest snapshot comes first.
+_START = {
+    "one url": [
+        Revert("mixed rows are continued", Replaces("decide._at", "position.rows is Rows.MIXED", "False")),
+        Revert("a start is not bounded", Replaces("decide._start", "_allows(...)", "None")),
+        Revert(
+            "an unreadable snapshot is waited for for ever",
+            Replaces("decide._newest", "isinstance(fault, StorageError) and view.is_patient", "False"),
+            Replaces("decide._start", "view.is_patient", "True"),
+        ),
+    ],
+    "gates": [
+        Revert("a held start is replaced by nothing", Replaces("decide._newest", "found", "list(found)[:1]")),
+    ],
+    "two urls": [
         Revert("mixed rows are replaced by those of any stream", Loses("decide._newest", "_check_may_follow(...)")),
-        Revert(
-            "a snapshot of any stream is newer",
-            Loses("decide._is_forward", "_check_may_follow(...)"),
-        ),
     ],
     "promoted orders": [
         Revert("mixed rows follow an order of any stream", Loses("decide._begin", "_check_may_follow(...)")),
-        Revert("an order of any stream is followed", Loses("decide._joins", "_check_may_follow(...)")),
-        Revert("the end of a pinned stream is not seen", Returns("decide._has_ended", "False")),
     ],
 }
 
-# Orders: the newest one leads exactly to its version, and bypasses nothing else.
-_ORDERS = {
+# Around a fault: only what is newer, or of a stream that continues this one, and without the rows of a held version.
+_RESYNC = {
+    "two urls": [
+        Revert("any snapshot is newer", Returns("decide._is_forward", "True")),
+        Revert("an older generation is newer", Returns("Position.precedes", "True")),
+        Revert("the version counts first", Returns("Position.precedes", "entry.version > self.link.version")),
+        Revert("an unknown generation is the lowest", Returns("decide._generation", "0")),
+        Revert("a snapshot of any stream is newer", Loses("decide._is_forward", "_check_may_follow(...)")),
+    ],
+    "gates": [
+        Revert(
+            "a merged delta contains a held version",
+            Replaces("decide._around", "StreamReplacedError | HeldVersionError", "StreamReplacedError"),
+        ),
+        Revert("a merged snapshot contains a held version", Loses("decide._around", "newer", nth=2)),
+        Revert("a held version blocks newer snapshots", Replaces("decide._around", "takewhile(...)", "()")),
+    ],
+}
+
+# A pin leads exactly to its version.
+_PIN = {
     "orders": [
         Revert("pins are ignored", Replaces("decide._order", "view.policy.follows_pins", "False")),
         Revert(
             "pins are followed although the process ignores them",
             Replaces("decide._order", "view.policy.follows_pins", "True"),
         ),
-        Revert("an older pin ends an own rollback", Returns("decide._ends", "True")),
-        Revert("a newer pin does not end an own rollback", Returns("decide._ends", "False")),
-        Revert(
-            "a pin that was released for this process applies",
-            Replaces("decide._order", "newest.counter <= _", "False"),
-        ),
-        Revert(
-            "a reader stays above a pin",
-            Replaces("decide._ordered", "_to_order(...)", "stay"),
-        ),
-        Revert("a position is at each pin", Returns("Order.is_followed_by", "True")),
-        Revert(
-            "interrupted rows are at the pin",
-            Replaces("Order.is_followed_by", "is_there and position.rows is Rows.WHOLE", "is_there"),
-        ),
+        Revert("a reader stays above a pin", Replaces("decide._ordered", "_to_order(...)", "stay")),
         Revert(
             "the path to a pin begins after its snapshot",
             Replaces("reading.path._path", "path[::-1]", "path[::-1][1:] or path"),
         ),
         Revert("the path to a pin lacks its end", Replaces("reading.path._path", "path[::-1]", "path[:0:-1] or path")),
+        Revert(
+            "a fault on the path to a pin is passed over",
+            Replaces("decide._along", "view.fault_of(log, entry)", "None"),
+        ),
+        Revert("a rollback leads nowhere", Replaces("decide._ordered", "_to_rollback(...)", "stay")),
     ],
 }
 
-# Releases: below one, the reader continues from a snapshot at or above it.
-_RELEASES = {
+# Below a release, the reader continues from a snapshot at or above it.
+_RELEASE = {
     "orders": [
         Revert(
             "a reader below a release goes on",
@@ -91,10 +140,6 @@ _RELEASES = {
             Replaces("decide._released_snapshots", "snapshot.link.version <= _", "False"),
         ),
         Revert("a reader waits at a release for ever", Returns("decide._to_release", "None")),
-        Revert(
-            "a release bypasses a canary",
-            Replaces("decide._released_snapshots", "not view.policy.is_canary or log.allows(entry)", "True"),
-        ),
         Revert("a reader starts below a release", Replaces("decide._begin", "_to_order(...)", "_start(log, view)")),
         Revert(
             "a reader starts at the newest snapshot whatever is released",
@@ -103,7 +148,51 @@ _RELEASES = {
     ],
 }
 
-# Canary: nothing above the bound.
+# Another stream is followed only if a claim proves that it continues the position's.
+_SUCCESSION = {
+    "two urls": [
+        Revert("each stream is followed", DoesNothing("decide._check_may_follow")),
+        Revert(
+            "a stream is replaced although another url has it",
+            Loses("decide._check_may_follow", "StreamReplacedError(...)"),
+        ),
+        Revert(
+            "a stream is replaced although another url continues it",
+            Replaces("lacks", "(head.stream, *other.former_streams())", "(head.stream,)"),
+        ),
+    ],
+    "promoted orders": [
+        Revert("an order of any stream is followed", Loses("decide._joins", "_check_may_follow(...)")),
+        Revert(
+            "a snapshot of the stream that ended is its succession",
+            Replaces("decide._succession", "each.stream != order.stream", "True"),
+        ),
+        Revert("a stream that ended has no succession", Replaces("decide._succession", "_first(...)", "None")),
+    ],
+}
+
+# A url that shows nothing newer is believed only after a look for a gap, and after one at the others.
+_NEWEST = {
+    "one url": [
+        Revert("no gap is looked for", Replaces("decide._forward", "view.looks_for_gap", "False")),
+        Revert("each version is the newest", Replaces("decide._forward", "entry is None", "True")),
+        Revert(
+            "a fault of the next version is the end of the log",
+            Replaces(
+                "decide._forward", "_around(log, view, position, error, bound)", "Stay(log.number, Rule.NEWEST, '')"
+            ),
+        ),
+    ],
+    "two urls": [
+        Revert("a better url is never found at rest", Replaces("decide._asks_others", "view.surveys", "False")),
+        Revert("the last url is asked no more", Replaces("decide._elsewhere", "others", "others[:-1]")),
+        Revert(
+            "a better url is found, but not used", Replaces("decide._elsewhere", "isinstance(found, Apply)", "False")
+        ),
+    ],
+}
+
+# Nothing above the bound.
 _CANARY = {
     "one url": [
         Revert(
@@ -111,7 +200,6 @@ _CANARY = {
             Replaces("decide._forward", "allows is not None and not allows(entry)", "False"),
         ),
         Revert("snapshots are not bounded", Returns("path._allowed_snapshots", "_snapshots(log)")),
-        Revert("a start is not bounded", Replaces("decide._start", "_allows(...)", "None")),
         Revert("nothing is bounded", Returns("decide._allows", "None")),
         Revert(
             "snapshots are not bounded once the store fails",
@@ -120,44 +208,76 @@ _CANARY = {
     ],
     "orders": [
         Revert("a pin bypasses a canary", Replaces("decide._to_pin", "view.policy.is_canary", "False")),
+        Revert(
+            "a release bypasses a canary",
+            Replaces("decide._released_snapshots", "not view.policy.is_canary or log.allows(entry)", "True"),
+        ),
+        Revert(
+            "a canary that waits for an order says that there is no snapshot",
+            Replaces("decide._begin", "view.position is None", "True", nth=1),
+        ),
     ],
     "promoted orders": [
         Revert("a canary searches for ever", Replaces("decide._towards", "position.stream != order.stream", "False")),
     ],
 }
 
-# Gate: the rows of a held version are never applied, whatever contains them.
-_GATE = {
-    "gates": [
+# The newest order counts until it is followed with whole rows, or released.
+_PINNED = {
+    "orders": [
+        Revert("an older pin ends an own rollback", Returns("decide._ends", "True")),
+        Revert("a newer pin does not end an own rollback", Returns("decide._ends", "False")),
         Revert(
-            "a merged delta contains a held version",
-            Replaces("decide._around", "StreamReplacedError | HeldVersionError", "StreamReplacedError"),
+            "a pin that was released for this process applies",
+            Replaces("decide._order", "newest.counter <= _", "False"),
         ),
-        Revert("a merged snapshot contains a held version", Loses("decide._around", "newer", nth=2)),
-        Revert("a held version is tried again at once", Returns("View.fault_of", "None")),
-        Revert("a held version blocks newer snapshots", Replaces("decide._around", "takewhile(...)", "()")),
-        Revert("a held start is replaced by nothing", Replaces("decide._newest", "found", "list(found)[:1]")),
-        Revert("a held version is passed", Replaces("decide._forward", "fault is None", "True")),
+        Revert("a position is at each pin", Returns("Order.is_followed_by", "True")),
+        Revert(
+            "interrupted rows are at the pin",
+            Replaces("Order.is_followed_by", "is_there and position.rows is Rows.WHOLE", "is_there"),
+        ),
+        Revert("a reader leaves a pin", Replaces("decide._ordered", "is_there and not _", "False")),
+    ],
+    "promoted orders": [
+        Revert(
+            "an outage at a pin is not reported",
+            Replaces("decide._ordered", "is_there and not view.looks_for_gap", "is_there"),
+        ),
     ],
 }
 
-# Rows: a delta follows only on whole rows, or on those of the same history.
-_ROWS = {
+# The stream of an order is not continued once another one has followed it.
+_ENDED = {
+    "promoted orders": [
+        Revert("the end of a pinned stream is not seen", Returns("decide._has_ended", "False")),
+        Revert("each pinned stream has ended", Returns("decide._has_ended", "head is not None")),
+        Revert(
+            "a stream that ended is continued",
+            Replaces("decide._ordered", "_succession(...)", "_forward(log, view, position)"),
+        ),
+        Revert(
+            "a pin of a stream that ended is still followed",
+            Replaces("decide._ordered", "_succession(...)", "_to_order(log, view, order)"),
+        ),
+        Revert("a stream that ended is left for any", Loses("decide._succession", "_check_may_follow(...)")),
+    ],
+}
+
+# A fault that a cache can cause is doubted before anything is done or said because of it.
+_CACHE = {
     "one url": [
-        Revert("mixed rows are continued", Replaces("decide._at", "position.rows is Rows.MIXED", "False")),
+        Revert("no fault is doubted", Replaces("decide._at", "log.is_doubted", "False")),
+        Revert("a resync is made before a doubt", Replaces("decide._around", "log.is_doubted", "False")),
+        Revert(
+            "an altered object is not doubted", Replaces("decide._around", "CACHE_FAULTS", "(StreamReplacedError,)")
+        ),
+        Revert("a url without a cache is doubted", Replaces("decide._at", "log.is_doubted", "True")),
+        Revert("another url is doubted", Replaces("decide._at", "log.number", "log.number + 1")),
     ],
 }
 
-# Faults: a fault is overcome by what leads around it, with patience for stores.
-_FAULTS = {
-    "late claims": [
-        Revert("a late claim is applied", Replaces("path.next_entry", "log.is_committed(entry)", "True")),
-        Revert("no claim is applied", Replaces("path.next_entry", "log.is_committed(entry)", "False")),
-    ],
-}
-
-# Other urls: each fault of one is overcome by another, and a better one is found at rest.
-_URLS = {
+# A fault of one url is overcome by another, but no fault of an entry is forgotten.
+_FAULT = {
     "damaged urls": [
         Revert("no other url is asked", Replaces("decide.decide", "len(view.logs) == 1 or _", "True")),
         Revert(
@@ -167,13 +287,32 @@ _URLS = {
         Revert("an unreadable url is never left", Replaces("decide._asks_others", "view.num_failures >= _", "False")),
         Revert("a fault of one url is one of all", Replaces("Fault.concerns", "number == self.number", "True")),
     ],
-    "two urls": [
-        Revert("a better url is never found at rest", Replaces("decide._asks_others", "view.surveys", "False")),
-        Revert("the last url is asked no more", Replaces("decide._elsewhere", "others", "others[:-1]")),
+    "gates": [
+        Revert("a held version is tried again at once", Returns("View.fault_of", "None")),
+    ],
+    "one url": [
+        Revert("an unreadable entry is waited for for ever", Returns("View.is_patient", "True")),
     ],
 }
 
+RULES = {
+    Rule.NEXT: _NEXT,
+    Rule.CATCH_UP: _CATCH_UP,
+    Rule.START: _START,
+    Rule.RESYNC: _RESYNC,
+    Rule.PIN: _PIN,
+    Rule.RELEASE: _RELEASE,
+    Rule.SUCCESSION: _SUCCESSION,
+    Rule.NEWEST: _NEWEST,
+    Rule.CANARY: _CANARY,
+    Rule.PINNED: _PINNED,
+    Rule.ENDED: _ENDED,
+    Rule.CACHE: _CACHE,
+    Rule.FAULT: _FAULT,
+}
+"""Rule to the faults of it."""
+
 REVERTS: dict[str, list[Revert]] = {}
-for _rule in (_NEWER, _SUCCESSION, _ORDERS, _RELEASES, _CANARY, _GATE, _ROWS, _FAULTS, _URLS):
-    for _family, _reverts in _rule.items():
+for _families in RULES.values():
+    for _family, _reverts in _families.items():
         REVERTS.setdefault(f"{_TEST}[{_family}]", []).extend(_reverts)
