@@ -51,15 +51,7 @@ class Canary:
 
 
 class CanaryBound:
-    """Newest version of a log that a canary may apply.
-
-    Args:
-        canary: distance from the newest version.
-        log: the log.
-
-    Attributes:
-        canary: distance from the newest version.
-    """
+    """Newest version of a log that a canary may apply."""
 
     def __init__(self, canary: Canary, log: StreamLog) -> None:
         self.canary = canary
@@ -69,11 +61,7 @@ class CanaryBound:
         self._latest = float("-inf")  # creation time of the newest entry that was seen
 
     def allows(self, manifest: Manifest) -> bool:
-        """Return True if an entry that was read is at or below the bound.
-
-        Raises:
-            StorageError: if the log cannot be read.
-        """
+        """Return True if an entry that was read is at or below the bound."""
         origin = manifest.stream, manifest.writer
         if origin != self._origin:  # a new publisher may have found an older copy of the log
             self._origin, self._newest, self._latest = origin, -1, float("-inf")

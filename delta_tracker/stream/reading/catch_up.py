@@ -16,10 +16,7 @@ _MAX_SIZED = 64  # versions whose sizes are read, to compare them with a snapsho
 class CatchUp:
     """Search of one log for merged deltas and snapshots that replace many versions.
 
-    The merged entries are listed once per 64 versions.
-
     Args:
-        log: the log.
         allows: returns False for an entry that the reader must not apply yet; None to allow every entry.
     """
 
@@ -73,7 +70,7 @@ class CatchUp:
         return None
 
     def _read(self, merged: Merged, position: Position) -> Manifest | None:
-        """Return a merged entry that the reader can apply; None if it cannot apply it, or cannot read it."""
+        """Return a merged entry if the reader can read and apply it."""
         if merged.name in self._avoided:
             return None
         entry = readable(self._log.read_merged, merged)
@@ -82,7 +79,7 @@ class CatchUp:
         return entry if entry is not None and self._is_ahead(entry, position) else None
 
     def _snapshot(self, position: Position, after: int) -> Manifest | None:
-        """Return the newest snapshot above ``after`` that the reader can apply; None if there is none."""
+        """Return the newest snapshot above ``after`` that the reader can apply, of the log or merged."""
         for each in reversed(self._merged(position.version)):
             if each.kind == "snapshot" and after < each.last <= self._bound:
                 entry = self._read(each, position)
@@ -92,7 +89,7 @@ class CatchUp:
         return self._log_snapshot(position, after)
 
     def _log_snapshot(self, position: Position, after: int) -> Manifest | None:
-        """Return the newest snapshot above ``after`` that is an entry of the log, and that the reader can apply."""
+        """Return the same, of the log only."""
         entry = readable(self._log.read, self._bound)
         while entry is not None and entry.snapshot is not None and entry.snapshot > after:
             snapshot = readable(self._log.read, entry.snapshot)

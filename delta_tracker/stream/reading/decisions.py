@@ -53,10 +53,9 @@ class Order:
         counter: counter of the pin or release; of a rollback, that of the newest pin when it was made.
         kind: ``pin`` to go to the version and stay there, ``release`` to go on from it or from a later snapshot;
             ``rollback`` for a pin of this process, which bypasses a canary and ends with its release.
-        link: link of the entry; None for a rollback.
+        link: link of the entry; None for a rollback, as ``pin``.
         newest: newest version when the order was made.
         is_new: True if it was not known in the round before.
-        pin: the pin or release; None for a rollback.
     """
 
     counter: int
@@ -90,7 +89,7 @@ class Policy:
 
     Args:
         follows_pins: True to obey pins and releases.
-        own: rollback of this process; None without one.
+        own: rollback of this process.
         released: counter up to which pins and releases no longer apply to this process.
         is_canary: True if the reader stays behind the newest version.
     """
@@ -107,8 +106,6 @@ class Fault:
 
     Args:
         number: number of the url that it was read from.
-        entry: the entry.
-        error: the error.
     """
 
     number: int
@@ -117,12 +114,10 @@ class Fault:
 
     def concerns(self, number: int, entry: Manifest) -> bool:
         """Return True if an entry at a url has this fault. What does not fit the reader has it at every url."""
-        is_here = number == self.number or isinstance(self.error, OF_ALL_URLS)
-        return is_here and (entry.stream, entry.link, entry.merges) == (
-            self.entry.stream,
-            self.entry.link,
-            self.entry.merges,
-        )
+        if number != self.number and not isinstance(self.error, OF_ALL_URLS):
+            return False
+        own = self.entry
+        return (entry.stream, entry.link, entry.merges) == (own.stream, own.link, own.merges)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +126,6 @@ class View:
 
     Args:
         logs: logs at the urls of the reader, the one that is followed first.
-        position: position of the reader, None before the first version.
-        policy: what the process wants.
         faults: entries that could not be applied in this round.
         num_failures: number of consecutive rounds that failed.
         looks_for_gap: True to check, if the next entry is missing, whether it was deleted or is not committed yet.
@@ -157,7 +150,7 @@ class View:
         return self.num_failures < NUM_TRIES - 1
 
     def fault_of(self, log: SeenLog, entry: Manifest) -> StreamError | None:
-        """Return why an entry cannot be applied; None if nothing is known against it."""
+        """Return the known fault of an entry; None without one."""
         for fault in self.faults:
             if fault.concerns(log.number, entry):
                 return fault.error
@@ -256,10 +249,9 @@ class Apply:
     Args:
         number: number of the url to read them from.
         entries: the entries. More than one are checked completely before the first row is written.
-        rule: why.
         cause: fault that a resync overcomes; None otherwise.
         is_elsewhere: True if the first entry does not follow the applied version.
-        order: the pin or the own rollback that is followed, for which the gate is bypassed; None otherwise.
+        order: the pin or the rollback that is followed, for which the gate is bypassed; None otherwise.
     """
 
     number: int
@@ -276,8 +268,7 @@ class Stay:
 
     Args:
         number: number of the url that shows it.
-        rule: why.
-        why: the same with the versions, for people.
+        why: the rule with the versions, for people.
         pinned: version at which an order keeps the reader; None without one.
     """
 
@@ -289,12 +280,7 @@ class Stay:
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """Decision to read what may have caused a fault again, past the caches.
-
-    Args:
-        number: number of the url.
-        error: the fault.
-    """
+    """Decision to read what may have caused the fault ``error`` at a url again, past the caches."""
 
     rule: ClassVar[Rule] = Rule.CACHE
     number: int

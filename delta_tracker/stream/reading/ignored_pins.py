@@ -19,9 +19,6 @@ _LOOK_SECONDS = 60.0  # between two looks
 class IgnoredPins:
     """Rare look for a pin of the stream, for a reader that follows no pins.
 
-    Args:
-        monotonic: returns a monotonic time in seconds.
-
     Attributes:
         notice: which pin is not followed; empty if none applies.
     """

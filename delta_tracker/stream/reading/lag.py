@@ -18,9 +18,6 @@ class Lag:
     this process's monotonic clock. It is too low by the time from the commit of the newest version until the reader saw
     it, and by up to one second if the store truncates modification times.
 
-    Args:
-        runtime: clock of the reader.
-
     Attributes:
         rested: version after which the last look found no entry, and the monotonic time at which that began; None if it
             found one since.
@@ -41,12 +38,8 @@ class Lag:
         """Return the number of versions above ``held``, and the age of the oldest one in seconds.
 
         The age is above 0 if the number is, and 0 if the number is. Reads no entries, and lists the log only before the
-        first applied version, or if the next entry is missing although there are newer ones.
-
-        Raises:
-            StreamReplacedError: if the log has neither the last applied version nor a newer one.
-            UnreadablePointerError, StaleCacheError: if the pointer, over http, shows nothing.
-            StorageError: if the store cannot be read.
+        first applied version, or if the next entry is missing although there are newer ones. Raises a StreamError if
+        the store cannot be read, or if its log ends before ``held``.
         """
         began = self._monotonic()
         if held is None:

@@ -15,12 +15,7 @@ from delta_tracker.stream.reading.source import Source
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """Last pin or release that a reader has followed, as it is saved with the position.
-
-    Args:
-        kind: ``pin`` or ``release``.
-        counter: its counter.
-    """
+    """Last ``pin`` or ``release`` that a reader has followed, as it is saved with the position."""
 
     kind: str
     counter: int
@@ -32,9 +27,6 @@ class Orders:
     The newest one of all urls counts. One that was followed still counts if no url shows it any more: a mirror may lag.
     At a promoted mirror, orders of the former streams give way to one of its own: the counters of its own ones may be
     lower, because the mirror lacked the last of the former ones.
-
-    Args:
-        policy: what the process wants at the start.
 
     Attributes:
         policy: what the process wants. Any thread may replace it by :meth:`release`.
@@ -55,9 +47,6 @@ class Orders:
         """Return the newest pin or release of a source, or another one that is newer. See :meth:`PinFollower.order`.
 
         If a forged one was dropped, what was done for it is forgotten.
-
-        Raises:
-            StorageError: if the store cannot be read at the first look.
         """
         if not self.policy.follows_pins:
             return None
@@ -81,11 +70,7 @@ class Orders:
         return [each for each in found if each.stream not in self._former.get(key, ())] or found
 
     def named(self, order: Order, source: Source) -> Manifest | None:
-        """Return the entry that a pin or a release names; None if the log does not have it.
-
-        Raises:
-            StreamError: if the entry cannot be read.
-        """
+        """Return the entry that a pin or a release names; None if the log does not have it."""
         entry = source.log.read(order.version)
         is_there = entry is not None and (entry.stream, entry.link) == (order.stream, order.link)
         if order.pin is not None:

@@ -38,7 +38,6 @@ class Position:
 
     Args:
         stream: id of the stream, 32 hex digits.
-        link: link of the entry.
         generation: generation of the entry; None if it was saved without it.
         rows: what else the tables may hold.
         created: Unix time at which the entry was committed, in seconds; None if it was saved without it.
@@ -90,11 +89,7 @@ class Position:
 
     @classmethod
     def from_dict(cls, state: object) -> Position:
-        """Restore a position from the result of :meth:`to_dict`.
-
-        Raises:
-            InvalidArgumentError: if ``state`` is invalid.
-        """
+        """Restore a position from the result of :meth:`to_dict`. Raise InvalidArgumentError if it is invalid."""
         try:
             saved = convert(state, _SavedPosition)
         except ValueError as error:

@@ -10,16 +10,11 @@ _logger = logging.getLogger(__name__)
 
 
 class Resyncs:
-    """Count and log of resyncs, and of faults, each of which is logged once until the next version is applied.
-
-    Attributes:
-        count: number of resyncs.
-        last: description of the last resync; empty before the first.
-    """
+    """Count and log of resyncs, and of faults, each of which is logged once until the next version is applied."""
 
     def __init__(self) -> None:
         self.count = 0
-        self.last = ""
+        self.last = ""  # description of the last resync
         self._logged: set[tuple[object, ...]] = set()
 
     def add(self, url: str, fault: StreamError, before: int | None, after: int) -> None:

@@ -29,9 +29,6 @@ class Settling:
         seconds: duration of a doubt, after which the fault is believed. It must exceed the time for which a cache keeps
             a 404.
         clock: returns a monotonic time in seconds.
-
-    Attributes:
-        seconds: duration of a doubt.
     """
 
     def __init__(self, seconds: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -67,11 +64,6 @@ class Settling:
         """Begin or continue a doubt. Return the store to read the version from once more.
 
         Returns None if all objects that can cause the fault were read past the caches in this doubt.
-
-        Args:
-            fault: one of ``CACHE_FAULTS``.
-            position: stream position of the reader.
-            storage: store of the stream.
         """
         if self._began is None or self._position != position:
             self.clear()

@@ -31,15 +31,11 @@ class Source:
 
     Args:
         number: number of the store among those of the reader.
-        storage: the store.
         canary: distance that the reader keeps from the newest version; None without one.
         log: log of the stream; None to open it.
 
     Attributes:
-        log: log of the stream.
         bound: newest version that a canary may apply; None without one.
-        catch_up: search for entries that replace many versions.
-        pins: reader of the pins in the store.
         settling: doubt of faults; None if the store is not behind a cache.
         has_listed: True if a check for a gap had to list the log in this round of the reader, which sets it to False.
     """
@@ -94,11 +90,7 @@ class Source:
         return self.storage.url
 
     def answer(self, look: Look) -> object:
-        """Look up what a reader needs, except for the next entry and orders.
-
-        Raises:
-            StreamError: if the store cannot be read, or an entry is malformed or missing.
-        """
+        """Look up what a reader needs, except for the next entry and orders."""
         return self._answers[look.about](look.subject)
 
     def head(self) -> Manifest | None:
@@ -142,11 +134,6 @@ class Source:
         proves this only with an entry before it, see :meth:`StreamLog.is_surely_newest`. Over http, a pointer to the
         last applied entry is enough. Otherwise, and once per minute because other programs may delete entries in any
         order, the entries from the last applied one on are listed, and :attr:`has_listed` is True.
-
-        Raises:
-            MissingVersionError: if the log has versions after the missing entry.
-            StreamReplacedError: if the log does not have the last applied entry.
-            UnreadablePointerError, StaleCacheError: if the pointer, over http, shows nothing.
         """
         held, log = position.link, self.log
         pointer = log.pointer.newest()

@@ -33,9 +33,6 @@ class Sources:
         canary: distance that the reader keeps from the newest version; None without one.
         runtime: clock and random numbers of the reader.
 
-    Attributes:
-        current: source that the reader follows.
-
     Raises:
         InvalidArgumentError: if there is none, or one is given twice.
     """
