@@ -77,14 +77,13 @@ class CanaryBound:
         return manifest.created + self.canary.seconds <= self._latest
 
     def _look(self, manifest: Manifest) -> None:
-        """Look for newer entries than those seen."""
-        log = self._log
-        newest = log.newest_version(max(manifest.version, self._newest))
+        """Look for newer entries than those before."""
+        newest = self._log.newest_version(max(manifest.version, self._newest))
         if newest <= self._newest:
             return
         if self.canary.seconds is not None:
             try:
-                head = log.read(newest)
+                head = self._log.read(newest)
             except MalformedError as error:
                 _logger.info("cannot read the time of the newest version: %s", str(error))
                 return

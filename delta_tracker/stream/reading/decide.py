@@ -113,9 +113,11 @@ def _at(log: SeenLog, view: View) -> Apply | Stay | Doubt:
             position = replace(position, generation=_generation(log, view, position))
         if order is None:
             return _forward(log, view, position)
-        if order.stream != position.stream:
-            return _new_order(log, view, position, order) or _forward(log, view, position)
-        return _ordered(log, view, position, order)
+        if order.stream == position.stream:
+            return _ordered(log, view, position, order)
+        # Once an order is known, the former stream is continued until it ends or has a fault.
+        joined = _joins(log, view, position, StreamReplacedError(log.url, position.version)) if order.is_new else None
+        return joined if isinstance(joined, Apply) else _forward(log, view, position)
     except CACHE_FAULTS as fault:
         if log.is_doubted:
             return Doubt(log.number, fault)
@@ -166,14 +168,6 @@ def _is_newer(log: SeenLog, order: Order, former: Order) -> bool:
         if (order.stream in streams) != (former.stream in streams):
             return former.stream in streams
     return former.counter < order.counter
-
-
-def _new_order(log: SeenLog, view: View, position: Position, order: Order) -> Apply | None:
-    """Go to what a new order says if its stream continues that of the position. None if it does not."""
-    if not order.is_new:
-        return None
-    found = _joins(log, view, position, StreamReplacedError(log.url, position.version))
-    return found if isinstance(found, Apply) else None
 
 
 def _ordered(log: SeenLog, view: View, position: Position, order: Order) -> Apply | Stay:
@@ -252,8 +246,8 @@ def _towards(log: SeenLog, view: View, order: Order) -> Apply | Stay:
             return _start(log, view, order.version)
         return stay
     if position.stream != order.stream:
-        found = snapshots(log, allows=_allows(log, view, order.version), skips_unreadable=not view.is_patient)
-        return _first(log, view, takewhile(lambda each: each.stream == order.stream, found), Rule.RESYNC) or stay
+        found = takewhile(lambda each: each.stream == order.stream, _snapshots(log, view, order.version))
+        return _first(log, view, found, Rule.RESYNC) or stay
     if position.version >= order.version:
         return stay
     return _forward(log, view, position, order.version)
@@ -266,7 +260,7 @@ def _to_release(log: SeenLog, view: View, order: Order) -> Apply | None:
 
 def _released_snapshots(log: SeenLog, view: View, order: Order) -> Iterator[Manifest]:
     later = False
-    for snapshot in snapshots(log, allows=_allows(log, view), skips_unreadable=not view.is_patient):
+    for snapshot in _snapshots(log, view):
         if snapshot.stream != order.stream or snapshot.link.version <= order.version:
             break
         later = True
@@ -296,8 +290,8 @@ def _succession(log: SeenLog, view: View, position: Position, order: Order) -> A
     The former stream is not continued meanwhile, because the versions after the pin may be bad.
     """
     _check_may_follow(log, view, position)
-    found = snapshots(log, allows=_allows(log, view), skips_unreadable=not view.is_patient)
-    decision = _first(log, view, takewhile(lambda each: each.stream != order.stream, found), Rule.SUCCESSION)
+    found = takewhile(lambda each: each.stream != order.stream, _snapshots(log, view))
+    decision = _first(log, view, found, Rule.SUCCESSION)
     text = f"the stream of the pinned version {order.version} ended, and the next one has no snapshot yet"
     return Stay(log.number, Rule.ENDED, text, position.version) if decision is None else decision
 
@@ -360,14 +354,7 @@ def _newest(log: SeenLog, view: View, found: Iterable[Manifest], cause: StreamEr
 
 
 def _forward(log: SeenLog, view: View, position: Position, bound: int | None = None) -> Apply | Stay:
-    """Apply the next version, one that replaces many, or after a fault what leads around it.
-
-    Args:
-        log: the log.
-        view: the view.
-        position: position of the reader, whose rows are not mixed.
-        bound: version that must not be passed; None without one.
-    """
+    """Apply the next version up to ``bound``, one that replaces many, or after a fault what leads around it."""
     ahead = log.ahead(position) if view.catches_up and bound is None else None
     if ahead is not None and view.fault_of(log, ahead) is None:
         return Apply(log.number, (ahead,), Rule.CATCH_UP)
@@ -391,14 +378,14 @@ def _around(log: SeenLog, view: View, position: Position, fault: StreamError, bo
         raise fault
     if (joined := _joins(log, view, position, fault)) is not None:
         return joined
-    allows = _allows(log, view, bound)
     if not isinstance(fault, StreamReplacedError | HeldVersionError):
         # A merged entry would contain the rows of a held version.
-        merged = merged_deltas(log, position, allows=allows, skips_unreadable=not view.is_patient)
+        merged = merged_deltas(log, position, allows=_allows(log, view, bound), skips_unreadable=not view.is_patient)
         if (found := _first(log, view, merged, Rule.RESYNC, fault)) is not None:
             return found
-    found_snapshots = snapshots(log, allows=allows, skips_unreadable=not view.is_patient)
-    newer: Iterator[Manifest] = takewhile(lambda snapshot: _is_forward(log, view, position, snapshot), found_snapshots)
+    newer: Iterator[Manifest] = takewhile(
+        lambda snapshot: _is_forward(log, view, position, snapshot), _snapshots(log, view, bound)
+    )
     if isinstance(fault, HeldVersionError):
         newer = (snapshot for snapshot in newer if snapshot.merges is None)
     if (found := _first(log, view, newer, Rule.RESYNC, fault)) is not None:
@@ -465,6 +452,11 @@ def _check_may_follow(log: SeenLog, view: View, position: Position) -> None:
 # Common parts
 
 
+def _snapshots(log: SeenLog, view: View, bound: int | None = None) -> Iterator[Manifest]:
+    """Yield the snapshots that are allowed, newest first."""
+    return snapshots(log, allows=_allows(log, view, bound), skips_unreadable=not view.is_patient)
+
+
 def _allows(log: SeenLog, view: View, bound: int | None = None) -> Allows | None:
     """Return the function that rejects what a canary, or a bound of versions, does not allow; None without both."""
     if not view.policy.is_canary and bound is None:
@@ -485,8 +477,7 @@ def _first(
 ) -> Apply | None:
     """Return the decision to apply the first entry that has no fault; None if there are no entries.
 
-    Raises:
-        StreamError: ``cause``, or else the fault of the first entry, if all have one.
+    If all have one, raises the fault of the first entry, unless ``cause`` is given.
     """
     first: StreamError | None = None
     num_unreadable = 0

@@ -175,11 +175,7 @@ class Rule(Enum):
         self.does = does
         self.shown = shown
 
-    NEXT = (
-        "the next version is committed",
-        "apply it",
-        "`version`",
-    )
+    NEXT = ("the next version is committed", "apply it", "`version`")
     CATCH_UP = (
         "8 versions or more are not applied",
         "apply the longest merged delta, or a newer snapshot with fewer bytes",
@@ -210,11 +206,7 @@ class Rule(Enum):
         "apply that snapshot",
         "`stream`; `pinned` is None",
     )
-    NEWEST = (
-        "no newer version is committed",
-        "wait",
-        "`why`: `version 7 is the newest`",
-    )
+    NEWEST = ("no newer version is committed", "wait", "`why`: `version 7 is the newest`")
     CANARY = (
         "the canary does not allow the next version, or that of a pin or release, yet",
         "wait",
@@ -235,11 +227,7 @@ class Rule(Enum):
         "read the object again from the cache, and then once past it. Believe the fault after 10 s",
         "`error`: `StaleCacheError`",
     )
-    FAULT = (
-        "nothing can be applied",
-        "keep the rows and retry, also at the other urls",
-        "`error`",
-    )
+    FAULT = ("nothing can be applied", "keep the rows and retry, also at the other urls", "`error`")
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,7 @@ _MAX_UNREADABLE = 2  # consecutive malformed entries that are skipped
 
 
 def former_streams(log: StreamLog, head: Manifest) -> tuple[str, ...]:
-    """Return the streams of which the stream of the newest entry is a fork, the last one first.
-
-    """
+    """Return the streams of which the stream of the newest entry is a fork, the last one first."""
     claims = forks(log.versions(), head.stream, partial(readable, log.read))
     return tuple(each.forked_from.stream for each in claims if each.forked_from is not None)
 

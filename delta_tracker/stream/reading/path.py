@@ -1,6 +1,6 @@
 """Search for the entries that lead to a version: pure functions of the entries of a log.
 
-The functions read only entries. ``allows`` returns False for an entry that the reader must not apply yet.
+``allows`` returns False for an entry that the reader must not apply yet; None allows every entry.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from delta_tracker.errors import (
     InvalidArgumentError,
@@ -23,7 +23,10 @@ from delta_tracker.stream.entry_names import Merged
 from delta_tracker.stream.format.manifest import Link, Manifest
 from delta_tracker.stream.log import generation_error
 from delta_tracker.stream.reading.position import Position
-from delta_tracker.stream.reading.seen import Entries, Following
+from delta_tracker.stream.reading.seen import Entries, SeenLog
+
+if TYPE_CHECKING:
+    from delta_tracker.stream.reading.source import Source
 
 _MAX_UNREADABLE = 3
 _T = TypeVar("_T")
@@ -40,18 +43,14 @@ def readable(read: Callable[[_T], Manifest | None], what: _T) -> Manifest | None
         return None
 
 
-def next_entry(log: Following, position: Position, *, looks_for_gap: bool) -> Manifest | None:
+def next_entry(log: SeenLog | Source, position: Position, *, looks_for_gap: bool) -> Manifest | None:
     """Return the entry that follows a position, None if there is none.
 
-    Args:
-        log: the log.
-        position: position of the reader.
-        looks_for_gap: True to check, if there is none, whether it was deleted or is not committed yet.
+    With ``looks_for_gap``, checks if there is none whether it was deleted or is not committed yet.
 
     Raises:
         StreamReplacedError: if another entry is in its place, or the log lacks the entry of the position.
         MissingVersionError: if it was deleted, or is a claim that is not part of the log.
-        MalformedError, StorageError: if the log cannot be read.
     """
     entry = log.next(position, looks_for_gap=looks_for_gap)
     if entry is None:
@@ -67,11 +66,8 @@ def next_entry(log: Following, position: Position, *, looks_for_gap: bool) -> Ma
 def snapshots(log: Entries, *, allows: Allows | None = None, skips_unreadable: bool = False) -> Iterator[Manifest]:
     """Yield the snapshots that a reader can start from, newest first.
 
-    Args:
-        log: the log.
-        allows: see the module; None to allow every entry.
-        skips_unreadable: True to skip entries that the store cannot read, and malformed entries of the log. Malformed
-            merged entries are always skipped.
+    With ``skips_unreadable``, skips entries that the store cannot read, and malformed entries of the log. Malformed
+    merged entries are always skipped.
     """
     if skips_unreadable:
         yield from (each for each in _readable_snapshots(log) if allows is None or allows(each))
@@ -82,19 +78,15 @@ def snapshots(log: Entries, *, allows: Allows | None = None, skips_unreadable: b
 
 
 def _snapshots(log: Entries) -> Iterator[Manifest]:
-    manifest = _newest_snapshot(log)
+    try:
+        manifest = log.newest_snapshot()
+    except MalformedError:  # perhaps of a merged entry, which adds no information
+        head = log.head()
+        manifest = None if head is None or head.snapshot is None else log.read(head.snapshot)
     while manifest is not None and manifest.kind == "snapshot":
         yield manifest
         before = None if manifest.version == 0 else log.read(manifest.version - 1)
         manifest = None if before is None or before.snapshot is None else log.read(before.snapshot)
-
-
-def _newest_snapshot(log: Entries) -> Manifest | None:
-    try:
-        return log.newest_snapshot()
-    except MalformedError:  # perhaps of a merged entry, which adds no information
-        head = log.head()
-    return None if head is None or head.snapshot is None else log.read(head.snapshot)
 
 
 def _allowed_snapshots(log: Entries, allows: Allows) -> Iterator[Manifest]:
@@ -155,15 +147,12 @@ def merged_deltas(
 
     A malformed one ends the search, because merged entries add no information.
     """
-    try:
+    with suppress(MalformedError, *([StorageError] if skips_unreadable else [])):
         for merged in reversed(log.merged(after=position.version)):
             if merged.kind == "delta" and merged.first <= position.version + 1:
                 entry = log.read_merged(merged)
                 if entry is not None and is_next(entry, position) and (allows is None or allows(entry)):
                     yield entry
-    except (MalformedError, StorageError) as error:
-        if isinstance(error, StorageError) and not skips_unreadable:
-            raise
 
 
 def is_next(merged: Manifest, position: Position) -> bool:
@@ -177,19 +166,13 @@ def is_next(merged: Manifest, position: Position) -> bool:
 def path_to(log: Entries, version: int, *, position: Position | None = None, of_any: bool = False) -> list[Manifest]:
     """Return the entries to apply to reach a version, in order: a snapshot and its successors up to the version.
 
-    Args:
-        log: the log.
-        version: version of the newest stream of the log.
-        position: position of the reader, whose stream must be the newest one; None for any stream.
-        of_any: True to accept also a version of a former stream of the log, and one below a malformed newest entry.
+    The version belongs to the newest stream of the log. So must the position of the reader, if there is one. With
+    ``of_any``, accepts also a version of a former stream, and one below a malformed newest entry.
 
     Raises:
-        MissingVersionError: if a required entry is missing or was replaced.
-        NoSnapshotError: if there is no snapshot at or below the version.
         InvalidArgumentError: if the version is invalid or not committed yet.
         StreamReplacedError: if the position belongs to another stream.
-        MalformedError: if an entry cannot be read, or has a lower generation than its predecessor.
-        StorageError: if the store cannot be read.
+        MissingVersionError, NoSnapshotError, MalformedError: as :func:`path_to_entry`.
     """
     head = _newest_below(log, version) if of_any else log.head()
     if head is None or type(version) is not int or not 0 <= version <= head.version:
@@ -234,14 +217,12 @@ def path_to_entry(
             not be used. None to use merged deltas only for versions that the log lacks.
 
     Returns:
-        The entries in order. Empty if the target is the entry of the position. The first one is a snapshot unless it
-        follows the position.
+        The entries in order. Empty if the target is the entry of the position.
 
     Raises:
         MissingVersionError: if a required entry is missing or was replaced.
         NoSnapshotError: if there is no snapshot at or below the target.
         MalformedError: if an entry cannot be read, or has a lower generation than its predecessor.
-        StorageError: if the store cannot be read.
     """
     if position is not None:
         is_near = (target.snapshot or 0) <= position.version <= target.version
@@ -321,16 +302,8 @@ def committed_entry(
 ) -> Manifest:
     """Return the log's entry of a version, or a merged entry that ends with it.
 
-    Args:
-        log: the log.
-        version: version of the entry.
-        head: newest entry of the log.
-        link: required link of the entry; None accepts every link.
-        of_any: True to accept an entry of a former stream of the log.
-
-    Raises:
-        MissingVersionError: if there is no such entry, or only a claim that is not part of the log.
-        MalformedError, StorageError: if the log cannot be read.
+    Raises MissingVersionError if there is none with ``link``, of the stream of the newest entry ``head`` or with
+    ``of_any`` of any stream, or only a claim that is not part of the log.
     """
     entry = _entry(log, version, link)
     if entry is None or (entry.stream != head.stream and not of_any):
@@ -354,12 +327,10 @@ def _entry(log: Entries, version: int, link: Link | None) -> Manifest | None:
     return None
 
 
-def is_other_copy(log: Entries, position: Position) -> bool:
+def _is_other_copy(log: Entries, position: Position) -> bool:
     """Return True if a log of the position's stream ends before the position, or has another entry in its place."""
     head = log.head()
-    if head is not None and head.version < position.version:
-        return True
-    return has_other_entry(log, position)
+    return (head is not None and head.version < position.version) or has_other_entry(log, position)
 
 
 def has_other_entry(log: Entries, position: Position) -> bool:
@@ -371,8 +342,8 @@ def has_other_entry(log: Entries, position: Position) -> bool:
 def is_forward(log: Entries, position: Position, entry: Manifest) -> bool:
     """Return True if an entry of the position's stream is newer. Only in another copy may its version be lower."""
     if position.precedes(entry):
-        return entry.version > position.version or is_other_copy(log, position)
-    return _is_restored(log, position, entry) and is_other_copy(log, position)
+        return entry.version > position.version or _is_other_copy(log, position)
+    return _is_restored(log, position, entry) and _is_other_copy(log, position)
 
 
 def _is_restored(log: Entries, position: Position, entry: Manifest) -> bool:
@@ -389,5 +360,5 @@ def check_is_newer(log: Entries, position: Position) -> None:
     head = log.head()
     if head is None or head.stream != position.stream or position.precedes(head) or position.is_long_before(head):
         return
-    if is_other_copy(log, position):
+    if _is_other_copy(log, position):
         raise OlderCopyError(log.url, head.version, position.version)

@@ -118,20 +118,11 @@ class Reader:
     saw. Not thread-safe, except :meth:`release` and the attributes.
 
     Args:
-        sources: stores of the stream.
-        target: what the versions are applied to.
-        observer: metrics.
-        policy: what the process wants.
         skips_versions: True to apply entries that replace several versions when the reader is far behind.
-        runtime: clock, waits, random numbers and threads.
 
     Attributes:
-        orders: orders that the reader follows.
-        lag: measurement of the lag.
-        resyncs: record of the resyncs.
         pinned: version at which an order keeps the reader, or to which it goes; None without one.
         why: last decision and its reason; empty before the first, and after :meth:`release`.
-        ignored: pins that the reader does not follow.
     """
 
     def __init__(
@@ -184,12 +175,8 @@ class Reader:
     def advance(self, *, looks_for_gap: bool) -> bool:
         """Apply the next version, or several at once. Return False if there is nothing to apply.
 
-        Args:
-            looks_for_gap: True to check, if the next version is missing, whether it was deleted or is not committed
-                yet.
-
-        Raises:
-            StreamError: if nothing can be applied because of a fault.
+        With ``looks_for_gap``, checks if the next version is missing whether it was deleted or is not committed yet.
+        Raises a StreamError if nothing can be applied because of a fault.
         """
         self._target.restore()
         settling = self.sources.current.settling
@@ -215,11 +202,7 @@ class Reader:
         return has_moved
 
     def rollback(self, version: int) -> None:
-        """Return to a version, and stay there until :meth:`release`.
-
-        Raises:
-            StreamError, InvalidArgumentError: if the version cannot be reached. Nothing was changed.
-        """
+        """Return to a version, and stay there until :meth:`release`. If this raises, nothing was changed."""
         self._target.restore()
         for source in self.sources.due()[1:]:
             with suppress(StorageError):
@@ -237,7 +220,7 @@ class Reader:
         _logger.warning("rolled back to version %d of %s", version, self.storage.url)
 
     def release(self) -> None:
-        """End a rollback of this process. Without one, end the pin that is followed, for this process."""
+        """See :meth:`Orders.release`."""
         self.orders.release()
         self.pinned, self.why = None, ""
 
@@ -252,9 +235,6 @@ class Reader:
         """Return the entries that the reader would go to: that of a pin, or the newest snapshot and the newest entry.
 
         Only entries above the position are returned, and none after a rollback.
-
-        Raises:
-            StreamError: if the log cannot be read.
         """
         if self.orders.policy.own is not None:
             return []
@@ -438,8 +418,7 @@ class Reader:
     def _doubt(self, state: _Round, doubt: Doubt) -> None:
         """Read what may have caused a fault again: first from the cache, because another reader may have replaced it.
 
-        Raises:
-            StaleCacheError: if all of it was read past the cache, and the fault may still be that of a cache.
+        Raises StaleCacheError if all of it was read past the cache, and the fault may still be that of a cache.
         """
         source, again = self.source, state.retry
         assert source.settling is not None, "only the source behind a cache is doubted"
@@ -512,7 +491,7 @@ class _Round:
         answers: number to the answers of the log of the view.
         looks_for_gap: as the caller asked. A round that reads past a cache looks for a gap in any case.
         order: newest pin or release that was seen.
-        retry: source to read a faulty version from next; None if there is none.
+        retry: source to read a faulty version from next.
         has_waited: True after the wait before the first object is read again.
         skipped: errors of looks.
     """

@@ -15,27 +15,6 @@ if TYPE_CHECKING:
     from delta_tracker.stream.reading.decisions import Order
 
 
-class Following(Protocol):
-    """Log whose entries are read one after the other."""
-
-    @property
-    def url(self) -> str:
-        """Url of the store."""
-
-    def next(self, position: Position, *, looks_for_gap: bool) -> Manifest | None:
-        """Return the entry after a position; None if it does not exist, as far as a poll can tell.
-
-        With ``looks_for_gap``, raises MissingVersionError or StreamReplacedError if it was deleted, or if the log lacks
-        the position's entry.
-        """
-
-    def head(self) -> Manifest | None:
-        """Return the newest entry, None if there is none."""
-
-    def is_committed(self, entry: Manifest) -> bool:
-        """Return True if an entry that was read, such as a claim, is part of the log."""
-
-
 class Entries(Protocol):
     """Entries of one log: those that were seen, or a :class:`~delta_tracker.stream.log.StreamLog`, which reads them.
 
@@ -118,7 +97,11 @@ class SeenLog:
     answers: Mapping[tuple[str, Hashable], object] = field(default_factory=dict)
 
     def next(self, position: Position, *, looks_for_gap: bool) -> Manifest | None:
-        """See :class:`Following`."""
+        """Return the entry after a position; None if it does not exist, as far as a poll can tell.
+
+        With ``looks_for_gap``, raises MissingVersionError or StreamReplacedError if it was deleted, or if the log lacks
+        the position's entry.
+        """
         return cast("Manifest | None", self._ask("next", looks_for_gap, position))
 
     def ahead(self, position: Position) -> Manifest | None:

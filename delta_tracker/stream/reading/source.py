@@ -102,7 +102,7 @@ class Source:
         return self.log.is_committed(entry)
 
     def next(self, position: Position, *, looks_for_gap: bool) -> Manifest | None:
-        """See :class:`Following`. Logs once per publisher that its clock differs from the store's."""
+        """See :meth:`SeenLog.next`. Logs once per publisher that its clock differs from the store's."""
         version = position.link.version + 1
         entry = self.log.read(version) if self.log.is_listed or self.log.may_have(version) else None
         if entry is None and looks_for_gap:
