@@ -34,6 +34,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="seed of the first one")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="end after this time")
     parser.add_argument("--shrinks", type=int, default=1, help="number of findings of each rule to minimise")
+    parser.add_argument("--stop", action="store_true", help="end after the first finding that is not known")
     parser.add_argument("--known", action="store_true", help="check that each known finding is still found")
     parser.add_argument("--replay", type=Path, help="file with one schedule as JSON, whose run is printed")
     arguments = parser.parse_args()
@@ -51,7 +52,8 @@ def _sweep(arguments: argparse.Namespace) -> dict[str, object]:
     began, count = _now(), 0
     rules = Counter[str]()
     for seed in range(arguments.first, arguments.first + arguments.seeds):
-        if _now() - began > 60 * arguments.minutes:
+        is_found = arguments.stop and not rules.keys() <= KNOWN_RULES
+        if is_found or _now() - began > 60 * arguments.minutes:
             break
         schedule = generate(seed)
         count += 1

@@ -11,9 +11,10 @@ from delta_tracker import Canary, Gate, Predictor
 from tests.world.history import Order, Place
 from tests.world.served import Served, ServedRows, served
 from tests.world.stores import Store
+from tests.world.values import digits
 from tests.world.web import Web
 
-_ORDERS = ((0,), (0, 1), (1, 0), (0, 1), (1, 0), (1,), (0, 1, 2), (2, 1), (1, 2))
+_ORDERS = ((0,), (0, 1), (1, 0), (0, 2), (2, 0), (1,), (0, 1, 2), (2, 1), (1, 2))
 _CANARIES = (None, None, None, None, Canary(versions=1), Canary(versions=2), Canary(seconds=10.0))
 _GATES = (None, None, None, Gate(), Gate(max_drift=99.0, min_rows=1))
 _KINDS = ("", "", "tables", "follows", "row store", "cache")
@@ -45,23 +46,17 @@ class Settings:
     has_raw_ids: bool
 
     @classmethod
-    def of(
-        cls, who: int, choice: int, stores: list[Store], cache: Path, web: Web | None, *, has_raw_ids: bool
-    ) -> Settings:
-        """Return the settings of two numbers: 0 and a number below 9 have none, and one url or several."""
-        order = _ORDERS[(choice + who) % len(_ORDERS)]
-        choice, follows_pins = divmod(choice // len(_ORDERS), 2)
-        choice, kind = divmod(choice, len(_KINDS))
-        choice, canary = divmod(choice, len(_CANARIES))
-        choice, gate = divmod(choice, len(_GATES))
+    def of(cls, choice: int, stores: list[Store], cache: Path, web: Web | None, *, has_raw_ids: bool) -> Settings:
+        """Return the settings of a number: one below 9 has none, and one url or several."""
+        options, rest = digits(choice)
         return cls(
-            stores=tuple(stores[index] for index in order),
-            canary=_CANARIES[canary],
-            gate=_GATES[gate],
-            follows_pins=bool(follows_pins),
-            kind=_KINDS[kind],
+            stores=tuple(stores[index] for index in _ORDERS[options["order"]]),
+            canary=_CANARIES[options["canary"]],
+            gate=_GATES[options["gate"]],
+            follows_pins=bool(options["follows_pins"]),
+            kind=_KINDS[options["kind"]],
             cache=cache,
-            web=None if choice % 5 == 4 else web,
+            web=None if rest % 5 == 4 else web,
             has_raw_ids=has_raw_ids,
         )
 
@@ -92,9 +87,11 @@ class Reader:
         known: number of orders that existed at its own rollback, without those that a promotion removed.
         num_known: number of all orders then.
         knew_all: True if its stores had all of them.
+        blind_at: time of its last call without a version while a store lacked an order.
         excused: counter of the newest order that its own release may have ended.
         pinned: pin that it has followed, None without one.
         may_serve_held: True if an accepted version or a rollback has led past the gate.
+        held: place of the version that its gate holds, None without one.
         kinds: kinds of versions of which its gate has a baseline without large values.
         is_interrupted: True from an error of what it writes to until a call succeeds.
     """
@@ -109,9 +106,11 @@ class Reader:
     known: int = 0
     num_known: int = 0
     knew_all: bool = True
+    blind_at: float = 0.0
     excused: int = 0
     pinned: Order | None = None
     may_serve_held: bool = False
+    held: Place | None = None
     kinds: set[str] = field(default_factory=set)
     is_interrupted: bool = False
 

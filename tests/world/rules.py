@@ -2,7 +2,7 @@
 
 - Each served row is the trainer's at the version that the predictor states.
 - A predictor never goes back, in (stream, version), without an order: a pin, its own rollback or a promotion.
-- It serves nothing that its gate rejects, that is closer than its canary, or that a pin has called bad.
+- It serves nothing that its gate rejects, nor goes past it without a snapshot, that is closer than its canary, or that a pin has called bad.
 - It stays at its own rollback.
 """
 
@@ -28,6 +28,8 @@ def check(reader: Reader, history: History, encoding: str | None, *, is_complete
     if version is None or stream is None:
         if reader.floor is not None:
             raise RuleError("backwards", f"{reader.describe()} from {reader.floor} to no version")
+        if not history.is_shown_by(reader.settings.stores):
+            reader.blind_at = CLOCK.now
         return
     key = stream, version
     if key not in history.copies:
@@ -39,11 +41,13 @@ def check(reader: Reader, history: History, encoding: str | None, *, is_complete
     place = history.place(*key)
     if reader.floor is not None and place < reader.floor:
         reader.kinds.clear()
+        reader.held = None
     is_pinned = reader.settings.follows_pins and any(
         (each.kind, each.stream, each.version) == ("pin", *key) for each in history.ordered.values()
     )
     reader.may_serve_held |= is_pinned  # an order bypasses the gate
     _check_gate(reader, Copy(held, {}), version)
+    _check_held(reader, place, history, is_pinned=is_pinned)
     if reader.floor is not None and place < reader.floor and not is_pinned:
         raise RuleError("backwards", f"{reader.describe()} from {reader.floor} to {place} without an order")
     _check_canary(reader, place, history, key)
@@ -68,9 +72,20 @@ def _check_gate(reader: Reader, held: Copy, version: int) -> None:
         raise RuleError("gate", f"{reader.describe()} serves the large values of version {version}")
 
 
+def _check_held(reader: Reader, place: Place, history: History, *, is_pinned: bool) -> None:
+    """Check that only a snapshot of the log, or an order, leads past the version that a gate holds."""
+    held = reader.held
+    if held is None or place < held:
+        return
+    reader.held = None
+    places = {history.place(*key) for key, kind in history.kinds.items() if kind == "snapshot"}
+    if not is_pinned and not any(held < each <= place for each in places):
+        raise RuleError("gate", f"{reader.describe()} went past {held}, which its gate holds, to {place}")
+
+
 def _check_canary(reader: Reader, place: Place, history: History, key: Key) -> None:
     canary = reader.settings.canary
-    if canary is None or reader.own is not None:
+    if canary is None:
         return
     if canary.versions is not None:
         is_too_close = place[1] + canary.versions > history.newest(place)
@@ -105,7 +120,8 @@ def _check_start(reader: Reader, key: Key, pin: Order | None) -> None:
     """Check that the first version of a predictor is not one after a pin."""
     if not reader.settings.follows_pins or reader.settings.canary is not None or pin is None:
         return
-    if pin.counter > reader.excused and pin.time + LOOK_SECONDS < CLOCK.now and _is_after(key, pin):
+    since = max(pin.time, reader.blind_at)
+    if pin.counter > reader.excused and since + LOOK_SECONDS < CLOCK.now and _is_after(key, pin):
         raise RuleError("bad version", f"{reader.describe()} begins with {key[1]} in spite of {pin}")
 
 

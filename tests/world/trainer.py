@@ -69,11 +69,40 @@ class _TrainedModel:
     def __init__(self) -> None:
         self.module = Model()
         self.optimizer = torch.optim.Adagrad(self.module.parameters(), lr=0.1)
+        self.module.over.weight.register_hook(_finite)
+        self._batch = torch.zeros(2, 2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+        self._spoiled: tuple[tuple[Tensor, Tensor], dict[str, Tensor]] | None = None  # batch, and the values before
 
     def predict(self, source: torch.Generator) -> Tensor:
         bags = torch.randint(NUM_BAGS, (2, 2), generator=source)
-        output: Tensor = self.module(bags, torch.randint(NUM_PLAIN, (2,), generator=source))
+        self._batch = bags, torch.randint(NUM_PLAIN, (2,), generator=source)
+        output: Tensor = self.module(*self._batch)
+        output.register_hook(_finite)
         return output
+
+    @torch.no_grad()
+    def spoil(self, value: float, *, is_dense: bool) -> None:
+        """Write a value to the dense layer, or to the rows of the last batch."""
+        self._spoiled = self._batch, self.copy()
+        bags, ids = self._batch
+        self.module(bags, ids)
+        rows = {self.module.bag.weight: bags.flatten(), self.module.plain.weight: ids}
+        for tensor, each in ({self.module.over.bias: torch.tensor(0)} if is_dense else rows).items():
+            tensor[each] = value
+
+    @torch.no_grad()
+    def heal(self) -> bool:
+        """Write the values before the last :meth:`spoil`. Return False if there are none."""
+        if self._spoiled is None:
+            return False
+        (bags, ids), values = self._spoiled
+        self._spoiled = None
+        self.module(bags, ids)
+        rows = {"bag.weight": bags.flatten(), "plain.weight": ids}
+        for name, tensor in self.module.named_parameters():
+            each = rows.get(name, slice(None))
+            tensor[each] = values[name][each]
+        return True
 
     def copy(self) -> dict[str, Tensor]:
         return self.module.copy()
@@ -81,6 +110,11 @@ class _TrainedModel:
     def states(self) -> dict[str, Tensor]:
         states = self.optimizer.state_dict()["state"]
         return {f"{number} {name}": each.clone() for number, held in states.items() for name, each in held.items()}
+
+
+def _finite(gradient: Tensor) -> Tensor:
+    """Return a gradient by which no bad row spoils another one."""
+    return gradient.nan_to_num(0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +199,21 @@ class Trainer:
             if optimizer is not None:
                 optimizer.step()
             self._tracker.step()
+
+    def spoil(self, choice: int, value: float, *, is_dense: bool) -> None:
+        """Train, and get rows or a dense tensor of a bad value. They keep it until :meth:`heal`."""
+        if not isinstance(self._trained, _TrainedModel):
+            self.train(choice, scale=float("nan"))
+            return
+        self.train(choice)
+        self._trained.spoil(value, is_dense=is_dense)
+        self._tracker.step()
+
+    def heal(self) -> bool:
+        """Write the values before the last :meth:`spoil`. Return False if there are none."""
+        is_healed = isinstance(self._trained, _TrainedModel) and self._trained.heal()
+        self._tracker.step()
+        return is_healed
 
     def open(self, url: Any) -> Publisher:
         """Return the publisher, built if there is none."""

@@ -7,9 +7,11 @@ operation that cannot apply does nothing. So a schedule stays valid if operation
 from __future__ import annotations
 
 import json
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 # Weight of each kind of operation.
@@ -21,6 +23,7 @@ WEIGHTS = {
     "restart_trainer": 3,
     "publish_former": 1,
     "spoil": 2,
+    "heal": 1,
     "stand_by": 2,
     "take_over": 1,
     "fault": 6,
@@ -46,44 +49,119 @@ WEIGHTS = {
     "promote": 3,
     "settle": 2,
 }
-# Sequences that are rare among independent operations, of one predictor or one store.
-_EPISODES = (
-    ("mirror", "publish", "sync", "sync", "lose", "promote", "snapshot", "publish"),
-    ("publish", "mirror", "lose", "promote", "publish", "sync"),
-    ("publish", "mirror", "publish", "publish", "sync", "sync", "restart", "restart", "sync", "sync"),
-    ("snapshot", "advance", "publish", "retain", "mirror", "fail", "sync", "sync", "repair"),
-    ("publish", "pin", "advance", "sync", "snapshot", "release_pin", "advance", "sync"),
-    ("publish", "publish", "sync", "pin", "sync", "advance", "sync", "publish", "restart", "sync"),
-    ("publish", "pin", "restart", "snapshot", "release_pin", "sync", "restart", "sync", "advance", "sync"),
-    ("sync", "pin", "roll_back", "release", "settle"),
-    ("sync", "pin", "advance", "roll_back", "settle", "release", "settle"),
-    ("sync", "roll_back", "pin", "settle", "release", "settle"),
-    ("publish", "pin", "settle", "publish", "restart", "settle"),
-    ("pin", "publish", "publish", "pin", "snapshot", "release_pin", "settle"),
-    ("pin", "settle", "fault", "sync", "restart", "settle", "snapshot", "release_pin", "settle"),
-    ("snapshot", "publish", "pin", "snapshot", "advance", "retain", "join", "settle"),
-    ("publish", "pin", "settle", "mirror", "lose", "promote", "snapshot", "settle"),
-    ("fail", "sync", "sync", "publish", "repair", "sync"),
-    ("publish", "sync", "publish", "forge", "sync", "advance", "sync", "publish", "sync"),
-    ("publish", "publish", "compact", "join", "sync"),
-    ("publish", "sync", "publish", "damage", "sync", "advance", "sync", "sync", "snapshot", "settle"),
-    ("spoil", "publish", "sync", "accept", "restart_trainer", "snapshot"),
-)
-# Operations that meet in one schedule: two of these are frequent in each.
+# Options of a predictor, as digits of the number of a join: the last one changes with the lowest number.
+READER_DIGITS = {"gate": 5, "canary": 7, "kind": 6, "follows_pins": 2, "order": 9}
+_NUM_READERS = math.prod(READER_DIGITS.values())
+
+
+class _Theme(NamedTuple):
+    """Operations that meet in one schedule.
+
+    Args:
+        kinds: kinds of operations that are frequent.
+        episodes: sequences that are rare among independent operations, of one predictor or one store.
+        readers: options of the predictors, see ``READER_DIGITS``; all options that are not named.
+        settings: settings of the schedule.
+    """
+
+    kinds: tuple[str, ...]
+    episodes: tuple[str, ...] = ()
+    readers: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+    settings: Mapping[str, bool] = MappingProxyType({})
+
+
 _THEMES = (
-    ("pin", "release_pin", "advance", "restart", "snapshot", "settle"),
-    ("pin", "release_pin", "roll_back", "release", "sync", "settle"),
-    ("pin", "release_pin", "retain", "compact", "snapshot", "join", "settle"),
-    ("pin", "mirror", "lose", "promote", "settle"),
-    ("mirror", "lose", "promote", "restart", "sync"),
-    ("fail", "unmount", "damage", "repair", "fault", "sync"),
-    ("forge", "advance", "sync", "publish"),
-    ("restart_trainer", "stand_by", "take_over", "publish_former", "fault"),
-    ("spoil", "accept", "join", "sync", "settle"),
-    ("interrupt", "sync", "restart", "publish", "snapshot"),
-    ("compact", "retain", "burst", "join", "sync"),
+    _Theme(
+        ("pin", "release_pin", "advance", "restart", "snapshot", "settle"),
+        (
+            "publish pin advance sync snapshot release_pin advance sync",
+            "publish publish sync pin sync advance sync publish restart sync",
+            "publish pin restart snapshot release_pin sync restart sync advance sync",
+            "publish pin settle publish restart settle",
+            "pin publish publish pin snapshot release_pin settle",
+            "pin settle fault sync restart settle snapshot release_pin settle",
+        ),
+        {"follows_pins": (1,)},
+    ),
+    _Theme(
+        ("pin", "release_pin", "roll_back", "release", "sync", "settle"),
+        (
+            "sync pin roll_back release settle",
+            "sync pin advance roll_back settle release settle",
+            "sync roll_back pin settle release settle",
+        ),
+        {"follows_pins": (1,)},
+    ),
+    _Theme(
+        ("pin", "retain", "compact", "burst", "snapshot", "advance", "join"),
+        (
+            "snapshot publish pin snapshot advance retain join settle",
+            "publish publish compact publish retain pin snapshot advance retain settle",
+            "publish publish compact advance retain pin join sync",
+            "publish publish compact join sync",
+            "burst compact pin snapshot advance retain join sync",
+            "snapshot advance publish retain mirror fail sync sync repair",
+        ),
+    ),
+    _Theme(
+        ("mirror", "lose", "promote", "restart", "pin", "sync"),
+        (
+            "mirror publish sync sync lose promote snapshot publish",
+            "publish mirror lose promote publish sync",
+            "publish mirror publish publish sync sync restart restart sync sync",
+            "publish pin settle mirror lose promote snapshot settle",
+            "mirror sync lose promote snapshot advance retain publish mirror restart sync settle",
+        ),
+    ),
+    _Theme(
+        ("spoil", "heal", "accept", "compact", "sync", "snapshot", "settle"),
+        (
+            "spoil publish sync accept restart_trainer snapshot",
+            "publish sync spoil publish sync heal publish publish compact sync sync",
+            "snapshot sync publish sync spoil publish sync heal publish compact compact sync sync",
+            "snapshot publish sync spoil publish sync sync heal snapshot sync accept sync",
+            "spoil publish heal publish pin sync settle release_pin sync",
+        ),
+        {"gate": (3, 4), "canary": (0,)},
+    ),
+    _Theme(
+        ("pin", "release_pin", "snapshot", "compact", "roll_back", "sync", "advance"),
+        (
+            "snapshot advance sync burst compact damage sync sync sync",
+            "publish publish publish sync roll_back sync release sync",
+            "publish publish pin sync advance sync publish sync publish sync",
+            "snapshot publish publish sync damage sync publish sync compact sync",
+            "publish pin sync publish snapshot release_pin sync advance sync settle",
+            "snapshot publish publish sync burst compact sync publish sync",
+        ),
+        {"canary": (4, 5, 6), "gate": (0,)},
+    ),
+    _Theme(
+        ("interrupt", "sync", "restart", "roll_back", "pin", "publish", "snapshot"),
+        (
+            "publish sync publish interrupt restart sync",
+            "publish publish sync pin advance interrupt restart sync sync",
+            "publish publish sync roll_back interrupt publish sync release sync",
+        ),
+        {"kind": (2, 4), "gate": (0,), "canary": (0,)},
+    ),
+    _Theme(
+        ("interrupt", "train", "publish", "compact", "restart", "sync"),
+        ("train publish train publish compact join sync", "train train publish interrupt sync"),
+        settings={"has_raw_ids": True},
+    ),
+    _Theme(("forge", "advance", "sync", "publish"), ("publish sync publish forge sync advance sync publish sync",)),
+    _Theme(
+        ("fail", "unmount", "damage", "repair", "fault", "sync"),
+        (
+            "fail sync sync publish repair sync",
+            "publish sync publish damage sync advance sync sync snapshot settle",
+        ),
+    ),
+    _Theme(("restart_trainer", "stand_by", "take_over", "publish_former", "fault"), settings={"states": True}),
 )
 _EMPHASIS = 5
+_EPISODE_SHARE = 0.25
 _LEAST, _MOST = 12, 60
 
 
@@ -138,31 +216,50 @@ class Schedule:
         return cls(operations=operations(settings.pop("operations")), **settings)
 
 
+def digits(number: int) -> tuple[dict[str, int], int]:
+    """Return the options of a predictor, and what is left of the number of its join."""
+    found = {}
+    for name, count in reversed(READER_DIGITS.items()):
+        number, found[name] = divmod(number, count)
+    return found, number
+
+
+def _join(chance: random.Random, options: Mapping[str, tuple[int, ...]]) -> int:
+    """Return the number of a join whose predictor has one of these options."""
+    number = chance.randrange(5)
+    for name, count in READER_DIGITS.items():
+        number = number * count + chance.choice(options.get(name, range(count)))
+    return number
+
+
 def generate(seed: int) -> Schedule:
     """Return the schedule of a seed."""
     chance = random.Random(seed)
-    states = chance.random() < 0.5
-    has_web = chance.random() < 0.25
-    frequent = {kind for theme in chance.sample(_THEMES, 2) for kind in theme}
+    theme, other = chance.sample(_THEMES, 2)
+    frequent = {*theme.kinds, *other.kinds}
     weights = {kind: weight * (_EMPHASIS if kind in frequent else 1) for kind, weight in WEIGHTS.items()}
+    episodes = (*theme.episodes, *other.episodes)
     kinds = chance.choice([["publish", "mirror", "join", "join"], ["join", "publish", "join"]])
     count = chance.randrange(_LEAST, _MOST)
     steps = [(kind, chance.randrange(5)) for kind in kinds]
     while len(steps) < count:
         kinds = chance.choices(list(weights), list(weights.values()))
-        if chance.random() < 0.1:
-            kinds = list(chance.choice(_EPISODES))
+        if episodes and chance.random() < _EPISODE_SHARE:
+            kinds = chance.choice(episodes).split()
         if kinds[-1] == "lose" and chance.random() < 0.7:  # the trainer can do nothing else
             kinds.append("promote")
         who = chance.randrange(5)
         steps.extend((kind, who) for kind in kinds)
+    choices = [_join(chance, theme.readers) if kind == "join" else chance.randrange(20000) for kind, _ in steps]
+    states = theme.settings.get("states", chance.random() < 0.5)
+    has_web = chance.random() < 0.25
     return Schedule(
         seed=seed,
         states=states,
         encoding=None if states else chance.choice([None, None, "F16", "INT8"]),
         skips_unchanged=chance.random() < 0.2,
-        operations=tuple(Operation(kind, who, chance.randrange(20000)) for kind, who in steps),
+        operations=tuple(Operation(kind, who, choice) for (kind, who), choice in zip(steps, choices, strict=True)),
         has_web=has_web,
         has_upkeep=not has_web and chance.random() < 0.3,
-        has_raw_ids=chance.random() < 0.2,
+        has_raw_ids=theme.settings.get("has_raw_ids", chance.random() < 0.15),
     )

@@ -27,7 +27,7 @@ from tests.world.history import History, RuleError
 from tests.world.reader import Reader, Saved, Settings
 from tests.world.rules import check
 from tests.world.served import InterruptionError, ServedRows, ServedTables
-from tests.world.stores import Store
+from tests.world.stores import Entry, Store
 from tests.world.targets import reached, targets
 from tests.world.trainer import Trainer
 from tests.world.values import Operation, Schedule
@@ -167,9 +167,13 @@ class World:
         return "trained"
 
     def _spoil(self, who: int, choice: int) -> str:
-        self.trainer.train(choice, scale=float("nan") if who % 2 else 1e8)
-        self._has_large_values |= who % 2 == 0
-        return "trained with NaN" if who % 2 else "trained with large values"
+        value = 1e8 if who % 3 == 0 else float("nan")
+        self.trainer.spoil(choice, value, is_dense=choice % 4 == 0)
+        self._has_large_values |= who % 3 == 0
+        return f"trained with {value}"
+
+    def _heal(self, who: int, choice: int) -> str:
+        return "healed" if self.trainer.heal() else "nothing"
 
     def _publish(self, who: int, choice: int) -> str:
         self.trainer.train(choice)
@@ -338,11 +342,12 @@ class World:
     def _retain(self, who: int, choice: int) -> str | None:
         if not self._primary.is_healthy:
             return None
-        bounds = Retention(versions=1 + choice % 3, grace_seconds=(0.0, 10.0, 600.0)[choice // 3 % 3])
-        before = self._led_to()
+        bounds = Retention(versions=1 + choice % 3, grace_seconds=(0.0, 0.0, 10.0, 600.0)[choice // 3 % 4])
+        before, entries = self._led_to(), self._primary.entries()
         with self._call() as errors:
             deleted = retain(Storage(self._primary.url), bounds).versions
         self._check_retained(before)
+        self._check_grace(entries, CLOCK.now - bounds.grace_seconds)
         return str(errors or f"deleted {deleted} versions")
 
     def _led_to(self) -> set[int]:
@@ -354,6 +359,14 @@ class World:
     def _check_retained(self, before: set[int]) -> None:
         if not before <= self._led_to():
             raise RuleError("retention", f"no entries lead to versions {before - self._led_to()} after a pass")
+
+    def _check_grace(self, before: list[Entry], latest: float) -> None:
+        """Check that all entries of the log are left that follow each snapshot that was created by a time."""
+        start = max((each.version for each in before if each.kind == "snapshot" and each.created <= latest), default=-1)
+        left = {each.version for each in self._primary.entries() if not each.is_merged}
+        gone = {each.version for each in before if not each.is_merged and each.version > start} - left
+        if gone:
+            raise RuleError("grace", f"versions {gone} after snapshot {start} were deleted")
 
     def _pin(self, who: int, choice: int) -> str | None:
         if self._history.head is None:
@@ -450,7 +463,7 @@ class World:
         if len(self._readers) == _MOST_READERS:
             return None
         has_raw_ids = self._schedule.has_raw_ids
-        settings = Settings.of(who, choice, self._stores, self._cache, self._web, has_raw_ids=has_raw_ids)
+        settings = Settings.of(choice, self._stores, self._cache, self._web, has_raw_ids=has_raw_ids)
         with self._call() as errors:
             self._readers.append(Reader.new(f"r{self._num_joined}", settings))
             self._num_joined += 1
@@ -485,8 +498,11 @@ class World:
             return f"died; {self._restarted(reader, saved, turns=False)}"
         is_interrupted = any(isinstance(each, SinkError | InterruptionError) for each in errors)
         reader.is_interrupted = is_interrupted or (reader.is_interrupted and bool(errors))
+        held = next((each.version for each in errors if isinstance(each, HeldVersionError)), None)
         if reader in self._readers:
             self._check(reader, is_complete=limit is None and not errors)
+            if held is not None and reader.floor is not None:
+                reader.held = reader.floor[0], held
         return f"{reader.name} at {reader.floor} {errors or ''}"
 
     def _interrupt(self, who: int, choice: int) -> str | None:
@@ -505,7 +521,7 @@ class World:
         reader = self._reader(who)
         if reader is None or reader.floor is None:
             return None
-        before, version = reader.predictor.version, max(0, reader.floor[1] - choice % 4)
+        before, version = reader.predictor.version, max(0, reader.floor[1] + 1 - choice % 5)
         with self._call() as errors:
             reader.predictor.rollback(version)
         if self._dies():
@@ -513,7 +529,7 @@ class World:
         if not errors:
             reader.own, reader.own_time, reader.known = (reader.floor[0], version), CLOCK.now, len(self._history.orders)
             reader.num_known = len(self._history.ordered)
-            reader.floor, reader.may_serve_held, reader.pinned = reader.own, True, None
+            reader.floor, reader.may_serve_held, reader.pinned, reader.held = reader.own, True, None, None
             reader.knew_all = self._history.is_shown_by(reader.settings.stores)
         elif not isinstance(errors[0], StorageError) and reader.predictor.version != before:
             raise RuleError("failed call", f"rollback to {version} raised {errors[0]} and changed the version")
@@ -540,7 +556,7 @@ class World:
         if held is None or reader not in self._readers:
             return said
         reader.predictor.accept(held)
-        reader.may_serve_held = True
+        reader.may_serve_held, reader.held = True, None
         if self._held(reader) == held:
             raise RuleError("gate", f"{reader.describe()} holds version {held}, which was accepted")
         self._check(reader, is_complete=False)
