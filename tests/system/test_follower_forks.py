@@ -34,7 +34,7 @@ def in_child(work):
         os._exit(1)
     os._exit(0)
 
-writer = Writer(Storage(sys.argv[1], create=True, fsync=False), num_rows=64, dim=2048)
+writer = Writer(Storage(sys.argv[1], create=True, fsync=False), num_rows=64, dim=64)
 writer.snapshot()
 
 def publish(value):
@@ -56,6 +56,7 @@ class Halves(TensorTarget):
         time.sleep(0.001)
         super().write(ids, values[:, middle:], (middle, columns[1]))
 
+MOST_VERSIONS = 10_000  # of 16 KiB: a child that hangs must not let the publisher fill the disk
 notifier = LocalNotifier()
 model = writer.model()
 predictor = Predictor({FQN: Halves.of(model[FQN])}, writer.storage, chunk_rows=4, notifier=notifier)
@@ -64,10 +65,12 @@ predictor.follow(poll_seconds=1e-6)
 done = threading.Event()
 
 def train():
-    value = 0
-    while not done.is_set():
-        value += 1
+    for value in range(1, MOST_VERSIONS):
+        if done.is_set():
+            return
         notifier.announce(writer.claim.head.stream, publish(value).version)
+    print(f"{MOST_VERSIONS} versions were published, and only {len(codes)} children have ended", flush=True)
+    os._exit(1)
 
 def look_up():
     while not done.is_set():
@@ -93,10 +96,10 @@ def child(number):
         predictor.stop()
         assert predictor.status().error is None
 
+codes = []
 threads = [threading.Thread(target=work) for work in (train, look_up)]
 for thread in threads:
     thread.start()
-codes = []
 while len(codes) < int(sys.argv[2]) and not any(codes):
     codes.append(in_child(lambda: child(len(codes))))
 done.set()
