@@ -8,4 +8,16 @@ the version. ``disk.py`` lets an operation in the middle of a call fail. ``shrin
 finding stays, and ``known.py`` keeps the findings that are not fixed yet.
 
 Run it by ``python -m tests.world``. It uses public names only, so that the library can be changed under it.
+
+To add:
+
+- an operation: a method ``_NAME(who, choice)`` of ``World`` that does nothing if it cannot apply, and a weight in
+  ``WEIGHTS``. Add it to a theme, with a sequence in which it matters: among independent operations, three that must
+  follow each other are rare.
+- a rule: a function of ``rules.py`` that compares a predictor with the history, and raises ``RuleError``. Add the
+  reader's side to ``Reader``; decide what a restart keeps of it. A rule about a store belongs to its operation.
+- a fault of a store: a method of ``Store`` that changes files, and its end in ``repair()``. A fault in the middle of a
+  call: a kind in ``FAULTS``.
+
+Each addition needs a mutation in ``tests/reverts/world.py`` that only it finds.
 """

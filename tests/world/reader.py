@@ -11,7 +11,7 @@ from delta_tracker import Canary, Gate, Predictor
 from tests.world.history import Order, Place
 from tests.world.served import Served, ServedRows, served
 from tests.world.stores import Store
-from tests.world.values import digits
+from tests.world.values import options_of
 from tests.world.web import Web
 
 _ORDERS = ((0,), (0, 1), (1, 0), (0, 2), (2, 0), (1,), (0, 1, 2), (2, 1), (1, 2))
@@ -48,7 +48,7 @@ class Settings:
     @classmethod
     def of(cls, choice: int, stores: list[Store], cache: Path, web: Web | None, *, has_raw_ids: bool) -> Settings:
         """Return the settings of a number: one below 9 has none, and one url or several."""
-        options, rest = digits(choice)
+        options, rest = options_of(choice)
         return cls(
             stores=tuple(stores[index] for index in _ORDERS[options["order"]]),
             canary=_CANARIES[options["canary"]],

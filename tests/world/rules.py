@@ -2,7 +2,8 @@
 
 - Each served row is the trainer's at the version that the predictor states.
 - A predictor never goes back, in (stream, version), without an order: a pin, its own rollback or a promotion.
-- It serves nothing that its gate rejects, nor goes past it without a snapshot, that is closer than its canary, or that a pin has called bad.
+- It serves nothing that its gate rejects, that is closer than its canary, or that a pin has called bad. Only a snapshot
+  of the log leads past a version that its gate holds.
 - It stays at its own rollback.
 """
 

@@ -72,10 +72,6 @@ class Store:
     def is_healthy(self) -> bool:
         return not (self.is_failing or self.is_unmounted or self._damaged)
 
-    @property
-    def is_damaged(self) -> bool:
-        return bool(self._damaged)
-
     def fail(self) -> None:
         """Let every request fail: each folder becomes a link to itself."""
         if self.is_failing or self.is_unmounted:

@@ -33,11 +33,6 @@ class Model(nn.Module):
     def copy(self) -> dict[str, Tensor]:
         return {name: tensor.detach().clone() for name, tensor in self.named_parameters()}
 
-    @torch.no_grad()
-    def assign(self, tensors: Mapping[str, Tensor]) -> None:
-        for name, tensor in self.named_parameters():
-            tensor.copy_(tensors[name])
-
 
 class Trained(Protocol):
     """Protocol of what a trainer trains.
@@ -215,8 +210,8 @@ class Trainer:
         self._tracker.step()
         return is_healed
 
-    def open(self, url: Any) -> Publisher:
-        """Return the publisher, built if there is none."""
+    def open(self, url: Any) -> None:
+        """Build a publisher if there is none."""
         if self.publisher is None:
             schedule = self._schedule
             self.publisher = Publisher(
@@ -232,7 +227,6 @@ class Trainer:
                 heartbeat_seconds=None,
                 pointer_seconds=0.001 if schedule.has_web else None,
             )
-        return self.publisher
 
     @property
     def _training_state(self) -> dict[str, Any] | None:

@@ -7,7 +7,6 @@ operation that cannot apply does nothing. So a schedule stays valid if operation
 from __future__ import annotations
 
 import json
-import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -49,9 +48,8 @@ WEIGHTS = {
     "promote": 3,
     "settle": 2,
 }
-# Options of a predictor, as digits of the number of a join: the last one changes with the lowest number.
-READER_DIGITS = {"gate": 5, "canary": 7, "kind": 6, "follows_pins": 2, "order": 9}
-_NUM_READERS = math.prod(READER_DIGITS.values())
+# Number of choices of each option of a predictor, which are the digits of the number of its join, the highest first.
+_OPTIONS = {"gate": 5, "canary": 7, "kind": 6, "follows_pins": 2, "order": 9}
 
 
 class _Theme(NamedTuple):
@@ -60,7 +58,7 @@ class _Theme(NamedTuple):
     Args:
         kinds: kinds of operations that are frequent.
         episodes: sequences that are rare among independent operations, of one predictor or one store.
-        readers: options of the predictors, see ``READER_DIGITS``; all options that are not named.
+        readers: options of the predictors, see ``_OPTIONS``; all options that are not named.
         settings: settings of the schedule.
     """
 
@@ -70,6 +68,7 @@ class _Theme(NamedTuple):
     settings: Mapping[str, bool] = MappingProxyType({})
 
 
+_PRIMARY_FIRST = (0, 1, 3)  # orders of the urls, so that no mirror delays the predictor
 _THEMES = (
     _Theme(
         ("pin", "release_pin", "advance", "restart", "snapshot", "settle"),
@@ -122,7 +121,7 @@ _THEMES = (
             "snapshot publish sync spoil publish sync sync heal snapshot sync accept sync",
             "spoil publish heal publish pin sync settle release_pin sync",
         ),
-        {"gate": (3, 4), "canary": (0,)},
+        {"gate": (3, 4), "canary": (0,), "order": _PRIMARY_FIRST},
     ),
     _Theme(
         ("pin", "release_pin", "snapshot", "compact", "roll_back", "sync", "advance"),
@@ -134,7 +133,7 @@ _THEMES = (
             "publish pin sync publish snapshot release_pin sync advance sync settle",
             "snapshot publish publish sync burst compact sync publish sync",
         ),
-        {"canary": (4, 5, 6), "gate": (0,)},
+        {"canary": (4, 5, 6), "gate": (0,), "order": _PRIMARY_FIRST},
     ),
     _Theme(
         ("interrupt", "sync", "restart", "roll_back", "pin", "publish", "snapshot"),
@@ -143,12 +142,17 @@ _THEMES = (
             "publish publish sync pin advance interrupt restart sync sync",
             "publish publish sync roll_back interrupt publish sync release sync",
         ),
-        {"kind": (2, 4), "gate": (0,), "canary": (0,)},
+        {"kind": (2, 4), "gate": (0,), "canary": (0,), "order": _PRIMARY_FIRST},
     ),
     _Theme(
-        ("interrupt", "train", "publish", "compact", "restart", "sync"),
-        ("train publish train publish compact join sync", "train train publish interrupt sync"),
-        settings={"has_raw_ids": True},
+        ("interrupt", "train", "publish", "compact", "roll_back", "sync"),
+        (
+            "train publish train publish compact join sync",
+            "publish sync train train publish interrupt roll_back sync",
+            "publish sync publish sync train publish roll_back sync release sync",
+        ),
+        {"kind": (0, 2, 4, 4), "gate": (0,), "canary": (0,), "order": _PRIMARY_FIRST},
+        {"has_raw_ids": True},
     ),
     _Theme(("forge", "advance", "sync", "publish"), ("publish sync publish forge sync advance sync publish sync",)),
     _Theme(
@@ -161,7 +165,7 @@ _THEMES = (
     _Theme(("restart_trainer", "stand_by", "take_over", "publish_former", "fault"), settings={"states": True}),
 )
 _EMPHASIS = 5
-_EPISODE_SHARE = 0.25
+_EPISODE_SHARE = 0.4
 _LEAST, _MOST = 12, 60
 
 
@@ -216,10 +220,10 @@ class Schedule:
         return cls(operations=operations(settings.pop("operations")), **settings)
 
 
-def digits(number: int) -> tuple[dict[str, int], int]:
+def options_of(number: int) -> tuple[dict[str, int], int]:
     """Return the options of a predictor, and what is left of the number of its join."""
     found = {}
-    for name, count in reversed(READER_DIGITS.items()):
+    for name, count in reversed(_OPTIONS.items()):
         number, found[name] = divmod(number, count)
     return found, number
 
@@ -227,7 +231,7 @@ def digits(number: int) -> tuple[dict[str, int], int]:
 def _join(chance: random.Random, options: Mapping[str, tuple[int, ...]]) -> int:
     """Return the number of a join whose predictor has one of these options."""
     number = chance.randrange(5)
-    for name, count in READER_DIGITS.items():
+    for name, count in _OPTIONS.items():
         number = number * count + chance.choice(options.get(name, range(count)))
     return number
 
@@ -238,7 +242,7 @@ def generate(seed: int) -> Schedule:
     theme, other = chance.sample(_THEMES, 2)
     frequent = {*theme.kinds, *other.kinds}
     weights = {kind: weight * (_EMPHASIS if kind in frequent else 1) for kind, weight in WEIGHTS.items()}
-    episodes = (*theme.episodes, *other.episodes)
+    episodes = (*theme.episodes, *theme.episodes, *other.episodes)
     kinds = chance.choice([["publish", "mirror", "join", "join"], ["join", "publish", "join"]])
     count = chance.randrange(_LEAST, _MOST)
     steps = [(kind, chance.randrange(5)) for kind in kinds]

@@ -181,7 +181,7 @@ class World:
 
     def _burst(self, who: int, choice: int) -> str:
         """Publish several versions, enough for the upkeep of a publisher."""
-        for number in range(4 + choice % 14):
+        for number in range(9 + choice % 9):
             self.trainer.train(choice + number)
             answer = self._commit("publish")
         return str(answer)
@@ -337,7 +337,7 @@ class World:
         return f"{store.path.name}: {self._command('mirror', '--once', self._primary.url, store.url, *keeps)[1]}"
 
     def _compact(self, who: int, choice: int) -> str:
-        return self._command("compact", self._primary.url, "--fold", ("0.2", "1e9")[choice % 2])[1]
+        return self._command("compact", self._primary.url, "--fold", ("0.2", "1e9", "1e9")[choice % 3])[1]
 
     def _retain(self, who: int, choice: int) -> str | None:
         if not self._primary.is_healthy:
