@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.reverts.mutation import DoesNothing, Returns
+from tests.reverts.mutation import DoesNothing, Replaces, Returns
 from tests.reverts.revert import Revert
 
 REVERTS = {
@@ -11,7 +11,35 @@ REVERTS = {
         Revert(
             "a predictor that has a version follows no pin", Returns("decide._ordered", "_forward(log, view, position)")
         ),
+        Revert("a rollback of a predictor is ignored", Replaces("decide._order", "own is not None", "False")),
         Revert("mirrors copy no pins", Returns("Mirror.copy_pins", "0")),
+        Revert("a pin keeps a predictor at a stream that has ended", Returns("_has_ended", "False")),
+        Revert("mirrors copy no claims of former streams", Returns("Mirror.copy_claims", "0")),
+        Revert("a release leads to a bad version", Replaces("release_pin", "snapshot.version <= pin.bad", "False")),
+        Revert("retention deletes what leads to a pin", Returns("_pinned_path", "[]")),
+        Revert(
+            "retention deletes the merged snapshot of a pin", Replaces("retention._pass", "each not in pinned", "True")
+        ),
+        Revert("retention ignores the grace", Replaces("retention._start", "each.committed <= before", "True", 1)),
+        Revert(
+            "a merged delta leads past a held version",
+            Replaces(
+                "_around",
+                "isinstance(fault, StreamReplacedError | HeldVersionError)",
+                "isinstance(fault, StreamReplacedError)",
+            ),
+        ),
+        Revert(
+            "a gate ignores dense tensors",
+            Replaces("GateKeeper._measure", "tensor.is_floating_point()", "False"),
+        ),
+        Revert("a rollback leads past a canary", Replaces("Reader.rollback", "bound is not None", "False")),
+        Revert("a pin leads past a canary", Replaces("_to_pin", "view.policy.is_canary", "False")),
         Revert("the raw ids of a version are not mapped in a model", DoesNothing("ModelWriter._map")),
+        Revert("a row store keeps raw ids of an interrupted version", DoesNothing("SinkWriter._undo")),
+        Revert(
+            "a row store keeps raw ids that lost their row",
+            Replaces("SinkWriter._log", "is_changed & (old != NO_OWNER)", "is_changed & False"),
+        ),
     ],
 }

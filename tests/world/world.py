@@ -733,8 +733,16 @@ class World:
 
     def _cause(self, reader: Reader, target: tuple[int, int]) -> str:
         """Return the rule that a predictor breaks which does not reach its target."""
-        is_former = reader.floor is not None and reader.floor[0] < target[0]
-        return "behind a promotion over http" if is_former and reader.settings.web is not None else "behind"
+        if reader.settings.web is None:
+            return "behind"
+        if reader.floor is not None and reader.floor[0] < target[0]:
+            return "behind a promotion over http"
+        stream = self._history.streams[target[0]]
+        entries = [each for store in reader.settings.stores for each in store.entries()]
+        in_log = [each for each in entries if each.stream == stream and not each.is_merged]
+        start = None if reader.floor is None else reader.floor[1]
+        is_merged = target[1] not in reached(in_log, start)
+        return "behind an order over http" if is_merged and self._history.ordered else "behind"
 
     def _whole(self, reader: Reader) -> tuple[int, int] | None:
         """Return the stream and version of a predictor, without the claims that change no row."""
