@@ -254,6 +254,13 @@ def generate(seed: int) -> Schedule:
             kinds.append("promote")
         who = chance.randrange(5)
         steps.extend((kind, who) for kind in kinds)
+    if seed % 3 == 0:  # also in the middle of a theme's sequences
+        faults = {number for number in range(len(steps)) if chance.random() < 0.2}
+        steps = [
+            each
+            for number, step in enumerate(steps)
+            for each in ([("fault", chance.randrange(5)), step] if number in faults else [step])
+        ]
     choices = [_join(chance, theme.readers) if kind == "join" else chance.randrange(20000) for kind, _ in steps]
     states = theme.settings.get("states", chance.random() < 0.5)
     has_web = chance.random() < 0.25
