@@ -285,7 +285,8 @@ class Follower:
         """Check the newest version, and report to :meth:`start`. Return False if :meth:`start` will raise."""
         refusal: BaseException | None = None
         try:
-            self._check_newest()
+            with self._held_lock():
+                self._check_newest()
         except Interrupted:
             raise
         except BaseException as error:  # noqa: BLE001  start() raises it

@@ -209,10 +209,10 @@ def running_deletions(storage: Storage, *, now: float) -> list[Deletions]:
 
 
 class PinFollower:
-    """Reader of the newest pin, for one predictor.
+    """Reader of the newest pin, for one predictor and url.
 
     The counter of a pin whose entry was read never goes back, also if the store is replaced by one with fewer pins. Any
-    other pin may be forged. It is dropped if the store that had it does not have it past all caches.
+    other pin may be forged. It is dropped if the store does not have it past all caches, or fails for a minute.
 
     Args:
         seconds: time between two looks, times a random factor of 0.75 to 1.25.
@@ -226,8 +226,9 @@ class PinFollower:
         self._confirmed: Pin | None = None  # the last one whose entry was read
         self._source: Storage | None = None  # store that had the newest pin
         self._recheck_at = 0.0  # monotonic time at which the newest pin is looked for again, unless it is confirmed
-        self._last_counter: int | None = None  # of the pins before a dropped one, until take_drop()
+        self._drop: tuple[Pin, int] | None = None  # until take_drop()
         self._next: float | None = None  # monotonic time of the next look; None before the first one succeeded
+        self._failing_since: float | None = None  # monotonic time of the first failed look; None after a success
         self._quiet_seconds = 0.0  # between two warnings of an outage; 0 without one
         self._quiet_until = 0.0
 
@@ -251,11 +252,11 @@ class PinFollower:
         except StorageError as error:
             if self._next is None:
                 raise
-            self._log_failure(error, now)
+            self._fail(error, now)
         else:
             if self._quiet_seconds:
                 _logger.warning("pins can be read again: url=%s", storage.url)
-            self._quiet_seconds = 0.0
+            self._quiet_seconds, self._failing_since = 0.0, None
         self._next = now + self._seconds * self._runtime.uniform(0.75, 1.25)
         return self._newest
 
@@ -269,10 +270,10 @@ class PinFollower:
         if pin == self._newest:
             self._recheck_at = 0.0
 
-    def take_drop(self) -> int | None:
-        """Return the highest counter that still counts if a pin was dropped since the last call, else None."""
-        counter, self._last_counter = self._last_counter, None
-        return counter
+    def take_drop(self) -> tuple[Pin, int] | None:
+        """Return the pin that was dropped since the last call, and the highest counter that still counts; else None."""
+        drop, self._drop = self._drop, None
+        return drop
 
     def _log_failure(self, error: StorageError, now: float) -> None:
         """Log the first of consecutive failures, and then one after each pause, which doubles up to an hour."""
@@ -282,18 +283,33 @@ class PinFollower:
             _logger.warning("pins cannot be read, and the last one that was read applies: error=%s", error)
 
     def _look(self, storage: Storage, now: float) -> None:
-        found = newest_pin(storage, after=0 if self._newest is None else self._newest.counter)
+        newest = self._newest
+        found = newest_pin(storage, after=0 if newest is None else newest.counter)
+        is_due_again = newest != self._confirmed and storage is self._source and now >= self._recheck_at
         if found is not None:
             self._newest, self._source = found, storage
-        elif self._newest is not None and self._newest != self._confirmed and self._is_due_again(storage, now):
+        elif newest is not None and is_due_again:
             after = 0 if self._confirmed is None else self._confirmed.counter
-            former, self._newest = self._newest, newest_pin(storage.uncached, after=after) or self._confirmed
-            counter = 0 if self._newest is None else self._newest.counter
-            if self._newest != former and counter <= former.counter:
-                self._last_counter = min(counter, former.counter - 1)
+            self._replace(newest, newest_pin(storage.uncached, after=after) or self._confirmed)
         else:
             return
         self._recheck_at = now + _RECHECK_SECONDS
 
-    def _is_due_again(self, storage: Storage, now: float) -> bool:
-        return storage is self._source and now >= self._recheck_at
+    def _fail(self, error: StorageError, now: float) -> None:
+        """Keep the newest pin for a while, because the store may be back soon."""
+        self._log_failure(error, now)
+        if self._failing_since is None:
+            self._failing_since = now
+        newest = self._newest
+        if newest is not None and newest != self._confirmed and now - self._failing_since >= _RECHECK_SECONDS:
+            _logger.warning(
+                "ignored an unconfirmed pin of a store that fails: counter=%d version=%d",
+                newest.counter,
+                newest.version,
+            )
+            self._replace(newest, self._confirmed)
+
+    def _replace(self, former: Pin, newest: Pin | None) -> None:
+        self._newest, counter = newest, 0 if newest is None else newest.counter
+        if newest != former and counter <= former.counter:
+            self._drop = former, min(counter, former.counter - 1)

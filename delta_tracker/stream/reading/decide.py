@@ -149,7 +149,7 @@ def _order(log: SeenLog, view: View) -> Order | None:
                 newest = found
     if own is not None and (newest is None or not _ends(log, newest, own)):
         return own
-    return None if newest is None or newest.counter <= view.policy.released else newest
+    return None if newest is None or view.policy.has_released(newest) else newest
 
 
 def _ends(log: SeenLog, order: Order, own: Order) -> bool:

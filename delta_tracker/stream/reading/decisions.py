@@ -90,14 +90,19 @@ class Policy:
     Args:
         follows_pins: True to obey pins and releases.
         own: rollback of this process.
-        released: counter up to which pins and releases no longer apply to this process.
+        released: pin or release that no longer applies to this process, nor any before it of its stream.
         is_canary: True if the reader stays behind the newest version.
     """
 
     follows_pins: bool = False
     own: Order | None = None
-    released: int = 0
+    released: Order | None = None
     is_canary: bool = False
+
+    def has_released(self, order: Order) -> bool:
+        """Return True if an order no longer applies to this process."""
+        released = self.released
+        return released is not None and order.stream == released.stream and order.counter <= released.counter
 
 
 @dataclass(frozen=True, slots=True)

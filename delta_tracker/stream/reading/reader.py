@@ -207,14 +207,15 @@ class Reader:
         for source in self.sources.due()[1:]:
             with suppress(StorageError):
                 self.orders.newest(source, at_once=True)  # the rollback overrules it
-        newest, bound = self.orders.newest(self.source, at_once=True), self.source.bound
+        self.orders.newest(self.source, at_once=True)
+        bound = self.source.bound
         path = path_to(self.source.log, version, position=self._target.position)
         if bound is not None and not bound.allows(path[-1]):
             text = f"Pass an older version: a canary stays {bound.canary.text} behind the newest one"
             raise InvalidArgumentError("version", version, text)
         for _ in self._target.check_path(path, self.storage):
             pass
-        self.orders.roll_back(path[-1], newest)
+        self.orders.roll_back(path[-1])
         self.pinned, self.why = version, f"pinned to version {version}"
         self._target.write_path(path, self.storage)
         _logger.warning("rolled back to version %d of %s", version, self.storage.url)
@@ -236,7 +237,7 @@ class Reader:
 
         Only entries above the position are returned, and none after a rollback.
         """
-        if self.orders.policy.own is not None:
+        if self.orders.begin().own is not None:
             return []
         log, bound = self.source.log, self.source.bound
         order = self.orders.newest(self.source)
@@ -258,7 +259,7 @@ class Reader:
         view = View(
             self._unseen(sources, answers),
             position,
-            self.orders.policy,
+            self.orders.begin(),
             num_failures=self._num_failures,
             looks_for_gap=looks_for_gap,
             catches_up=self._skips_versions and is_usable and self._in_a_row >= _CATCH_UP,
@@ -331,7 +332,7 @@ class Reader:
             if decision.order is not None:
                 for entry in self._target.check_path(entries, storage):  # noqa: B007  the faulty one, after an error
                     pass
-                self.orders.begin(decision.order)
+                self.orders.start(decision.order)
                 self.pinned = decision.order.version
                 self._target.write_path(entries, storage)
             else:

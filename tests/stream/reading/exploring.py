@@ -116,8 +116,7 @@ def _released(reader: Reader, order: Order | None) -> Reader:
     policy = reader.policy
     if policy.own is not None:
         return replace(reader, policy=replace(policy, own=None))
-    released = 0 if order is None else order.counter
-    return replace(reader, policy=replace(policy, released=max(policy.released, released)))
+    return reader if order is None else replace(reader, policy=replace(policy, released=order))
 
 
 def _without_forged(reader: Reader) -> Reader:

@@ -119,7 +119,7 @@ def orders(size: int, *, is_short: bool = False) -> Iterator[State]:
                     own = replace(order, kind="rollback", link=None)
                     yield world, replace(reader, policy=replace(_PINS, own=own))
                     yield world, replace(reader, policy=replace(_PINS, own=replace(own, counter=0)))
-                    yield world, replace(reader, policy=replace(_PINS, released=order.counter))
+                    yield world, replace(reader, policy=replace(_PINS, released=order))
     for word in words(size - 1, "sd"):
         forged = Order(3, "pin", stream_of(word), len(word) - 1, Link(len(word) - 1, "forged"), len(word) - 1)
         for reader in readers(word, is_short=True):

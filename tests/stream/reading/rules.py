@@ -157,7 +157,12 @@ def order_of(reader: Reader) -> Order | None:
     newest, own = reader.known if reader.policy.follows_pins else None, reader.policy.own
     if own is not None and (newest is None or newest.counter <= own.counter):
         return own
-    return None if newest is None or newest.counter <= reader.policy.released else newest
+    return None if newest is None or _is_released(newest, reader) else newest
+
+
+def _is_released(order: Order, reader: Reader) -> bool:
+    released = reader.policy.released
+    return released is not None and (order.stream, order.counter <= released.counter) == (released.stream, True)
 
 
 def _check_order(world: World, log: Log, before: Reader, decision: Apply, order: Order | None) -> None:
