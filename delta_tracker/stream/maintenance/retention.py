@@ -1,32 +1,33 @@
 """Retention: deletion of versions and objects that no reader needs.
 
-The entries that readers use always form a contiguous range: versions are deleted oldest first, all entries before the
-first object that they name. These objects are parts and, in format 2, the states of their rows and the training states;
-all are below ``parts/``. Retention keeps the head and the head's parent. It also keeps the newest snapshot that is
-older than the grace period, and all later versions. A reader that started at the preceding snapshot therefore has the
-grace period to finish. A reader that lags further finds its next version missing and resyncs.
+Versions are deleted oldest first, so that the entries that readers use form a contiguous range. These entries are kept:
 
-In a local store, the kept entries are synced before anything is deleted, and the deletions of entries are synced before
-their objects are deleted. After a power loss, every entry therefore has its objects.
+- the head and its parent;
+- the newest snapshot that is older than the grace period, and all later versions. A reader that started at the
+  preceding snapshot has the grace period to finish. One that lags further finds its next version missing and resyncs;
+- what leads to the version of the newest pin;
+- each claim and the entry before it, without their objects: at most two entries per generation. A publisher that was
+  fenced by a claim and has not detected this yet tries to create one of these two entries, and must fail.
 
-Each claim and the entry before it are kept forever, without their objects: at most two entries per generation. A
-publisher that was fenced by a claim and has not detected this yet tries to create one of these two entries. The attempt
-must fail, so the names must stay taken.
+Objects are parts and, in format 2, the states of their rows and the training states, all below ``parts/``. An *orphan*
+is an object that no process needs: one below ``parts/`` that no entry names, the draft of an interrupted write, the
+object of an interrupted probe, the heartbeat of a predictor or a publisher that has ended, or the announcement of an
+interrupted pass.
 
-Any process may run retention at any time, concurrently with publishers, readers, compactions and other retention
-passes. Retention and compactions delete only objects that no reader will need.
+An entry is deleted before the objects that it names. In a local store, the kept entries are synced before anything is
+deleted, and the deletions of entries before their objects are deleted. After a power loss, every entry therefore has
+its objects. Any process may run retention at any time, concurrently with publishers, readers, compactions and other
+retention passes.
 
-All ages use the store's clock: they are the modification time of the newest object minus that of the object, so a wrong
-clock of a publisher has no effect. Only objects whose names this library creates count. A modification time after this
-host's time counts as this host's time: an object that is dated in the future expires nothing early, and a clock of this
-host that is behind only delays deletions. An *orphan* is an object that no process needs any more: an object below
-``parts/`` that no entry names, the draft of an interrupted write, the object of an interrupted probe, the heartbeat of
-a predictor or a publisher that has ended, or the announcement of an interrupted pass.
+All ages use the store's clock: they are the modification time of the newest object that this library creates, minus
+that of the object. So a wrong clock of a publisher has no effect. A time after this host's time counts as this host's
+time: an object that is dated in the future expires nothing early, and a clock of this host that is behind only delays
+deletions.
 
-The entries and objects that lead to the version of the newest pin are kept. Each pass announces its deletions in an
-object of its own below ``control/retention/``, then looks for a newer pin, and ends if there is one. Who writes a pin
-looks for the announcements of all passes afterwards. So one of the two finds the other. An announcement expires after
-one hour, in case its pass was interrupted, so a pass ends itself after half an hour.
+Each pass announces its deletions in an object of its own below ``control/retention/``, then looks for a newer pin, and
+ends if there is one. Who writes a pin looks for the announcements of all passes afterwards. So one of the two finds the
+other. An announcement expires after one hour, in case its pass was interrupted, so a pass ends itself after half an
+hour.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
+from typing import TypeVar
 
 from delta_tracker.errors import InvalidArgumentError, MissingVersionError, NoSnapshotError
 from delta_tracker.stream.format.manifest import Manifest
@@ -54,6 +56,7 @@ from delta_tracker.stream.reading.path import path_to
 from delta_tracker.stream.storage.storage import Storage, StoredObject
 
 _logger = logging.getLogger(__name__)
+_K = TypeVar("_K")
 
 _DELETIONS_PER_LOOK = 100
 _PASS_SECONDS = DELETIONS_SECONDS / 2
@@ -63,12 +66,16 @@ _SCAN_SHARE = 0.01  # of the time, which these passes take at most
 ORPHAN_SECONDS = 3600.0
 GRACE_SECONDS = 600.0  # for which readers may still need a superseded snapshot
 HEARTBEAT_SECONDS = 86_400.0  # predictors and publishers replace their heartbeats every few seconds
-_PREFIXES = ("parts", "drafts", "probe", "predictors", "publishers", "control/retention")
 _PART_NAME = re.compile(r"parts/([0-9]{20})-g[0-9]+-[0-9a-z]+-[0-9a-f]{16}\.safetensors")
 _DRAFT_NAME = re.compile(r"drafts/[0-9a-f]{16}")
-_PROBE_NAME = re.compile(r"probe/[0-9a-f]{32}")
-_BEAT_NAME = re.compile(r"predictors/[A-Za-z0-9][A-Za-z0-9_-]{0,63}\.json")
-_PUBLISHER_BEAT_NAME = re.compile(r"publishers/[0-9]{20}\.json")
+_NAMES = {
+    "parts": _PART_NAME,
+    "drafts": _DRAFT_NAME,
+    "probe": re.compile(r"probe/[0-9a-f]{32}"),
+    "predictors": re.compile(r"predictors/[A-Za-z0-9][A-Za-z0-9_-]{0,63}\.json"),
+    "publishers": re.compile(r"publishers/[0-9]{20}\.json"),
+    "control/retention": DELETIONS_NAME,
+}  # folder to the names of those of its objects that may be orphans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +97,7 @@ class Retention:
             least 3600.
 
     Raises:
-        InvalidArgumentError: for an invalid bound, or an ``orphan_seconds`` or ``heartbeat_seconds`` below 3600.
+        InvalidArgumentError: for an invalid bound.
 
     Example:
         >>> Retention(versions=500).versions  # for Publisher(..., retention=Retention(versions=500))
@@ -152,9 +159,6 @@ def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], 
             uses the newest modification time in the store, at most this host's time. If nothing was written for a
             while, ages are then too low, and the next pass after a write deletes more.
 
-    Returns:
-        Counts of the deleted objects.
-
     Raises:
         MalformedError: if an entry does not follow the format; nothing was deleted.
         StorageError: if the store cannot be read, or fails during the pass.
@@ -165,11 +169,10 @@ def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], 
 class RetentionPasses:
     """Retention passes of a process that runs many of them over one log. Not thread-safe.
 
-    A pass of :func:`retain` reads every entry and lists every part, so its time grows with the log. These passes keep
-    what one has found. The next one reads only the entries that were created since, and ends if no version and no
-    merged entry is to delete. Otherwise it runs :func:`retain`, and so it does at least every ten minutes, to delete
-    orphans and to see what other processes have deleted; less often if :func:`retain` took more than 6 s, so that it
-    takes at most a hundredth of the time.
+    The time of :func:`retain` grows with the log. A pass reads only the entries that were created since the last one,
+    and ends if no version and no merged entry is to delete. Otherwise it runs :func:`retain`. It does so at least every
+    ten minutes, to delete orphans and to see what other processes have deleted; less often if :func:`retain` took more
+    than 6 s, so that it takes at most a hundredth of the time.
 
     Args:
         log: log of the stream.
@@ -198,6 +201,271 @@ class RetentionPasses:
         return retained
 
 
+# What a pass reads
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """All entries of a stream.
+
+    Attributes:
+        head: newest entry.
+        entries: version to entry, from the head down to the first gap.
+        below: version to entry, for the versions below this gap. These are claims and the entries before them, and
+            entries of delayed publishers. A delayed publisher deletes its entry, unless the publisher is killed first.
+        merged: reference to merged entry.
+    """
+
+    head: Manifest
+    entries: dict[int, Manifest]
+    below: dict[int, Manifest] = field(default_factory=dict)
+    merged: dict[Merged, Manifest] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, log: StreamLog) -> _Held | None:
+        """Read all entries; return None if the store is empty."""
+        listed = log.versions()
+        entries: dict[int, Manifest] = {}
+        # Read downwards, because a concurrent pass deletes upwards and could otherwise cause a gap. A listing may miss
+        # an entry created during it, so only a read that finds no object is a gap.
+        for version in range(listed[-1] if listed else -1, -1, -1):
+            manifest = log.read(version)
+            if manifest is None:
+                break
+            entries[version] = manifest
+        if not entries:
+            return None
+        first, head = min(entries), entries[max(entries)]
+        below = {version: log.read(version) for version in listed if version < first}
+        merged = {each: log.read_merged(each) for each in log.merged()}
+        return cls(head, entries, _present(below), _present(merged))
+
+    @property
+    def snapshots(self) -> dict[int, float]:
+        """Version of each snapshot in the log to the time of its commit, in Unix seconds."""
+        return {version: each.committed for version, each in self.entries.items() if each.kind == "snapshot"}
+
+    def newest(self, least: float) -> float:
+        """Return the newest modification time of the entries in Unix seconds, at least ``least``."""
+        # The store's time is not before that of its newest object, so ages relative to that object are never too high.
+        times = (manifest.modified for manifest in (*self.entries.values(), *self.merged.values()))
+        return max([least, *(modified for modified in times if modified is not None)])
+
+
+def _present(found: Mapping[_K, Manifest | None]) -> dict[_K, Manifest]:
+    return {key: manifest for key, manifest in found.items() if manifest is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class _Leftovers:
+    """Objects that may be orphans.
+
+    Attributes:
+        parts: names of all objects below ``parts/``.
+        found: folder to its objects whose names this library creates. Other programs may date their objects as they
+            like.
+    """
+
+    parts: frozenset[str]
+    found: Mapping[str, list[StoredObject]]
+
+    @classmethod
+    def list(cls, storage: Storage) -> _Leftovers:
+        """List these objects in the store."""
+        listed = {folder: storage.objects(folder) for folder in _NAMES}
+        found = {
+            folder: [each for each in listed[folder] if pattern.fullmatch(each.name)]
+            for folder, pattern in _NAMES.items()
+        }
+        return cls(frozenset(each.name for each in listed["parts"]), found)
+
+    @property
+    def newest(self) -> float:
+        """Latest modification time in Unix seconds; 0 if there are none."""
+        return max((each.modified for found in self.found.values() for each in found), default=0.0)
+
+    def orphans(self, named: Collection[str], head: int, retention: Retention, now: float) -> Iterator[StoredObject]:
+        """Yield the objects that ``retention`` does not keep. They include drafts that are still being written.
+
+        Args:
+            named: names of the objects that entries name.
+            head: newest version. Parts with a higher version in their name are not orphans.
+            retention: ages in seconds up to which objects are kept.
+            now: the store's Unix time in seconds.
+        """
+        ages = {"predictors": retention.heartbeat_seconds, "publishers": retention.heartbeat_seconds}
+        ages["control/retention"] = DELETIONS_SECONDS
+        for folder, found in self.found.items():
+            for each in found:
+                part = _PART_NAME.fullmatch(each.name)
+                is_needed = part is not None and (int(part[1]) > head or each.name in named)
+                if not is_needed and now - each.modified > ages.get(folder, retention.orphan_seconds):
+                    yield each
+
+
+# Rules: pure functions of what was read
+
+
+def _start(
+    snapshots: Mapping[int, float], merged: Mapping[Merged, Manifest], head: Manifest, before: float
+) -> tuple[int, int]:
+    """Return the version of the newest snapshot committed at or before ``before``, and the lowest one that is kept.
+
+    Includes merged snapshots. The version is -1 if there is none.
+
+    Args:
+        snapshots: version of each snapshot in the log to the time of its commit.
+        merged: reference to merged entry.
+        head: newest entry.
+        before: Unix time in seconds.
+    """
+    in_time = [version for version, committed in snapshots.items() if committed <= before]
+    usable = _of_stream(merged, head).items()
+    in_time += [each.last for each, entry in usable if each.kind == "snapshot" and entry.committed <= before]
+    start = max(in_time, default=-1)
+    # Keep the head's parent: its presence proves to a publisher that the name of its own entry was not freed.
+    return start, min(start if start in snapshots else start + 1, head.version - 1)
+
+
+def _exceeds(retention: Retention, num_versions: int, seconds: float, num_bytes: int) -> bool:
+    """Return True if a version exceeds a bound.
+
+    Args:
+        retention: the bounds.
+        num_versions: number of versions from the newest down to this one.
+        seconds: age of the version.
+        num_bytes: size in bytes of the objects of these versions.
+    """
+    bounds = (retention.versions, num_versions), (retention.seconds, seconds), (retention.num_bytes, num_bytes)
+    return any(bound is not None and value > bound for bound, value in bounds)
+
+
+def _expired(held: _Held, retention: Retention, now: float) -> set[int]:
+    """Return the versions that exceed a bound of ``retention`` at the Unix time ``now``."""
+    expired, num_bytes = set(), 0
+    for number, (version, manifest) in enumerate(sorted(held.entries.items(), reverse=True), 1):
+        num_bytes += manifest.total_bytes
+        if _exceeds(retention, number, now - manifest.committed, num_bytes):
+            expired.add(version)
+    return expired
+
+
+def _of_stream(merged: Mapping[Merged, Manifest], head: Manifest) -> dict[Merged, Manifest]:
+    """Return the merged entries that readers of the head's stream may use."""
+    return {each: entry for each, entry in merged.items() if entry.stream == head.stream and each.last <= head.version}
+
+
+def _superseded(merged: Mapping[Merged, Manifest], head: Manifest, start: int, before: float) -> list[Merged]:
+    """Return the merged entries that no reader needs, sorted by name.
+
+    These are snapshots that end before ``start``, deltas that end at or before ``start``, deltas covered by another
+    merged delta committed at or before ``before``, and all that end before ``start`` and belong to a stream that a
+    promotion has ended.
+    """
+    usable = _of_stream(merged, head)
+    former = [each for each, entry in merged.items() if entry.stream != head.stream and each.last < start]
+    in_time = [each for each, entry in usable.items() if entry.committed <= before and each.kind == "delta"]
+
+    def is_covered(each: Merged) -> bool:
+        if each.kind == "snapshot":
+            return each.last < start
+        return each.last <= start or any(
+            other != each and other.first <= each.first and each.last <= other.last for other in in_time
+        )
+
+    return sorted([*filter(is_covered, usable), *former], key=lambda each: each.name)
+
+
+def _guards(entries: Mapping[int, Manifest], head: Manifest) -> set[int]:
+    """Return the versions of all claims of the stream, of the entries before them, and of former promotions.
+
+    The claims of former promotions prove to readers of a former stream that this one continues theirs.
+
+    A delayed publisher may have given its claim the name of an entry that retention had deleted. Such claims are
+    ignored: they have a lower version than the log's claim of the same generation, or a higher generation than the
+    head.
+    """
+    claims = {
+        manifest.generation: version  # keeps the highest version per generation
+        for version, manifest in sorted(entries.items())
+        if manifest.kind == "claim" and manifest.stream == head.stream and manifest.generation <= head.generation
+    }
+    found = set(claims.values())
+    for version in claims.values():
+        before = entries.get(version - 1)
+        if before is not None and entries[version].parent == before.link:
+            found.add(version - 1)
+    forks = {
+        manifest.stream: (version, manifest.forked_from.stream)
+        for version, manifest in entries.items()
+        if manifest.forked_from is not None
+    }
+    stream = head.stream
+    while stream in forks:
+        version, stream = forks.pop(stream)
+        found.add(version)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What a pass deletes.
+
+    Attributes:
+        versions: versions whose entries are deleted, ascending.
+        old: versions whose objects are deleted, ascending.
+        merged: merged entries to delete.
+        kept: names of the objects that the remaining entries name.
+        unused: name to size in bytes of the objects to delete.
+        before: entries of lower versions are deleted.
+    """
+
+    versions: list[int]
+    old: list[int]
+    merged: list[Merged]
+    kept: set[str]
+    unused: dict[str, int]
+    before: int
+
+    @classmethod
+    def of(
+        cls, held: _Held, path: Sequence[Manifest], parts: Collection[str], retention: Retention, now: float
+    ) -> _Plan:
+        """Decide what to delete.
+
+        Args:
+            held: all entries.
+            path: entries that lead to the pinned version.
+            parts: names of the objects below ``parts/``.
+            retention: bounds to apply.
+            now: Unix time in seconds for the ages of versions.
+        """
+        before = now - retention.grace_seconds
+        start, floor = _start(held.snapshots, held.merged, held.head, before)
+        floor = min([floor, *(each.version for each in path if each.merges is None)])
+        expired = _expired(held, retention, now)
+        old = [version for version in takewhile(expired.__contains__, sorted(held.entries)) if version < floor]
+        pinned = {Merged.of(each) for each in path if each.merges is not None}
+        stale = [each for each in _superseded(held.merged, held.head, start, before) if each not in pinned]
+        # If another program has deleted entries, readers start below the gap until a snapshot above it is old enough.
+        below = [] if start < min(held.entries) - 1 else sorted(held.below)
+
+        entries = held.below | held.entries
+        guards = _guards(entries, held.head)
+        gone = {*below, *old}
+        remaining = [each for version, each in entries.items() if version not in gone]
+        remaining += [held.merged[each] for each in held.merged.keys() - set(stale)]
+        kept = {each.name for manifest in remaining for each in manifest.objects}
+        removed = [version for version in (*below, *old) if version not in guards]
+        objects = [each for version in removed for each in entries[version].objects]
+        objects += [each for merged in stale for each in held.merged[merged].objects]
+        emptied = sorted(gone & guards)  # an earlier pass deleted the objects of most of them
+        objects += [each for version in emptied for each in entries[version].objects if each.name in parts]
+        unused = {each.name: each.num_bytes for each in objects if each.name not in kept}
+        end = 1 + max([*gone, *(each.last for each in stale)], default=-1)
+        return cls(removed, old, stale, kept, unused, end)
+
+
 @dataclass(slots=True)
 class _Left:
     """What a complete pass has left, as far as the next passes need it to know whether they may delete anything.
@@ -207,7 +475,7 @@ class _Left:
         first: lowest version whose objects were not deleted.
         first_committed: time of its commit, in Unix seconds.
         num_bytes: size in bytes of all objects of the versions from ``first`` on.
-        snapshots: versions of snapshots in the log, with the times of their commits; ascending.
+        snapshots: as in :class:`_Held`.
         merged: reference to merged entry.
         newest: newest modification time that is known, in Unix seconds.
     """
@@ -216,22 +484,21 @@ class _Left:
     first: int
     first_committed: float
     num_bytes: int
-    snapshots: list[tuple[int, float]]
+    snapshots: dict[int, float]
     merged: dict[Merged, Manifest]
     newest: float
 
     @classmethod
-    def of(cls, held: _Held, old: Collection[int], stale: Collection[Merged], newest: float) -> _Left:
-        """Return what is left of ``held`` without the deleted versions and merged entries."""
-        kept = {version: each for version, each in sorted(held.entries.items()) if version not in old}
-        first = min(kept)  # the head is always kept
+    def of(cls, held: _Held, plan: _Plan, newest: float) -> _Left:
+        """Return what is left of ``held`` after the deletions of ``plan``."""
+        first = max([min(held.entries), *(version + 1 for version in plan.old)])  # the head is always kept
         return cls(
             head=held.head,
             first=first,
-            first_committed=kept[first].committed,
-            num_bytes=sum(each.total_bytes for each in kept.values()),
-            snapshots=[(version, each.committed) for version, each in kept.items() if each.kind == "snapshot"],
-            merged={each: held.merged[each] for each in held.merged.keys() - set(stale)},
+            first_committed=held.entries[first].committed,
+            num_bytes=sum(each.total_bytes for version, each in held.entries.items() if version >= first),
+            snapshots={version: committed for version, committed in held.snapshots.items() if version >= first},
+            merged={each: held.merged[each] for each in held.merged.keys() - set(plan.merged)},
             newest=newest,
         )
 
@@ -247,12 +514,11 @@ class _Left:
             self.num_bytes += entry.total_bytes
             self.newest = max(self.newest, entry.committed)
             if entry.kind == "snapshot":
-                self.snapshots.append((entry.version, entry.committed))
+                self.snapshots[entry.version] = entry.committed
         # The next name is also free if another process has deleted the next entries, up to the ones that it kept.
         if not log.is_surely_newest(self.head) and log.versions(after=self.head.version):
             return False
-        listed = {each: self.merged.get(each) or log.read_merged(each) for each in log.merged()}
-        self.merged = {each: manifest for each, manifest in listed.items() if manifest is not None}
+        self.merged = _present({each: self.merged.get(each) or log.read_merged(each) for each in log.merged()})
         self.newest = max([self.newest, *(manifest.committed for manifest in self.merged.values())])
         return True
 
@@ -260,17 +526,13 @@ class _Left:
         """Return True if a pass may delete a version or a merged entry."""
         clock = min(self.newest, time.time()) if now is None else now()
         before = clock - retention.grace_seconds
-        held = _Held(self.head, {}, {}, self.merged)
-        in_log = max((version for version, committed in self.snapshots if committed <= before), default=-1)
-        start = max(in_log, _start(held, before))
-        floor = min(start if start == in_log else start + 1, self.head.version - 1)
-        is_expired = (
-            (retention.versions is not None and self.head.version - self.first >= retention.versions)
-            or (retention.seconds is not None and clock - self.first_committed > retention.seconds)
-            or (retention.num_bytes is not None and self.num_bytes > retention.num_bytes)
-        )
-        self.snapshots = [each for each in self.snapshots if each[0] >= in_log]
-        return (self.first < floor and is_expired) or bool(_superseded(held, start, before))
+        start, floor = _start(self.snapshots, self.merged, self.head, before)
+        num_versions = self.head.version - self.first + 1
+        is_expired = _exceeds(retention, num_versions, clock - self.first_committed, self.num_bytes)
+        return (self.first < floor and is_expired) or bool(_superseded(self.merged, self.head, start, before))
+
+
+# The pass
 
 
 def _pass(log: StreamLog, retention: Retention, now: Callable[[], float] | None) -> tuple[Retained, _Left | None]:
@@ -279,74 +541,54 @@ def _pass(log: StreamLog, retention: Retention, now: Callable[[], float] | None)
     Returns:
         Counts of the deleted objects, and what is left; None if the log is empty, or if a pin ended the pass.
     """
-    pin = newest_pin(log.storage)
+    storage, pin = log.storage, newest_pin(log.storage)
     # List parts before entries, so that a part committed between the two listings does not look like an orphan.
-    leftovers = _Leftovers.list(log.storage)
+    leftovers = _Leftovers.list(storage)
     held = _Held.read(log)
     if held is None:
         return Retained(), None
-    guards = held.guards()
     # A later time is wrong, or this host's clock is behind. Ages that are too low only delay deletions.
     newest = min(held.newest(leftovers.newest), time.time())
-    clock = newest if now is None else now()
-    start = _start(held, clock - retention.grace_seconds)
-    floor = start if start in held.entries and held.entries[start].kind == "snapshot" else start + 1
-    # Keep the head's parent: its presence proves to a publisher that the name of its own entry was not freed.
-    floor = min(floor, held.head.version - 1)
     path = _pinned_path(log, held, pin)
-    floor = min([floor, *(each.version for each in path if each.merges is None)])
-    pinned = {Merged.of(each) for each in path if each.merges is not None}
-    expired = _expired(held, retention, clock)
-    old = [version for version in takewhile(expired.__contains__, sorted(held.entries)) if version < floor]
-    stale = [each for each in _superseded(held, start, clock - retention.grace_seconds) if each not in pinned]
-    # If another program has deleted entries, readers start below the gap until a snapshot above it is old enough.
-    is_split = start < min(held.entries) - 1
-    below = {} if is_split else held.below
-    kept = {each.name for manifest in held.without(old, stale) for each in manifest.objects}
-    kept |= {each.name for manifest in held.below.values() for each in manifest.objects if is_split}
-
-    removed = [*sorted(version for version in below if version not in guards)]
-    removed += [version for version in old if version not in guards]
-    emptied = sorted(version for version in (*below, *old) if version in guards)
-    gone = [(entry_name(version), held[version].objects) for version in removed]
-    gone += [(merged.name, held.merged[merged].objects) for merged in stale]
-    named = kept | {each.name for _, objects in gone for each in objects}
-    unused = {each.name: each.num_bytes for _, objects in gone for each in objects if each.name not in kept}
-    for version in emptied:  # an earlier pass deleted the objects of most of them
-        named |= {each.name for each in held[version].objects}
-        unused |= {
-            each.name: each.num_bytes
-            for each in held[version].objects
-            if each.name not in kept and each.name in leftovers.names
-        }
-    orphans = list(leftovers.orphans(named, held.head.version, retention, newest))
-    left = _Left.of(held, set(old), stale, newest)
-    if not gone and not unused and not orphans:
+    plan = _Plan.of(held, path, leftovers.parts, retention, newest if now is None else now())
+    orphans = list(leftovers.orphans(plan.kept | plan.unused.keys(), held.head.version, retention, newest))
+    left = _Left.of(held, plan, newest)
+    names = [*map(entry_name, plan.versions), *(each.name for each in plan.merged)]
+    if not names and not plan.unused and not orphans:
         return Retained(), left
     # The entries that were read make these objects unnecessary, so they must be on disk first. An entry whose deletion
     # is not on disk may be there again after a power loss, and must find its objects then.
-    _sync_entries(log.storage)
+    _sync_entries(storage)
     # Announced before the look for a pin: a pin that is written after this look finds the announcement.
-    deletions = _Deletions(log.storage, 0 if pin is None else pin.counter)
-    announcement = announce_deletions(
-        log.storage, held.head.stream, 1 + max([*old, *below, *(each.last for each in stale)], default=-1)
-    )
-    num_gone = deletions.of(name for name, _ in gone)
-    if gone:
-        _sync_entries(log.storage)
-    num_unused = deletions.of(unused)
-    end_deletions(log.storage, announcement)
-    num_orphans, orphan_bytes = 0, 0
-    for orphan in orphans:
-        if deletions.may_continue() and _discard(log.storage, orphan):
-            num_orphans, orphan_bytes = num_orphans + 1, orphan_bytes + orphan.num_bytes
+    deletions = _Deletions(storage, 0 if pin is None else pin.counter)
+    announcement = announce_deletions(storage, held.head.stream, plan.before)
+    num_gone = deletions.of(names)
+    if names:
+        _sync_entries(storage)
+    num_unused = deletions.of(plan.unused)
+    end_deletions(storage, announcement)
+    found = [each for each in orphans if deletions.may_continue() and _discard(storage, each)]
     retained = Retained(
-        versions=min(num_gone, len(removed)),
-        merged=max(0, num_gone - len(removed)),
-        orphans=num_orphans,
-        num_bytes=sum(islice(unused.values(), num_unused)) + orphan_bytes,
+        versions=min(num_gone, len(plan.versions)),
+        merged=max(0, num_gone - len(plan.versions)),
+        orphans=len(found),
+        num_bytes=sum(islice(plan.unused.values(), num_unused)) + sum(each.num_bytes for each in found),
     )
     return retained, None if deletions.is_over else left
+
+
+def _pinned_path(log: StreamLog, held: _Held, pin: Pin | None) -> list[Manifest]:
+    """Return the entries that lead to the version of a pin of the stream, with the log's entry of it."""
+    if pin is None or pin.kind != "pin" or pin.stream != held.head.stream:
+        return []
+    try:
+        path = path_to(log, pin.version)
+    except (MissingVersionError, NoSnapshotError, InvalidArgumentError) as error:
+        text = "the pinned version cannot be reached, so nothing is kept for it: counter=%d version=%d error=%s"
+        _logger.warning(text, pin.counter, pin.version, error)
+        return []
+    entry = held.entries.get(pin.version)
+    return path if entry is None or path[-1].merges is None else [*path, entry]
 
 
 class _Deletions:
@@ -389,249 +631,6 @@ class _Deletions:
             self._left = _DELETIONS_PER_LOOK
         self._left -= 1
         return not self.is_over
-
-
-def _pinned_path(log: StreamLog, held: _Held, pin: Pin | None) -> list[Manifest]:
-    """Return the entries that lead to the version of a pin, with the log's entry of it.
-
-    Returns an empty list if there is no pin of the stream.
-    """
-    if pin is None or pin.kind != "pin" or pin.stream != held.head.stream:
-        return []
-    try:
-        path = path_to(log, pin.version)
-    except (MissingVersionError, NoSnapshotError, InvalidArgumentError) as error:
-        text = "the pinned version cannot be reached, so nothing is kept for it: counter=%d version=%d error=%s"
-        _logger.warning(text, pin.counter, pin.version, error)
-        return []
-    entry = held.entries.get(pin.version)
-    return path if entry is None or path[-1].merges is None else [*path, entry]
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """In-memory copy of all entries of a stream.
-
-    Attributes:
-        head: newest entry.
-        entries: version to entry, from the head down to the first gap.
-        below: version to entry, for the versions below this gap. These are the guards (claims and the entries before
-            them), and entries of delayed publishers. A delayed publisher deletes its entry, unless the publisher is
-            killed first.
-        merged: reference to merged entry.
-    """
-
-    head: Manifest
-    entries: dict[int, Manifest]
-    below: dict[int, Manifest] = field(default_factory=dict)
-    merged: dict[Merged, Manifest] = field(default_factory=dict)
-
-    @classmethod
-    def read(cls, log: StreamLog) -> _Held | None:
-        """Read all entries; return None if the store is empty."""
-        listed = log.versions()
-        entries: dict[int, Manifest] = {}
-        # Read downwards, because a concurrent pass deletes upwards and could otherwise cause a gap. A listing may miss
-        # an entry created during it, so only a read that finds no object is a gap.
-        for version in range(listed[-1] if listed else -1, -1, -1):
-            manifest = log.read(version)
-            if manifest is None:
-                break
-            entries[version] = manifest
-        if not entries:
-            return None
-        first, head = min(entries), entries[max(entries)]
-        below = {version: log.read(version) for version in listed if version < first}
-        merged = {each: log.read_merged(each) for each in log.merged()}
-        return cls(
-            head,
-            entries,
-            {version: manifest for version, manifest in below.items() if manifest is not None},
-            {each: manifest for each, manifest in merged.items() if manifest is not None},
-        )
-
-    def __getitem__(self, version: int) -> Manifest:
-        return self.entries[version] if version in self.entries else self.below[version]
-
-    def newest(self, least: float) -> float:
-        """Return the newest modification time of the entries in Unix seconds, at least ``least``."""
-        # The store's time is not before that of its newest object, so ages relative to that object are never too high.
-        times = (manifest.modified for manifest in (*self.entries.values(), *self.merged.values()))
-        return max([least, *(modified for modified in times if modified is not None)])
-
-    def guards(self) -> set[int]:
-        """Return the versions of all claims of the stream, of the entries before them, and of former promotions.
-
-        The claims of former promotions prove to readers of a former stream that this one continues theirs.
-
-        A delayed publisher may have given its claim the name of an entry that retention had deleted. Such claims are
-        ignored: they have a lower version than the log's claim of the same generation, or a higher generation than
-        the head.
-        """
-        entries = self.below | self.entries
-        claims = {
-            manifest.generation: version  # keeps the highest version per generation
-            for version, manifest in sorted(entries.items())
-            if manifest.kind == "claim"
-            and manifest.stream == self.head.stream
-            and manifest.generation <= self.head.generation
-        }
-        found = set(claims.values())
-        for version in claims.values():
-            before = entries.get(version - 1)
-            if before is not None and entries[version].parent == before.link:
-                found.add(version - 1)
-        forks = {
-            manifest.stream: (version, manifest.forked_from.stream)
-            for version, manifest in entries.items()
-            if manifest.forked_from is not None
-        }
-        stream = self.head.stream
-        while stream in forks:
-            version, stream = forks.pop(stream)
-            found.add(version)
-        return found
-
-    def of_stream(self) -> dict[Merged, Manifest]:
-        """Return the merged entries that readers of this stream may use, keyed by their :class:`Merged` reference."""
-        return {
-            merged: manifest
-            for merged, manifest in self.merged.items()
-            if manifest.stream == self.head.stream and merged.last <= self.head.version
-        }
-
-    def without(self, versions: Collection[int], merged: Collection[Merged]) -> list[Manifest]:
-        """Return the manifests in :attr:`entries` and :attr:`merged`, leaving out the given ones.
-
-        Args:
-            versions: versions to leave out.
-            merged: references of the merged entries to leave out.
-        """
-        return [
-            *(self.entries[version] for version in self.entries.keys() - set(versions)),
-            *(self.merged[each] for each in self.merged.keys() - set(merged)),
-        ]
-
-
-@dataclass(frozen=True, slots=True)
-class _Leftovers:
-    """Listing of the parts, drafts, probes, heartbeats and announcements in the store, some of which may be orphans.
-
-    Attributes:
-        parts: objects below ``parts/``, which are not only parts in format 2.
-        drafts: objects below ``drafts/``: temporary files from writes to a store in a local directory.
-        probes: objects below ``probe/``.
-        beats: objects below ``predictors/``.
-        publisher_beats: objects below ``publishers/``.
-        announcements: objects below ``control/retention/``.
-        newest: latest modification time of those whose names this library creates, in Unix seconds; 0 if there are
-            none. Other programs may date their objects as they like.
-    """
-
-    parts: list[StoredObject]
-    drafts: list[StoredObject]
-    probes: list[StoredObject]
-    beats: list[StoredObject]
-    publisher_beats: list[StoredObject]
-    announcements: list[StoredObject]
-    newest: float
-
-    @property
-    def names(self) -> set[str]:
-        """Names of the objects below ``parts/``."""
-        return {part.name for part in self.parts}
-
-    @classmethod
-    def list(cls, storage: Storage) -> _Leftovers:
-        """List these objects in the store."""
-        found = [storage.objects(prefix) for prefix in _PREFIXES]
-        patterns = (_PART_NAME, _DRAFT_NAME, _PROBE_NAME, _BEAT_NAME, _PUBLISHER_BEAT_NAME, DELETIONS_NAME)
-        times = [
-            stored.modified
-            for pattern, each in zip(patterns, found, strict=True)
-            for stored in each
-            if pattern.fullmatch(stored.name)
-        ]
-        parts, drafts, probes, beats, publisher_beats, announcements = found
-        return cls(parts, drafts, probes, beats, publisher_beats, announcements, max(times, default=0.0))
-
-    def orphans(self, named: set[str], head: int, retention: Retention, now: float) -> Iterator[StoredObject]:
-        """Yield the objects that ``retention`` does not keep. They include drafts that are still being written.
-
-        Args:
-            named: names of the objects that entries name.
-            head: newest version. Parts with a higher version in their name are not orphans.
-            retention: ages in seconds up to which objects are kept.
-            now: the store's Unix time in seconds.
-        """
-
-        def is_old(stored: StoredObject, age: float) -> bool:
-            return now - stored.modified > age
-
-        age = retention.orphan_seconds
-        for part in self.parts:
-            match = _PART_NAME.fullmatch(part.name)
-            if match is not None and int(match[1]) <= head and part.name not in named and is_old(part, age):
-                yield part
-        for found, pattern, seconds in (
-            (self.drafts, _DRAFT_NAME, age),
-            (self.probes, _PROBE_NAME, age),
-            (self.beats, _BEAT_NAME, retention.heartbeat_seconds),
-            (self.publisher_beats, _PUBLISHER_BEAT_NAME, retention.heartbeat_seconds),
-            (self.announcements, DELETIONS_NAME, DELETIONS_SECONDS),
-        ):
-            yield from (each for each in found if pattern.fullmatch(each.name) and is_old(each, seconds))
-
-
-def _start(held: _Held, before: float) -> int:
-    """Return the version of the newest snapshot committed at or before ``before``; -1 if there is none.
-
-    Includes merged snapshots.
-    """
-    in_log = [version for version, each in held.entries.items() if each.kind == "snapshot" and each.committed <= before]
-    merged = [
-        merged.last
-        for merged, each in held.of_stream().items()
-        if merged.kind == "snapshot" and each.committed <= before
-    ]
-    return max(in_log + merged, default=-1)
-
-
-def _expired(held: _Held, retention: Retention, now: float) -> set[int]:
-    """Return the versions that exceed a bound of ``retention`` at the Unix time ``now``."""
-    expired, num_bytes = set(), 0
-    for number, (version, manifest) in enumerate(sorted(held.entries.items(), reverse=True)):
-        num_bytes += manifest.total_bytes
-        if (
-            (retention.versions is not None and number >= retention.versions)
-            or (retention.seconds is not None and now - manifest.committed > retention.seconds)
-            or (retention.num_bytes is not None and num_bytes > retention.num_bytes)
-        ):
-            expired.add(version)
-    return expired
-
-
-def _superseded(held: _Held, start: int, before: float) -> list[Merged]:
-    """Return the merged entries that no reader needs, sorted by name.
-
-    These are snapshots that end before ``start``, deltas that end at or before ``start``, deltas covered by another
-    merged delta committed at or before ``before``, and all that end before ``start`` and belong to a stream that a
-    promotion has ended.
-    """
-    merged = held.of_stream()
-    former = [
-        each for each, manifest in held.merged.items() if manifest.stream != held.head.stream and each.last < start
-    ]
-    in_time = [each for each, manifest in merged.items() if manifest.committed <= before and each.kind == "delta"]
-
-    def is_covered(each: Merged) -> bool:
-        if each.kind == "snapshot":
-            return each.last < start
-        return each.last <= start or any(
-            other != each and other.first <= each.first and each.last <= other.last for other in in_time
-        )
-
-    return sorted([*filter(is_covered, merged), *former], key=lambda each: each.name)
 
 
 def _sync_entries(storage: Storage) -> None:
