@@ -1,7 +1,6 @@
 """Pins: objects ``control/pins/{counter}.json`` with which an operator returns all predictors to one version.
 
 The counters are dense, and each object is created only if it does not exist. The pin with the highest counter applies.
-All functions raise StorageError if the store fails.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import logging
 import re
 import secrets
 import time
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -29,6 +29,7 @@ MAX_PIN_BYTES = 16 << 10
 MAX_REASON = 1000
 _MAX_PINS = 1 << 20
 _RECHECK_SECONDS = 60.0  # between two looks for a pin whose entry was not read
+_PIN_NAME = re.compile(PINS + r"/([0-9]{20})\.json")
 _DELETIONS = "control/retention"
 DELETIONS_NAME = re.compile(_DELETIONS + r"/[0-9a-f]{32}\.json")
 # Age from which an announcement is that of an interrupted pass: a pass ends itself after half of this time.
@@ -43,7 +44,6 @@ class Pin:
 
     Args:
         counter: number of the pin, 1 for the first.
-        stream: id of the stream.
         kind: ``pin`` to return to a version and stay there, ``release`` to continue from a snapshot.
         version: the version to return to, or the version of the snapshot to continue from.
         xxh3: hash of the entry of ``version``.
@@ -62,7 +62,7 @@ class Pin:
     time: Time
 
     def to_json(self) -> bytes:
-        """Return the bytes of the object."""
+        """Encode as JSON."""
         return json.dumps(asdict(self)).encode()
 
 
@@ -74,12 +74,7 @@ def pin_name(counter: int) -> str:
 def newest_counter(storage: Storage, *, after: int = 0) -> int:
     """Return the highest counter of the pins, ``after`` if there is none above it. Lists nothing.
 
-    Args:
-        storage: store of the stream.
-        after: counter of a pin, or 0.
-
-    Raises:
-        StorageError: also if the store has each object that is asked for, for example because it sends a log-in page.
+    Raises StorageError also if the store has each object that is asked for, for example because it sends a log-in page.
     """
 
     def is_there(counter: int) -> bool:
@@ -99,14 +94,28 @@ def newest_counter(storage: Storage, *, after: int = 0) -> int:
     return present
 
 
+def free_counters(taken: Collection[int]) -> list[int]:
+    """Return the counters of the next order, ascending: above all pins that a reader may find, and in gaps below them.
+
+    A forged pin leaves a gap. A reader at the counter ``c`` looks for ``c`` + 1, 2, 4 and so on while it finds pins, so
+    it may end at the gap, or find the forged pin if that is at most twice as high as those before the gap.
+    """
+    last = 0
+    while found := [each for each in taken if last < each <= 2 * last + 2]:
+        last = max(found)
+    return [each for each in range(1, last + 2) if each not in taken]
+
+
+def taken_counters(storage: Storage) -> set[int]:
+    """List the counters of all pins in a store, also of malformed ones."""
+    names = map(_PIN_NAME.fullmatch, storage.names(PINS))
+    return {int(match[1]) for match in names if match is not None}
+
+
 def newest_pin(storage: Storage, *, after: int = 0) -> Pin | None:
     """Return the pin with the highest counter above ``after``; None if there is none. Lists nothing.
 
     A malformed pin is logged once, and the one before it counts.
-
-    Args:
-        storage: store of the stream.
-        after: counter of a pin that was read before, or 0.
 
     Example:
         >>> newest_pin(Storage("memory://")) is None
@@ -152,12 +161,9 @@ def _problem(pin: Pin, counter: int) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deletions:
-    """Announcement of one retention pass, which exists below ``control/retention/`` while the pass deletes entries.
+    """Announcement of a retention pass, which may delete entries of ``stream`` with versions below ``before``.
 
-    Args:
-        stream: id of the stream.
-        before: entries of lower versions may be deleted.
-        time: Unix time of the host that runs the pass, in seconds.
+    It exists below ``control/retention/`` while the pass runs. ``time`` is the Unix time of its host in seconds.
     """
 
     stream: Hex
@@ -166,7 +172,7 @@ class Deletions:
 
 
 def announce_deletions(storage: Storage, stream: str, before: int) -> str:
-    """Announce that a pass may delete entries with versions below ``before``. Return the name of the announcement."""
+    """Write a :class:`Deletions`, and return its name."""
     record = Deletions(stream=stream, before=before, time=time.time())
     name = f"{_DELETIONS}/{secrets.token_hex(16)}.json"
     storage.replace(name, json.dumps(asdict(record)).encode())
@@ -186,12 +192,7 @@ def has_deletions(storage: Storage) -> bool:
 def running_deletions(storage: Storage, *, now: float) -> list[Deletions]:
     """Return the announcements of all retention passes that run, or were interrupted in the last hour.
 
-    Args:
-        storage: store of the stream.
-        now: the store's Unix time in seconds, for example the modification time of an object that was just written.
-
-    Raises:
-        MalformedError: if an announcement does not follow the format.
+    ``now`` is the store's Unix time in seconds, such as the modification time of an object that was just written.
     """
     found = []
     for stored in storage.objects(_DELETIONS):
@@ -209,14 +210,10 @@ def running_deletions(storage: Storage, *, now: float) -> list[Deletions]:
 
 
 class PinFollower:
-    """Reader of the newest pin, for one predictor and url.
+    """Reader of the newest pin at one url, which looks for it every ``seconds``, times a factor of 0.75 to 1.25.
 
     The counter of a pin whose entry was read never goes back, also if the store is replaced by one with fewer pins. Any
     other pin may be forged. It is dropped if the store does not have it past all caches, or fails for a minute.
-
-    Args:
-        seconds: time between two looks, times a random factor of 0.75 to 1.25.
-        runtime: clock and random numbers of the reader.
     """
 
     def __init__(self, seconds: float = 5.0, runtime: Runtime = REAL) -> None:
@@ -233,13 +230,9 @@ class PinFollower:
         self._quiet_until = 0.0
 
     def order(self, storage: Storage, *, at_once: bool = False) -> Pin | None:
-        """Return the newest pin that is known; None before the first.
+        """Return the newest pin that is known, None before the first. With ``at_once``, look also soon after a look.
 
         If the store cannot be read, the pin is the one of the last look.
-
-        Args:
-            storage: store of the stream.
-            at_once: True to look although the last look was not long ago.
 
         Raises:
             StorageError: if the store cannot be read at the first look.

@@ -7,7 +7,9 @@ gets :class:`~delta_tracker.errors.PinConflictError`.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 from delta_tracker.errors import (
     CorruptPartError,
@@ -27,11 +29,13 @@ from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.pin import (
     MAX_PIN_BYTES,
     MAX_REASON,
+    PINS,
     Pin,
-    newest_counter,
+    free_counters,
     newest_pin,
     pin_name,
     running_deletions,
+    taken_counters,
 )
 from delta_tracker.stream.reading.path import path_to
 from delta_tracker.stream.storage.storage import Storage
@@ -55,18 +59,13 @@ def pin_version(
         replaces: True to replace the pin that applies.
         is_quick: True to compare only the sizes of objects, without reading the parts.
 
-    Returns:
-        The pin.
-
     Raises:
         InvalidArgumentError: if the version is not in the stream, is a claim or belongs to a former stream of the log,
             or the reason is too long.
-        MissingVersionError: if an entry that leads to the version is missing.
-        NoSnapshotError: if there is no snapshot at or below the version.
-        CorruptPartError: if an object that leads to the version is missing, or has other bytes.
+        MissingVersionError, NoSnapshotError, MalformedError, CorruptPartError: if an entry or an object that leads to
+            the version is missing or damaged.
         RetentionRunningError: if a retention pass deletes versions that lead to this one, or was interrupted. The pin
             is undone.
-        MalformedError: if an entry cannot be read.
         PinnedError: if the stream is pinned, and ``replaces`` is False.
         PinConflictError: if another operator wrote a pin or a release meanwhile.
         ReadOnlyStoreError: if the store is at an http url.
@@ -82,20 +81,11 @@ def pin_version(
     _former(log, replaces=replaces)  # refuse before the parts are read
     _refuse_former(log, version)
     checked_path(log, version, reads_parts=not is_quick)
-    counter, former = newest_counter(storage), _former(log, replaces=replaces)
+    counters, former = free_counters(taken_counters(storage)), _former(log, replaces=replaces)
     entry, _ = checked_path(log, version)
     head = log.head() or entry
-    pin = Pin(
-        counter=counter + 1,
-        stream=entry.stream,
-        kind="pin",
-        version=version,
-        xxh3=entry.xxh3,
-        bad=max(head.version, 0 if former is None else former.bad),
-        reason=reason,
-        time=time.time(),
-    )
-    _create(storage, pin)
+    bad = max(head.version, 0 if former is None else former.bad)
+    pin = _create(storage, _order("pin", entry, bad, reason), counters)
     try:
         # A retention pass that has not seen the pin has announced its deletions before. If it ended before the listing
         # of announcements, it has deleted everything before the check of the path.
@@ -121,9 +111,6 @@ def release_pin(storage: Storage, *, reason: str = "") -> Pin:
         storage: store of the stream.
         reason: text for people, at most 1,000 characters.
 
-    Returns:
-        The release.
-
     Raises:
         InvalidArgumentError: if the stream is not pinned, or the reason is too long.
         NoReleaseError: if the log has no such snapshot yet.
@@ -139,25 +126,14 @@ def release_pin(storage: Storage, *, reason: str = "") -> Pin:
         delta_tracker.errors.InvalidArgumentError: url='memory://' cannot be used. Pin it first: it is not pinned.
     """
     log = _log(storage, "a release", reason)
-    counter, pin, head = newest_counter(storage), newest_pin(storage), log.head()
+    counters, pin, head = free_counters(taken_counters(storage)), newest_pin(storage), log.head()
     if pin is None or head is None or pin.kind != "pin" or pin.stream != head.stream:
         raise InvalidArgumentError("url", storage.url, "Pin it first: it is not pinned")
     snapshot = _snapshot(log, head)
     if snapshot is None or snapshot.version <= pin.bad:
         raise NoReleaseError(storage.url, pin.bad)
     _check_objects(storage, snapshot)
-    release = Pin(
-        counter=counter + 1,
-        stream=head.stream,
-        kind="release",
-        version=snapshot.version,
-        xxh3=snapshot.xxh3,
-        bad=pin.bad,
-        reason=reason,
-        time=time.time(),
-    )
-    _create(storage, release)
-    return release
+    return _create(storage, _order("release", snapshot, pin.bad, reason), counters)
 
 
 def _former(log: StreamLog, *, replaces: bool) -> Pin | None:
@@ -173,14 +149,7 @@ def _former(log: StreamLog, *, replaces: bool) -> Pin | None:
 def checked_path(log: StreamLog, version: int, *, reads_parts: bool = False) -> tuple[Manifest, int]:
     """Return the log's entry of a version and the oldest version that leads to it, after a check of their objects.
 
-    Args:
-        log: log of the stream.
-        version: number of the version.
-        reads_parts: True to check all bytes of the parts, False to compare only sizes.
-
-    Raises:
-        InvalidArgumentError, MissingVersionError, NoSnapshotError, CorruptPartError, StorageError: see
-            :func:`pin_version`.
+    Only their sizes are compared, unless ``reads_parts`` is True. Raises the errors of :func:`pin_version`.
     """
     path = path_to(log, version)
     entry = log.read(version)  # the path may end with a merged snapshot instead
@@ -232,14 +201,32 @@ def _log(storage: Storage, operation: str, reason: str) -> StreamLog:
     return StreamLog(storage)
 
 
-def _create(storage: Storage, pin: Pin) -> None:
-    """Write a pin. Raise PinConflictError if another one has its counter."""
-    name, data = pin_name(pin.counter), pin.to_json()
-    if not storage.create(name, data):
-        there = storage.read(name, max_bytes=MAX_PIN_BYTES)  # the response of an earlier attempt may have been lost
-        if there is None or there.tobytes() != data:
-            raise PinConflictError(storage.url, pin.counter)
-    storage.sync(name.rpartition("/")[0])
+def _order(kind: Literal["pin", "release"], entry: Manifest, bad: int, reason: str) -> Pin:
+    """Return an order without its counter."""
+    return Pin(
+        counter=0,
+        stream=entry.stream,
+        kind=kind,
+        version=entry.version,
+        xxh3=entry.xxh3,
+        bad=bad,
+        reason=reason,
+        time=time.time(),
+    )
+
+
+def _create(storage: Storage, order: Pin, counters: Sequence[int]) -> Pin:
+    """Write an order with some counters, and return the last pin. Raise PinConflictError if another one has one."""
+    for counter in counters:
+        order = replace(order, counter=counter)
+        data = order.to_json()
+        if not storage.create(pin_name(counter), data):
+            # The response of an earlier attempt may have been lost.
+            there = storage.read(pin_name(counter), max_bytes=MAX_PIN_BYTES)
+            if there is None or there.tobytes() != data:
+                raise PinConflictError(storage.url, counter)
+    storage.sync(PINS)
+    return order
 
 
 def _correct(log: StreamLog, pin: Pin, former: Pin | None) -> None:
@@ -251,18 +238,10 @@ def _correct(log: StreamLog, pin: Pin, former: Pin | None) -> None:
     snapshot = None if head is None else _snapshot(log, head)
     reason = f"version {pin.version} cannot be reached"
     if former is not None:
-        correction = replace(former, counter=pin.counter + 1, bad=pin.bad, reason=reason, time=time.time())
+        correction = replace(former, bad=pin.bad, reason=reason, time=time.time())
     elif snapshot is not None:
-        correction = replace(
-            pin,
-            counter=pin.counter + 1,
-            kind="release",
-            version=snapshot.version,
-            xxh3=snapshot.xxh3,
-            bad=max(0, snapshot.version - 1),
-            reason=reason,
-            time=time.time(),
-        )
+        correction = _order("release", snapshot, max(0, snapshot.version - 1), reason)
     else:
         return
+    correction = replace(correction, counter=pin.counter + 1)
     log.storage.create(pin_name(correction.counter), correction.to_json())

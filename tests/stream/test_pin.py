@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from dataclasses import asdict
@@ -10,7 +11,15 @@ from typing import Any
 import pytest
 
 from delta_tracker.errors import StorageError
-from delta_tracker.stream.pin import Pin, PinFollower, newest_counter, newest_pin, pin_name
+from delta_tracker.stream.pin import (
+    Pin,
+    PinFollower,
+    free_counters,
+    newest_counter,
+    newest_pin,
+    pin_name,
+    taken_counters,
+)
 from delta_tracker.stream.storage.storage import Storage
 from tests.stores.rules import fails, on
 from tests.stores.wrapped import WrappedStorage
@@ -117,3 +126,20 @@ def test_a_server_that_has_every_name_has_no_pin() -> None:
         newest_pin(storage)
     assert storage.requests["size"] <= 22
     assert newest_pin(Storage("memory://")) is None
+
+
+@pytest.mark.parametrize("count", range(4))
+def test_a_new_order_is_the_newest_for_all_readers_whatever_pins_were_forged(count: int) -> None:
+    """Pins up to ``count``, and each set of forged ones above: a reader at each counter finds an order that follows."""
+    for forged in itertools.chain.from_iterable(
+        itertools.combinations(range(count + 1, 12), size) for size in range(4)
+    ):
+        storage = Storage("memory://")
+        for counter in (*range(1, count + 1), *forged):
+            write(storage, pin(counter))
+        known = [newest_counter(storage, after=after) for after in range(count + 1)]
+        counters = free_counters(taken_counters(storage))
+        for counter in counters:
+            write(storage, pin(counter, reason="right"))
+        for after in {*range(count + 1), *known}:
+            assert newest_pin(storage, after=after) == pin(counters[-1], reason="right"), (forged, after)

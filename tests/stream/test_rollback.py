@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,21 @@ def test_a_second_pin_must_replace_the_first() -> None:
     writer.delta([1])
     again = pin_version(writer.storage, 1, replaces=True)
     assert (again.counter, again.version, again.bad) == (2, 1, 6)
+
+
+@pytest.mark.parametrize("order", ["pin", "release"])
+def test_an_order_counts_more_than_forged_pins_above_the_next_counter(order: str) -> None:
+    writer = stream()
+    first = pin_version(writer.storage, 4)
+    for counter in (3, 4, 9):
+        writer.storage.create(pin_name(counter), replace(first, counter=counter, xxh3="0" * 32).to_json())
+    if order == "pin":
+        newest = pin_version(writer.storage, 3, replaces=True)
+    else:
+        writer.snapshot()
+        newest = release_pin(writer.storage)
+    for after in range(6):
+        assert newest_pin(writer.storage, after=after) == newest
 
 
 @pytest.mark.parametrize("version", [0, 6, -1, True, 1.0])

@@ -48,14 +48,13 @@ def compact(
     columns than these blocks are stored as additional blocks.
 
     A call holds at most ``max_bytes`` of versions in memory, and about 40 bytes per row while it sorts the rows. It
-    reads the snapshot one part at a time. A part of up to 256 MiB is read as a whole. A larger part is read in pieces
-    of 8 MiB, and only a few pieces are in memory at a time. Versions that do not fit are left for a later call. A
-    single version larger than ``max_bytes`` is never merged, and prevents the fold of all later versions. If the deltas
-    together are larger than ``max_bytes``, several calls fold them, and each call writes the whole snapshot. Therefore
-    choose a ``max_bytes`` of about ``fold`` times the snapshot's size.
+    reads the snapshot one part at a time, and parts of more than 256 MiB in pieces of 8 MiB. Versions that do not fit
+    are left for a later call. A single version larger than ``max_bytes`` is never merged, and prevents the fold of all
+    later versions. If the deltas together are larger than ``max_bytes``, several calls fold them, and each call writes
+    the whole snapshot. Therefore choose a ``max_bytes`` of about ``fold`` times the snapshot's size.
 
     Args:
-        stream: storage of the stream, or its log.
+        stream: the stream.
         fold: create a snapshot once the deltas to merge have at least this fraction of the newest snapshot's size.
         max_bytes: maximum bytes of versions held in memory.
         min_versions: minimum number of deltas that are not merged yet. With fewer, no delta is created, and only merged
@@ -106,13 +105,7 @@ def compact(
 
 
 class _Compaction:
-    """Builder of one merged entry.
-
-    Args:
-        log: log of the stream.
-        base: newest snapshot.
-        max_bytes: maximum bytes of versions held in memory.
-        now: function that returns the Unix time in seconds.
+    """Builder of one merged entry after the newest snapshot, ``base``.
 
     Attributes:
         base_bytes: memory in bytes that a fold needs for the snapshot's listed rows (rows stored with ids).
@@ -140,9 +133,6 @@ class _Compaction:
             least_bytes: size in bytes. If the merged rows and dense tensors are smaller and ``is_due`` is True, a delta
                 is created. Otherwise a snapshot is created.
             is_due: True if ``versions`` has enough new deltas to create a merged delta.
-
-        Returns:
-            The merged entry, even if another process created it first; None if the entry was deleted in the meantime.
         """
         rows, dense = self._read(versions)
         tables = _schema(versions)[1]
@@ -158,11 +148,7 @@ class _Compaction:
         return self._create(_snapshot(self._base, versions), parts, base_dense | dense)
 
     def merge(self, versions: Sequence[Manifest]) -> Manifest | None:
-        """Merge ``versions`` into a delta.
-
-        Returns:
-            The merged entry, even if another process created it first; None if the entry was deleted in the meantime.
-        """
+        """Merge ``versions`` into a delta."""
         rows, dense = self._read(versions)
         tables = _schema(versions)[1]
         return self._merge(versions, list(newest_rows(rows, tables)), dense)
@@ -193,10 +179,6 @@ class _Compaction:
     def _write_over(self, overlay: Overlay, versions: Sequence[Manifest]) -> tuple[list[Part], _Dense]:
         """Write the snapshot's whole blocks to new parts, with newer rows in place of older ones.
 
-        Args:
-            overlay: newer rows.
-            versions: merged versions, which determine the format and the names of the new parts.
-
         Returns:
             Records of the new parts, and the snapshot's dense tensors by name.
         """
@@ -214,16 +196,7 @@ class _Compaction:
         return parts, dense
 
     def _put(self, rows: Sequence[BlockRows], dense: _Dense, versions: Sequence[Manifest]) -> list[Part]:
-        """Write rows with their states, and dense tensors, to a new part.
-
-        Args:
-            rows: rows to write.
-            dense: dense tensors to write, by name.
-            versions: merged versions, which determine the format and the name of the part.
-
-        Returns:
-            The record of the part in a list; an empty list if there is nothing to write.
-        """
+        """Write rows with their states, and dense tensors, to a new part. Return its record, if it is not empty."""
         if not rows and not dense:
             return []
         name, states_name = (part_name(versions[-1].version, versions[-1].generation, author) for author in ("c", "cs"))
@@ -243,10 +216,9 @@ class _Compaction:
         # After a power loss, no merged entry may replace versions that are not in the log.
         self._log.storage.sync("log")
         if not self._log.create_merged(draft):
-            for part in parts:
-                for written in (part, part.states):
-                    if written is not None:
-                        self._log.storage.delete(written.name)
+            for each in draft.objects:
+                if each not in draft.training:
+                    self._log.storage.delete(each.name)
         return self._log.read_merged(Merged.of(draft))
 
 
@@ -284,13 +256,9 @@ def _pieces(log: StreamLog, base: Manifest) -> list[Manifest]:
     """Return the entries after ``base``, up to the next snapshot (exclusive) or the head.
 
     If merged deltas start at a version, the longest one is returned instead of the versions that it replaces.
-
-    Raises:
-        MalformedError: if an entry does not follow its predecessor, or has a lower generation.
     """
-    merged = {
-        each.first: each for each in log.merged(after=base.version) if each.kind == "delta"
-    }  # sorted by end, so the longest one per first version is kept
+    # Sorted by end, so the longest one per first version is kept.
+    merged = {each.first: each for each in log.merged(after=base.version) if each.kind == "delta"}
     pieces: list[Manifest] = []
     held = base
     while True:
@@ -308,10 +276,7 @@ def _pieces(log: StreamLog, base: Manifest) -> list[Manifest]:
 
 
 def _run(pieces: Sequence[Manifest], max_bytes: int) -> list[Manifest]:
-    """Return the longest prefix of ``pieces`` that has one schema and fits ``max_bytes``.
-
-    Returns an empty list if the prefix contains only claims.
-    """
+    """Return the longest prefix that has one schema and fits ``max_bytes``; empty if it has only claims."""
     run: list[Manifest] = []
     encodings: dict[str, Encoding] = {}  # of the tables with raw ids in ``run``
     num_bytes = 0
@@ -337,10 +302,6 @@ def _is_alike(new: Mapping[str, Encoding], held: Mapping[str, Encoding]) -> bool
     """Return True if the tables with raw ids that are in both mappings have the same encoding in both.
 
     Their rows are merged as they are stored: the blocks of an entry have one encoding for each of these tables.
-
-    Args:
-        new: table FQN to the encoding in a version.
-        held: table FQN to the encoding in the versions before.
     """
     return all(held.get(fqn, encoding) is encoding for fqn, encoding in new.items())
 
@@ -380,17 +341,7 @@ def _is_there(log: StreamLog, version: Manifest) -> bool:
 
 
 def check_bounds(fold: float, max_bytes: int, min_versions: int, *, name: str = "min_versions") -> None:
-    """Validate the bounds of :func:`compact`.
-
-    Args:
-        fold: see :func:`compact`.
-        max_bytes: see :func:`compact`.
-        min_versions: see :func:`compact`.
-        name: name of ``min_versions`` in the error.
-
-    Raises:
-        InvalidArgumentError: for an invalid bound.
-    """
+    """Raise InvalidArgumentError for an invalid bound of :func:`compact`, with ``name`` for ``min_versions``."""
     if type(fold) not in (int, float) or not 0 < fold < float("inf"):
         raise InvalidArgumentError("fold", fold, "Pass a positive fraction of the snapshot's bytes, such as 0.5")
     for argument, value, least in (("max_bytes", max_bytes, 1), (name, min_versions, 2)):

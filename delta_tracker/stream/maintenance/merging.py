@@ -45,13 +45,12 @@ def rows_of_whole_blocks(part: PartReader) -> list[BlockRows]:
 def newest_rows(rows: Iterable[BlockRows], tables: Mapping[str, TableSpec]) -> Iterator[BlockRows]:
     """Yield the newest rows of each table, in column ranges that do not overlap.
 
-    The values, states and owners are gathered from ``rows`` lazily. All blocks of a table with states have their own
-    encoding, and column ranges that are equal or do not overlap. All blocks of a table with owners have one encoding
-    and all columns.
+    The values, states and owners are gathered lazily. All blocks of a table with states have their own encoding, and
+    column ranges that are equal or do not overlap. All blocks of a table with owners have one encoding and all columns.
 
     Args:
         rows: listed rows in memory, oldest first.
-        tables: FQN to spec of each table.
+        tables: specs by FQN.
     """
     rows_of: dict[str, list[BlockRows]] = {}
     for each in rows:
@@ -79,13 +78,7 @@ class _Winners:
     place: Tensor
 
     def read(self, column: Column, begin: int, end: int) -> Tensor:
-        """Return the newest rows of the ids with indices ``begin`` to ``end`` (exclusive), still encoded.
-
-        Args:
-            column: what to return of each id's row.
-            begin: index of the first id.
-            end: index after the last id.
-        """
+        """Return a column of the newest rows of the ids ``begin`` to ``end`` (exclusive), still encoded."""
         source, place = self.source[begin:end], self.place[begin:end]
         like = self.sources[0].reader(column)(0, 0)
         out = like.new_empty(end - begin, like.shape[1])
@@ -102,12 +95,7 @@ class _Winners:
 
 
 def _column_ranges(shapes: Collection[Shape], own: Encoding) -> Iterator[Shape]:
-    """Yield column ranges that do not overlap and cover ``shapes``, with their encodings.
-
-    Args:
-        shapes: column ranges and encodings of blocks.
-        own: encoding of the table's dtype, used for column ranges that overlap.
-    """
+    """Yield column ranges that do not overlap and cover ``shapes``; where these overlap, with the encoding ``own``."""
     group: list[Shape] = []
     for shape in sorted(shapes):
         if group and shape[0][0] >= max(end for (_, end), _ in group):
@@ -118,10 +106,7 @@ def _column_ranges(shapes: Collection[Shape], own: Encoding) -> Iterator[Shape]:
 
 
 def _cut(group: Sequence[Shape], own: Encoding) -> Iterator[Shape]:
-    """Split overlapping shapes at all of their column edges, and yield each column range with the encoding ``own``.
-
-    A group of one shape is yielded unchanged, with its own encoding.
-    """
+    """Split overlapping shapes at all of their column edges. A group of one shape is yielded unchanged."""
     if len(group) == 1:
         yield group[0]
     else:

@@ -36,7 +36,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import TypeVar
 
@@ -153,7 +153,7 @@ def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], 
     and orphans, which a later pass deletes. Objects whose names this library does not create are never deleted.
 
     Args:
-        stream: storage of the stream, or its log.
+        stream: the stream.
         retention: bounds to apply.
         now: function that returns the store's Unix time in seconds, for the ages of versions and merged entries. None
             uses the newest modification time in the store, at most this host's time. If nothing was written for a
@@ -169,15 +169,10 @@ def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], 
 class RetentionPasses:
     """Retention passes of a process that runs many of them over one log. Not thread-safe.
 
-    The time of :func:`retain` grows with the log. A pass reads only the entries that were created since the last one,
-    and ends if no version and no merged entry is to delete. Otherwise it runs :func:`retain`. It does so at least every
-    ten minutes, to delete orphans and to see what other processes have deleted; less often if :func:`retain` took more
-    than 6 s, so that it takes at most a hundredth of the time.
-
-    Args:
-        log: log of the stream.
-        retention: bounds to apply.
-        now: as for :func:`retain`.
+    A pass reads only the entries that were created since the last one, and ends if no version and no merged entry is to
+    delete. Otherwise it runs :func:`retain`, whose time grows with the log. It does so at least every ten minutes, to
+    delete orphans and to see what other processes have deleted; less often if :func:`retain` took more than 6 s, so
+    that it takes at most a hundredth of the time. The arguments are those of :func:`retain`.
     """
 
     def __init__(self, log: StreamLog, retention: Retention, now: Callable[[], float] | None = None) -> None:
@@ -188,7 +183,7 @@ class RetentionPasses:
         self._due = 0.0  # monotonic time of the next retain()
 
     def run(self) -> Retained:
-        """Run one pass. Return counts of the deleted objects, and raise the errors that :func:`retain` raises."""
+        """Run one pass, as :func:`retain`."""
         left, self._left = self._left, None
         is_known = left is not None and time.monotonic() < self._due and left.follow(self._log)
         if left is not None and is_known and not left.may_delete(self._retention, self._now):
@@ -206,20 +201,18 @@ class RetentionPasses:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """All entries of a stream.
+    """All entries of a stream, by version.
 
     Attributes:
-        head: newest entry.
-        entries: version to entry, from the head down to the first gap.
-        below: version to entry, for the versions below this gap. These are claims and the entries before them, and
-            entries of delayed publishers. A delayed publisher deletes its entry, unless the publisher is killed first.
-        merged: reference to merged entry.
+        entries: those from the head down to the first gap.
+        below: those below this gap. These are claims and the entries before them, and entries of delayed publishers.
+            A delayed publisher deletes its entry, unless the publisher is killed first.
     """
 
     head: Manifest
-    entries: dict[int, Manifest]
-    below: dict[int, Manifest] = field(default_factory=dict)
-    merged: dict[Merged, Manifest] = field(default_factory=dict)
+    entries: Mapping[int, Manifest]
+    below: Mapping[int, Manifest]
+    merged: Mapping[Merged, Manifest]
 
     @classmethod
     def read(cls, log: StreamLog) -> _Held | None:
@@ -258,21 +251,15 @@ def _present(found: Mapping[_K, Manifest | None]) -> dict[_K, Manifest]:
 
 @dataclass(frozen=True, slots=True)
 class _Leftovers:
-    """Objects that may be orphans.
-
-    Attributes:
-        parts: names of all objects below ``parts/``.
-        found: folder to its objects whose names this library creates. Other programs may date their objects as they
-            like.
-    """
+    """Names of all objects below ``parts/``, and the objects of each folder whose names this library creates."""
 
     parts: frozenset[str]
     found: Mapping[str, list[StoredObject]]
 
     @classmethod
     def list(cls, storage: Storage) -> _Leftovers:
-        """List these objects in the store."""
         listed = {folder: storage.objects(folder) for folder in _NAMES}
+        # Other programs may date their objects as they like.
         found = {
             folder: [each for each in listed[folder] if pattern.fullmatch(each.name)]
             for folder, pattern in _NAMES.items()
@@ -285,11 +272,11 @@ class _Leftovers:
         return max((each.modified for found in self.found.values() for each in found), default=0.0)
 
     def orphans(self, named: Collection[str], head: int, retention: Retention, now: float) -> Iterator[StoredObject]:
-        """Yield the objects that ``retention`` does not keep. They include drafts that are still being written.
+        """Yield the orphans. They include drafts that are still being written, but no part with a version above head.
 
         Args:
             named: names of the objects that entries name.
-            head: newest version. Parts with a higher version in their name are not orphans.
+            head: newest version.
             retention: ages in seconds up to which objects are kept.
             now: the store's Unix time in seconds.
         """
@@ -309,15 +296,9 @@ class _Leftovers:
 def _start(
     snapshots: Mapping[int, float], merged: Mapping[Merged, Manifest], head: Manifest, before: float
 ) -> tuple[int, int]:
-    """Return the version of the newest snapshot committed at or before ``before``, and the lowest one that is kept.
+    """Return the version at which all readers can start, and the lowest one that is kept in the log.
 
-    Includes merged snapshots. The version is -1 if there is none.
-
-    Args:
-        snapshots: version of each snapshot in the log to the time of its commit.
-        merged: reference to merged entry.
-        head: newest entry.
-        before: Unix time in seconds.
+    The first is that of the newest snapshot, also a merged one, committed at or before ``before``; -1 without one.
     """
     in_time = [version for version, committed in snapshots.items() if committed <= before]
     usable = _of_stream(merged, head).items()
@@ -328,20 +309,12 @@ def _start(
 
 
 def _exceeds(retention: Retention, num_versions: int, seconds: float, num_bytes: int) -> bool:
-    """Return True if a version exceeds a bound.
-
-    Args:
-        retention: the bounds.
-        num_versions: number of versions from the newest down to this one.
-        seconds: age of the version.
-        num_bytes: size in bytes of the objects of these versions.
-    """
+    """Return True if a version of this age exceeds a bound, by the number and size of those from the newest to it."""
     bounds = (retention.versions, num_versions), (retention.seconds, seconds), (retention.num_bytes, num_bytes)
     return any(bound is not None and value > bound for bound, value in bounds)
 
 
 def _expired(held: _Held, retention: Retention, now: float) -> set[int]:
-    """Return the versions that exceed a bound of ``retention`` at the Unix time ``now``."""
     expired, num_bytes = set(), 0
     for number, (version, manifest) in enumerate(sorted(held.entries.items(), reverse=True), 1):
         num_bytes += manifest.total_bytes
@@ -358,9 +331,8 @@ def _of_stream(merged: Mapping[Merged, Manifest], head: Manifest) -> dict[Merged
 def _superseded(merged: Mapping[Merged, Manifest], head: Manifest, start: int, before: float) -> list[Merged]:
     """Return the merged entries that no reader needs, sorted by name.
 
-    These are snapshots that end before ``start``, deltas that end at or before ``start``, deltas covered by another
-    merged delta committed at or before ``before``, and all that end before ``start`` and belong to a stream that a
-    promotion has ended.
+    These are snapshots that end before ``start``, deltas that end at or before ``start`` or are covered by another one
+    committed at or before ``before``, and all that end before ``start`` in a stream that a promotion has ended.
     """
     usable = _of_stream(merged, head)
     former = [each for each, entry in merged.items() if entry.stream != head.stream and each.last < start]
@@ -379,11 +351,9 @@ def _superseded(merged: Mapping[Merged, Manifest], head: Manifest, start: int, b
 def _guards(entries: Mapping[int, Manifest], head: Manifest) -> set[int]:
     """Return the versions of all claims of the stream, of the entries before them, and of former promotions.
 
-    The claims of former promotions prove to readers of a former stream that this one continues theirs.
-
-    A delayed publisher may have given its claim the name of an entry that retention had deleted. Such claims are
-    ignored: they have a lower version than the log's claim of the same generation, or a higher generation than the
-    head.
+    The last prove to readers of a former stream that this one continues theirs. A delayed publisher may have given its
+    claim the name of an entry that retention had deleted. Such claims are ignored: they have a lower version than the
+    log's claim of the same generation, or a higher generation than the head.
     """
     claims = {
         manifest.generation: version  # keeps the highest version per generation
@@ -413,15 +383,15 @@ class _Plan:
 
     Attributes:
         versions: versions whose entries are deleted, ascending.
-        old: versions whose objects are deleted, ascending.
+        first: lowest version whose objects are kept.
         merged: merged entries to delete.
         kept: names of the objects that the remaining entries name.
         unused: name to size in bytes of the objects to delete.
-        before: entries of lower versions are deleted.
+        before: version below which all deleted entries are.
     """
 
     versions: list[int]
-    old: list[int]
+    first: int
     merged: list[Merged]
     kept: set[str]
     unused: dict[str, int]
@@ -431,15 +401,7 @@ class _Plan:
     def of(
         cls, held: _Held, path: Sequence[Manifest], parts: Collection[str], retention: Retention, now: float
     ) -> _Plan:
-        """Decide what to delete.
-
-        Args:
-            held: all entries.
-            path: entries that lead to the pinned version.
-            parts: names of the objects below ``parts/``.
-            retention: bounds to apply.
-            now: Unix time in seconds for the ages of versions.
-        """
+        """Decide what to delete, with the entries that lead to the pinned version and the names below ``parts/``."""
         before = now - retention.grace_seconds
         start, floor = _start(held.snapshots, held.merged, held.head, before)
         floor = min([floor, *(each.version for each in path if each.merges is None)])
@@ -463,7 +425,8 @@ class _Plan:
         objects += [each for version in emptied for each in entries[version].objects if each.name in parts]
         unused = {each.name: each.num_bytes for each in objects if each.name not in kept}
         end = 1 + max([*gone, *(each.last for each in stale)], default=-1)
-        return cls(removed, old, stale, kept, unused, end)
+        first = max([min(held.entries), *(version + 1 for version in old)])  # the head is always kept
+        return cls(removed, first, stale, kept, unused, end)
 
 
 @dataclass(slots=True)
@@ -471,12 +434,8 @@ class _Left:
     """What a complete pass has left, as far as the next passes need it to know whether they may delete anything.
 
     Attributes:
-        head: newest entry.
-        first: lowest version whose objects were not deleted.
-        first_committed: time of its commit, in Unix seconds.
+        first: lowest version whose objects were kept.
         num_bytes: size in bytes of all objects of the versions from ``first`` on.
-        snapshots: as in :class:`_Held`.
-        merged: reference to merged entry.
         newest: newest modification time that is known, in Unix seconds.
     """
 
@@ -490,14 +449,13 @@ class _Left:
 
     @classmethod
     def of(cls, held: _Held, plan: _Plan, newest: float) -> _Left:
-        """Return what is left of ``held`` after the deletions of ``plan``."""
-        first = max([min(held.entries), *(version + 1 for version in plan.old)])  # the head is always kept
+        kept = {version: each for version, each in held.entries.items() if version >= plan.first}
         return cls(
             head=held.head,
-            first=first,
-            first_committed=held.entries[first].committed,
-            num_bytes=sum(each.total_bytes for version, each in held.entries.items() if version >= first),
-            snapshots={version: committed for version, committed in held.snapshots.items() if version >= first},
+            first=plan.first,
+            first_committed=kept[plan.first].committed,
+            num_bytes=sum(each.total_bytes for each in kept.values()),
+            snapshots={version: committed for version, committed in held.snapshots.items() if version in kept},
             merged={each: held.merged[each] for each in held.merged.keys() - set(plan.merged)},
             newest=newest,
         )
@@ -536,11 +494,7 @@ class _Left:
 
 
 def _pass(log: StreamLog, retention: Retention, now: Callable[[], float] | None) -> tuple[Retained, _Left | None]:
-    """Delete what ``retention`` does not keep.
-
-    Returns:
-        Counts of the deleted objects, and what is left; None if the log is empty, or if a pin ended the pass.
-    """
+    """Read, plan and delete. Also return what is left; None if the log is empty, or if a pin ended the pass."""
     storage, pin = log.storage, newest_pin(log.storage)
     # List parts before entries, so that a part committed between the two listings does not look like an orphan.
     leftovers = _Leftovers.list(storage)
@@ -594,15 +548,11 @@ def _pinned_path(log: StreamLog, held: _Held, pin: Pin | None) -> list[Manifest]
 class _Deletions:
     """Deletions of one pass. They end when an operator writes a pin, or half an hour after this object was created.
 
-    The pass has computed what can be deleted without that pin. The next pass keeps what leads to it. After an hour, its
-    announcement no longer counts.
+    The pass has computed what can be deleted without that pin, and its announcement expires.
 
     Args:
         storage: store of the stream.
         counter: counter of the newest pin that the pass knows, 0 if none.
-
-    Attributes:
-        is_over: True once the deletions ended before all objects were deleted.
     """
 
     def __init__(self, storage: Storage, counter: int) -> None:
@@ -610,14 +560,12 @@ class _Deletions:
         self._counter = counter
         self._ends_at = time.monotonic() + _PASS_SECONDS
         self._left = 0  # deletions before the next look
-        self.is_over = False
+        self.is_over = False  # True once the deletions ended before all objects were deleted
 
     def of(self, names: Iterable[str]) -> int:
         """Delete objects. Return how many were deleted before the deletions ended."""
         num_deleted = 0
-        for name in names:
-            if not self.may_continue():
-                break
+        for name in takewhile(lambda _: self.may_continue(), names):
             self._storage.delete(name)
             num_deleted += 1
         return num_deleted
@@ -634,7 +582,7 @@ class _Deletions:
 
 
 def _sync_entries(storage: Storage) -> None:
-    """Wait until all entries that were created or deleted are on disk."""
+    """Wait until created and deleted entries are on disk."""
     storage.sync("log")
     storage.sync("merged")
 

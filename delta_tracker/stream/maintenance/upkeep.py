@@ -17,7 +17,7 @@ _logger = logging.getLogger(__name__)
 
 RETAIN_EVERY = 16  # versions between two retention passes
 UPKEEP_STEPS = ("start", "compaction", "retention")
-"""What may fail: the start of a pass, or one of its steps."""
+"""What may fail: the start of the thread of a pass, or one of its steps."""
 
 
 class Upkeep:
@@ -31,16 +31,14 @@ class Upkeep:
         storage: store of the stream.
         retention: bounds for retention passes; None disables retention.
         compact_every: number of versions between compactions, 2 or more; None disables compaction.
-        retain_every: number of versions between retention passes. A pass reads every entry of the log if it may delete
-            versions, and otherwise every ten minutes, see
+        retain_every: number of versions between retention passes, see
             :class:`~delta_tracker.stream.maintenance.retention.RetentionPasses`.
         fold: see :func:`~delta_tracker.stream.maintenance.compaction.compact`.
         max_bytes: maximum bytes of versions that a compaction holds in memory, in addition to the publisher's memory.
         close_seconds: time that :meth:`close` waits for a running pass before it interrupts the pass.
         on_pass: called in the background thread after each pass, with False if the pass deleted nothing and merged
             nothing, and True otherwise, also if it failed or was interrupted. Must not raise.
-        on_failure: called with ``"compaction"``, ``"retention"`` or, if no pass could be started, ``"start"`` each time
-            it failed. Must not raise.
+        on_failure: called with one of ``UPKEEP_STEPS`` each time it failed. Must not raise.
 
     Raises:
         InvalidArgumentError: for an invalid bound.
@@ -79,8 +77,7 @@ class Upkeep:
         self._retained: int | None = None
         self._thread: threading.Thread | None = None
         self._is_closed = False
-        # What failed ("start", "compaction" or "retention") to its last error. Replaced, never changed, because it is
-        # read while a pass runs.
+        # One of UPKEEP_STEPS to its last error. Replaced, never changed, because it is read while a pass runs.
         self._errors: dict[str, Exception] = {}
 
     @property
@@ -116,9 +113,8 @@ class Upkeep:
     def close(self) -> None:
         """Wait up to ``close_seconds`` for a running pass, then interrupt it. No pass starts after this call.
 
-        An interrupted pass stops between two requests or between two pieces of a part, without waiting for the response
-        to a read request. The stream stays valid. Parts that no entry names may remain; a later retention pass deletes
-        them.
+        An interrupted pass stops between two requests or two pieces of a part, without waiting for the response to a
+        read. The stream stays valid. A later retention pass deletes parts that no entry names.
         """
         self._is_closed = True
         if self._thread is not None:
@@ -146,12 +142,7 @@ class Upkeep:
     def _try(self, step: str, run: Callable[[], bool]) -> bool:
         """Run one step of a pass. Its error does not keep the next step from running: a store without space needs it.
 
-        Args:
-            step: key of the step in ``_errors``.
-            run: the step, which returns False if it changed nothing.
-
-        Returns:
-            False if the step succeeded and changed nothing.
+        Returns False if the step succeeded and changed nothing.
         """
         try:
             has_changed = run()
