@@ -40,16 +40,10 @@ _MAX_REPORTED = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pin:
-    """Order to all predictors that follow pins.
+    """Order to all predictors that follow pins: return to a version and stay there, or continue from a snapshot.
 
-    Args:
-        counter: number of the pin, 1 for the first.
-        kind: ``pin`` to return to a version and stay there, ``release`` to continue from a snapshot.
-        version: the version to return to, or the version of the snapshot to continue from.
-        xxh3: hash of the entry of ``version``.
-        bad: newest version when the pin was written; a release has that of its pin.
-        reason: text for people, at most 1,000 characters.
-        time: Unix time of the host that wrote the pin, in seconds.
+    FORMAT.md describes the fields. ``bad`` is the newest version when the pin was written; a release has that of its
+    pin.
     """
 
     counter: Count
@@ -67,7 +61,7 @@ class Pin:
 
 
 def pin_name(counter: int) -> str:
-    """Return the name of the object with a pin."""
+    """Return the name of a pin."""
     return f"{PINS}/{counter:020d}.json"
 
 
@@ -177,11 +171,6 @@ def announce_deletions(storage: Storage, stream: str, before: int) -> str:
     name = f"{_DELETIONS}/{secrets.token_hex(16)}.json"
     storage.replace(name, json.dumps(asdict(record)).encode())
     return name
-
-
-def end_deletions(storage: Storage, name: str) -> None:
-    """Delete the announcement of one pass."""
-    storage.delete(name)
 
 
 def has_deletions(storage: Storage) -> bool:

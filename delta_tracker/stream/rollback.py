@@ -1,8 +1,4 @@
-"""Orders to all predictors of a stream that follow pins: return to a version, and continue from a snapshot.
-
-Each order is a new object with the next counter, created if absent. Of two operators who write at the same time, one
-gets :class:`~delta_tracker.errors.PinConflictError`.
-"""
+"""Orders to all predictors of a stream that follow pins: return to a version, and continue from a snapshot."""
 
 from __future__ import annotations
 
@@ -187,13 +183,11 @@ def _check_objects(storage: Storage, manifest: Manifest) -> None:
 
 
 def _snapshot(log: StreamLog, head: Manifest) -> Manifest | None:
-    """Return the newest snapshot of the log in the head's stream, None if there is none."""
     snapshot = None if head.snapshot is None else log.read(head.snapshot)
     return snapshot if snapshot is not None and snapshot.stream == head.stream else None
 
 
 def _log(storage: Storage, operation: str, reason: str) -> StreamLog:
-    """Return the log, after a check of the arguments."""
     if storage.is_read_only:
         raise ReadOnlyStoreError(storage.url, operation)
     if len(reason) > MAX_REASON:

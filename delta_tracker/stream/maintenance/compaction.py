@@ -1,9 +1,8 @@
 """Compaction, which merges several deltas into one delta or into a snapshot, so that readers read fewer bytes.
 
 A merged entry is stored outside the log and adds no information. It is created after its parts, and only if no other
-entry has its name. Therefore any process may compact at any time, concurrently with publishers, readers, retention and
-other compactions. If two compactions merge the same versions, only one of the two correct entries is created. A
-compaction that is killed leaves parts that no entry names.
+entry has its name. Therefore any process may compact at any time, concurrently with all others. A compaction that is
+killed leaves parts that no entry names.
 """
 
 from __future__ import annotations
@@ -42,28 +41,20 @@ def compact(
 ) -> Manifest | None:
     """Merge the deltas after the newest snapshot into a larger delta, or fold them into a new snapshot.
 
-    The input includes merged deltas of earlier calls. A merged entry has the generation and writer of its last version,
-    and the cut, pending rows, tables and training state of its last version that is not a claim. A merged snapshot
-    keeps the blocks of the old snapshot and replaces their rows with newer ones. Rows with another encoding or other
-    columns than these blocks are stored as additional blocks.
-
-    A call holds at most ``max_bytes`` of versions in memory, and about 40 bytes per row while it sorts the rows. It
-    reads the snapshot one part at a time, and parts of more than 256 MiB in pieces of 8 MiB. Versions that do not fit
-    are left for a later call. A single version larger than ``max_bytes`` is never merged, and prevents the fold of all
-    later versions. If the deltas together are larger than ``max_bytes``, several calls fold them, and each call writes
-    the whole snapshot. Therefore choose a ``max_bytes`` of about ``fold`` times the snapshot's size.
+    The input includes merged deltas of earlier calls. A merged snapshot keeps the blocks of the old one and replaces
+    their rows with newer ones. Rows with another encoding or other columns are stored as additional blocks.
 
     Args:
         stream: the stream.
         fold: create a snapshot once the deltas to merge have at least this fraction of the newest snapshot's size.
-        max_bytes: maximum bytes of versions held in memory.
+        max_bytes: maximum bytes of versions held in memory. Versions that do not fit are left for a later call.
         min_versions: minimum number of deltas that are not merged yet. With fewer, no delta is created, and only merged
             deltas count towards ``fold``.
-        now: function that returns the Unix time in seconds.
+        now: returns the Unix time in seconds.
 
     Returns:
-        The merged entry, even if another process created it first; None if there is nothing to merge, or if
-        retention deleted some of the versions or the merged entry during the call.
+        The merged entry, even if another process created it first; None if there is nothing to merge, or if retention
+        deleted some of it during the call.
 
     Raises:
         InvalidArgumentError: for an invalid bound.
@@ -170,7 +161,7 @@ class _Compaction:
         return rows, dense
 
     def _listed(self) -> Iterator[BlockRows]:
-        """Yield the snapshot's listed rows, copied to memory."""
+        """Yield copies of the snapshot's listed rows."""
         for part in self._base.parts:
             if any(block.ids != "all" for block in part.blocks):
                 # Do not hold the part in memory: the yielded rows are copies.
@@ -223,12 +214,12 @@ class _Compaction:
 
 
 def _snapshot(base: Manifest, versions: Sequence[Manifest]) -> Manifest:
-    """Return the manifest of the snapshot that merges ``base`` and ``versions``. The caller fills in the parts."""
+    """Return the manifest of the snapshot that merges ``base`` and ``versions``, without parts."""
     return replace(_delta([base, *versions]), kind="snapshot", parent=None, snapshot=versions[-1].version)
 
 
 def _delta(versions: Sequence[Manifest]) -> Manifest:
-    """Return the manifest of the delta that merges ``versions``. The caller fills in the parts.
+    """Return the manifest of the delta that merges ``versions``, without parts.
 
     Claims have no cut, batches, pending rows, tables or training state: these fields are taken from the other versions.
     """
@@ -315,7 +306,7 @@ def _owned_encodings(version: Manifest) -> dict[str, Encoding]:
 
 
 def _size(version: Manifest) -> int:
-    """Return the size in bytes of a version's parts and of the states of their rows."""
+    """Return the bytes of a version's parts and of the states of their rows."""
     return version.total_bytes - sum(each.num_bytes for each in version.training)
 
 

@@ -2,7 +2,7 @@
 
 Versions are deleted oldest first, so that the entries that readers use form a contiguous range. These entries are kept:
 
-- the head and its parent;
+- the head and its parent, whose presence proves to a publisher that the name of its own entry was not freed;
 - the newest snapshot that is older than the grace period, and all later versions. A reader that started at the
   preceding snapshot has the grace period to finish. One that lags further finds its next version missing and resyncs;
 - what leads to the version of the newest pin;
@@ -16,18 +16,12 @@ interrupted pass.
 
 An entry is deleted before the objects that it names. In a local store, the kept entries are synced before anything is
 deleted, and the deletions of entries before their objects are deleted. After a power loss, every entry therefore has
-its objects. Any process may run retention at any time, concurrently with publishers, readers, compactions and other
-retention passes.
+its objects. Any process may run retention at any time, concurrently with all others.
 
-All ages use the store's clock: they are the modification time of the newest object that this library creates, minus
-that of the object. So a wrong clock of a publisher has no effect. A time after this host's time counts as this host's
-time: an object that is dated in the future expires nothing early, and a clock of this host that is behind only delays
-deletions.
+Ages are the modification time of the newest object that this library creates, at most this host's time, minus that of
+the object. So a wrong clock of a publisher has no effect, and an object that is dated in the future expires nothing.
 
-Each pass announces its deletions in an object of its own below ``control/retention/``, then looks for a newer pin, and
-ends if there is one. Who writes a pin looks for the announcements of all passes afterwards. So one of the two finds the
-other. An announcement expires after one hour, in case its pass was interrupted, so a pass ends itself after half an
-hour.
+Each pass announces its deletions, then looks for a newer pin, and ends if there is one; see Pins in FORMAT.md.
 """
 
 from __future__ import annotations
@@ -48,7 +42,6 @@ from delta_tracker.stream.pin import (
     DELETIONS_SECONDS,
     Pin,
     announce_deletions,
-    end_deletions,
     newest_counter,
     newest_pin,
 )
@@ -131,14 +124,7 @@ class Retention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retained:
-    """Result of a retention pass: counts of the deleted objects.
-
-    Args:
-        versions: number of deleted log entries.
-        merged: number of deleted merged entries.
-        orphans: number of deleted parts without an entry, drafts, probes, heartbeats and announcements.
-        num_bytes: size in bytes of the deleted parts and orphans.
-    """
+    """Numbers of log entries, merged entries and orphans that a pass deleted, and the bytes of parts and orphans."""
 
     versions: int = 0
     merged: int = 0
@@ -150,14 +136,14 @@ def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], 
     """Delete the versions, merged entries and orphans that ``retention`` does not keep.
 
     Every entry is read first, and nothing is deleted if one cannot be read. An interrupted pass leaves a valid stream
-    and orphans, which a later pass deletes. Objects whose names this library does not create are never deleted.
+    and orphans. Objects whose names this library does not create are never deleted.
 
     Args:
         stream: the stream.
         retention: bounds to apply.
-        now: function that returns the store's Unix time in seconds, for the ages of versions and merged entries. None
-            uses the newest modification time in the store, at most this host's time. If nothing was written for a
-            while, ages are then too low, and the next pass after a write deletes more.
+        now: returns the store's Unix time in seconds, for the ages of versions and merged entries. None uses the newest
+            modification time in the store. If nothing was written for a while, ages are then too low, and the next
+            pass after a write deletes more.
 
     Raises:
         MalformedError: if an entry does not follow the format; nothing was deleted.
@@ -238,59 +224,39 @@ class _Held:
         """Version of each snapshot in the log to the time of its commit, in Unix seconds."""
         return {version: each.committed for version, each in self.entries.items() if each.kind == "snapshot"}
 
-    def newest(self, least: float) -> float:
-        """Return the newest modification time of the entries in Unix seconds, at least ``least``."""
-        # The store's time is not before that of its newest object, so ages relative to that object are never too high.
-        times = (manifest.modified for manifest in (*self.entries.values(), *self.merged.values()))
-        return max([least, *(modified for modified in times if modified is not None)])
+    @property
+    def newest(self) -> float:
+        """Newest modification time of the entries in Unix seconds."""
+        return max(each.modified or 0.0 for each in (*self.entries.values(), *self.merged.values()))
 
 
 def _present(found: Mapping[_K, Manifest | None]) -> dict[_K, Manifest]:
     return {key: manifest for key, manifest in found.items() if manifest is not None}
 
 
-@dataclass(frozen=True, slots=True)
-class _Leftovers:
-    """Names of all objects below ``parts/``, and the objects of each folder whose names this library creates."""
-
-    parts: frozenset[str]
-    found: Mapping[str, list[StoredObject]]
-
-    @classmethod
-    def list(cls, storage: Storage) -> _Leftovers:
-        listed = {folder: storage.objects(folder) for folder in _NAMES}
-        # Other programs may date their objects as they like.
-        found = {
-            folder: [each for each in listed[folder] if pattern.fullmatch(each.name)]
-            for folder, pattern in _NAMES.items()
-        }
-        return cls(frozenset(each.name for each in listed["parts"]), found)
-
-    @property
-    def newest(self) -> float:
-        """Latest modification time in Unix seconds; 0 if there are none."""
-        return max((each.modified for found in self.found.values() for each in found), default=0.0)
-
-    def orphans(self, named: Collection[str], head: int, retention: Retention, now: float) -> Iterator[StoredObject]:
-        """Yield the orphans. They include drafts that are still being written, but no part with a version above head.
-
-        Args:
-            named: names of the objects that entries name.
-            head: newest version.
-            retention: ages in seconds up to which objects are kept.
-            now: the store's Unix time in seconds.
-        """
-        ages = {"predictors": retention.heartbeat_seconds, "publishers": retention.heartbeat_seconds}
-        ages["control/retention"] = DELETIONS_SECONDS
-        for folder, found in self.found.items():
-            for each in found:
-                part = _PART_NAME.fullmatch(each.name)
-                is_needed = part is not None and (int(part[1]) > head or each.name in named)
-                if not is_needed and now - each.modified > ages.get(folder, retention.orphan_seconds):
-                    yield each
-
-
 # Rules: pure functions of what was read
+
+
+_Listed = Mapping[str, Sequence[StoredObject]]  # folder to its objects
+
+
+def _own(listed: _Listed) -> Iterator[tuple[str, StoredObject]]:
+    """Yield the objects whose names this library creates, with their folders. Other programs may date theirs freely."""
+    for folder, objects in listed.items():
+        yield from ((folder, each) for each in objects if _NAMES[folder].fullmatch(each.name))
+
+
+def _orphans(
+    listed: _Listed, named: Collection[str], head: int, retention: Retention, now: float
+) -> Iterator[StoredObject]:
+    """Yield the orphans, also drafts that are still being written. A part above the head may get its entry yet."""
+    ages = {"predictors": retention.heartbeat_seconds, "publishers": retention.heartbeat_seconds}
+    ages["control/retention"] = DELETIONS_SECONDS
+    for folder, each in _own(listed):
+        part = _PART_NAME.fullmatch(each.name)
+        is_needed = part is not None and (int(part[1]) > head or each.name in named)
+        if not is_needed and now - each.modified > ages.get(folder, retention.orphan_seconds):
+            yield each
 
 
 def _start(
@@ -304,7 +270,6 @@ def _start(
     usable = _of_stream(merged, head).items()
     in_time += [each.last for each, entry in usable if each.kind == "snapshot" and entry.committed <= before]
     start = max(in_time, default=-1)
-    # Keep the head's parent: its presence proves to a publisher that the name of its own entry was not freed.
     return start, min(start if start in snapshots else start + 1, head.version - 1)
 
 
@@ -412,7 +377,7 @@ class _Plan:
         # If another program has deleted entries, readers start below the gap until a snapshot above it is old enough.
         below = [] if start < min(held.entries) - 1 else sorted(held.below)
 
-        entries = held.below | held.entries
+        entries = {**held.below, **held.entries}
         guards = _guards(entries, held.head)
         gone = {*below, *old}
         remaining = [each for version, each in entries.items() if version not in gone]
@@ -431,18 +396,12 @@ class _Plan:
 
 @dataclass(slots=True)
 class _Left:
-    """What a complete pass has left, as far as the next passes need it to know whether they may delete anything.
-
-    Attributes:
-        first: lowest version whose objects were kept.
-        num_bytes: size in bytes of all objects of the versions from ``first`` on.
-        newest: newest modification time that is known, in Unix seconds.
-    """
+    """What a complete pass has left, as far as the next passes need it to know whether they may delete anything."""
 
     head: Manifest
     first: int
     first_committed: float
-    num_bytes: int
+    num_bytes: int  # of the versions from ``first`` on
     snapshots: dict[int, float]
     merged: dict[Merged, Manifest]
     newest: float
@@ -497,15 +456,17 @@ def _pass(log: StreamLog, retention: Retention, now: Callable[[], float] | None)
     """Read, plan and delete. Also return what is left; None if the log is empty, or if a pin ended the pass."""
     storage, pin = log.storage, newest_pin(log.storage)
     # List parts before entries, so that a part committed between the two listings does not look like an orphan.
-    leftovers = _Leftovers.list(storage)
+    listed = {folder: storage.objects(folder) for folder in _NAMES}
     held = _Held.read(log)
     if held is None:
         return Retained(), None
-    # A later time is wrong, or this host's clock is behind. Ages that are too low only delay deletions.
-    newest = min(held.newest(leftovers.newest), time.time())
+    # The store's time is not before that of its newest object, so ages relative to that object are never too high. A
+    # time after this host's is wrong, or this host's clock is behind. Ages that are too low only delay deletions.
+    newest = min(max(held.newest, *(each.modified for _, each in _own(listed)), 0.0), time.time())
     path = _pinned_path(log, held, pin)
-    plan = _Plan.of(held, path, leftovers.parts, retention, newest if now is None else now())
-    orphans = list(leftovers.orphans(plan.kept | plan.unused.keys(), held.head.version, retention, newest))
+    parts = {each.name for each in listed["parts"]}
+    plan = _Plan.of(held, path, parts, retention, newest if now is None else now())
+    orphans = list(_orphans(listed, plan.kept | plan.unused.keys(), held.head.version, retention, newest))
     left = _Left.of(held, plan, newest)
     names = [*map(entry_name, plan.versions), *(each.name for each in plan.merged)]
     if not names and not plan.unused and not orphans:
@@ -520,7 +481,7 @@ def _pass(log: StreamLog, retention: Retention, now: Callable[[], float] | None)
     if names:
         _sync_entries(storage)
     num_unused = deletions.of(plan.unused)
-    end_deletions(storage, announcement)
+    storage.delete(announcement)
     found = [each for each in orphans if deletions.may_continue() and _discard(storage, each)]
     retained = Retained(
         versions=min(num_gone, len(plan.versions)),
@@ -546,13 +507,9 @@ def _pinned_path(log: StreamLog, held: _Held, pin: Pin | None) -> list[Manifest]
 
 
 class _Deletions:
-    """Deletions of one pass. They end when an operator writes a pin, or half an hour after this object was created.
+    """Deletions of one pass. They end when an operator writes a pin above ``counter``, or after half an hour.
 
-    The pass has computed what can be deleted without that pin, and its announcement expires.
-
-    Args:
-        storage: store of the stream.
-        counter: counter of the newest pin that the pass knows, 0 if none.
+    The plan of the pass holds without that pin only, and its announcement expires.
     """
 
     def __init__(self, storage: Storage, counter: int) -> None:

@@ -23,9 +23,8 @@ UPKEEP_STEPS = ("start", "compaction", "retention")
 class Upkeep:
     """Runner of compaction and retention in a background thread, one pass at a time. Not thread-safe.
 
-    A pass compacts before it deletes, and deletes even if the compaction failed. A failure is kept in :attr:`error` and
-    not raised in the caller. It is logged, unless the preceding compaction (or retention) failed with the same kind of
-    error. The next pass retries.
+    A pass compacts before it deletes, and deletes even if the compaction failed. A failure is kept in :attr:`error`,
+    and logged unless the same step failed with the same kind of error before. The next pass retries.
 
     Args:
         storage: store of the stream.
@@ -140,9 +139,9 @@ class Upkeep:
                 self._on_pass(has_changed)
 
     def _try(self, step: str, run: Callable[[], bool]) -> bool:
-        """Run one step of a pass. Its error does not keep the next step from running: a store without space needs it.
+        """Run one step of a pass. Return False if it succeeded and changed nothing.
 
-        Returns False if the step succeeded and changed nothing.
+        Its error does not keep the next step from running: a store without space needs it.
         """
         try:
             has_changed = run()
