@@ -18,7 +18,7 @@ from delta_tracker.errors import (
     kind_of,
     unraised,
 )
-from delta_tracker.predictor.follower import GAP_CHECK_SECONDS
+from delta_tracker.predictor.polling import GAP_CHECK_SECONDS
 from delta_tracker.recovery.job import LocalJob
 from delta_tracker.recovery.path import recovery_path
 from delta_tracker.recovery.plan import Plan

@@ -221,8 +221,9 @@ _RULES = {
         "system/test_mirror_sweep.py::test_a_killed_mirror_leaves_a_prefix_and_is_completed"
     ],
     "It MUST check the entry's hash": ["predictor/test_pins.py::test_a_pin_of_another_entry_is_refused"],
-    "A pin whose entry is missing, or another one, stops": [
-        "predictor/test_pins.py::test_a_forged_pin_counts_only_while_it_exists"
+    "It MUST NOT be remembered once the store": [
+        "predictor/test_pins.py::test_a_forged_pin_counts_only_while_it_exists",
+        "stream/reading/test_orders.py::test_a_forged_pin_that_is_lost_stops_no_predictor",
     ],
     "A writer MUST check the entries and objects": [
         "predictor/test_pins.py::test_a_pin_whose_path_is_deleted_meanwhile_is_corrected"

@@ -29,7 +29,7 @@ class _SavedPosition(Struct, forbid_unknown_fields=True):
     version: Count
     xxh3: str
     generation: Count | None = None
-    created: float | None = None
+    created: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +81,10 @@ class Position:
         """Return True if an entry was committed so much later that no difference of two clocks explains it."""
         return self.created is not None and entry.created > self.created + SKEW_SECONDS
 
-    def to_dict(self) -> dict[str, str | int | float]:
+    def to_dict(self) -> dict[str, str | int]:
         """Return the position as plain values, for JSON."""
-        known = {"generation": self.generation, "created": self.created}
-        saved = {"stream": self.stream, "version": self.link.version, "xxh3": self.link.xxh3}
+        saved: dict[str, str | int] = {"stream": self.stream, "version": self.link.version, "xxh3": self.link.xxh3}
+        known = {"generation": self.generation, "created": None if self.created is None else int(self.created)}
         return saved | {name: value for name, value in known.items() if value is not None}
 
     @classmethod
