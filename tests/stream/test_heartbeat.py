@@ -212,7 +212,7 @@ def test_the_first_heartbeat_after_a_failover_is_not_late(clock: _Clock) -> None
     writer.storage.rules.append(fails(on("replace")))
     for _ in range(3600):
         clock.seconds += 1
-        predictor._beat()
+        predictor._follower._beat()
     writer.storage.rules.append(fails())
     with pytest.raises(StorageError):
         predictor.sync()
@@ -237,7 +237,7 @@ def test_a_predictor_that_starts_before_its_stream_warns_of_nothing(clock: _Cloc
     predictor = Predictor({FQN: torch.zeros(20, 4)}, url, name="p")
     with pytest.raises(NoSnapshotError):
         predictor.sync()
-    predictor._beat()
+    predictor._follower._beat()
     assert not caplog.text
     Writer(Storage(url, create=True)).snapshot()
     clock.seconds += 5.0
@@ -263,7 +263,7 @@ def test_a_heartbeat_never_creates_a_stream(clock: _Clock, tmp_path: Path, *, is
         clock.seconds += 5.1
         with pytest.raises(StreamError):
             each.sync()
-        each._beat()
+        each._follower._beat()
     assert list(tmp_path.rglob("*")) == [root] * is_mounted
 
 
@@ -277,7 +277,7 @@ def test_heartbeats_follow_the_directory_of_the_stream(clock: _Clock, tmp_path: 
     root.rename(volume)
     (root / "lost+found").mkdir(parents=True)
     clock.seconds += 5.1
-    predictor._beat()
+    predictor._follower._beat()
     assert [each.name for each in root.rglob("*")] == ["lost+found"]
     (root / "lost+found").rmdir()
     root.rmdir()
@@ -287,7 +287,7 @@ def test_heartbeats_follow_the_directory_of_the_stream(clock: _Clock, tmp_path: 
             Writer(Storage(root.as_uri(), create=True)).snapshot()
         clock.seconds += 5.1
         predictor.sync()
-        predictor._beat()
+        predictor._follower._beat()
         (beat,) = read_heartbeats(Storage(root.as_uri()))
         assert beat.stream == StreamLog(Storage(root.as_uri())).head().stream
 

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,14 @@ import delta_tracker
 from tests.sweeps import SWEEPS_ARE_WHOLE
 from tests.world.disk import FAULTS
 from tests.world.shrink import shrink
-from tests.world.values import WEIGHTS, Operation, Schedule, generate
+from tests.world.values import WEIGHTS, Operation, Schedule, generate, operations
 
 _ROOT = Path(__file__).parents[2]
 # One pass of retention: the publisher's own passes come after 16 versions.
 _UNADVERTISED = {"delta_tracker.stream.maintenance.retention.retain"}
 
 
-def run_worlds(*arguments: str) -> dict[str, Any]:
+def run_worlds(*arguments: str) -> str:
     """Run worlds in a new process, because their clock must be installed before the library is imported."""
     done = subprocess.run(  # noqa: PLW1510  checked below
         [sys.executable, "-W", "ignore", "-m", "tests.world", *arguments],
@@ -36,7 +37,12 @@ def run_worlds(*arguments: str) -> dict[str, Any]:
         timeout=1700,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return done.stdout.splitlines()[-1]
+
+
+def counts_of(*arguments: str) -> dict[str, Any]:
+    """Run worlds, and return the counts that are their last line."""
+    found: dict[str, Any] = json.loads(run_worlds(*arguments))
     return found
 
 
@@ -44,7 +50,7 @@ def run_worlds(*arguments: str) -> dict[str, Any]:
 @pytest.mark.timeout(600)
 def test_random_worlds_break_no_rule_but_the_known_ones() -> None:
     count = 60 if SWEEPS_ARE_WHOLE else 30  # which find the faults of tests/reverts/world.py
-    seen = run_worlds("--known", "--stop", "--seeds", str(count))
+    seen = counts_of("--known", "--stop", "--seeds", str(count))
     assert seen["schedules"] == count
     assert seen["known_but_not_found"] == []
     assert seen["faults"], "no operation failed in the middle of a call"
@@ -53,9 +59,25 @@ def test_random_worlds_break_no_rule_but_the_known_ones() -> None:
 @pytest.mark.sweep("long", only=True)
 @pytest.mark.timeout(1800)
 def test_many_random_worlds_break_no_rule_but_the_known_ones() -> None:
-    seen = run_worlds("--shrinks", "0", "--first", "1000", "--seeds", "400")
+    seen = counts_of("--shrinks", "0", "--first", "1000", "--seeds", "400")
     assert seen["schedules"] == 400
     assert seen["faults"].keys() == set(FAULTS)
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        pytest.param(
+            "publish 0 0, join 0 4492, publish 0 0, publish 0 0, compact 0 0, retain 0 0, pin 0 0",
+            id="only a merged snapshot leads to a pin, over http",
+        ),
+    ],
+)
+def test_a_schedule_that_broke_a_rule_breaks_none(texts: str, tmp_path: Path) -> None:
+    made = generate(0).with_operations(list(operations(texts.split(", "))))
+    file = tmp_path / "schedule.json"
+    file.write_text(replace(made, states=False, encoding=None, skips_unchanged=False, has_web=True).to_json())
+    run_worlds("--replay", str(file))
 
 
 def test_a_schedule_is_its_text() -> None:

@@ -31,21 +31,6 @@ KNOWN: dict[str, tuple[str, Schedule]] = {
             has_web=True,
         ),
     ),
-    # Only a merged snapshot leads to the pin, but the log still has the entry that it ends with and the one before. A
-    # store that cannot list looks for a merged snapshot only in place of an entry that is missing.
-    "a pin after compaction and retention over http": (
-        "behind an order over http",
-        _schedule(
-            "publish 0 0",
-            "join 0 4492",
-            "publish 0 0",
-            "publish 0 0",
-            "compact 0 0",
-            "retain 0 0",
-            "pin 0 0",
-            has_web=True,
-        ),
-    ),
 }
 """Words for what happens, to the rule that it breaks and a schedule."""
 

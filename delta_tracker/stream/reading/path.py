@@ -278,8 +278,10 @@ def _path(
 
 
 def _over(log: Entries, version: int, merged: Sequence[Merged], path: Sequence[Manifest]) -> Manifest | None:
-    """Return a merged delta that replaces a version and ends with an entry of a path; None if there is none."""
+    """Return a merged entry that replaces a version and ends with an entry of a path; None if there is none."""
     spans = [each for each in merged if each.kind == "delta" and each.first <= version < each.last]
+    # A store that cannot list names no older ones. Retention keeps the entry that a snapshot ends with, and one more.
+    spans += [Merged(each.version, 0, "snapshot") for each in reversed(path[-2:])]
     found = (readable(log.read_merged, each) for each in spans)
     links = {each.link for each in path}
     return next((each for each in found if each is not None and each.link in links), None)
