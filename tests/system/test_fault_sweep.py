@@ -36,5 +36,5 @@ def test_every_operation(tmp_path: Path, mode: str) -> None:
         # The pointer takes two listings, a look at the one before, and a write.
         expected |= {"compaction": 35, "fold": 42, "retention": 64, "pointer": 8}
     if mode == "failures":
-        expected["restore"] = 56  # of them six for the sizes of objects
+        expected["restore"] = 54  # of them six for the sizes of objects
     assert counts == expected
