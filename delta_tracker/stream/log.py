@@ -74,10 +74,6 @@ _SPREAD_SECONDS = 1.0  # readers that meet the same fault of a cache spread thei
 class StreamLog:
     """Log of a stream, with methods to read entries and to claim the stream for writing.
 
-    Args:
-        storage: store of the stream.
-        runtime: clock, waits and random numbers.
-
     Attributes:
         is_listed: True if the store can list the entries.
     """
@@ -119,18 +115,14 @@ class StreamLog:
         self._awaited = version, now + _PROBE_SECONDS * self._runtime.uniform(1, 1.5)
         return awaited is not None and awaited[0] == version
 
-    def newest_version(self, after: int, *, past_cache: bool = False) -> int:
-        """Return the newest version at or above ``after``, without a listing.
+    def newest_version(self, after: int) -> int:
+        """Return the newest version at or above ``after``, a version of the log or -1.
 
         Over http, it is that of :meth:`pointed`. Otherwise, the entries above the pointer's are looked for by name: the
         result is exact if no entry between is missing, and takes one or two requests if there is none. If there is no
         pointer, and ``after`` is negative or its entry is missing, the log is listed.
-
-        Args:
-            after: a version of the log, or -1.
-            past_cache: True to read the pointer now, past all caches.
         """
-        pointer = self.pointer.newest(past_cache=past_cache)
+        pointer = self.pointer.newest()
         if not self.is_listed and pointer is not None and pointer.version > after:
             pointer = self.pointed(is_due=False)
         pointed = -1 if pointer is None else pointer.version
@@ -149,12 +141,8 @@ class StreamLog:
         """Return the entry of a version, None if it does not exist.
 
         Over http, entries below the oldest one of the pointer do not exist: a cache may still have them, but not their
-        parts or successors.
-
-        Raises:
-            MalformedError: if the entry does not follow the format, belongs to another version, or is a merged entry.
-                It is a :class:`NewerFormatError` if only newer releases can read the entry.
-            StorageError: if the store cannot be read, as in all methods.
+        parts or successors. Raises MalformedError if the entry does not follow the format, belongs to another version,
+        or is a merged entry.
         """
         if not self.is_listed and self._is_below_oldest(version):
             return None
@@ -183,14 +171,10 @@ class StreamLog:
     def head(self) -> Manifest | None:
         """Return the newest entry, None if the store is empty.
 
-        The search begins at the newest version that is known from the pointer or an earlier call, so its time does not
-        depend on the length of the log. An object store is listed from there on. In a local directory, which can only
-        be listed as a whole, successive names are looked up. The whole log is listed if no version is known, or if an
-        entry that was found may not be the newest one because retention may have deleted the next one.
-
-        Raises:
-            StaleCacheError: if the store is read over http, and the entry is not the one of the pointer.
-            UnreadablePointerError: if the server sends something else than a pointer, and none was read before.
+        Its time does not depend on the length of the log: the search begins at the newest version that is known from
+        the pointer or an earlier call. The whole log is listed if no version is known, or if retention may have deleted
+        the entry after the one that was found. Over http, raises StaleCacheError if the entry is not the pointer's, and
+        UnreadablePointerError if there is something else than a pointer, and none was read before.
         """
         if not self.is_listed:
             pointer = self.pointer.newest()
@@ -209,7 +193,10 @@ class StreamLog:
         return None
 
     def _known_head(self) -> Manifest | None:
-        """Return the newest entry, found from a known version on; None if only a whole listing shows it."""
+        """Return the newest entry, found from a known version on; None if only a whole listing shows it.
+
+        An object store is listed from there on. In a local directory, successive names are looked up.
+        """
         pointer = read_pointer(self.storage)  # not the view, which would not look again for a second if it is missing
         known = max(self._known, -1 if pointer is None else pointer.version)
         if known < 0:
@@ -233,17 +220,13 @@ class StreamLog:
             # The head is never deleted, so the listing is old: list again.
         return None
 
-    def pointed(self, *, is_due: bool = True, past_cache: bool = False) -> HeadPointer | None:
-        """Return the newest pointer whose entry was read and has its hash; None before the first.
+    def pointed(self, *, is_due: bool = True) -> HeadPointer | None:
+        """Return the newest pointer whose entry was read and has its hash, raised to newer entries that were read.
 
         For a store that cannot list. Reads the entry of a pointer that is new, past the caches if a cache has another
-        one or none. The pointer is raised to newer entries that were read.
-
-        Args:
-            is_due: False to send no request for the pointer, see :meth:`PointerView.newest`.
-            past_cache: True to read the pointer now, past all caches.
+        one or none. With ``is_due=False``, sends no request for the pointer.
         """
-        pointer = self.pointer.newest(is_due=is_due, past_cache=past_cache)
+        pointer = self.pointer.newest(is_due=is_due)
         if pointer is not None and pointer is not self.pointer.confirmed:
             with suppress(MalformedError):
                 entry = self._confirmed_by(pointer)
@@ -274,10 +257,9 @@ class StreamLog:
         return head
 
     def _confirmed_by(self, pointer: HeadPointer) -> Manifest | None:
-        """Read the entry that a pointer names, past the caches if a cache has another one or none.
+        """Read the entry that a pointer names. Confirm the pointer, or refuse it for a while and return None.
 
-        Confirms the pointer, or refuses it for a while. Returns None if the entry is missing, or another one. If no
-        other pointer is confirmed, an entry of another generation is returned, too: the log was replaced.
+        If no other pointer is confirmed, an entry of another generation is returned, too: the log was replaced.
         """
         name = entry_name(pointer.version)
         is_only = self.pointer.confirmed in (None, pointer)
@@ -310,8 +292,7 @@ class StreamLog:
     def _read_past_cache(self, name: str) -> Manifest | None:
         """Return an entry, read past the caches; None if it does not exist, or was read so less than 10 s ago.
 
-        Waits up to one second, so that the readers that meet the same fault do not all ask the origin: the first
-        answer replaces the copy in the cache.
+        Waits up to one second: the first answer replaces the copy in the cache for other readers with the same fault.
         """
         if not self._may_doubt(name):
             return None
@@ -322,7 +303,7 @@ class StreamLog:
     def merged(self, *, after: int = -1) -> list[Merged]:
         """Return references to the merged entries with a last version above ``after``, sorted by last version.
 
-        Lists the merged entries, which is slow in a remote store. Over http, only those that the pointer names.
+        Over http, only those that the pointer names.
         """
         return self._index.merged(after)
 
@@ -340,9 +321,7 @@ class StreamLog:
     def create_copy(self, name: str, data: bytes) -> bool:
         """Create an entry that no other one depends on yet; return False if its name is taken by other bytes.
 
-        Raises:
-            AlteredEntryError: if a remote store had other bytes than were sent. The entry was deleted.
-            StorageError: if the store fails, and the entry cannot be read back.
+        An entry whose bytes were altered on the way to a remote store is deleted, and AlteredEntryError raised.
         """
         try:
             return _create(self.storage, name, data)
@@ -371,12 +350,11 @@ class StreamLog:
     def is_surely_newest(self, entry: Manifest) -> bool:
         """Return True if an entry is the newest one, as far as single requests to a local directory can show it.
 
-        Always False if the store is not a local directory. The next names must be free, and the next one never have
-        been used. Retention deletes in ascending order, except that it keeps each claim and the entry before it. So if
-        any other entry at or below ``entry`` is still there, nothing above it was deleted, except by other programs,
-        which may have deleted up to three entries above it. A power loss can undo some deletions of a pass that was
-        interrupted. Its announcement remains, so the result is False while there is one.
+        Always False if the store is not a local directory. Other programs may have deleted up to three entries above.
         """
+        # Retention deletes in ascending order, except that it keeps each claim and the entry before it. So if any other
+        # entry at or below this one is still there, retention has deleted nothing above it. A power loss can undo some
+        # deletions of an interrupted pass, but not its announcement.
         if self.storage.lists_from or not self.is_listed or _continues_after(self, entry.version):
             return False
         return _follows_deletable(self, entry) and not has_deletions(self.storage)
@@ -384,13 +362,9 @@ class StreamLog:
     def is_committed(self, entry: Manifest) -> bool:
         """Return True if an entry that was read is part of the log.
 
-        Lists the log above the entry, or reads the pointer over http. A local directory is listed only if
-        :meth:`is_surely_newest` returns False.
-
-        Use this method for claims. A publisher that read the head long ago may have given its claim the name of an
-        entry that retention has since deleted. The log then continues above the claim, and no entry names the claim as
-        its parent. Entries of other kinds need no check, because retention never deletes the entries whose names a
-        fenced publisher may still try to use.
+        Use it for claims: a publisher that read the head long ago may have given its claim the name of an entry that
+        retention has since deleted. The log then continues above the claim, and no entry names the claim as its parent.
+        Other entries need no check: retention never frees a name that a fenced publisher may still try to use.
         """
         following = None if self.storage.lists_from else self.read(entry.version + 1)
         if following is None and self.is_surely_newest(entry):
@@ -418,17 +392,13 @@ class StreamLog:
             after: link of the entry that the claim must follow; None to follow any entry.
             writer: id of the claim, 32 hex digits; None to draw one. If the newest entry is a claim with this id, it is
                 returned: an earlier call created it, but the store's answer was lost.
-            forks: True to start a new stream after the newest entry, as
-                :func:`~delta_tracker.stream.promotion.promote` does.
+            forks: True to start a new stream after the newest entry.
 
         Raises:
             LivePublisherError: if another entry than ``after`` is the newest. Nothing was created.
             StreamReplacedError: if ``after`` is given and the store is empty.
-            AlteredEntryError: if three consecutive claims were altered on the way to a remote store.
-            NameConflictError: if the store refuses to create the next entry, but lists no entry of that name.
-            NotDurableError: if the claim was created, but may be missing after a power loss. The next claim follows it.
-            StorageError: if the store fails, or every attempt was lost to another publisher. If the store failed, the
-                claim may have been created.
+            StorageError: if the store fails, and the claim may have been created, or every attempt was lost to another
+                publisher. It is an AlteredEntryError if three consecutive claims were altered on the way.
         """
         writer = secrets.token_hex(16) if writer is None else writer
         refused, name = 0, ""
@@ -507,17 +477,11 @@ class _ParentLostError(StorageError):
 class Claim:
     """Right to append entries to a stream. It ends when another publisher claims the stream.
 
-    Args:
-        log: log of the stream.
-        entry: entry of the claim.
-        data: bytes of the entry.
-        needs_snapshot: True if the entry before the claim was altered on the way to the store.
-
     Attributes:
         head: newest entry of this generation.
         data: bytes of the last entry that :meth:`commit` returned; before the first commit, those of the claim.
-        needs_snapshot: True if the next version must be a snapshot, because an entry was altered on the way to the
-            store. Readers may be unable to pass this entry. They continue from the snapshot.
+        needs_snapshot: True if the next version must be a snapshot, because readers may be unable to pass an entry that
+            was altered on the way to the store, or was lost.
     """
 
     def __init__(self, log: StreamLog, entry: Manifest, data: bytes, *, needs_snapshot: bool = False) -> None:
@@ -542,24 +506,19 @@ class Claim:
     def commit(self, entry: Manifest) -> Manifest:
         """Append a version, and return the committed entry.
 
-        Args:
-            entry: manifest of the version. Its stream, generation, writer, version, parent, snapshot and creation time
-                are filled in.
+        The stream, generation, writer, version, parent, snapshot and creation time of ``entry`` are filled in.
 
         Raises:
-            FencedError: if a newer generation has claimed the stream; nothing was committed, and no later call commits.
-            NameConflictError, MalformedError: if the store refuses to create the entry, but has no entry of that name,
-                or the entry does not follow the format; nothing was committed.
+            FencedError: if a newer generation has claimed the stream. No later call commits either.
             AlteredEntryError: if a remote store has other bytes than were sent. The version was not committed. The next
-                commit continues after the stored bytes, and should be a snapshot, see :attr:`needs_snapshot`.
-            NotDurableError: if the entry was created, but may be missing after a power loss, because its directory
-                cannot be flushed to disk. The version is not acknowledged. Readers can apply it, and the next commit
-                continues after it; that commit flushes the directory, and so makes both versions durable or fails too.
+                commit continues after the stored bytes.
+            NotDurableError: if the entry was created, but may be missing after a power loss. Readers can apply it. The
+                next commit continues after it, and makes both versions durable or fails too.
             LostEntryError: if the newest entry was deleted, and ``entry`` is a delta. Nothing was committed. The stream
-                was claimed again, and the next commit must be a snapshot. A snapshot is committed after this claim.
-            UnknownOutcomeError: if the store fails, and the entry may have been created, or may appear later. Readers
-                can then apply it, and the next commit continues after it.
-            StorageError: if the store fails before the entry was sent.
+                was claimed again. A snapshot is committed after this claim.
+            UnknownOutcomeError: if the store fails, and the entry may have been created, or may appear later. The next
+                commit then continues after it.
+            StorageError: for other faults of the store. Nothing was committed.
         """
         if self._fenced is not None:
             raise unraised(self._fenced)
@@ -622,13 +581,10 @@ class Claim:
         return None
 
     def _claim_again(self, kind: Kind) -> None:
-        """Claim the stream after this publisher's newest entry was lost, and continue after the claim.
+        """Claim the stream after this publisher's newest entry was lost; raise LostEntryError to commit a delta.
 
         The name of the claim was never used before: it is above all entries, and above a version whose outcome is
         unknown. The names of lost entries are not used again, because caches may have them.
-
-        Raises LostEntryError if ``kind``, the kind of the version to commit, is not a snapshot. If the store fails, the
-        claim may have been created, and the next call finds it.
         """
         lost, altered_claims = entry_name(self.head.version), 0
         for number in range(_CLAIM_ATTEMPTS):
@@ -687,8 +643,8 @@ class Claim:
     def _check_owner(self, writer: str) -> tuple[int, bytes | None]:
         """Return the newest version above the lost entry of this publisher, and its bytes; -1, None without one.
 
-        Raises FencedError if there is a sign of a newer publisher than ``writer``, that of the next claim. The entries
-        of this publisher above the lost one are then deleted, because they are not part of the log.
+        If there is a sign of a newer publisher, deletes this one's entries above the lost one, which are not part of
+        the log, and raises FencedError.
         """
         log, head = self._log, self.head
         versions = log.versions()
@@ -777,10 +733,9 @@ def _adopted(log: StreamLog, entry: Manifest) -> Claim | None:
 
 
 def _append(log: StreamLog, draft: Manifest, sent: set[str]) -> tuple[Manifest, bytes] | None:
-    """Append ``draft`` to the log, and return the entry and its bytes. Its hash is added to ``sent`` before.
+    """Add the hash of ``draft`` to ``sent``, append it to the log, and return the entry and its bytes.
 
-    Returns None if the version of ``draft`` already has another entry, or had one that retention deleted. After a
-    StorageError, the entry may have been created.
+    Returns None if its version already has another entry, or had one that retention deleted.
     """
     name, data = entry_name(draft.version), draft.to_json()
     entry = parse_manifest(name, data)
@@ -800,10 +755,8 @@ def _confirm(log: StreamLog, entry: Manifest) -> bool:
 
     The log may already have continued beyond this version, and retention may have deleted the entry that had this
     name before. The head is never deleted, so an entry of the log is the head, or is the parent of the next entry.
-
-    If an entry that is not a claim is the head, its parent must exist, because retention keeps the head's parent.
-    :class:`_ParentLostError` is raised, and the entry is not deleted, if another program has deleted the parent, and no
-    successor found the entry as the head.
+    Retention keeps the parent of a head that is no claim. So if it is missing, and no successor found the entry as the
+    head, another program has deleted it: :class:`_ParentLostError` is raised, and the entry stays.
     """
     follows = None if entry.kind == "claim" else entry.parent
     is_lost = follows is not None and _is_lost(log.storage, follows, entry.writer)
@@ -831,15 +784,8 @@ def _is_succeeded(log: StreamLog, entry: Manifest) -> bool:
 def _create(storage: Storage, name: str, data: bytes) -> bool:
     """Create an entry; return False if another entry has the name.
 
-    If the store fails or reports that the name is taken, the stored entry is read and compared with ``data``,
-    because an earlier request may have created it. An entry of a local store that is found in this way is flushed
-    to disk: a successful read only proves that it is in memory.
-
-    Raises:
-        AlteredEntryError: if the stored entry has other bytes than were sent.
-        UnknownOutcomeError: if the store fails, and the entry cannot be read back, or a remote store may still execute
-            the request.
-        StorageError: if the entry was not created in a local store.
+    If the store fails or reports that the name is taken, the stored entry is compared with ``data``, because an
+    earlier request may have created it, and flushed to disk: a successful read only proves that it is in memory.
     """
     created, failure = False, None
     try:
@@ -874,10 +820,7 @@ def read_bytes(storage: Storage, name: str, max_bytes: int = MAX_ENTRY_BYTES) ->
 
 
 def _read_back(storage: Storage, name: str, failure: StorageError | None) -> bytes | None:
-    """Return the bytes of an entry after an attempt to create it, which failed with ``failure``; None if it is missing.
-
-    Raises ``failure`` or an UnknownOutcomeError if it cannot be read, or may still appear in a remote store.
-    """
+    """Return the bytes of an entry after an attempt to create it; None if it is missing and will not appear later."""
     try:
         data = read_bytes(storage, name)
     except StorageError as error:
@@ -907,14 +850,11 @@ def _continues_after(log: StreamLog, version: int) -> bool:
     """
     if log.storage.lists_from:
         return bool(log.versions(after=version))
-    return any(log.storage.size(entry_name(version + number)) is not None for number in range(1, _LOOK_AHEAD + 1))
+    return any(_has(log.storage, version + number) for number in range(1, _LOOK_AHEAD + 1))
 
 
 def _is_superseded(taken: Manifest, head: Manifest) -> bool:
-    """Return True if ``taken``, which has the name after ``head``, is from a publisher that ``head``'s has fenced.
-
-    Such a publisher can create an entry only at a name that another program has freed.
-    """
+    """Return True if ``taken``, after ``head``, is of a fenced publisher, at a name that another program has freed."""
     return (
         taken.stream == head.stream
         and taken.generation < head.generation
@@ -937,11 +877,19 @@ def _parsed(version: int, data: bytes) -> Manifest | None:
         return None
 
 
+def _is_readable(name: str, data: bytes) -> bool:
+    """Return True if ``data`` is an entry, also one of a newer format."""
+    try:
+        parse_manifest(name, data)
+    except MalformedError as error:
+        return isinstance(error, NewerFormatError)
+    return True
+
+
 def _newer_publisher(storage: Storage, head: Manifest, entries: list[Manifest], writer: str) -> tuple[int, int] | None:
     """Return the generation and a version of a publisher that has superseded the one of ``head``; None without a sign.
 
-    The signs are ``entries`` from the version of ``head`` on and the one before, the pointer, the names of parts of
-    later versions, and heartbeats. ``writer`` is that of the publisher's next claim.
+    ``entries`` are those from the one before ``head`` on. ``writer`` is that of the publisher's next claim.
     """
     for entry in entries:
         is_other = entry.writer not in (head.writer, writer) and entry.link != head.parent
@@ -955,17 +903,6 @@ def _newer_publisher(storage: Storage, head: Manifest, entries: list[Manifest], 
     found = [*map(_PART_GENERATION.match, names), *map(_BEAT_GENERATION.fullmatch, beats)]
     generation = max((int(match[1]) for match in found if match is not None), default=-1)
     return (generation, head.version + 1) if generation > head.generation else None
-
-
-def _is_readable(name: str, data: bytes) -> bool:
-    """Return True if ``data`` is an entry, also one of a newer format."""
-    try:
-        parse_manifest(name, data)
-    except NewerFormatError:
-        return True
-    except MalformedError:
-        return False
-    return True
 
 
 def version_error(entry: Manifest, version: int) -> MalformedError:
@@ -987,11 +924,5 @@ def generation_error(entry: Manifest, before: Manifest) -> MalformedError:
 
 
 def part_name(version: int, generation: int, author: str) -> str:
-    """Return a new, unique name for a part of a version.
-
-    Args:
-        version: version of the entry that will list the part, or a lower version.
-        generation: generation of the publisher.
-        author: writer of the part, such as ``r3`` for rank 3.
-    """
+    """Return a new, unique name for a part of ``version`` or a later one; ``author`` is such as ``r3`` for rank 3."""
     return f"parts/{version:020d}-g{generation}-{author}-{secrets.token_hex(8)}.safetensors"
