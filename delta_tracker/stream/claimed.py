@@ -14,7 +14,6 @@ class ClaimedStream:
     """Claimed stream on one rank. One publisher can continue with the claim instead of claiming the stream again.
 
     Args:
-        storage: store of the stream, of this rank.
         claim: the claim on rank 0; None on the other ranks.
         entry: entry of the claim, equal on all ranks.
         has_states: True for a recovery stream, whose versions need states; False for a serving stream.

@@ -15,13 +15,7 @@ _MERGED_NAME = re.compile(rf"merged/([0-9]{{{_DIGITS}}})-([0-9]{{{_DIGITS}}})-(d
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """Reference to a merged entry, which replaces the versions ``first`` to ``last``.
-
-    Args:
-        last: last replaced version.
-        first: first replaced version; 0 for a snapshot.
-        kind: ``delta`` or ``snapshot``.
-    """
+    """Reference to a merged ``delta`` or ``snapshot``, which replaces ``first`` (0 for a snapshot) to ``last``."""
 
     last: int
     first: int

@@ -15,10 +15,8 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# Interval at which a thread checks its stop flag while it waits for a response.
-_SLICE_SECONDS = 0.05
-# Maximum wait for the cancellation of a request.
-_CANCEL_SECONDS = 1.0
+_SLICE_SECONDS = 0.05  # interval at which a thread checks its stop flag while it waits for a response
+_CANCEL_SECONDS = 1.0  # maximum wait for the cancellation of a request
 
 
 class Interrupted(BaseException):
@@ -33,7 +31,7 @@ class _Scope:
 
     def __init__(self, stop: threading.Event) -> None:
         self._stop = stop
-        self._loop = asyncio.SelectorEventLoop()
+        self.loop = asyncio.SelectorEventLoop()
 
     def check(self) -> None:
         if self._stop.is_set():
@@ -46,10 +44,7 @@ class _Scope:
 
     def wait(self, request: Callable[[], Awaitable[T]]) -> T:
         self.check()
-        return self._loop.run_until_complete(self._result(request))
-
-    def close(self) -> None:
-        self._loop.close()
+        return self.loop.run_until_complete(self._result(request))
 
     def sleep(self, seconds: float) -> None:
         if self._stop.wait(seconds):
@@ -83,7 +78,7 @@ def interruptible(stop: threading.Event) -> Iterator[None]:
         yield
     finally:
         _thread.scope = before
-        scope.close()
+        scope.loop.close()
 
 
 def check() -> None:
@@ -114,9 +109,7 @@ def checked(items: Iterable[T]) -> Iterator[T]:
 def answer(blocking: Callable[[], T], request: Callable[[], Awaitable[T]]) -> T:
     """Return the response to a request. Raise Interrupted if the stop flag is set before the response arrives.
 
-    Args:
-        blocking: sends the request and waits; called in a thread without a stop flag.
-        request: sends the same request and returns an awaitable, which can be cancelled; called in other threads.
+    A thread without a stop flag calls ``blocking``; others await the same request, which can be cancelled.
     """
     scope = _scope()
     return blocking() if scope is None else scope.wait(request)

@@ -48,9 +48,6 @@ class PointedIndex:
     """Index of a store that cannot list: the newest pointer whose entry was read, and the entries that were read.
 
     Versions have no gap from the oldest to the newest one. Modification times are unknown, and returned as 0.
-
-    Args:
-        pointed: returns that pointer.
     """
 
     def __init__(self, pointed: Callable[[], HeadPointer | None]) -> None:

@@ -121,9 +121,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         return self._head
 
     def step(self) -> bool:
-        """Copy the next entry, after the objects that it names.
-
-        Returns False if the source has none yet.
+        """Copy the next entry, after the objects that it names. Return False if the source has none yet.
 
         Raises:
             MirrorDivergedError: if the destination is not a prefix of the source, or the source has deleted the next
@@ -144,10 +142,9 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
             raise
 
     def copy_merged(self) -> int:
-        """Copy the merged entries that help readers of the destination, and return their number.
+        """Copy the newest merged snapshot and the merged deltas after it that no other one covers.
 
-        These are the newest merged snapshot and the merged deltas after it that no other one covers. A merged entry
-        whose objects the source has deleted meanwhile is skipped.
+        Skips those whose objects the source has deleted meanwhile, and returns the number of copies.
         """
         head = self._head
         if head is None:
@@ -159,8 +156,6 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         """Copy the claims that prove which former streams the stream continues, and return their number.
 
         A destination that begins after a promotion lacks them, and readers of a former stream need them to continue.
-
-        Raises as :meth:`step`.
         """
         if self._head is None:
             return 0
@@ -182,9 +177,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         """Copy the pins of the source in the order of their counters, and return their number.
 
         They wait until the destination has the entry that the newest one names, because predictors could not follow it
-        before.
-
-        Raises as :meth:`step`, and MirrorDivergedError if the destination has another pin with the same counter.
+        before. Raises MirrorDivergedError if the destination has another pin with the same counter.
         """
         source, destination = self._source.storage, self._to.storage
         found: list[bytes] = []
@@ -215,17 +208,13 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         on_entry: Callable[[Manifest], None] | None = None,
         once: bool = False,
     ) -> None:
-        """Copy entries until ``stop`` is set. Retry after errors of the stores.
+        """Copy entries until ``stop`` is set. Retry after a StorageError; raise other errors as :meth:`step`.
 
         Args:
             stop: event that ends the call after the current entry.
             poll_seconds: interval at which the source is polled, times a random factor of 0.75 to 1.25.
             on_entry: function to call with each copied entry.
-            once: True to return when the destination has all entries of the source, and to raise errors of the stores.
-
-        Raises:
-            MirrorDivergedError, CorruptPartError, MalformedError: as :meth:`step`.
-            StorageError: with ``once``, as :meth:`step`.
+            once: True to return when the destination has all entries of the source, and to raise each StorageError.
         """
         seconds, storage, runtime = self._pointer_seconds, self._to.storage, self._runtime
         pointer = None if seconds is None else PointerWriter(storage, seconds=seconds, runtime=runtime)
@@ -403,10 +392,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Decision to copy an entry, after the merged snapshot that it follows. A note is logged.
-
-    A malformed entry has a stand-in with the hash of its bytes.
-    """
+    """Decision to copy an entry, or its stand-in if it is malformed, after the merged snapshot that it follows."""
 
     entry: Manifest
     data: bytes
@@ -416,7 +402,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """Decision to copy nothing now. A note is logged."""
+    """Decision to copy nothing now."""
 
     note: str = ""
 
@@ -453,7 +439,7 @@ def decide(log: SeenSource, head: Manifest | None, *, is_checked: bool, is_due: 
 
     Args:
         log: the source.
-        head: newest entry of the destination; None if it is empty.
+        head: newest entry of the destination.
         is_checked: False to check first that the destination is a prefix of the source.
         is_due: True to check this if there is no next entry: the log may be another one, or have a gap.
     """
@@ -507,11 +493,7 @@ def _first(log: SeenSource) -> Copy | Rest:
 
 
 def _pinned_start(log: SeenSource, head: Manifest) -> tuple[Manifest | None, str]:
-    """Return the snapshot that leads to the pinned version, and a note.
-
-    Returns None if no pin of the stream applies, or the log from the snapshot on is not complete: the destination then
-    starts above the pinned version.
-    """
+    """Return the snapshot from which the log leads to the pinned version, None without one, and a note."""
     pin = log.pin()
     if pin is None or pin.kind != "pin" or pin.stream != head.stream:
         return None, ""
@@ -527,7 +509,7 @@ def _pinned_start(log: SeenSource, head: Manifest) -> tuple[Manifest | None, str
 
 
 def _check(log: SeenSource, head: Manifest) -> bytes | None:
-    """Return the bytes of the next entry, None if there is none.
+    """Return the bytes of the next entry, None if there is none. Raise if the destination is no prefix of the source.
 
     The source must have the newest entry of the destination, or have deleted it, but not the next one.
     """
@@ -545,10 +527,7 @@ def _check(log: SeenSource, head: Manifest) -> bytes | None:
 
 
 def _is_committed(log: SeenSource, claim: Manifest) -> bool | None:
-    """Return True if a claim is part of the source's log, see :meth:`StreamLog.is_committed`.
-
-    None if only malformed entries follow it yet.
-    """
+    """Return True if a claim is part of the source's log; None if only malformed entries follow it yet."""
     # Look for newer versions first, so that one committed between the two looks does not look like a gap.
     if not log.versions(after=claim.version):
         return True
@@ -556,10 +535,7 @@ def _is_committed(log: SeenSource, claim: Manifest) -> bool | None:
 
 
 def _is_followed(log: SeenSource, entry: Manifest) -> bool | None:
-    """Return True if the next entry of the source names ``entry`` as its parent; None if there is none.
-
-    If the next entry is malformed, the one after it decides, which is the first that can be trusted.
-    """
+    """Return True if the next entry of the source follows ``entry``, or the malformed ones after it; None without."""
     version = entry.version + 1
     data = log.entry(version)
     if data is None:

@@ -36,12 +36,7 @@ class ObjectCopier:
         self._memory_bytes = memory_bytes
 
     def copy(self, stored: Part | Stored) -> None:
-        """Copy an object unless the destination has it. It becomes visible only if its bytes match its record.
-
-        Raises:
-            CorruptPartError: if the object of the source does not match its record.
-            StorageError: if a store fails.
-        """
+        """Copy an object unless the destination has it. Raise CorruptPartError if its bytes do not match its record."""
         if self._is_there(stored):
             return
         try:

@@ -95,11 +95,7 @@ def read_pointer(storage: Storage) -> HeadPointer | None:
 
 
 def load_pointer(storage: Storage) -> HeadPointer | None:
-    """Return the pointer object, None if it is missing.
-
-    Raises:
-        UnreadablePointerError: if the store has something else under its name.
-    """
+    """Return the pointer object, None if it is missing. Raise UnreadablePointerError if it is something else."""
     data = b""
     try:
         found = storage.read(POINTER_NAME, max_bytes=MAX_POINTER_BYTES)
@@ -138,19 +134,14 @@ def _report(error: UnreadablePointerError) -> None:
 class PointerView(Forkable):
     """The pointers that one reader has read. Thread-safe.
 
-    A pointer is **claimed** until an entry with its link, generation and stream was read, and then **confirmed**. The
-    confirmed pointer is replaced as a whole: no field is the maximum over several pointers. One that is lower than the
-    confirmed one is late, so it is ignored, unless its own entry is there and the confirmed one's is not: then the log
-    was restored from a copy. A claimed pointer is replaced by each one that is read after it.
-
-    The pointer of another stream is believed only after it and its entry were read past all caches. It is not believed
-    if it has a lower generation while the entry of the present stream is still there: it may be from a publisher that
-    was fenced.
+    A pointer is **claimed** until the entry that it names was read, and then **confirmed**. The confirmed pointer is
+    replaced as a whole: no field is the maximum over several pointers. A lower one is late and ignored, unless its own
+    entry is there and the confirmed one's is not: then the log was restored from a copy. A pointer of another stream is
+    believed only after it and its entry were read past all caches. If its generation is lower, it may be from a fenced
+    publisher, so the confirmed one's entry must be missing, too.
 
     Args:
-        storage: store of the stream.
         seconds: minimum time between two reads.
-        runtime: clock.
 
     Attributes:
         confirmed: the pointer whose entry was read; None before the first.
@@ -180,9 +171,8 @@ class PointerView(Forkable):
     def newest(self, *, is_due: bool = True, past_cache: bool = False) -> HeadPointer | None:
         """Return the claimed pointer, or else the confirmed one; None if there is none.
 
-        Args:
-            is_due: True to read the object if the last read is at least ``seconds`` ago; False to send no request.
-            past_cache: True to read the object now, past all caches.
+        Reads the object if the last read is at least ``seconds`` ago, and not at all with ``is_due=False``. With
+        ``past_cache``, reads it now, past all caches.
         """
         if not past_cache and not (is_due and self._is_due()):
             return self._claimed or self.confirmed
@@ -304,11 +294,8 @@ class PointerView(Forkable):
         return pointer if pointer.generation > known.generation or not self._has_entry(known) else None
 
     def _is_restored(self, known: HeadPointer, pointer: HeadPointer) -> bool:
-        """Return True if the log was restored from a copy that has the entry of ``pointer``, but not of ``known``.
-
-        A pointer that was read before entries raised it is not lower than itself, and needs no check.
-        """
-        base = self._base
+        """Return True if the log was restored from a copy that has the entry of ``pointer``, but not of ``known``."""
+        base = self._base  # a pointer that was read before entries raised it is not lower than itself
         if (base is not None and _order(pointer) >= _order(base)) or not self._is_later(self._doubted_at):
             return False
         self._doubted_at = self._runtime.monotonic()

@@ -12,13 +12,7 @@ from delta_tracker.stream.entry_names import Merged
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.interruption import Interrupted, interruptible
 from delta_tracker.stream.log import StreamLog
-from delta_tracker.stream.pointer import (
-    MAX_POINTED_MERGED,
-    POINTER_NAME,
-    HeadPointer,
-    PointedSnapshot,
-    read_pointer,
-)
+from delta_tracker.stream.pointer import MAX_POINTED_MERGED, POINTER_NAME, HeadPointer, PointedSnapshot, read_pointer
 from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.storage.storage import Storage
 
@@ -34,13 +28,8 @@ class PointerWriter:
     """Writer of the pointer object after commits. Its failures are logged, and never reach the publisher.
 
     A thread, which the first :meth:`after` starts, writes the newest head at most once per ``seconds``, and only if
-    something has changed. The thread lists the log at first, after :meth:`rescan` and every ten minutes. If a newer
-    publisher has taken over the stream, the listing shows it, and the pointer is written for the newest entry.
-
-    Args:
-        storage: store of the stream.
-        seconds: minimum time between two writes.
-        runtime: clock, waits and threads.
+    something has changed. The thread lists the log at first, after :meth:`rescan` and every ten minutes, and so finds
+    the newest entry of a publisher that has taken over the stream.
     """
 
     def __init__(self, storage: Storage, *, seconds: float = POINTER_SECONDS, runtime: Runtime = REAL) -> None:
@@ -75,11 +64,7 @@ class PointerWriter:
         self._wake.set()
 
     def write_now(self, head: Manifest | None = None) -> None:
-        """Write the pointer in this thread, if it has changed.
-
-        Args:
-            head: a committed entry; None for the one of the last call. No-op if there was none.
-        """
+        """Write the pointer to ``head``, or else to the entry of the last call, in this thread, if it has changed."""
         with self._writing:
             self._head = self._head if head is None else head
             if self._head is None:
@@ -209,12 +194,7 @@ def _raised(scan: HeadPointer, head: Manifest) -> HeadPointer:
     if head.snapshot is not None and (snapshot is None or head.snapshot > snapshot.version):
         snapshot = PointedSnapshot(version=head.snapshot, merged=False)
     return replace(
-        scan,
-        stream=head.stream,
-        generation=head.generation,
-        version=head.version,
-        xxh3=head.xxh3,
-        snapshot=snapshot,
+        scan, stream=head.stream, generation=head.generation, version=head.version, xxh3=head.xxh3, snapshot=snapshot
     )
 
 

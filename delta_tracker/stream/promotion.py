@@ -18,9 +18,6 @@ def promote(storage: Storage) -> Manifest:
 
     The call is idempotent: if the newest entry has started a stream after another one, it is returned.
 
-    Args:
-        storage: store of the mirror.
-
     Returns:
         The claim that starts the stream. Its ``forked_from`` names the former stream and its last entry here.
 
