@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from delta_tracker.errors import InvalidArgumentError, RestoreMismatchError
 from delta_tracker.stream.format.manifest import DenseSpec
@@ -48,17 +48,15 @@ class Job:
     fused: Collection[str]
     states: Mapping[str, TableStates]
     dense: Mapping[str, DenseSpec]
-    training: Collection[str] = field(default=())
-    rank: Mapping[str, bool] = field(default_factory=dict)
-    world_size: int = 1
+    training: Collection[str]
+    rank: Mapping[str, bool]
+    world_size: int
 
 
 def check_fit(saved: Saved, job: Job, ignore: Collection[str] = ()) -> None:
     """Check that a job can take all of a version, and that the version has all that it needs, except for ``ignore``.
 
-    Raises:
-        RestoreMismatchError: for the first difference.
-        InvalidArgumentError: if a name in ``ignore`` is neither in the version nor in the job.
+    A name in ``ignore`` that is neither in the version nor in the job raises InvalidArgumentError.
     """
     found = (saved.tables, saved.dense, saved.training, saved.rank, job.shards, job.dense, job.training, job.rank)
     known = {name for names in found for name in names}
@@ -91,10 +89,9 @@ def _check_optimizer(fqn: str, saved: Saved, job: Job) -> None:
     """Check that the states of a table's optimizer can be restored to this rank's shard."""
     expected, shard = saved.states.get(fqn), job.shards[fqn]
     optimizer = f"the optimizer of {fqn!r}"
-    if expected is None or fqn not in job.fused:
-        check_same(
-            optimizer, "not fused" if expected is None else "fused", "fused" if fqn in job.fused else "not fused"
-        )
+    is_fused = fqn in job.fused
+    if expected is None or not is_fused:
+        check_same(optimizer, "not fused" if expected is None else "fused", "fused" if is_fused else "not fused")
         former = saved.unfused[fqn]
         check_same(f"the sharding of {fqn!r}", _copies(former), _copies(shard))
         if saved.world_size == job.world_size and not shard.is_replicated:

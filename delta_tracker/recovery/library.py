@@ -101,16 +101,11 @@ class Library:
         return found
 
     def collision_slots(self, rank: int) -> dict[str, tuple[int, int]]:
-        """Return the half-open range of the slots of each managed-collision module that a rank had, by FQN.
-
-        Reads no tensors.
-        """
+        """Return the half-open range of slots of each managed-collision module of a rank, by FQN. Reads no tensors."""
         found = {}
         for fqn in self._states.keys(rank, "library", "collisions"):
-            first, size = (
-                self._converted(rank, "collisions", self._states.load(rank, "library", "collisions", fqn, name), Count)
-                for name in ("offset", "zch_size")
-            )
+            read = (self._states.load(rank, "library", "collisions", fqn, name) for name in ("offset", "zch_size"))
+            first, size = (self._converted(rank, "collisions", value, Count) for value in read)
             found[fqn] = first, first + size
         return found
 

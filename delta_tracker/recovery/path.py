@@ -25,30 +25,18 @@ _logger = logging.getLogger(__name__)
 
 
 def recovery_path(
-    log: StreamLog,
-    version: int | None = None,
-    *,
-    applied: Manifest | None = None,
-    avoid: Manifest | None = None,
+    log: StreamLog, version: int | None = None, *, applied: Manifest | None = None, avoid: Manifest | None = None
 ) -> list[Manifest]:
     """Return the entries to apply in order: a snapshot, the deltas after it, and the entry with the training state.
 
-    The last entry is the newest one up to ``version`` that is not a claim. All have the same tables and states. Merged
-    entries are used where they replace several versions; an unreadable one is logged and not used. Reads only entries,
-    each of them once.
+    The last entry is the newest one up to ``version``, by default up to the head, that is not a claim. All have the
+    same tables and states. Merged entries are used where they replace several versions, except for unreadable ones,
+    which are logged, and for ``avoid``, which cannot be applied. Reads each entry once.
 
-    Args:
-        log: log of the stream.
-        version: version to restore; None for the newest.
-        applied: entry of the log or merged entry, up to which the rows of the model are written already. If deltas lead
-            from it to the version, it is the first entry, instead of a snapshot, which overwrites all rows.
-        avoid: merged entry that is not used instead of versions, because it cannot be applied.
+    The rows of the model are written up to ``applied``, an entry of the log or a merged one. If deltas lead from it to
+    the version, it is the first entry, instead of a snapshot, which overwrites all rows.
 
-    Raises:
-        NotRecoverableError: if the stream is empty, an entry is missing, the version has no states, or the tables,
-            states or format changed since its snapshot.
-        InvalidArgumentError: if ``version`` is invalid or not committed yet.
-        MalformedError, StorageError: if an entry cannot be read.
+    If there is no such path, raises NotRecoverableError; its ``version`` is None if the stream has no version.
     """
     head = log.head()
     if head is None:
@@ -56,8 +44,10 @@ def recovery_path(
     asked = head.version if version is None else version
     if type(asked) is not int or not 0 <= asked <= head.version:
         raise InvalidArgumentError("version", version, f"Pass a version up to {head.version}, the newest")
+    source = Source(0, log.storage, log=log)
+    search = _Search(number=0, url=log.url, answers={("read", head.version): head}, source=source)
     try:
-        path = _path(_Search.of(log, head), head, asked, applied, avoid)
+        path = _path(search, head, asked, applied, avoid)
     except (MissingVersionError, NoSnapshotError) as error:
         reason = "it has no snapshot" if isinstance(error, NoSnapshotError) else f"version {error.version} is missing"
         raise NotRecoverableError(log.url, asked, reason) from error
@@ -103,24 +93,17 @@ class _Search(SeenLog):
     """Log that is looked up as a search needs it. The ways that a search tries share what was found."""
 
     source: Source
-    found: dict[tuple[str, Hashable], object]
-
-    @classmethod
-    def of(cls, log: StreamLog, head: Manifest) -> _Search:
-        """Return a search of a log whose newest entry was read."""
-        found: dict[tuple[str, Hashable], object] = {("read", head.version): head}
-        source = Source(0, log.storage, log=log)
-        return cls(number=0, url=log.url, answers=found, found=found, source=source)
+    answers: dict[tuple[str, Hashable], object]
 
     def merged(self, *, after: int = -1) -> list[Merged]:
-        listings = [key for about, key in self.found if about == "merged" and isinstance(key, int) and key <= after]
+        listings = [key for about, key in self.answers if about == "merged" and isinstance(key, int) and key <= after]
         found = super().merged(after=max(listings, default=after))
         return [each for each in found if each.last > after]
 
     def _ask(self, about: str, key: Hashable = None, subject: object = None) -> object:
-        if (about, key) not in self.found:
+        if (about, key) not in self.answers:
             try:
-                self.found[about, key] = self.source.answer(Look(0, about, key, subject))
+                self.answers[about, key] = self.source.answer(Look(0, about, key, subject))
             except StreamError as error:
-                self.found[about, key] = Failed(error)
+                self.answers[about, key] = Failed(error)
         return super()._ask(about, key, subject)

@@ -28,8 +28,7 @@ def pending_rows(
 ) -> dict[str, dict[str, Tensor | None]]:
     """Return the rows that are pending for each consumer, other than that of the version's publisher.
 
-    For such a consumer, a version has the last version of which it had read all rows, and the rows that its reads left
-    out. ``saved`` has them for each rank that published the version.
+    ``saved`` has the positions of the consumers on each rank that published the version.
 
     Returns:
         Consumer to FQN to ``[N]`` int64 local ids, ascending and unique. The ids are None for all rows.
@@ -37,8 +36,16 @@ def pending_rows(
     found: dict[str, dict[str, Tensor | None]] = {}
     for name in consumers:
         held = [each[name] for each in saved if name in each]
-        rows = _rows_of(held, log, last, shards) if len(held) == len(saved) else None
-        found[name] = dict.fromkeys(shards) if rows is None else rows
+        versions = [each.version for each in held if each.version is not None]
+        rows = rows_after(log, last, min(versions), shards) if len(versions) == len(saved) else None
+        if rows is None:
+            found[name] = dict.fromkeys(shards)
+            continue
+        found[name] = {}
+        for fqn, shard in shards.items():
+            left_out = [local_rows(each.left_out[fqn], shard) for each in held if fqn in each.left_out]
+            ids = torch.cat([rows.get(fqn, torch.empty(0, dtype=torch.int64)), *left_out])
+            found[name][fqn] = ids.unique()  # type: ignore[no-untyped-call]
     return found
 
 
@@ -51,25 +58,10 @@ def saved_places(
     """
     found = {}
     for name, tables in pending.items():
-        places = [each[name].place if name in each else None for each in saved]
+        first, *others = [each[name].place if name in each else None for each in saved]
         is_known = all(rows is not None for rows in tables.values())
-        if is_known and places and places[0] is not None and all(place == places[0] for place in places):
-            found[name] = places[0]
-    return found
-
-
-def _rows_of(
-    saved: Sequence[Consumer], log: StreamLog, last: Manifest, shards: Mapping[str, ShardSpec]
-) -> dict[str, Tensor | None] | None:
-    """Return the pending rows of a consumer by FQN, from its position on each rank; None if they are unknown."""
-    versions = [each.version for each in saved if each.version is not None]
-    rows = rows_after(log, last, min(versions), shards) if len(versions) == len(saved) else None
-    if rows is None:
-        return None
-    found: dict[str, Tensor | None] = {}
-    for fqn, shard in shards.items():
-        left_out = [local_rows(each.left_out[fqn], shard) for each in saved if fqn in each.left_out]
-        found[fqn] = torch.cat([rows.get(fqn, torch.empty(0, dtype=torch.int64)), *left_out]).unique()  # type: ignore[no-untyped-call]
+        if is_known and first is not None and all(each == first for each in others):
+            found[name] = first
     return found
 
 
@@ -80,8 +72,7 @@ def rows_after(
 
     Returns:
         FQN to ``[N]`` int64 local ids, ascending and unique; tables without such rows are omitted. None if one of the
-        versions is a snapshot, is damaged, or is missing, so that the rows are unknown. The restore may not need these
-        versions, because merged entries replace them.
+        versions is a snapshot, damaged or missing. The restore may use merged entries instead of it.
     """
     found: dict[str, list[Tensor]] = {}
     link = last.link

@@ -66,13 +66,10 @@ class Plan:
         return {fqn: shard.spec for fqn, shard in self.shards.items()}
 
     def check_objects(self, others: Iterable[Stored]) -> None:
-        """Check that the objects that :meth:`write` reads, and ``others``, exist and have their sizes.
-
-        Lists a remote store once, and requests the size of an object only if the listing lacks it. In a local
-        directory, reads the status of each object: a listing would also read that of the files of all later versions.
-        """
+        """Check that the objects that :meth:`write` reads, and ``others``, exist and have their sizes."""
         objects = [*self._objects(), *others]
         sizes: dict[str, int] = {}
+        # In a local directory, a listing would also read the status of the files of all later versions.
         if objects and self.storage.is_remote:
             first = min(each.name for each in objects)[:-1]  # sorts before all of them
             sizes = {each.name: each.num_bytes for each in self.storage.objects("parts", after=first)}
@@ -85,7 +82,7 @@ class Plan:
 
     @torch.no_grad()
     def write(self) -> None:
-        """Write the rows, their states, the numbers of the kernels, the raw ids, and the dense tensors."""
+        """Write all of the plan."""
         writer = RowWriter(storage=self.storage, shards=self.specs, targets=self.targets)
         for entry in self.path[self.continues :]:
             writer.write(entry)

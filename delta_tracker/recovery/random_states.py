@@ -37,7 +37,7 @@ class RandomStates:
     """
 
     def state_dict(self) -> dict[str, object]:
-        """Return the states. Does not wait for a device."""
+        """Return the states."""
         return {
             "torch": torch.get_rng_state(),
             "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],

@@ -23,10 +23,9 @@ _VALUE_BYTES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowWriter:
-    """Writer of the rows of entries that are in this rank's shards, with the states of these rows.
+    """Writer of the rows of entries that are in this rank's shards by FQN, with the states of these rows.
 
     Args:
-        shards: FQN to shard, for each table that is written.
         targets: name of a table or state table to its memory.
     """
 
@@ -36,10 +35,7 @@ class RowWriter:
 
     @torch.no_grad()
     def write(self, entry: Manifest) -> None:
-        """Write the rows of an entry, which may be a merged one. Reads only the parts that have rows of the shards.
-
-        If the call is interrupted, a part of the rows is written. Another call writes all of them.
-        """
+        """Write the rows of an entry, which may be a merged one. If the call is interrupted, call it again."""
         rows: list[BlockRows] = []
         for part in entry.parts:
             if blocks := wanted(part, self.shards):

@@ -56,8 +56,7 @@ class StandbyGauges:
 
     def failed(self, error: Exception) -> None:
         """Count a takeover that failed after the claim."""
-        kinds = type(error).__mro__
-        reason = next((failure.__name__ for failure in _FAILURES if failure in kinds), _OTHER)
+        reason = next((failure.__name__ for failure in _FAILURES if isinstance(error, failure)), _OTHER)
         self._recorder.takeover_failures.cell(reason=reason).add(1)
 
     def close(self) -> None:

@@ -21,12 +21,10 @@ from delta_tracker.types import ShardSpec, StateSpec, TableStates
 def state_targets(
     shards: Mapping[str, ShardSpec], views: Mapping[str, Sequence[Sequence[Tensor]]], states: Mapping[str, TableStates]
 ) -> dict[str, RowTarget]:
-    """Return the targets of the states of all tables, by the name of the state table.
+    """Return the targets of the states of all tables, by the name of the state table. The arguments are by FQN.
 
-    Args:
-        shards: FQN to this rank's shard.
-        views: FQN to the live states of each column range of the shard, in order: each ``[R, columns]`` or ``[R, 1]``.
-        states: FQN to the states in the stream. A state of width ``range`` has the column ranges of the shard.
+    ``views`` has the live states of each column range of the shard, in order: each ``[R, columns]`` or ``[R, 1]``.
+    ``states`` has those in the stream. A state of width ``range`` has the column ranges of the shard.
     """
     found: dict[str, RowTarget] = {}
     for fqn, table in states.items():
@@ -38,8 +36,7 @@ def state_targets(
                 for columns, held in zip(shard.columns, views[fqn], strict=True)
             ]
             dim = shard.table.dim if spec.width == "columns" else len(table.columns)
-            name = state_table(fqn, spec)
-            found[name] = TensorTarget(shard.table.num_rows, dim, spec.dtype, regions)
+            found[state_table(fqn, spec)] = TensorTarget(shard.table.num_rows, dim, spec.dtype, regions)
     return found
 
 
@@ -56,7 +53,7 @@ def as_tables(rows: BlockRows, states: TableStates | None) -> list[BlockRows]:
 
 
 def state_table(fqn: str, spec: StateSpec) -> str:
-    """Return the name of the table of a state. It differs from all names of tables and other states."""
+    """Return the name of the table of a state, which no table and no other state has."""
     return f"{fqn}\n{spec.name}"
 
 

@@ -16,10 +16,9 @@ _T = TypeVar("_T")
 
 
 class TrainingStates:
-    """Reader of the training states of all ranks in one version. An object is opened when it is first needed.
+    """Reader of the training states of all ranks in one version, which opens an object when it is first needed.
 
-    If an object does not match its record, or has no such value, the methods raise
-    :class:`~delta_tracker.errors.CorruptPartError`.
+    An object that does not match its record, or has no such value, raises CorruptPartError.
     """
 
     def __init__(self, storage: Storage, entry: Manifest) -> None:
@@ -42,7 +41,7 @@ class TrainingStates:
         return self._found(rank, "value", path, StateReader.load)
 
     def keys(self, rank: int, *path: str) -> list[str]:
-        """Return the keys of a dict, without reading its values. The arguments are those of :meth:`load`."""
+        """Return the keys of a dict, without reading its values."""
         return self._found(rank, "dict", path, StateReader.keys)
 
     def fields(self, rank: int, *path: str) -> list[str] | None:
@@ -54,7 +53,7 @@ class TrainingStates:
         return [*self.keys(rank, "rank"), *([] if self.load(rank, DATA) is None else [DATA])]
 
     def of_rank(self, rank: int, name: str) -> Any:  # noqa: ANN401
-        """Return a state that differs by rank, by one of :meth:`names_of`."""
+        """Return the state of a rank with one of :meth:`names_of`."""
         return self.load(rank, DATA) if name == DATA else self.load(rank, "rank", name)
 
     def of_all_ranks(self, name: str) -> list[Any]:

@@ -18,15 +18,11 @@ _REMEDY = (
 
 
 def check_warm(model: nn.Module) -> None:
-    """Check that the model has trained the batches that ``DistributedDataParallel`` needs to order the gradients.
+    """Raise InvalidArgumentError unless ``DistributedDataParallel`` has trained enough to order the gradients.
 
-    The module groups gradients into buckets, whose order it changes once, after the first backward pass, or with
-    ``static_graph`` after the second one. With three ranks or more, another order gives other sums. The module counts
-    its own forward passes. If training calls modules inside it instead, it sums no gradients in buckets, and is
-    rejected nevertheless: only the user knows that.
-
-    Raises:
-        InvalidArgumentError: if the order may still change.
+    It groups gradients into buckets, whose order it changes once, after the first backward pass, or with
+    ``static_graph`` after the second one. With three ranks or more, another order gives other sums. A module that
+    training does not call, but only modules inside it, is rejected nevertheless: only the user knows that.
     """
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel) and _may_reorder(module):
