@@ -44,18 +44,15 @@ _FAULTS = (CorruptPartError, MalformedError, MissingVersionError, NotRecoverable
 class Following:
     """Follower of a stream that writes the rows and states of this rank's shards. Makes no collective call.
 
-    Rows are absolute values, so an entry whose writes failed or were interrupted is written again. The position moves
-    only after a whole entry. The other contents of a version, such as dense tensors, are not written.
+    Rows are absolute values, so an entry whose writes failed or were interrupted is written again.
 
     After a fault, it may go back to an older snapshot and apply the versions after it, which a
     :class:`~delta_tracker.stream.reading.reader.Reader` never does: all states must belong to one history. It also
-    begins again if the model does not raise :class:`~delta_tracker.errors.FollowingError`, because a restore has
-    written it.
+    begins again if a restore has written the model.
 
     Attributes:
-        error: error of the last attempt, which the next turns repeat; None if it succeeded. It has no traceback.
-        newest: last entry up to which all rows are written; None before the first, and while older rows are written
-            again.
+        error: error of the last attempt, which the next turns repeat; None if it succeeded.
+        newest: last entry up to which all rows are written; None while older rows are written again.
     """
 
     def __init__(self, log: StreamLog, job: LocalJob, runtime: Runtime = REAL) -> None:
@@ -96,11 +93,8 @@ class Following:
         """Apply entries until there are no more, or until the monotonic time ``until``. Return True if there was any.
 
         An entry that is started is applied completely. An error of the store or of the stream is logged, and kept in
-        :attr:`error`. After such an error, this method does nothing for up to five seconds, see :meth:`retry`.
-
-        Raises:
-            StreamError: if the stream cannot be followed from the beginning, for example because its versions have no
-                states, or does not fit the job.
+        :attr:`error`. After it, this method does nothing for up to five seconds, see :meth:`retry`. A stream that does
+        not fit the job, or never had states, raises an error.
         """
         self._begin_again_if_restored()
         has_moved = False
@@ -220,10 +214,7 @@ class Following:
         return bool(self._ahead)
 
     def _is_forward(self, target: Manifest) -> bool:
-        """Return True unless the model has rows that are as new as an entry of the same stream.
-
-        Raises OlderCopyError if the log is another copy of the stream, with nothing newer than the position.
-        """
+        """Return True unless the model has rows that are as new. An older copy of the log raises OlderCopyError."""
         position = self._position
         if self.newest is None or position is None or target.stream != position.stream:
             return True
@@ -239,7 +230,7 @@ class Following:
         self._ahead = deque(path)
 
     def _check(self, path: Sequence[Manifest]) -> None:
-        """Compare the last entry of a path with the job, and prepare the writes of its rows. Writes nothing."""
+        """Compare the last entry of a path with the job, and prepare the writes of its rows."""
         plan = prepare(self._log, path, self._job).plan
         self._writer = RowWriter(storage=self._log.storage, shards=plan.specs, targets=plan.targets)
         self._schema = path[-1].schema

@@ -16,7 +16,7 @@ from delta_tracker.sharding.optimizer_rows import table_states
 from delta_tracker.stream.format.manifest import DenseSpec
 from delta_tracker.tracker.tracker import ModelDeltaTracker
 
-_UPDATE_SECONDS = 5.0  # longest wait for an update in progress
+_UPDATE_SECONDS = 5.0  # longest wait for an update in progress, which would write to restored rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -42,11 +42,7 @@ class LocalJob:
         self._check_data()
 
     def _check_data(self) -> None:
-        """Check that the position in the data can be attached to the tracker.
-
-        A position that is ignored, not attached, and has fetched batches is rejected: a position that is loaded has
-        none.
-        """
+        """Check that the position in the data can be attached. Fetched batches are lost if a state is loaded."""
         data = self.objects.data
         if data is None or self.tracker is None or self.tracker.data_position is data:
             return
@@ -57,10 +53,7 @@ class LocalJob:
             raise InvalidArgumentError("batches ahead", data.num_ahead, remedy)
 
     def check_tracker(self, shards: Mapping[str, LocalShard]) -> None:
-        """Check that the tracker has these shards of the model, no owner, and no update in progress.
-
-        An update that still runs after 5 seconds would write to restored rows.
-        """
+        """Check that the tracker has these shards of the model, no owner, and no update in progress."""
         if self.tracker is None:
             return
         for fqn, spec in self.tracker.shards.items():
@@ -84,11 +77,10 @@ class LocalJob:
 
     def described(self, shards: Mapping[str, LocalShard]) -> Job:
         """Return the description of the job, whose model has these shards by FQN."""
-        states = {fqn: found for fqn, shard in shards.items() if (found := table_states(shard)) is not None}
         return Job(
             shards={fqn: shard.spec for fqn, shard in shards.items()},
             fused={fqn for fqn, shard in shards.items() if shard.is_fused},
-            states=states,
+            states={fqn: found for fqn, shard in shards.items() if (found := table_states(shard)) is not None},
             dense={name: spec_of(tensor) for name, tensor in self.dense(shards).items()},
             training=self.objects.training.keys(),
             rank=self.objects.takes_rank_states,

@@ -40,11 +40,8 @@ class Objects:
 
     @property
     def of_rank(self) -> dict[str, Any]:
-        """Objects whose states differ by rank, by name.
-
-        The position in the data is first: its loader could draw numbers from random generators, which are usually in
-        ``rank_state``.
-        """
+        """Objects whose states differ by rank, by name."""
+        # The data is first: its loader could draw numbers from random generators, which are usually in rank_state.
         return {**({} if self.data is None else {DATA: self.data}), **self.rank}
 
     @property
@@ -54,17 +51,13 @@ class Objects:
         return found if self.data is None else {**found, DATA: self.data.has_rank_states}
 
     def check_states(self, states: TrainingStates, rank: int, world_size: int, ignore: Collection[str]) -> None:
-        """Check that optimizers and schedulers can take their states. The arguments are those of :meth:`load`."""
+        """Check that optimizers and schedulers can take their states, see :meth:`load`."""
         check_objects("training_state", self.training, states, 0, ignore)
         if world_size == states.world_size:
             check_objects("rank_state", self.rank, states, rank, ignore)
 
     def load(self, states: TrainingStates, rank: int, world_size: int, ignore: Collection[str]) -> None:
-        """Load the states of all objects that are not in ``ignore``, on one rank of ``world_size``.
-
-        Raises:
-            StateRejectedError: if an object raises an error.
-        """
+        """Load the states of all objects that are not in ``ignore``, on one rank of ``world_size``."""
         for name, each in self.training.items():
             if name not in ignore:
                 _load(f"training_state[{name!r}]", each.load_state_dict, states.load(0, "training", name))

@@ -29,7 +29,7 @@ from delta_tracker.stream.log import StreamLog
 from delta_tracker.types import ShardSpec
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
     """Result of :func:`prepare`.
 
@@ -64,10 +64,7 @@ def check_model(job: LocalJob) -> tuple[Discovery, dict[str, LocalOwners]]:
 
 
 def prepare(log: StreamLog, path: Sequence[Manifest], job: LocalJob, applied: Manifest | None = None) -> Prepared:
-    """Compare the last version of a path with the job on this rank, and prepare all writes.
-
-    ``applied`` is the entry up to which the rows of the model are written already, see :func:`recovery_path`.
-    """
+    """Compare the last version of a :func:`recovery_path` from ``applied`` with the job, and prepare all writes."""
     last = path[-1]
     found, every_owner = check_model(job)
     states = TrainingStates(log.storage, last)
@@ -76,9 +73,7 @@ def prepare(log: StreamLog, path: Sequence[Manifest], job: LocalJob, applied: Ma
     own = job.rank if is_same else 0
     dense, buffers = library.dense(), library.buffers(own)
     unfused = {fqn: table for fqn, table in last.tables.items() if fqn not in last.states}
-    rank_names = (
-        states.names_of(own) if is_same else names_of_all_ranks(states, job.ignore, log.storage.url, last.version)
-    )
+    rank_names = states.names_of(own) if is_same else names_of_all_ranks(states, job.ignore, log.url, last.version)
     described = job.described(found.shards)
     saved = Saved(
         tables=last.tables,
@@ -99,7 +94,6 @@ def prepare(log: StreamLog, path: Sequence[Manifest], job: LocalJob, applied: Ma
     check_scalars(shards, scalars)
     owners = {fqn: each for fqn, each in every_owner.items() if fqn in shards}
     check_collisions(last, owners, job.ignore)
-    collisions = load_collisions(library, owners, [own] if is_same else range(states.world_size))
     plan = Plan(
         storage=log.storage,
         path=path,
@@ -107,7 +101,7 @@ def prepare(log: StreamLog, path: Sequence[Manifest], job: LocalJob, applied: Ma
         shards=shards,
         targets=_targets(job, last, shards),
         scalars=scalars,
-        collisions=collisions,
+        collisions=load_collisions(library, owners, [own] if is_same else range(states.world_size)),
         held=job.dense(found.shards),
         names=last.dense.keys() - set(job.ignore),
         dense={name: tensor for name, tensor in {**dense, **buffers}.items() if name not in job.ignore},
@@ -116,15 +110,7 @@ def prepare(log: StreamLog, path: Sequence[Manifest], job: LocalJob, applied: Ma
     pending, places = _pending(job, library, publisher, log, last, plan.specs)
     plan.check_objects(() if is_same else last.training)
     rerouted = sorted(fqn for fqn, each in owners.items() if each.identity != last.identities[fqn])
-    return Prepared(
-        plan=plan,
-        states=states,
-        rank_names=rank_names,
-        publisher=publisher,
-        rerouted=rerouted,
-        pending=pending,
-        places=places,
-    )
+    return Prepared(plan, states, rank_names, publisher, rerouted, pending, places)
 
 
 def names_of_all_ranks(states: TrainingStates, ignore: Collection[str], url: str, version: int) -> list[str]:
@@ -141,8 +127,7 @@ def names_of_all_ranks(states: TrainingStates, ignore: Collection[str], url: str
 def _kernels(library: Library, shards: Mapping[str, LocalShard], job: LocalJob, world_size: int) -> dict[str, Scalars]:
     """Return the numbers of the kernels of this rank's fused tables, by FQN.
 
-    At the same world size, they are those that this rank had. Those of other tables are from the ranks that had the
-    table, and must be equal on all of them.
+    Those that this rank had are used at the same world size. Others must be equal on all ranks that had the table.
     """
     needed = {fqn for fqn, shard in shards.items() if any(kernel.is_fused for kernel, _ in shard.places)}
     own = library.kernels(job.rank) if world_size == job.world_size else {}
@@ -151,10 +136,8 @@ def _kernels(library: Library, shards: Mapping[str, LocalShard], job: LocalJob, 
     for rank in range(world_size) if missing else ():
         for fqn, numbers in library.kernels(rank).items():
             if fqn in missing and found.setdefault(fqn, numbers) != numbers:
-                what = f"the list of the optimizer's counters of {fqn!r}"
-                raise RestoreMismatchError(
-                    what, f"{found[fqn]} on one rank and {numbers} on another", "one for all ranks"
-                )
+                what, saved = f"the list of the optimizer's counters of {fqn!r}", f"{found[fqn]} on one rank"
+                raise RestoreMismatchError(what, f"{saved} and {numbers} on another", "one for all ranks")
     return found
 
 
@@ -163,8 +146,7 @@ def load_collisions(
 ) -> dict[str, tuple[object, list[dict[str, Any]]]]:
     """Return the managed-collision module of each table in ``owners``, and the states of its slots, by FQN.
 
-    Of the ``ranks`` of the version, reads the states only from those that had the slots, so that their size is in
-    proportion to the slots of this rank.
+    Of the ``ranks`` of the version, reads the states only from those that had the slots.
     """
     saved = {rank: library.collision_slots(rank) for rank in ranks} if owners else {}
     found = {}
@@ -202,10 +184,7 @@ def _targets(job: LocalJob, last: Manifest, shards: Mapping[str, LocalShard]) ->
 def _pending(
     job: LocalJob, library: Library, publisher: str, log: StreamLog, last: Manifest, shards: Mapping[str, ShardSpec]
 ) -> tuple[dict[str, dict[str, Tensor | None]], dict[str, dict[str, Any]]]:
-    """Return the rows that are pending for the tracker's consumers, also those of tables that are not restored.
-
-    The second result has the saved positions of the streams of other publishers.
-    """
+    """Return ``pending`` and ``places`` of :class:`Prepared`, also for the tables that are not restored."""
     if job.tracker is None:
         return {}, {}
     consumers = job.tracker.consumers

@@ -34,12 +34,10 @@ class RecoveryStream:
     A decision is a dict for all ranks. It is empty to go on as before, has ``is_due`` to take over, or one of
     ``nothing``, ``gone`` and ``live`` with the arguments of an error.
 
-    Attributes:
-        shown: version and error of all ranks, for the heartbeat.
     """
 
     def __init__(self, log: StreamLog, name: str, look_seconds: float, gauges: StandbyGauges, runtime: Runtime) -> None:
-        self.shown: tuple[int | None, str | None] = None, None
+        self.shown: tuple[int | None, str | None] = None, None  # version and error of all ranks, for the heartbeat
         self._log = log
         self._liveness = Liveness(log.storage, name)
         self._gauges = gauges
@@ -92,10 +90,9 @@ class RecoveryStream:
         return self._due(head, known, is_forced=force, last=None if signs is None else signs.last)
 
     def claim(self, decision: Mapping[str, Any]) -> Claim:
-        """Claim the stream as it was decided.
+        """Claim the stream after the entry of the decision or, if it is forced, a later one of the same publisher.
 
-        The claim follows the entry of the decision. If the decision is forced, it may follow a later entry of the same
-        publisher. It never follows another claim than its own: that standby has taken over already.
+        The claim never follows that of another job, which has taken over already.
         """
         self._log.storage.probe()
         self._check_still_silent(decision)
@@ -118,16 +115,15 @@ class RecoveryStream:
         self._reason = reason
 
     def _known(self, head: Manifest | None, version: int | None) -> int | None:
-        """Remember the newest snapshot, and return a version that was applied or seen; None if there was none."""
+        """Remember the newest snapshot. Return a version that was applied or seen."""
         if head is not None and head.snapshot is not None:
             self._seen = head.snapshot
         return self._seen if version is None else version
 
     def _due(self, head: Manifest, known: int | None, *, is_forced: bool, last: float | None) -> dict[str, Any]:
-        """Return the decision to take over, if there is a version.
+        """Return the decision to take over, if there is a version. ``last`` is the time of the last sign of life.
 
         If ``is_forced``, the stream is claimed also if its publisher commits a version or leaves a heartbeat meanwhile.
-        ``last`` is the time of the publisher's last sign of life; None if it is unknown.
         """
         if head.snapshot is None:
             return {"nothing": "the stream has only a claim"} if known is None else {"gone": known}
@@ -149,9 +145,8 @@ class RecoveryStream:
         if seconds is None or self._checked_silence == (silence, seconds):
             return
         if silence < seconds:
-            remedy = (
-                f"Pass at least {_MIN_HEARTBEATS * seconds:g}: the publisher leaves a heartbeat every {seconds:g} s"
-            )
+            least = _MIN_HEARTBEATS * seconds
+            remedy = f"Pass at least {least:g}: the publisher leaves a heartbeat every {seconds:g} s"
             raise InvalidArgumentError("silence", silence, remedy)
         if silence < _MIN_HEARTBEATS * seconds:
             _logger.warning("a live publisher may look dead: silence=%g heartbeat_seconds=%g", silence, seconds)
@@ -175,10 +170,7 @@ class RecoveryStream:
 
 
 def claim_newest(log: StreamLog, writer: str, newest: Callable[[], Manifest]) -> Claim:
-    """Claim a stream after the entry that ``newest`` returns, also if the former publisher commits versions meanwhile.
-
-    ``newest`` returns the newest entry of the log, or raises an error if it must not be claimed.
-    """
+    """Claim a stream after its ``newest()`` entry, also if the former publisher commits versions meanwhile."""
     for _ in range(_ATTEMPTS):
         head = newest()
         try:

@@ -79,7 +79,7 @@ def restore(  # noqa: PLR0913  all but two have a default
         model: the model.
         url: url of the stream, or its :class:`~delta_tracker.stream.storage.storage.Storage`.
         version: version to restore, the same on all ranks; None for the newest.
-        tracker: tracker of the model; None if there is none.
+        tracker: tracker of the model.
         training_state: objects whose states are the same on all ranks, by the names that the publisher had.
         rank_state: objects whose states differ by rank, by the names that the publisher had. At another number of
             ranks, ``load_rank_states(states)`` is called with the states of all ranks.
@@ -91,11 +91,9 @@ def restore(  # noqa: PLR0913  all but two have a default
     Raises:
         NotRecoverableError: if the stream has no such version with states, or a needed object is missing. If no version
             was published yet, it is raised on all ranks, and its ``version`` is None.
-        RestoreMismatchError: if the version does not fit the job.
-        InvalidArgumentError: if an argument is invalid, if the model has not been trained as described above, or if an
-            update is in progress.
-        TableMismatchError, UnsupportedModuleError, UnsupportedOptimizerError: if a part of the model cannot be
-            restored.
+        RestoreMismatchError, TableMismatchError: if the version does not fit the job.
+        InvalidArgumentError: if an argument is invalid, the model was not trained as above, or an update runs.
+        UnsupportedModuleError, UnsupportedOptimizerError: if a part of the model cannot be restored.
         ReservedConsumerError: if a consumer of the tracker is reserved, for example by a publisher.
         MalformedError, CorruptPartError, StorageError: if the version is damaged, or the store cannot be read.
         StateRejectedError: if an object raises an error while it loads its state.
@@ -140,7 +138,7 @@ class Restoration:
         keeps_mark: True if the caller has marked the model as incomplete, and removes the mark later.
 
     Attributes:
-        prepared: what is written to the model; None as long as nothing can be written.
+        prepared: what is written to the model; None before anything can be written.
     """
 
     exchange: Exchange
@@ -154,7 +152,7 @@ class Restoration:
     _unloaded: Mapping[str, Sequence[object]] = field(default_factory=dict, init=False)
 
     def run(self) -> Restored:
-        """Restore the version. A collective. The errors are those of :func:`restore`."""
+        """Restore the version. A collective."""
         exchange, model = self.exchange, self.job.model
         messages = exchange.exchange(Phase.RESOLVING, Message.of(self._resolve))
         check_alike(messages, "version", "ignore", failed=RestoreFailedError)
@@ -193,16 +191,10 @@ class Restoration:
                 if error.version is not None:
                     raise
                 nothing = error.reason  # raised on all ranks, which may start without a restore
-        names = sorted(map(str, self.job.ignore))
-        return {
-            "chosen": chosen,
-            "nothing": nothing,
-            "version": f"version={self.version!r}",
-            "ignore": f"ignore={names}",
-        }
+        ignore = f"ignore={sorted(map(str, self.job.ignore))}"
+        return {"chosen": chosen, "nothing": nothing, "version": f"version={self.version!r}", "ignore": ignore}
 
     def _prepare(self, version: int, xxh3: str) -> dict[str, Any]:
-        """Compare the version with the job on this rank, and prepare all writes. Writes nothing."""
         log = StreamLog(open_storage(self.url))
         path = self._path or recovery_path(log, version, applied=self.applied)
         if (path[-1].version, path[-1].link.xxh3) != (version, xxh3):
@@ -212,13 +204,11 @@ class Restoration:
         return {}
 
     def _write(self) -> dict[str, Any]:
-        """Write the model."""
         self._made.plan.write()
         self.job.model.zero_grad(set_to_none=True)  # gradients of the batches before the restore
         return {}
 
     def _load(self) -> dict[str, Any]:
-        """Load the states of the objects, then that of the tracker."""
         job, made = self.job, self._made
         job.objects.load(made.states, job.rank, job.world_size, job.ignore)
         if made.states.world_size != job.world_size:

@@ -16,12 +16,7 @@ from delta_tracker.stream.storage.storage import Location, Storage, open_storage
 
 
 class ServingStreams:
-    """Serving streams of a trainer, as its standby sees them on one rank. Makes no collective call.
-
-    Attributes:
-        storages: stores of the streams.
-        is_checked: True after :meth:`check` has succeeded.
-    """
+    """Serving streams of a trainer, as its standby sees them on one rank. Makes no collective call."""
 
     def __init__(self, recovery: StreamLog, urls: Sequence[Location]) -> None:
         if isinstance(urls, str | os.PathLike | Storage) or not isinstance(urls, Sequence):
@@ -30,7 +25,7 @@ class ServingStreams:
         self._urls = urls
         self.storages = [open_storage(each) for each in urls]  # a wrong url must not create a directory
         self._streams: list[str] = []  # ids of the streams, from check()
-        self.is_checked = False
+        self.is_checked = False  # True after check() has succeeded
         # The ids of the claims are drawn before the claims, which are found again if the store's answer is lost.
         self._writers = [secrets.token_hex(16) for _ in urls]
         self._check_distinct([recovery.storage.url, *(each.url for each in self.storages)])
@@ -38,9 +33,9 @@ class ServingStreams:
     def check(self, version: Manifest | None) -> None:
         """Check that the streams exist, that the trainer publishes them, and that it publishes no others.
 
-        A version of the recovery stream has the positions of the streams of the tracker's other consumers. A stream
+        ``version``, of the recovery stream, has the positions of the streams of the tracker's other consumers. A stream
         that is not among them is accepted only for a consumer whose position is unknown. None of them may be left out,
-        because its former publisher would not be fenced: otherwise, this raises InvalidArgumentError.
+        because its former publisher would not be fenced.
         """
         storages = [open_storage(each) for each in self._urls]  # the directory may have been mounted meanwhile
         streams = [_stream_of(each) for each in storages]
@@ -57,8 +52,7 @@ class ServingStreams:
                     f"{version.version} of {self._recovery.storage.url} belongs to {sorted(map(str, known)) or 'none'}"
                 )
                 raise InvalidArgumentError("serving", storages[number].url, remedy)
-            left_out = sorted(str(stream) for stream in known - set(streams))
-            if left_out:
+            if left_out := sorted(str(stream) for stream in known - set(streams)):
                 remedy = f"Pass the urls of all streams that the trainer publishes, also those of {left_out}"
                 raise InvalidArgumentError("serving", [each.url for each in storages], remedy)
         self.storages, self._streams, self.is_checked = storages, streams, True
@@ -75,7 +69,6 @@ class ServingStreams:
         return claim_newest(log, self._writers[number], lambda: self._newest(log, number, recovery))
 
     def _newest(self, log: StreamLog, number: int, recovery: Manifest) -> Manifest:
-        """Return the newest entry of a stream, which may be claimed."""
         head = log.head()
         if head is None or head.stream != self._streams[number]:
             remedy = f"Mount or restore the stream {self._streams[number]}, which was replaced"
@@ -88,9 +81,8 @@ class ServingStreams:
 
     def _check_distinct(self, names: Sequence[str]) -> None:
         if len(set(names)) < len(names):
-            urls = [each.url for each in self.storages]
-            remedy = f"Pass each stream once, without the recovery stream {self._recovery.storage.url}"
-            raise InvalidArgumentError("serving", urls, remedy)
+            remedy = f"Pass each stream once, without the recovery stream {self._recovery.url}"
+            raise InvalidArgumentError("serving", [each.url for each in self.storages], remedy)
 
 
 def _stream_of(storage: Storage) -> str:

@@ -62,14 +62,9 @@ class Takeover:
     """Result of a takeover.
 
     Args:
-        restored: description of the restored version.
         recovery: claim of the recovery stream, the first argument after the tracker of the new ``Publisher``.
         serving: claims of the serving streams, in the order of :class:`Standby`'s argument.
-        seconds: time from the decision to take over to the return of the call, in seconds.
-
-    Example:
-        >>> taken = standby.take_over()  # doctest: +SKIP
-        >>> publisher = Publisher(tracker, taken.recovery, states="optimizer")  # doctest: +SKIP
+        seconds: time from the decision to take over to the return of the call.
     """
 
     restored: Restored
@@ -98,10 +93,9 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         serving: urls of all serving streams that the trainer publishes, or their storages.
         name: name of the heartbeat of this job in the store, and label ``standby`` of the metrics. It must differ from
             those of predictors and of other standbys.
-        look_seconds: time between two looks at the stream, in seconds. A rank that applies versions answers the others
-            after this time and the version in progress.
+        look_seconds: time between two looks at the stream. A rank that applies versions answers the others after this
+            time and the version in progress.
         timeout: maximum wait for the slowest rank, which may read and write a whole snapshot meanwhile.
-        monitor: monitor of the metrics; None for the program's default.
         runtime: clock and waits, for simulations.
 
     Example:
@@ -143,9 +137,8 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
             messages = exchange.exchange(Phase.BUILDING, Message.of(lambda: self._build(url, name, serving)))
             check_alike(messages, "ignore", "serving", failed=RestoreFailedError)
         self._is_first = self._job.rank == 0
-        self._gauges = StandbyGauges(
-            Recorder("standby", self, name=name, monitor=monitor), counts_versions=self._is_first
-        )
+        recorder = Recorder("standby", self, name=name, monitor=monitor)
+        self._gauges = StandbyGauges(recorder, counts_versions=self._is_first)
         self._recovery = RecoveryStream(self._log, name, look_seconds, self._gauges, runtime)
         self._following = Following(self._log, self._job, runtime)
         self._ended = ""  # why no further call is possible
@@ -166,8 +159,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         Args:
             silence: take over when neither a version nor a heartbeat of the trainer's publisher was seen for more than
                 this number of seconds, by the store's clock. None to take over only if ``delta-tracker takeover`` was
-                called. The same on all ranks. In both cases, the stream is claimed only while no rank has an
-                :attr:`error`, because the takeover could not be completed.
+                called. The same on all ranks. The stream is claimed only while no rank has an :attr:`error`.
 
         Raises:
             NotRecoverableError: on all ranks with ``version`` None, if there is no stream, or if its publisher is
@@ -175,9 +167,8 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
             StreamReplacedError: on all ranks, if the publisher is silent, and the stream that had versions has only a
                 claim now.
             TakeoverFailedError: if the takeover failed after the claim. Call :meth:`take_over` or this method again.
-            InvalidArgumentError: if an argument is invalid, if ``silence`` is below the time between two heartbeats of
-                the publisher, if a serving stream is missing or is not the trainer's, or if this job has taken over
-                already.
+            InvalidArgumentError: if ``silence`` is below the time between two heartbeats of the publisher, if a serving
+                stream is missing or is not the trainer's, or if this job has taken over already.
             RestoreMismatchError, TableMismatchError: if the stream does not fit the job.
             RestoreFailedError: if another rank raised one of these errors.
             RankLostError: if a rank dies, is interrupted, or does not make the call in time.
@@ -194,14 +185,13 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
                 reason = _first(messages, "outage" if decision.get("is_own") else "obstacle") if is_due else ""
                 if is_due and not reason:
                     began = self._runtime.monotonic()
-                    found = exchange.exchange(
-                        Phase.CHECKING, Message.of(lambda: {"obstacle": self._serving_obstacle()})
-                    )
-                    reason = _first(found, "obstacle")
-                    claimed = None if reason else self._claim_recovery(exchange, decision)
-                    if isinstance(claimed, ClaimedStream):
-                        return self._complete(exchange, claimed, began)
-                    reason = reason or str(claimed)
+                    check = Message.of(lambda: {"obstacle": self._serving_obstacle()})
+                    reason = _first(exchange.exchange(Phase.CHECKING, check), "obstacle")
+                    if not reason:
+                        claimed = self._claim(exchange, self._log.storage, partial(self._recovery.claim, decision))
+                        if isinstance(claimed, ClaimedStream):
+                            return self._complete(exchange, claimed, began)
+                        reason = str(claimed)
                 if reason and self._is_first:
                     self._recovery.log_once(f"standby does not take over: {reason}")
                 if not any(message["has_moved"] for message in messages):
@@ -210,10 +200,8 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
     def sync(self) -> int | None:
         """Apply the versions that are committed, on all ranks. A collective.
 
-        The other errors are those of :meth:`follow`.
-
-        Returns:
-            The lowest version that a rank has applied; None if there is no version yet.
+        Returns the lowest version that a rank has applied; None if there is no version yet. The other errors are those
+        of :meth:`follow`.
 
         Raises:
             StorageError: if the store cannot be read.
@@ -252,7 +240,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
                     if obstacle := _first(found, "obstacle"):
                         raise StandbyBehindError(self._log.url, _lowest(found), decision["after"][0], obstacle)
                 exchange.exchange(Phase.CHECKING, Message.of(self._check_serving))
-            claimed = self._claim_recovery(exchange, decision)
+            claimed = self._claim(exchange, self._log.storage, partial(self._recovery.claim, decision))
             if not isinstance(claimed, ClaimedStream):
                 raise claimed
             return self._complete(exchange, claimed, began)
@@ -263,11 +251,9 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         self._gauges.close()
 
     def _meeting(self, call: str) -> closing[Exchange]:
-        """Context manager for the communication of one call."""
         return closing(Exchange(self._timeout, name="standby", call=call, failed=RestoreFailedError))
 
     def _build(self, url: Location, name: str, serving: Sequence[Location]) -> dict[str, Any]:
-        """Validate the arguments and open the stores."""
         job = self._job
         job.check()
         check_name(name)
@@ -282,33 +268,25 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         }
 
     def _turn(self, silence: float | None) -> dict[str, Any]:
-        """Apply versions for about the time of a look. On rank 0, decide on a takeover."""
+        """Apply versions. On rank 0, decide on a takeover."""
         if silence is not None:
             _check_silence(silence)
         turn = self._advanced(f"follow(silence={silence})")
-        obstacle = turn["obstacle"]
-        is_outage = isinstance(self.error, StorageError)
-        if not obstacle and self.version is not None and not self._serving.is_checked:
-            obstacle = self._serving_obstacle()
-        return {
-            **turn,
-            "obstacle": obstacle,  # why this rank could not complete a takeover
-            "outage": obstacle if is_outage else "",
-            "decision": self._recovery.decided(silence, self.version) if self._is_first else {},
-        }
+        turn["outage"] = turn["obstacle"] if isinstance(self.error, StorageError) else ""
+        if not turn["obstacle"] and self.version is not None and not self._serving.is_checked:
+            turn["obstacle"] = self._serving_obstacle()
+        turn["decision"] = self._recovery.decided(silence, self.version) if self._is_first else {}
+        return turn
 
     def _advanced(self, call: str) -> dict[str, Any]:
-        """Apply versions for about the time of a look."""
+        """Apply versions for about the time of a look. ``obstacle`` is why this rank could not complete a takeover."""
         self._check_open()
         has_moved = self._following.advance(self._runtime.monotonic() + self._look_seconds)
         obstacle = "" if self.error is None else _text(self.error)
         return {"call": call, "has_moved": has_moved, "version": self.version, "obstacle": obstacle}
 
     def _catch_up(self, exchange: Exchange, call: str, *, raises: bool) -> list[dict[str, Any]]:
-        """Apply the versions that are committed, on all ranks. Return their last messages.
-
-        Unless ``raises``, only errors of the store are raised.
-        """
+        """Apply all versions. Return the last messages. Unless ``raises``, only errors of the store are raised."""
 
         def act() -> dict[str, Any]:
             turn = self._advanced(call)
@@ -344,7 +322,6 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         return ""
 
     def _judged(self, *, force: bool, silence: float) -> dict[str, Any]:
-        """Return the decision of rank 0 whether it may take over."""
         self._check_open()
         _check_silence(silence)
         decision = self._recovery.judged(self.version, force=force, silence=silence) if self._is_first else {}
@@ -362,9 +339,6 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
     def _check_open(self) -> None:
         if self._ended:
             raise InvalidArgumentError("standby", self._ended, "Build a new Standby")
-
-    def _claim_recovery(self, exchange: Exchange, decision: Mapping[str, Any]) -> ClaimedStream | StreamError:
-        return self._claim(exchange, self._log.storage, partial(self._recovery.claim, decision))
 
     def _claim(self, exchange: Exchange, storage: Storage, claim: Callable[[], Claim]) -> ClaimedStream | StreamError:
         """Claim a stream on rank 0. Return the error if there is a newer entry, or if the store fails."""
@@ -411,7 +385,6 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         return Takeover(restored=restored, recovery=claimed, serving=tuple(serving), seconds=seconds)
 
     def _restore_and_claim(self, exchange: Exchange, claimed: ClaimedStream) -> tuple[Restored, list[ClaimedStream]]:
-        """Restore the newest version before the claim, and claim the serving streams."""
         applied: Manifest | None = None
 
         def check() -> dict[str, Any]:
