@@ -11,8 +11,8 @@ Before anything is written, ``path.py`` finds the entries to apply, a snapshot a
 - ``targets.py`` maps rows and their optimizer states to the memory of the model.
 - ``pending.py`` finds the rows that are pending for the consumers of the tracker afterwards.
 
-Then ``plan.py`` writes the model, with ``row_writer.py`` for the rows, and ``objects.py`` loads the states of the
-user's objects. ``random_states.py`` saves and restores the global random generators.
+Then ``plan.py`` writes the model, with ``row_writer.py`` for the rows, and ``job.py`` loads the states of the user's
+objects. ``random_states.py`` saves and restores the global random generators.
 
 ``standby.py`` is a job that takes the place of another one. Its ranks write rows with ``following.py``, and a takeover
 ends with the restore of the rest. ``recovery_stream.py`` decides on rank 0 when to take over, and claims the stream;

@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
-from delta_tracker.errors import LOAD_BEFORE, InvalidArgumentError, ReservedConsumerError, UpdateInProgressError
+from delta_tracker.errors import (
+    LOAD_BEFORE,
+    InvalidArgumentError,
+    ReservedConsumerError,
+    StateRejectedError,
+    UpdateInProgressError,
+)
+from delta_tracker.publisher.training import Stateful
 from delta_tracker.recovery.fit import DATA, Job
-from delta_tracker.recovery.objects import Objects
+from delta_tracker.recovery.state_fit import check_objects
+from delta_tracker.recovery.training_states import TrainingStates
 from delta_tracker.sharding.dense import dense_tensors
 from delta_tracker.sharding.local_shard import LocalShard
 from delta_tracker.sharding.optimizer_rows import table_states
 from delta_tracker.stream.format.manifest import DenseSpec
+from delta_tracker.tracker.data_position import DataPosition
 from delta_tracker.tracker.tracker import ModelDeltaTracker
 
 _UPDATE_SECONDS = 5.0  # longest wait for an update in progress, which would write to restored rows
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class LocalJob:
     """Job on this rank that a restore writes, see :func:`~delta_tracker.recovery.restore.restore` for its parts."""
 
     model: nn.Module
     tracker: ModelDeltaTracker | None
-    objects: Objects
+    training_state: Mapping[str, Stateful]
+    rank_state: Mapping[str, Stateful]
+    data: DataPosition[Any] | None
     ignore: Collection[str]
     rank: int
     world_size: int
@@ -36,14 +48,29 @@ class LocalJob:
             raise InvalidArgumentError("model", type(self.model), "Pass a module")
         if isinstance(self.ignore, str) or not isinstance(self.ignore, Collection):
             raise InvalidArgumentError("ignore", self.ignore, "Pass a list of names")
-        self.objects.check()
+        self._check_objects()
         if self.tracker is not None and self.tracker.model is not self.model:
             raise InvalidArgumentError("tracker", self.tracker, "Pass the tracker of this model")
         self._check_data()
 
+    def _check_objects(self) -> None:
+        arguments: list[tuple[str, Any]] = [("training_state", self.training_state), ("rank_state", self.rank_state)]
+        for argument, objects in arguments:
+            if not isinstance(objects, Mapping):
+                raise InvalidArgumentError(argument, type(objects), "Pass a mapping of name to object")
+            for name, each in objects.items():
+                if not isinstance(name, str) or name == DATA:
+                    raise InvalidArgumentError(argument, name, f"Use other strings than {DATA!r} as names")
+                if not callable(getattr(each, "load_state_dict", None)):
+                    raise InvalidArgumentError(f"{argument}[{name!r}]", type(each), "Give it a method load_state_dict")
+        if twice := sorted(self.training_state.keys() & self.rank_state.keys()):
+            raise InvalidArgumentError("rank_state", twice, "Use other names than in training_state")
+        if self.data is not None and not isinstance(self.data, DataPosition):
+            raise InvalidArgumentError("data", type(self.data), "Pass a DataPosition")
+
     def _check_data(self) -> None:
         """Check that the position in the data can be attached. Fetched batches are lost if a state is loaded."""
-        data = self.objects.data
+        data = self.data
         if data is None or self.tracker is None or self.tracker.data_position is data:
             return
         if self.tracker.data_position is not None:
@@ -75,15 +102,38 @@ class LocalJob:
         """Return the dense tensors of the model, by name, without the weights of the sharded tables."""
         return dense_tensors(self.model, self.model, tables=shards.keys(), skip_sharded=True)
 
+    def check_states(self, states: TrainingStates) -> None:
+        """Check that optimizers and schedulers can take their states."""
+        check_objects("training_state", self.training_state, states, 0, self.ignore)
+        if self.world_size == states.world_size:
+            check_objects("rank_state", self.rank_state, states, self.rank, self.ignore)
+
+    def load(self, states: TrainingStates) -> None:
+        """Load the states of all objects that are not in ``ignore``."""
+        for name, each in self.training_state.items():
+            if name not in self.ignore:
+                _load(f"training_state[{name!r}]", each.load_state_dict, states.load(0, "training", name))
+        # The data is first: its loader could draw numbers from random generators, which are usually in rank_state.
+        of_rank: dict[str, Any] = {**({} if self.data is None else {DATA: self.data}), **self.rank_state}
+        for name, each in of_rank.items():
+            if name in self.ignore:
+                continue
+            what = DATA if each is self.data else f"rank_state[{name!r}]"
+            if self.world_size == states.world_size:
+                _load(what, each.load_state_dict, states.of_rank(self.rank, name))
+            else:
+                _load(what, each.load_rank_states, states.of_all_ranks(name))
+
     def described(self, shards: Mapping[str, LocalShard]) -> Job:
         """Return the description of the job, whose model has these shards by FQN."""
+        rank = {name: callable(getattr(each, "load_rank_states", None)) for name, each in self.rank_state.items()}
         return Job(
             shards={fqn: shard.spec for fqn, shard in shards.items()},
             fused={fqn for fqn, shard in shards.items() if shard.is_fused},
             states={fqn: found for fqn, shard in shards.items() if (found := table_states(shard)) is not None},
             dense={name: spec_of(tensor) for name, tensor in self.dense(shards).items()},
-            training=self.objects.training.keys(),
-            rank=self.objects.takes_rank_states,
+            training=self.training_state.keys(),
+            rank=rank if self.data is None else {**rank, DATA: self.data.has_rank_states},
             world_size=self.world_size,
         )
 
@@ -91,3 +141,10 @@ class LocalJob:
 def spec_of(tensor: Tensor) -> DenseSpec:
     """Return the dtype and the shape of a tensor."""
     return DenseSpec(tensor.dtype, tuple(tensor.shape))
+
+
+def _load(what: str, load: Callable[[Any], object], state: object) -> None:
+    try:
+        load(state)
+    except Exception as error:
+        raise StateRejectedError(what, f"{type(error).__name__}: {error}") from error

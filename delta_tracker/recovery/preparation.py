@@ -85,7 +85,7 @@ def prepare(log: StreamLog, path: Sequence[Manifest], job: LocalJob, applied: Ma
         world_size=states.world_size,
     )
     check_fit(saved, described, job.ignore)
-    job.objects.check_states(states, job.rank, job.world_size, job.ignore)
+    job.check_states(states)
     for name, tensor in buffers.items():
         if name not in job.ignore and described.dense.get(name) != spec_of(tensor):
             raise RestoreMismatchError(f"the buffer {name!r}", spec_of(tensor), described.dense.get(name) or "missing")

@@ -33,7 +33,6 @@ class RecoveryStream:
 
     A decision is a dict for all ranks. It is empty to go on as before, has ``is_due`` to take over, or one of
     ``nothing``, ``gone`` and ``live`` with the arguments of an error.
-
     """
 
     def __init__(self, log: StreamLog, name: str, look_seconds: float, gauges: StandbyGauges, runtime: Runtime) -> None:

@@ -16,7 +16,6 @@ from delta_tracker.errors import NotRecoverableError, RestoreFailedError
 from delta_tracker.publisher.exchange import Exchange, Message, Phase, check_alike
 from delta_tracker.publisher.training import Stateful
 from delta_tracker.recovery.job import LocalJob
-from delta_tracker.recovery.objects import Objects
 from delta_tracker.recovery.path import recovery_path
 from delta_tracker.recovery.preparation import Prepared, prepare
 from delta_tracker.sharding.interrupted import mark, unmark
@@ -118,14 +117,8 @@ def restore(  # noqa: PLR0913  all but two have a default
         (1, True)
     """
     with closing(Exchange(timeout, name="restore", call="restore(...)", failed=RestoreFailedError)) as exchange:
-        job = LocalJob(
-            model=model,
-            tracker=tracker,
-            objects=Objects(training_state or {}, rank_state or {}, data),
-            ignore=ignore,
-            rank=exchange.rank,
-            world_size=exchange.group.world_size,
-        )
+        ranks = exchange.rank, exchange.group.world_size
+        job = LocalJob(model, tracker, training_state or {}, rank_state or {}, data, ignore, *ranks)
         return Restoration(exchange, url, version, job).run()
 
 
@@ -210,7 +203,7 @@ class Restoration:
 
     def _load(self) -> dict[str, Any]:
         job, made = self.job, self._made
-        job.objects.load(made.states, job.rank, job.world_size, job.ignore)
+        job.load(made.states)
         if made.states.world_size != job.world_size:
             names = [name for name in made.rank_names if name in job.ignore]
             self._unloaded = {name: made.states.of_all_ranks(name) for name in names}
@@ -219,8 +212,8 @@ class Restoration:
             note = Position(last.stream, last.link).to_dict()
             notes = {**made.places, **({made.publisher: note} if made.publisher in job.tracker.consumers else {})}
             job.tracker.restore_from_stream(last.batches[1], made.pending, notes)
-            if job.objects.data is not None:
-                job.tracker.attach_data(job.objects.data)
+            if job.data is not None:
+                job.tracker.attach_data(job.data)
         return {}
 
     @property

@@ -35,7 +35,6 @@ from delta_tracker.publisher.exchange import Exchange, Message, Phase, check_ali
 from delta_tracker.publisher.training import Stateful
 from delta_tracker.recovery.following import Following
 from delta_tracker.recovery.job import LocalJob
-from delta_tracker.recovery.objects import Objects
 from delta_tracker.recovery.path import recovery_path
 from delta_tracker.recovery.preparation import check_model
 from delta_tracker.recovery.recovery_stream import GONE, RecoveryStream
@@ -126,14 +125,8 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         self._look_seconds = look_seconds
         self._runtime = runtime
         with self._meeting("Standby(...)") as exchange:
-            self._job = LocalJob(
-                model=model,
-                tracker=tracker,
-                objects=Objects(training_state or {}, rank_state or {}, data),
-                ignore=ignore,
-                rank=exchange.rank,
-                world_size=exchange.group.world_size,
-            )
+            ranks = exchange.rank, exchange.group.world_size
+            self._job = LocalJob(model, tracker, training_state or {}, rank_state or {}, data, ignore, *ranks)
             messages = exchange.exchange(Phase.BUILDING, Message.of(lambda: self._build(url, name, serving)))
             check_alike(messages, "ignore", "serving", failed=RestoreFailedError)
         self._is_first = self._job.rank == 0
@@ -167,8 +160,8 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
             StreamReplacedError: on all ranks, if the publisher is silent, and the stream that had versions has only a
                 claim now.
             TakeoverFailedError: if the takeover failed after the claim. Call :meth:`take_over` or this method again.
-            InvalidArgumentError: if ``silence`` is below the time between two heartbeats of the publisher, if a serving
-                stream is missing or is not the trainer's, or if this job has taken over already.
+            InvalidArgumentError: if ``silence`` is invalid or below the time between two heartbeats of the publisher,
+                if a serving stream is missing or is not the trainer's, or if this job has taken over already.
             RestoreMismatchError, TableMismatchError: if the stream does not fit the job.
             RestoreFailedError: if another rank raised one of these errors.
             RankLostError: if a rank dies, is interrupted, or does not make the call in time.

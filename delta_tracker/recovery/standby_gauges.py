@@ -60,5 +60,5 @@ class StandbyGauges:
         self._recorder.takeover_failures.cell(reason=reason).add(1)
 
     def close(self) -> None:
-        """Stop recording and remove the gauges."""
+        """Remove the gauges."""
         self._recorder.close()
