@@ -66,10 +66,7 @@ def pin_name(counter: int) -> str:
 
 
 def newest_counter(storage: Storage, *, after: int = 0) -> int:
-    """Return the highest counter of the pins, ``after`` if there is none above it. Lists nothing.
-
-    Raises StorageError also if the store has each object that is asked for, for example because it sends a log-in page.
-    """
+    """Return the highest counter of the pins, ``after`` if there is none above it. Lists nothing."""
 
     def is_there(counter: int) -> bool:
         return storage.size(pin_name(counter)) is not None
@@ -157,12 +154,12 @@ def _problem(pin: Pin, counter: int) -> str | None:
 class Deletions:
     """Announcement of a retention pass, which may delete entries of ``stream`` with versions below ``before``.
 
-    It exists below ``control/retention/`` while the pass runs. ``time`` is the Unix time of its host in seconds.
+    It exists below ``control/retention/`` while the pass runs.
     """
 
     stream: Hex
     before: Count
-    time: Time
+    time: Time  # of the host
 
 
 def announce_deletions(storage: Storage, stream: str, before: int) -> str:
@@ -221,10 +218,7 @@ class PinFollower:
     def order(self, storage: Storage, *, at_once: bool = False) -> Pin | None:
         """Return the newest pin that is known, None before the first. With ``at_once``, look also soon after a look.
 
-        If the store cannot be read, the pin is the one of the last look.
-
-        Raises:
-            StorageError: if the store cannot be read at the first look.
+        If the store cannot be read, the pin is the one of the last look; at the first look, the error is raised.
         """
         now = self._runtime.monotonic()
         if self._next is not None and now < self._next and not at_once:
@@ -257,13 +251,6 @@ class PinFollower:
         drop, self._drop = self._drop, None
         return drop
 
-    def _log_failure(self, error: StorageError, now: float) -> None:
-        """Log the first of consecutive failures, and then one after each pause, which doubles up to an hour."""
-        if not self._quiet_seconds or now >= self._quiet_until:
-            self._quiet_seconds = min(max(_RECHECK_SECONDS, 2 * self._quiet_seconds), 3600.0)
-            self._quiet_until = now + self._quiet_seconds
-            _logger.warning("pins cannot be read, and the last one that was read applies: error=%s", error)
-
     def _look(self, storage: Storage, now: float) -> None:
         newest = self._newest
         found = newest_pin(storage, after=0 if newest is None else newest.counter)
@@ -279,16 +266,17 @@ class PinFollower:
 
     def _fail(self, error: StorageError, now: float) -> None:
         """Keep the newest pin for a while, because the store may be back soon."""
-        self._log_failure(error, now)
+        # Log the first of consecutive failures, and then one after each pause, which doubles up to an hour.
+        if not self._quiet_seconds or now >= self._quiet_until:
+            self._quiet_seconds = min(max(_RECHECK_SECONDS, 2 * self._quiet_seconds), 3600.0)
+            self._quiet_until = now + self._quiet_seconds
+            _logger.warning("pins cannot be read, and the last one that was read applies: error=%s", error)
         if self._failing_since is None:
             self._failing_since = now
         newest = self._newest
         if newest is not None and newest != self._confirmed and now - self._failing_since >= _RECHECK_SECONDS:
-            _logger.warning(
-                "ignored an unconfirmed pin of a store that fails: counter=%d version=%d",
-                newest.counter,
-                newest.version,
-            )
+            text = "ignored an unconfirmed pin of a store that fails: counter=%d version=%d"
+            _logger.warning(text, newest.counter, newest.version)
             self._replace(newest, self._confirmed)
 
     def _replace(self, former: Pin, newest: Pin | None) -> None:

@@ -101,11 +101,7 @@ def release_pin(storage: Storage, *, reason: str = "") -> Pin:
     """Let the predictors that are held by a pin continue from the newest snapshot of the log.
 
     The snapshot must be above all versions that existed when the pin was written. Merged snapshots are not considered:
-    they contain rows of earlier versions, which may be bad.
-
-    Args:
-        storage: store of the stream.
-        reason: text for people, at most 1,000 characters.
+    they contain rows of earlier versions, which may be bad. ``reason`` has at most 1,000 characters.
 
     Raises:
         InvalidArgumentError: if the stream is not pinned, or the reason is too long.
@@ -152,9 +148,8 @@ def checked_path(log: StreamLog, version: int, *, reads_parts: bool = False) -> 
     if entry is None or path[-1].link != entry.link:
         raise MissingVersionError(version, (log.head() or path[-1]).version)
     if entry.kind == "claim":
-        raise InvalidArgumentError(
-            "version", version, "Pass the version before or after: this one is a claim without rows"
-        )
+        text = "Pass the version before or after: this one is a claim without rows"
+        raise InvalidArgumentError("version", version, text)
     for each in path:
         _check_objects(log.storage, each)
         for part in each.parts if reads_parts else ():
@@ -224,10 +219,7 @@ def _create(storage: Storage, order: Pin, counters: Sequence[int]) -> Pin:
 
 
 def _correct(log: StreamLog, pin: Pin, former: Pin | None) -> None:
-    """Replace a pin whose path is broken by the former one, or by a release to the newest snapshot.
-
-    Another operator's newer order is left alone.
-    """
+    """Replace a pin whose path is broken by the former one, or by a release, unless a newer order exists."""
     head = log.head()
     snapshot = None if head is None else _snapshot(log, head)
     reason = f"version {pin.version} cannot be reached"

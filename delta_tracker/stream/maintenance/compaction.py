@@ -1,8 +1,7 @@
 """Compaction, which merges several deltas into one delta or into a snapshot, so that readers read fewer bytes.
 
-A merged entry is stored outside the log and adds no information. It is created after its parts, and only if no other
-entry has its name. Therefore any process may compact at any time, concurrently with all others. A compaction that is
-killed leaves parts that no entry names.
+A merged entry is stored outside the log, is created after its parts, and only if no other entry has its name. So any
+process may compact at any time. A compaction that is killed leaves parts that no entry names.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def compact(
     their rows with newer ones. Rows with another encoding or other columns are stored as additional blocks.
 
     Args:
-        stream: the stream.
+        stream: store or log of the stream.
         fold: create a snapshot once the deltas to merge have at least this fraction of the newest snapshot's size.
         max_bytes: maximum bytes of versions held in memory. Versions that do not fit are left for a later call.
         min_versions: minimum number of deltas that are not merged yet. With fewer, no delta is created, and only merged
@@ -57,7 +56,6 @@ def compact(
         deleted some of it during the call.
 
     Raises:
-        InvalidArgumentError: for an invalid bound.
         MalformedError, CorruptPartError: if an entry or a part is invalid; nothing was merged.
         StorageError: if the store fails, or is so slow that retention may have deleted the new parts, which had no
             entry yet.
@@ -96,11 +94,7 @@ def compact(
 
 
 class _Compaction:
-    """Builder of one merged entry after the newest snapshot, ``base``.
-
-    Attributes:
-        base_bytes: memory in bytes that a fold needs for the snapshot's listed rows (rows stored with ids).
-    """
+    """Builder of one merged entry after the newest snapshot, ``base``."""
 
     def __init__(self, log: StreamLog, base: Manifest, max_bytes: int, now: Callable[[], float]) -> None:
         self._log = log
@@ -110,6 +104,7 @@ class _Compaction:
         self._started = now()
         blocks = [block for part in base.parts for block in part.blocks if block.num_rows]
         self._whole = [block for block in blocks if block.ids == "all"]
+        # Memory that a fold needs for the snapshot's listed rows, which are stored with their ids.
         self.base_bytes = sum(
             block.num_rows * (block.row_bytes + _state_bytes(block, base) + _ID_BYTES)
             for block in blocks
@@ -117,13 +112,10 @@ class _Compaction:
         )
 
     def fold(self, versions: Sequence[Manifest], least_bytes: float, *, is_due: bool) -> Manifest | None:
-        """Merge the newest snapshot and ``versions`` into a new snapshot, or only ``versions`` into one small delta.
+        """Merge the newest snapshot and ``versions`` (oldest first) into a new snapshot.
 
-        Args:
-            versions: entries to merge, oldest first.
-            least_bytes: size in bytes. If the merged rows and dense tensors are smaller and ``is_due`` is True, a delta
-                is created. Otherwise a snapshot is created.
-            is_due: True if ``versions`` has enough new deltas to create a merged delta.
+        If ``is_due`` is True and the merged rows and dense tensors of ``versions`` have less than ``least_bytes``,
+        merge only ``versions`` into a delta.
         """
         rows, dense = self._read(versions)
         tables = _schema(versions)[1]
@@ -141,8 +133,7 @@ class _Compaction:
     def merge(self, versions: Sequence[Manifest]) -> Manifest | None:
         """Merge ``versions`` into a delta."""
         rows, dense = self._read(versions)
-        tables = _schema(versions)[1]
-        return self._merge(versions, list(newest_rows(rows, tables)), dense)
+        return self._merge(versions, list(newest_rows(rows, _schema(versions)[1])), dense)
 
     def _merge(self, versions: Sequence[Manifest], newest: list[BlockRows], dense: _Dense) -> Manifest | None:
         parts = self._put(newest, dense, versions)
@@ -168,11 +159,7 @@ class _Compaction:
                 yield from listed_rows(PartReader(self._log.storage, part, self._base, memory_bytes=0))
 
     def _write_over(self, overlay: Overlay, versions: Sequence[Manifest]) -> tuple[list[Part], _Dense]:
-        """Write the snapshot's whole blocks to new parts, with newer rows in place of older ones.
-
-        Returns:
-            Records of the new parts, and the snapshot's dense tensors by name.
-        """
+        """Write the snapshot's whole blocks with newer rows to new parts. Return these and its dense tensors."""
         parts: list[Part] = []
         dense: _Dense = {}
         for part in self._base.parts:
@@ -311,7 +298,7 @@ def _size(version: Manifest) -> int:
 
 
 def _state_bytes(block: Block, version: Manifest) -> int:
-    """Return the size in bytes of the states and the owner of one row of a block."""
+    """Return the bytes of the states and the owner of one row of a block."""
     states = version.states.get(block.table)
     return _ID_BYTES * (block.table in version.identities) + sum(
         state.dtype.itemsize * (block.num_columns if state.width == "columns" else 1)
@@ -320,7 +307,7 @@ def _state_bytes(block: Block, version: Manifest) -> int:
 
 
 def _num_new(versions: Sequence[Manifest]) -> int:
-    """Return the number of deltas in ``versions`` that are not merged entries."""
+    """Count the deltas that are not merged entries."""
     return sum(version.kind == "delta" and version.merges is None for version in versions)
 
 

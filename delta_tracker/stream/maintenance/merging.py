@@ -43,14 +43,10 @@ def rows_of_whole_blocks(part: PartReader) -> list[BlockRows]:
 
 
 def newest_rows(rows: Iterable[BlockRows], tables: Mapping[str, TableSpec]) -> Iterator[BlockRows]:
-    """Yield the newest rows of each table, in column ranges that do not overlap.
+    """Yield the newest rows of each table, in column ranges that do not overlap. Values are gathered lazily.
 
-    The values, states and owners are gathered lazily. All blocks of a table with states have their own encoding, and
+    ``rows`` are listed rows in memory, oldest first. All blocks of a table with states have its own encoding, and
     column ranges that are equal or do not overlap. All blocks of a table with owners have one encoding and all columns.
-
-    Args:
-        rows: listed rows in memory, oldest first.
-        tables: specs by FQN.
     """
     rows_of: dict[str, list[BlockRows]] = {}
     for each in rows:
@@ -65,17 +61,11 @@ def newest_rows(rows: Iterable[BlockRows], tables: Mapping[str, TableSpec]) -> I
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Winners:
-    """Mapping from each of ``N`` ids to its newest row, given by a source and an index in that source.
+    """Mapping from each of ``N`` ids to its newest row, given by a source and an index in that source."""
 
-    Args:
-        sources: rows of the same columns in the same encoding, oldest first.
-        source: ``[N]`` indices into ``sources``, one for each id.
-        place: ``[N]`` indices of the rows in these sources.
-    """
-
-    sources: Sequence[BlockRows]
-    source: Tensor
-    place: Tensor
+    sources: Sequence[BlockRows]  # of the same columns in the same encoding, oldest first
+    source: Tensor  # ``[N]`` indices into ``sources``, one for each id
+    place: Tensor  # ``[N]`` indices of the rows in these sources
 
     def read(self, column: Column, begin: int, end: int) -> Tensor:
         """Return a column of the newest rows of the ids ``begin`` to ``end`` (exclusive), still encoded."""
@@ -109,9 +99,9 @@ def _cut(group: Sequence[Shape], own: Encoding) -> Iterator[Shape]:
     """Split overlapping shapes at all of their column edges. A group of one shape is yielded unchanged."""
     if len(group) == 1:
         yield group[0]
-    else:
-        edges = sorted({edge for columns, _ in group for edge in columns})
-        yield from ((columns, own) for columns in itertools.pairwise(edges))
+        return
+    edges = sorted({edge for columns, _ in group for edge in columns})
+    yield from ((columns, own) for columns in itertools.pairwise(edges))
 
 
 def _newest(table: TableSpec, columns: tuple[int, int], encoding: Encoding, sources: Sequence[BlockRows]) -> BlockRows:

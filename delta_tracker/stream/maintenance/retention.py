@@ -6,12 +6,11 @@ Versions are deleted oldest first, so that the entries that readers use form a c
 - the newest snapshot that is older than the grace period, and all later versions. A reader that started at the
   preceding snapshot has the grace period to finish. One that lags further finds its next version missing and resyncs;
 - what leads to the version of the newest pin;
-- each claim and the entry before it, without their objects: at most two entries per generation. A publisher that was
-  fenced by a claim and has not detected this yet tries to create one of these two entries, and must fail.
+- each claim and the entry before it, without their objects. A publisher that was fenced by a claim and has not
+  detected this yet tries to create one of these two entries, and must fail.
 
-Objects are parts and, in format 2, the states of their rows and the training states, all below ``parts/``. An *orphan*
-is an object that no process needs: one below ``parts/`` that no entry names, the draft of an interrupted write, the
-object of an interrupted probe, the heartbeat of a predictor or a publisher that has ended, or the announcement of an
+An *orphan* is an object that no process needs: one below ``parts/`` that no entry names, the draft of an interrupted
+write, the object of an interrupted probe, the heartbeat of a process that has ended, or the announcement of an
 interrupted pass.
 
 An entry is deleted before the objects that it names. In a local store, the kept entries are synced before anything is
@@ -89,9 +88,6 @@ class Retention:
         heartbeat_seconds: time for which a heartbeat is kept that its predictor or publisher does not replace; at
             least 3600.
 
-    Raises:
-        InvalidArgumentError: for an invalid bound.
-
     Example:
         >>> Retention(versions=500).versions  # for Publisher(..., retention=Retention(versions=500))
         500
@@ -156,9 +152,8 @@ class RetentionPasses:
     """Retention passes of a process that runs many of them over one log. Not thread-safe.
 
     A pass reads only the entries that were created since the last one, and ends if no version and no merged entry is to
-    delete. Otherwise it runs :func:`retain`, whose time grows with the log. It does so at least every ten minutes, to
-    delete orphans and to see what other processes have deleted; less often if :func:`retain` took more than 6 s, so
-    that it takes at most a hundredth of the time. The arguments are those of :func:`retain`.
+    delete. Otherwise, and every ten minutes, it runs :func:`retain`, whose time grows with the log; less often if
+    that took more than 6 s, so that it takes at most a hundredth of the time.
     """
 
     def __init__(self, log: StreamLog, retention: Retention, now: Callable[[], float] | None = None) -> None:
@@ -189,15 +184,13 @@ class RetentionPasses:
 class _Held:
     """All entries of a stream, by version.
 
-    Attributes:
-        entries: those from the head down to the first gap.
-        below: those below this gap. These are claims and the entries before them, and entries of delayed publishers.
-            A delayed publisher deletes its entry, unless the publisher is killed first.
+    Those below the first gap are claims and the entries before them, and entries of delayed publishers. A delayed
+    publisher deletes its entry, unless the publisher is killed first.
     """
 
     head: Manifest
-    entries: Mapping[int, Manifest]
-    below: Mapping[int, Manifest]
+    entries: Mapping[int, Manifest]  # from the head down to the first gap
+    below: Mapping[int, Manifest]  # below this gap
     merged: Mapping[Merged, Manifest]
 
     @classmethod
@@ -226,7 +219,7 @@ class _Held:
 
     @property
     def newest(self) -> float:
-        """Newest modification time of the entries in Unix seconds."""
+        """Newest modification time of the entries."""
         return max(each.modified or 0.0 for each in (*self.entries.values(), *self.merged.values()))
 
 
@@ -344,23 +337,14 @@ def _guards(entries: Mapping[int, Manifest], head: Manifest) -> set[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What a pass deletes.
+    """What a pass deletes."""
 
-    Attributes:
-        versions: versions whose entries are deleted, ascending.
-        first: lowest version whose objects are kept.
-        merged: merged entries to delete.
-        kept: names of the objects that the remaining entries name.
-        unused: name to size in bytes of the objects to delete.
-        before: version below which all deleted entries are.
-    """
-
-    versions: list[int]
-    first: int
+    versions: list[int]  # whose entries are deleted, ascending
+    first: int  # lowest version whose objects are kept
     merged: list[Merged]
-    kept: set[str]
-    unused: dict[str, int]
-    before: int
+    kept: set[str]  # names of the objects that the remaining entries name
+    unused: dict[str, int]  # name to size in bytes of the objects to delete
+    before: int  # version below which all deleted entries are
 
     @classmethod
     def of(
@@ -507,10 +491,7 @@ def _pinned_path(log: StreamLog, held: _Held, pin: Pin | None) -> list[Manifest]
 
 
 class _Deletions:
-    """Deletions of one pass. They end when an operator writes a pin above ``counter``, or after half an hour.
-
-    The plan of the pass holds without that pin only, and its announcement expires.
-    """
+    """Deletions of one pass. They end when an operator writes a pin above ``counter``, or after half an hour."""
 
     def __init__(self, storage: Storage, counter: int) -> None:
         self._storage = storage
@@ -539,13 +520,12 @@ class _Deletions:
 
 
 def _sync_entries(storage: Storage) -> None:
-    """Wait until created and deleted entries are on disk."""
     storage.sync("log")
     storage.sync("merged")
 
 
 def _discard(storage: Storage, orphan: StoredObject) -> bool:
-    """Delete an orphan; return False if it is a draft that is still being written."""
+    """Delete an orphan, except a draft that is still being written."""
     if _DRAFT_NAME.fullmatch(orphan.name) is not None:
         return storage.delete_draft(orphan.name)
     storage.delete(orphan.name)

@@ -27,20 +27,16 @@ class Upkeep:
     and logged unless the same step failed with the same kind of error before. The next pass retries.
 
     Args:
-        storage: store of the stream.
         retention: bounds for retention passes; None disables retention.
         compact_every: number of versions between compactions, 2 or more; None disables compaction.
         retain_every: number of versions between retention passes, see
             :class:`~delta_tracker.stream.maintenance.retention.RetentionPasses`.
         fold: see :func:`~delta_tracker.stream.maintenance.compaction.compact`.
-        max_bytes: maximum bytes of versions that a compaction holds in memory, in addition to the publisher's memory.
+        max_bytes: maximum bytes of versions that a compaction holds in memory.
         close_seconds: time that :meth:`close` waits for a running pass before it interrupts the pass.
         on_pass: called in the background thread after each pass, with False if the pass deleted nothing and merged
             nothing, and True otherwise, also if it failed or was interrupted. Must not raise.
         on_failure: called with one of ``UPKEEP_STEPS`` each time it failed. Must not raise.
-
-    Raises:
-        InvalidArgumentError: for an invalid bound.
     """
 
     def __init__(  # noqa: PLR0913  all but two have a default that most users keep
@@ -83,8 +79,7 @@ class Upkeep:
     def error(self) -> Exception | None:
         """Error of the last compaction or of the last retention, without a traceback; None if neither failed.
 
-        If both failed, the one that has failed for longer. The error of a compaction remains until a compaction
-        succeeds, even if retention succeeds meanwhile.
+        If both failed, the one that has failed for longer. The error of a step remains until that step succeeds.
         """
         return next(iter(self._errors.values()), None)
 
@@ -112,8 +107,8 @@ class Upkeep:
     def close(self) -> None:
         """Wait up to ``close_seconds`` for a running pass, then interrupt it. No pass starts after this call.
 
-        An interrupted pass stops between two requests or two pieces of a part, without waiting for the response to a
-        read. The stream stays valid. A later retention pass deletes parts that no entry names.
+        An interrupted pass does not wait for the response to a read. The stream stays valid, and a later retention pass
+        deletes parts that no entry names.
         """
         self._is_closed = True
         if self._thread is not None:
@@ -139,13 +134,10 @@ class Upkeep:
                 self._on_pass(has_changed)
 
     def _try(self, step: str, run: Callable[[], bool]) -> bool:
-        """Run one step of a pass. Return False if it succeeded and changed nothing.
-
-        Its error does not keep the next step from running: a store without space needs it.
-        """
+        """Run one step of a pass. Return False if it succeeded and changed nothing."""
         try:
             has_changed = run()
-        except Exception as error:  # noqa: BLE001  a failure must not reach training; it is logged and kept
+        except Exception as error:  # noqa: BLE001  the next step runs: a store without space needs it
             self._fail(step, error)
             return True
         self._succeed(step)
