@@ -15,7 +15,7 @@ _NEXT = {
             "an entry of another stream follows", Replaces("Position.leads_to", "entry.stream == self.stream", "True")
         ),
         Revert(
-            "an entry of another history follows", Replaces("path.next_entry", "entry.parent == position.link", "True")
+            "an entry of another history follows", Replaces("Position.leads_to", "entry.parent == self.link", "True")
         ),
         Revert("no entry follows", Returns("path.next_entry", "None")),
     ],
@@ -30,10 +30,23 @@ _NEXT = {
 
 # An entry that replaces many versions leads on from the position, and bypasses no bound.
 _CATCH_UP = {
+    "one url": [
+        Revert(
+            "a catch-up bypasses a canary",
+            Replaces("CatchUp._is_ahead", "self._allows is None or self._allows(entry)", "True"),
+        ),
+    ],
     "gates": [
         Revert(
             "a held entry that replaces many versions is applied",
             Replaces("decide._forward", "view.fault_of(log, ahead) is None", "True"),
+        ),
+    ],
+    "restored": [
+        Revert("a catch-up to a snapshot leaves the history", Replaces("decide._forward", "_is_forward(...)", "True")),
+        Revert(
+            "a catch-up with a merged delta leaves the history",
+            Replaces("CatchUp._is_ahead", "is_next(entry, position)", "True"),
         ),
     ],
     "orders": [
@@ -41,7 +54,9 @@ _CATCH_UP = {
     ],
     "two urls": [
         Revert(
-            "a catch-up leads to any stream", Replaces("CatchUp._is_ahead", "entry.stream == position.stream", "True")
+            "a catch-up leads to any stream",
+            Replaces("CatchUp._is_ahead", "entry.stream == position.stream", "True"),
+            Replaces("decide._forward", "_is_forward(...)", "True"),
         ),
     ],
 }
@@ -79,6 +94,23 @@ _RESYNC = {
         ),
         Revert("a merged snapshot contains a held version", Loses("decide._around", "newer", nth=2)),
         Revert("a held version blocks newer snapshots", Replaces("decide._around", "takewhile(...)", "()")),
+    ],
+    "restored": [
+        Revert("a restored copy is not newer without its claims", Returns("path._is_restored", "False")),
+        Revert("each entry of another copy is newer", Returns("path._is_restored", "True")),
+        Revert(
+            "an entry of another copy is newer at any time",
+            Replaces("path._is_restored", "position.is_long_before(entry)", "True"),
+        ),
+        Revert("no entry is long after another", Returns("Position.is_long_before", "False")),
+        Revert(
+            "the difference of two clocks is a long time",
+            Replaces("Position.is_long_before", "self.created + SKEW_SECONDS", "self.created"),
+        ),
+        Revert(
+            "an hour is within the difference of two clocks",
+            Replaces("Position.is_long_before", "self.created + SKEW_SECONDS", "self.created + 2 * 3600"),
+        ),
     ],
 }
 
@@ -147,6 +179,9 @@ _NEWEST = {
     "one url": [
         Revert("each version is the newest", Replaces("decide._forward", "entry is None", "True")),
     ],
+    "far behind": [
+        Revert("a deleted version is not missed", Replaces("decide._forward", "view.looks_for_gap", "False")),
+    ],
     "two urls": [
         Revert("a better url is never found at rest", Replaces("decide._asks_others", "view.surveys", "False")),
         Revert("the last url is asked no more", Replaces("decide._elsewhere", "others", "others[:-1]")),
@@ -193,7 +228,7 @@ _PINNED = {
         Revert("a newer pin does not end an own rollback", Returns("decide._ends", "False")),
         Revert(
             "a pin that was released for this process applies",
-            Replaces("decide._order", "newest.counter <= _", "False"),
+            Replaces("Policy.has_released", "order.counter <= _", "False"),
         ),
         Revert("a position is at each pin", Returns("Order.is_followed_by", "True")),
         Revert(
@@ -219,6 +254,10 @@ _ENDED = {
             Replaces("decide._ordered", "_succession(...)", "_to_order(log, view, order)"),
         ),
         Revert("a stream that ended is left for any", Loses("decide._succession", "_check_may_follow(...)")),
+        Revert(
+            "a pinned stream ends only before the pin",
+            Replaces("decide._ordered", "_has_ended(...)", "not is_there and _has_ended(log, order)"),
+        ),
     ],
 }
 
@@ -228,6 +267,13 @@ _CACHE = {
         Revert("no fault is doubted", Replaces("decide._at", "log.is_doubted", "False")),
         Revert("a url without a cache is doubted", Replaces("decide._at", "log.is_doubted", "True")),
         Revert("another url is doubted", Replaces("decide._at", "log.number", "log.number + 1")),
+        Revert(
+            "a missing version behind a cache is not doubted", Replaces("decide._at", "CACHE_FAULTS", "MalformedError")
+        ),
+        Revert(
+            "an altered object behind a cache is not doubted",
+            Replaces("decide._at", "CACHE_FAULTS", "(MissingVersionError, StreamReplacedError)"),
+        ),
     ],
 }
 

@@ -356,6 +356,8 @@ def _newest(log: SeenLog, view: View, found: Iterable[Manifest], cause: StreamEr
 def _forward(log: SeenLog, view: View, position: Position, bound: int | None = None) -> Apply | Stay:
     """Apply the next version up to ``bound``, one that replaces many, or after a fault what leads around it."""
     ahead = log.ahead(position) if view.catches_up and bound is None else None
+    if ahead is not None and ahead.kind == "snapshot" and not _is_forward(log, view, position, ahead):
+        ahead = None  # it has no parent that would show that it is of another history
     if ahead is not None and view.fault_of(log, ahead) is None:
         return Apply(log.number, (ahead,), Rule.CATCH_UP)
     try:

@@ -76,6 +76,17 @@ def one_url(size: int) -> Iterator[State]:
                     yield from ((world, reader) for reader in readers(word))
 
 
+def far_behind(size: int) -> Iterator[State]:
+    """Yield states of one log without faults: retention, a canary or a cache, and readers many versions behind."""
+    for word in words(size, "sd"):
+        for first, merged in product(_retained(word), _merged(word)):
+            log = Log(word, merged, first)
+            for reader in readers(word, is_short=True):
+                yield World((log,)), reader
+                yield World((log,)), replace(reader, behind=1)
+                yield World((log,), is_cached=True), reader
+
+
 def gates(size: int) -> Iterator[State]:
     """Yield states of one log with one or two versions that the gate rejects, and all merged entries."""
     for word in words(size, "sd"):
@@ -231,15 +242,18 @@ def promoted_orders(trunk: str) -> Iterator[State]:
 
 def restored(size: int) -> Iterator[State]:
     """Yield states of a url that lost the newest entries, among them claims, before a publisher continued there."""
-    tails = ("r", "rs", "rsd", "rsds", "rss", "rscs", "rsrs", "rrs")
+    tails = ("r", "rs", "rsd", "rsds", "rsdd", "rss", "rscs", "rsrs", "rrs")
     for trunk in words(size):
         for end, tail in product(range(1, len(trunk)), tails):
             log, stale = Log(trunk[:end] + tail), Log(trunk[:end], url="stale")
             for reader in _positions((Log(trunk), log), is_short=False):
-                yield World((log,)), reader
+                for merged in _merged(log.word):
+                    yield World((replace(log, merged=merged),)), reader
                 yield World((log, stale)), reader
                 yield World((stale, log)), reader
                 yield World((log, Log(trunk, url="other"))), reader
+        if "s" in trunk:  # a late copy goes on without the claim
+            yield World((Log(trunk + "ds"),)), at(trunk + "c")
 
 
 def replace_url(log: Log, url: str) -> Log:
@@ -249,13 +263,14 @@ def replace_url(log: Log, url: str) -> Log:
 
 FAMILIES: dict[str, tuple[Callable[[], Iterator[State]], Callable[[], Iterator[State]]]] = {
     "one url": (lambda: one_url(2), lambda: one_url(4)),
+    "far behind": (lambda: far_behind(3), lambda: far_behind(6)),
     "gates": (lambda: gates(3), lambda: gates(4)),
     "orders": (lambda: orders(3, is_short=True), lambda: orders(3)),
     "late claims": (lambda: late_claims(5), lambda: late_claims(7)),
     "two urls": (lambda: two_urls("csd", 1), lambda: two_urls("csdd", 2)),
     "damaged urls": (lambda: damaged_urls(2), lambda: damaged_urls(3)),
     "three urls": (lambda: three_urls("csd", 0), lambda: three_urls("csdd", 1)),
-    "restored": (lambda: restored(1), lambda: restored(2)),
+    "restored": (lambda: restored(2), lambda: restored(3)),
     "promoted orders": (lambda: promoted_orders("cs"), lambda: promoted_orders("csdds")),
 }
 """Name of each family to its short and its whole form."""

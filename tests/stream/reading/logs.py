@@ -295,9 +295,9 @@ class Log:
             raise MissingVersionError(held + 1, self.newest)
 
     def _ahead(self, position: Position, behind: int) -> Manifest | None:
-        """Return what :class:`CatchUp` finds, for a reader that is far behind after two versions."""
+        """Return what :class:`CatchUp` finds, for a reader that is far behind after one version."""
         log: Any = _Listed(self)
-        with mock.patch.object(catch_up, "_MIN_MERGED", 2):
+        with mock.patch.object(catch_up, "_MIN_MERGED", 1):
             return catch_up.CatchUp(log, lambda entry: entry.version + behind <= self.newest).find(position)
 
 
