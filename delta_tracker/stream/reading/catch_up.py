@@ -14,11 +14,7 @@ _MAX_SIZED = 64  # versions whose sizes are read, to compare them with a snapsho
 
 
 class CatchUp:
-    """Search of one log for merged deltas and snapshots that replace many versions.
-
-    Args:
-        allows: returns False for an entry that the reader must not apply yet; None to allow every entry.
-    """
+    """Search of one log for merged deltas and snapshots that replace many versions."""
 
     def __init__(self, log: StreamLog, allows: Allows | None) -> None:
         self._log = log
@@ -99,10 +95,7 @@ class CatchUp:
         return None
 
     def _is_ahead(self, entry: Manifest, position: Position) -> bool:
-        if entry.kind == "delta":
-            leads_on = is_next(entry, position)
-        else:
-            leads_on = entry.stream == position.stream and entry.generation >= (position.generation or 0)
+        leads_on = is_next(entry, position) if entry.kind == "delta" else entry.stream == position.stream
         return leads_on and (self._allows is None or self._allows(entry))
 
     def _is_smaller(self, snapshot: Manifest, position: Position, merged: Manifest | None) -> bool:

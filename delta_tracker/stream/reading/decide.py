@@ -104,7 +104,7 @@ def _asks_others(decision: Decision, view: View) -> bool:
 
 
 def _at(log: SeenLog, view: View) -> Apply | Stay | Doubt:
-    """Return what to do by one log. Raise the error that prevents it."""
+    """Return what to do by one log."""
     order, position = _order(log, view), view.position
     try:
         if position is None or position.rows is Rows.MIXED:
@@ -171,11 +171,7 @@ def _is_newer(log: SeenLog, order: Order, former: Order) -> bool:
 
 
 def _ordered(log: SeenLog, view: View, position: Position, order: Order) -> Apply | Stay:
-    """Follow an order of the position's stream, until the stream is continued by another one.
-
-    A pin leads exactly to its version, and the reader stays there. A release leads to a snapshot at or above it, unless
-    the reader is there already.
-    """
+    """Follow an order of the position's stream, until the stream is continued by another one."""
     is_there = order.is_followed_by(position)
     if is_there and order.kind == "release":
         return _forward(log, view, position)
@@ -285,10 +281,7 @@ def _has_ended(log: SeenLog, order: Order) -> bool:
 
 
 def _succession(log: SeenLog, view: View, position: Position, order: Order) -> Apply | Stay:
-    """Leave a stream that ended while an order applied to it, for a snapshot of the stream that continues it.
-
-    The former stream is not continued meanwhile, because the versions after the pin may be bad.
-    """
+    """Leave a stream that ended while an order applied to it: the versions after a pin may be bad."""
     _check_may_follow(log, view, position)
     found = takewhile(lambda each: each.stream != order.stream, _snapshots(log, view))
     decision = _first(log, view, found, Rule.SUCCESSION)
@@ -317,10 +310,7 @@ def _begin(log: SeenLog, view: View, order: Order | None) -> Apply | Stay:
 
 
 def _start(log: SeenLog, view: View, bound: int | None = None) -> Apply:
-    """Begin with the newest snapshot that is allowed.
-
-    If it does not fit the model, no older one is applied: the mismatch would remain unnoticed.
-    """
+    """Begin with the newest snapshot that is allowed."""
     allows = _allows(log, view, bound)
     try:
         return _newest(log, view, snapshots(log, allows=allows), None)
@@ -340,7 +330,7 @@ def _newest(log: SeenLog, view: View, found: Iterable[Manifest], cause: StreamEr
             rule = Rule.START if cause is None else Rule.RESYNC
             return Apply(log.number, (snapshot,), rule, cause, is_elsewhere=cause is not None)
         if isinstance(fault, TableMismatchError | DenseMismatchError):
-            raise fault
+            raise fault  # with an older one, the mismatch would remain unnoticed
         if isinstance(fault, StorageError) and view.is_patient:
             raise fault
         cause = cause or fault
@@ -385,9 +375,8 @@ def _around(log: SeenLog, view: View, position: Position, fault: StreamError, bo
         merged = merged_deltas(log, position, allows=_allows(log, view, bound), skips_unreadable=not view.is_patient)
         if (found := _first(log, view, merged, Rule.RESYNC, fault)) is not None:
             return found
-    newer: Iterator[Manifest] = takewhile(
-        lambda snapshot: _is_forward(log, view, position, snapshot), _snapshots(log, view, bound)
-    )
+    allowed = _snapshots(log, view, bound)
+    newer: Iterator[Manifest] = takewhile(lambda each: _is_forward(log, view, position, each), allowed)
     if isinstance(fault, HeldVersionError):
         newer = (snapshot for snapshot in newer if snapshot.merges is None)
     if (found := _first(log, view, newer, Rule.RESYNC, fault)) is not None:
@@ -437,10 +426,9 @@ def _all_others(log: SeenLog, view: View, lacks: Callable[[SeenLog], bool]) -> b
 
 
 def _check_may_follow(log: SeenLog, view: View, position: Position) -> None:
-    """Raise StreamReplacedError unless the newest stream of a log may be followed.
+    """Raise StreamReplacedError unless the newest stream of a log continues the position's, or has replaced it.
 
-    It must be a fork of the position's stream. Otherwise all logs must be readable, and none may have the position's
-    stream: then it was replaced.
+    It was replaced if all logs can be read, and none has it.
     """
 
     def lacks(other: SeenLog) -> bool:
@@ -471,16 +459,9 @@ def _allows(log: SeenLog, view: View, bound: int | None = None) -> Allows | None
 
 
 def _first(
-    log: SeenLog,
-    view: View,
-    entries: Iterable[Manifest],
-    rule: Rule,
-    cause: StreamError | None = None,
+    log: SeenLog, view: View, entries: Iterable[Manifest], rule: Rule, cause: StreamError | None = None
 ) -> Apply | None:
-    """Return the decision to apply the first entry that has no fault; None if there are no entries.
-
-    If all have one, raises the fault of the first entry, unless ``cause`` is given.
-    """
+    """Apply the first entry without a fault. If all have one, raise the first fault unless ``cause`` is given."""
     first: StreamError | None = None
     num_unreadable = 0
     for entry in entries:

@@ -88,10 +88,8 @@ class Policy:
     """What one process wants of its reader.
 
     Args:
-        follows_pins: True to obey pins and releases.
         own: rollback of this process.
         released: pin or release that no longer applies to this process, nor any before it of its stream.
-        is_canary: True if the reader stays behind the newest version.
     """
 
     follows_pins: bool = False
@@ -107,11 +105,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Error of an entry that could not be applied in this round.
-
-    Args:
-        number: number of the url that it was read from.
-    """
+    """Error of an entry that was read from the url ``number`` and could not be applied in this round."""
 
     number: int
     entry: Manifest
@@ -132,7 +126,7 @@ class View:
     Args:
         logs: logs at the urls of the reader, the one that is followed first.
         faults: entries that could not be applied in this round.
-        num_failures: number of consecutive rounds that failed.
+        num_failures: consecutive rounds that failed.
         looks_for_gap: True to check, if the next entry is missing, whether it was deleted or is not committed yet.
         catches_up: True to look for an entry that replaces many versions.
         surveys: True to look at the other urls although the first one shows nothing new.
@@ -257,13 +251,7 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """Decision to apply nothing now.
-
-    Args:
-        number: number of the url that shows it.
-        why: the rule with the versions, for people.
-        pinned: version at which an order keeps the reader; None without one.
-    """
+    """Decision to apply nothing now, and at which version an order keeps the reader."""
 
     number: int
     rule: Rule

@@ -13,10 +13,9 @@ _LEAST_SECONDS = 1e-6  # a lag of 0 means that all versions are applied
 class Lag:
     """Measurement of how far a reader lags behind the newest version.
 
-    The age is the sum of two times, each measured by one clock: the time from the oldest version not yet applied to the
-    newest version, by the store's modification times, and the time since this reader first saw the newest version, by
-    this process's monotonic clock. It is too low by the time from the commit of the newest version until the reader saw
-    it, and by up to one second if the store truncates modification times.
+    The age is the sum of two times, each by one clock: from the oldest version not yet applied to the newest one, by the
+    store's modification times, and since this reader first saw the newest one, by its monotonic clock. It is too low by
+    the time until the reader saw it, and by up to one second if the store truncates modification times.
 
     Attributes:
         rested: version after which the last look found no entry, and the monotonic time at which that began; None if it
@@ -57,7 +56,7 @@ class Lag:
         return newest - held, max(seconds, _LEAST_SECONDS)
 
     def _listed(self, log: StreamLog, began: float, held: int) -> tuple[int, float]:
-        """Return the lag by a listing, for a reader that has no version, or whose next entry is missing."""
+        """Return the lag by a listing."""
         listed = log.listed(after=held - 1)
         log.check_pointer()
         if not listed and held >= 0:

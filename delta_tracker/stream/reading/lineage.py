@@ -23,12 +23,8 @@ def forks(versions: list[int], stream: str, read: Callable[[int], Manifest | Non
     """Yield the claims that forked a stream and its former ones from others, the newest first.
 
     Each promotion of a mirror starts another stream in its log, with a claim that names the former one. Retention keeps
-    claims, so the claim is the lowest entry of its stream. The search reads a logarithmic number of entries.
-
-    Args:
-        versions: versions of the log up to one of the stream, ascending.
-        stream: id of the stream.
-        read: returns the entry of a version; None if it is missing or cannot be read.
+    claims, so the claim is the lowest entry of its stream. The search reads a logarithmic number of entries. The
+    ``versions`` of the log end with one of the stream, ascending.
     """
     found = {stream}
     while versions:

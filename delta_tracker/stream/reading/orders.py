@@ -26,9 +26,8 @@ class Followed:
 class Orders:
     """Orders to one reader, and which of them it has followed.
 
-    The newest one of all urls counts. One that was followed still counts if no url shows it any more: a mirror may lag.
-    At a promoted mirror, orders of the former streams give way to one of its own: the counters of its own ones may be
-    lower, because the mirror lacked the last of the former ones.
+    The newest one of all urls counts, also one that was followed and that no url shows any more: a mirror may lag. At a
+    promoted mirror, its own orders come before those of the former streams, although their counters may be lower.
 
     Only one thread at a time may use it, except :meth:`release` and :attr:`followed`.
 

@@ -46,11 +46,9 @@ def readable(read: Callable[[_T], Manifest | None], what: _T) -> Manifest | None
 def next_entry(log: SeenLog | Source, position: Position, *, looks_for_gap: bool) -> Manifest | None:
     """Return the entry that follows a position, None if there is none.
 
-    With ``looks_for_gap``, checks if there is none whether it was deleted or is not committed yet.
-
-    Raises:
-        StreamReplacedError: if another entry is in its place, or the log lacks the entry of the position.
-        MissingVersionError: if it was deleted, or is a claim that is not part of the log.
+    With ``looks_for_gap``, checks if there is none whether it was deleted or is not committed yet. Raises
+    StreamReplacedError if another entry is in its place, or the log lacks the entry of the position, and
+    MissingVersionError if it was deleted, or is a claim that is not part of the log.
     """
     entry = log.next(position, looks_for_gap=looks_for_gap)
     if entry is None:
@@ -206,18 +204,10 @@ def path_to_entry(
 
     Begins with the newest snapshot before the target, of the log or merged: retention may have deleted the versions
     that a merged one replaces, or only their parts. With a position at or above the newest snapshot of the log, begins
-    after it, if all entries from there on are deltas and claims.
-
-    Args:
-        log: the log.
-        target: entry of the log, or a merged entry.
-        newest: newest version, for messages.
-        position: position of the reader; None to begin with a snapshot.
-        shortcut: reads a merged entry to apply instead of the versions that it replaces, and returns None if it must
-            not be used. None to use merged deltas only for versions that the log lacks.
-
-    Returns:
-        The entries in order. Empty if the target is the entry of the position.
+    after it, if all entries from there on are deltas and claims. The list is empty if the target, which may be a merged
+    entry, is that of the position. ``newest`` is the newest version, for messages. ``shortcut`` reads a merged entry to
+    apply instead of the versions that it replaces, and returns None if it must not be used; without it, merged deltas
+    are used only for versions that the log lacks.
 
     Raises:
         MissingVersionError: if a required entry is missing or was replaced.
@@ -235,11 +225,7 @@ def path_to_entry(
 
 
 def _path(
-    log: Entries,
-    target: Manifest,
-    newest: int,
-    position: Position | None,
-    shortcut: ReadMerged | None,
+    log: Entries, target: Manifest, newest: int, position: Position | None, shortcut: ReadMerged | None
 ) -> list[Manifest]:
     """Go back from the target by the links of the entries, to a position or else to the first snapshot.
 

@@ -51,8 +51,7 @@ _logger = logging.getLogger(__name__)
 
 # Number of consecutive versions after which a reader looks for a merged version or a snapshot that leads further.
 _CATCH_UP = 8
-# A read past a cache waits up to this long: many readers of one cache meet a fault at the same time.
-_SPREAD_SECONDS = 1.0
+_SPREAD_SECONDS = 1.0  # a read past a cache waits up to this long: many readers meet a fault at the same time
 _SURVEY_SECONDS = 60.0  # between two looks at the other sources while the current one shows nothing new
 
 
@@ -115,10 +114,8 @@ class Reader:
     """Reader of one stream: it decides what to apply, and applies it to a target.
 
     Each call of :meth:`advance` is a round. It looks at the log until a decision can be made, acts, and forgets what it
-    saw. Not thread-safe, except :meth:`release` and the attributes.
-
-    Args:
-        skips_versions: True to apply entries that replace several versions when the reader is far behind.
+    saw. Not thread-safe, except :meth:`release` and the attributes. With ``skips_versions``, applies entries that
+    replace several versions when it is far behind.
 
     Attributes:
         pinned: version at which an order keeps the reader, or to which it goes; None without one.
@@ -440,7 +437,7 @@ class Reader:
         state.view = replace(state.view, logs=logs, faults=(), looks_for_gap=True, catches_up=False)
 
     def _believe(self, state: _Round, fault: StreamError, settling: Settling) -> None:
-        """Believe a fault that has lasted. Raise StaleCacheError if it may still be that of a cache."""
+        """Believe a fault that has lasted."""
         if not settling.is_over and not self._is_retired(settling):
             raise StaleCacheError(self.storage.url, _subject(fault), settling.seconds)
         state.view = replace(state.view, logs=tuple(replace(log, is_doubted=False) for log in state.view.logs))
@@ -487,14 +484,11 @@ class _Round:
     """What one round has seen, and what it has tried.
 
     Args:
-        view: input of the next decision.
         sources: number to source of the logs of the view. A source is replaced by a view of it past the caches.
         answers: number to the answers of the log of the view.
         looks_for_gap: as the caller asked. A round that reads past a cache looks for a gap in any case.
-        order: newest pin or release that was seen.
         retry: source to read a faulty version from next.
         has_waited: True after the wait before the first object is read again.
-        skipped: errors of looks.
     """
 
     view: View

@@ -53,7 +53,6 @@ class Look:
     """Decision to look something up before the next decision.
 
     Args:
-        number: number of the log.
         about: name of the method of :class:`SeenLog` that needs the answer.
         key: what the question is about.
         subject: argument to look it up with.
@@ -85,8 +84,6 @@ class SeenLog:
     A method returns the answer of a look, raises the error of one that failed, or raises :class:`Unseen`.
 
     Args:
-        number: number of the url, 0 for the first.
-        url: the url.
         is_doubted: True if a fault may be that of a cache, and must not be believed yet.
         answers: what was looked up, by the name of the method and the key.
     """

@@ -23,12 +23,8 @@ class Settling:
     """Doubt of a reader over http that does not believe a fault before it has lasted.
 
     A doubt begins with the first fault at a stream position, and ends when a version is applied. All faults at one
-    position belong to the same doubt. During a doubt, each object is read once past the caches.
-
-    Args:
-        seconds: duration of a doubt, after which the fault is believed. It must exceed the time for which a cache keeps
-            a 404.
-        clock: returns a monotonic time in seconds.
+    position belong to the same doubt. During a doubt, each object is read once past the caches. A fault is believed
+    after ``seconds``, which must exceed the time for which a cache keeps a 404.
     """
 
     def __init__(self, seconds: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -81,7 +77,7 @@ class Settling:
 
 
 def _doubtful(fault: StreamError, position: Position | None) -> set[str]:
-    """Return the names of the objects whose copy in a cache may have caused a fault."""
+    """Return the names of the objects whose cached copies may have caused a fault."""
     if isinstance(fault, CorruptPartError | MalformedError):
         return {fault.path}
     names = {POINTER_NAME}

@@ -29,11 +29,6 @@ _LIST_SECONDS = 60.0  # after which a log that seems to have no newer version, o
 class Source:
     """Store of a stream, and what a reader keeps about its log between two rounds.
 
-    Args:
-        number: number of the store among those of the reader.
-        canary: distance that the reader keeps from the newest version; None without one.
-        log: log of the stream; None to open it.
-
     Attributes:
         bound: newest version that a canary may apply; None without one.
         settling: doubt of faults; None if the store is not behind a cache.
@@ -57,7 +52,6 @@ class Source:
         self.pins = PinFollower(runtime=runtime)
         self.settling = None if storage.lists else Settling(clock=runtime.monotonic)
         self.has_listed = False
-        self._canary = canary
         self._runtime = runtime
         self._held: Manifest | None = None  # entry of a position that was saved without its generation
         self._lineage: tuple[str, float, tuple[str, ...]] | None = None  # stream, time of the search, former streams
@@ -80,7 +74,8 @@ class Source:
 
     def through(self, storage: Storage) -> Source:
         """Return the same source, read through another view of its store."""
-        other = Source(self.number, storage, self._canary, runtime=self._runtime)
+        canary = None if self.bound is None else self.bound.canary
+        other = Source(self.number, storage, canary, runtime=self._runtime)
         other.pins = self.pins
         return other
 
@@ -94,11 +89,11 @@ class Source:
         return self._answers[look.about](look.subject)
 
     def head(self) -> Manifest | None:
-        """Return the newest entry, None if there is none."""
+        """See :class:`Entries`."""
         return self.log.head()
 
     def is_committed(self, entry: Manifest) -> bool:
-        """Return True if an entry that was read is part of the log."""
+        """See :class:`Entries`."""
         return self.log.is_committed(entry)
 
     def next(self, position: Position, *, looks_for_gap: bool) -> Manifest | None:
@@ -129,11 +124,10 @@ class Source:
     def _check_gap(self, position: Position) -> None:
         """Raise an error if the entry after a position was deleted, or if the log was replaced.
 
-        If the pointer object shows no newer version, and the log has the last applied entry, nothing is listed:
-        retention deletes in ascending order, so the next entry was not deleted. Retention keeps claims, so that a claim
-        proves this only with an entry before it, see :meth:`StreamLog.is_surely_newest`. Over http, a pointer to the
-        last applied entry is enough. Otherwise, and once per minute because other programs may delete entries in any
-        order, the entries from the last applied one on are listed, and :attr:`has_listed` is True.
+        Nothing is listed if the pointer object shows no newer version, and the log has the last applied entry:
+        retention deletes in ascending order. It keeps claims, so that a claim proves this only with an entry before it,
+        see :meth:`StreamLog.is_surely_newest`. Once per minute, the log is listed in any case, because other programs
+        may delete entries in any order.
         """
         held, log = position.link, self.log
         pointer = log.pointer.newest()

@@ -26,23 +26,12 @@ class _Rest:
 class Sources:
     """Stores of one stream, of which one is current.
 
-    A source that failed is not asked again for 30 s; each further failure doubles this time, up to 300 s.
-
-    Args:
-        url: url or store, or a sequence of them, in the order of preference.
-        canary: distance that the reader keeps from the newest version; None without one.
-        runtime: clock and random numbers of the reader.
-
-    Raises:
-        InvalidArgumentError: if there is none, or one is given twice.
+    A source that failed is not asked again for 30 s; each further failure doubles this time, up to 300 s. Several urls
+    or stores are given in the order of preference. Raises InvalidArgumentError if there is none, or one is given twice.
     """
 
     def __init__(
-        self,
-        url: Location | Sequence[Location],
-        canary: Canary | None = None,
-        *,
-        runtime: Runtime = REAL,
+        self, url: Location | Sequence[Location], canary: Canary | None = None, *, runtime: Runtime = REAL
     ) -> None:
         given = list(url) if isinstance(url, Sequence) and not isinstance(url, str) else [url]
         if not given:
