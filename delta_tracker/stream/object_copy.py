@@ -36,7 +36,10 @@ class ObjectCopier:
         self._memory_bytes = memory_bytes
 
     def copy(self, stored: Part | Stored) -> None:
-        """Copy an object unless the destination has it. Raise CorruptPartError if its bytes do not match its record."""
+        """Copy an object unless the destination has it.
+
+        It becomes visible only if its bytes match its record; otherwise, CorruptPartError is raised.
+        """
         if self._is_there(stored):
             return
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 from delta_tracker.errors import MalformedError, kind_of
@@ -106,14 +107,12 @@ class PointerWriter:
             self._thread = thread
 
     def _run(self) -> None:
-        with interruptible(self._abort):
+        with suppress(Interrupted), interruptible(self._abort):
             while not self._stop.is_set():
                 self._runtime.wait(self._wake, SCAN_SECONDS)
                 self._wake.clear()
                 try:
                     self.write_now()
-                except Interrupted:
-                    return
                 except Exception as error:  # noqa: BLE001  the pointer is a hint: a failure is logged, and retried
                     self._failed(error)
                     self._wake.set()
@@ -123,8 +122,6 @@ class PointerWriter:
                 self._runtime.wait(self._stop, pause)
             try:
                 self.write_now()
-            except Interrupted:
-                return
             except Exception as error:  # noqa: BLE001  as above
                 self._failed(error)
 
