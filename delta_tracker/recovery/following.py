@@ -172,7 +172,7 @@ class Following:
         return True
 
     def _next(self) -> Manifest | None:
-        """Return the next entry. If it is missing, look at intervals whether it was deleted or is not committed yet."""
+        """Return the next entry. If it is missing, look at intervals whether it was deleted."""
         assert self._position is not None, "an entry was applied"
         looks_for_gap = self.error is not None or self._monotonic() >= self._gap_check
         entry = next_entry(self._source, self._position, looks_for_gap=looks_for_gap)
@@ -224,7 +224,6 @@ class Following:
         return False
 
     def _take_path(self, path: Sequence[Manifest]) -> None:
-        """Apply the entries of a path next."""
         if path and path[-1].schema != self._schema:
             self._check(path)
         self._ahead = deque(path)

@@ -64,6 +64,10 @@ class Takeover:
         recovery: claim of the recovery stream, the first argument after the tracker of the new ``Publisher``.
         serving: claims of the serving streams, in the order of :class:`Standby`'s argument.
         seconds: time from the decision to take over to the return of the call.
+
+    Example:
+        >>> taken = standby.take_over()  # doctest: +SKIP
+        >>> publisher = Publisher(tracker, taken.recovery, states="optimizer")  # doctest: +SKIP
     """
 
     restored: Restored
@@ -255,10 +259,8 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         check_model(job)
         self._log = StreamLog(open_storage(url))
         self._serving = ServingStreams(self._log, serving)
-        return {
-            "ignore": f"ignore={sorted(map(str, job.ignore))}",
-            "serving": f"{len(self._serving.storages)} serving streams",
-        }
+        serving_streams = f"{len(self._serving.storages)} serving streams"
+        return {"ignore": f"ignore={sorted(map(str, job.ignore))}", "serving": serving_streams}
 
     def _turn(self, silence: float | None) -> dict[str, Any]:
         """Apply versions. On rank 0, decide on a takeover."""

@@ -55,9 +55,8 @@ def _check_optimizer(what: str, optimizer: Stateful, states: TrainingStates, ran
     is_keyed = any(isinstance(name, str) for names in own_names for name in names)
     if is_keyed:  # TorchRec's optimizers, which load groups and states by the names of the parameters
         saved_states = states.fields(rank, *path, "state") or []
-        check_same(
-            f"the list of parameters with a state of {what}", sorted(saved_states), sorted(map(str, own["state"]))
-        )
+        own_states = sorted(map(str, own["state"]))
+        check_same(f"the list of parameters with a state of {what}", sorted(saved_states), own_states)
         saved_groups, own_groups = _by_parameters(saved_groups), _by_parameters(own_groups)
         saved_names, own_names = _parameters(saved_groups), _parameters(own_groups)
     else:

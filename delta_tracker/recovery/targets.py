@@ -31,10 +31,8 @@ def state_targets(
         shard = shards[fqn]
         rows = shard.row_offset, shard.row_offset + shard.num_rows
         for index, spec in enumerate(table.states):
-            regions = [
-                Region(rows, _columns(spec, table, columns), held[index])
-                for columns, held in zip(shard.columns, views[fqn], strict=True)
-            ]
+            pairs = zip(shard.columns, views[fqn], strict=True)
+            regions = [Region(rows, _columns(spec, table, columns), held[index]) for columns, held in pairs]
             dim = shard.table.dim if spec.width == "columns" else len(table.columns)
             found[state_table(fqn, spec)] = TensorTarget(shard.table.num_rows, dim, spec.dtype, regions)
     return found

@@ -26,9 +26,8 @@ def check_warm(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel) and _may_reorder(module):
-            inner = ".".join(part for part in name.split(".") if part != _WRAPPER)
-            what = f"{inner or type(module).__name__} without two trained batches"
-            raise InvalidArgumentError("model", what, _REMEDY)
+            inner = ".".join(part for part in name.split(".") if part != _WRAPPER) or type(module).__name__
+            raise InvalidArgumentError("model", f"{inner} without two trained batches", _REMEDY)
 
 
 def _may_reorder(module: DistributedDataParallel) -> bool:
