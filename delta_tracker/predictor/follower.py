@@ -48,35 +48,28 @@ _LOCK_SECONDS = 0.1  # interval at which a wait for the lock checks the stop fla
 
 
 class _Run:
-    """What one thread needs, from :meth:`Follower.start` until it has ended.
-
-    Attributes:
-        stop: flag that ends the thread.
-        begun: result of the thread's first check.
-        over: set when the thread ends.
-        waits_for_snapshot: True once this was logged.
-    """
+    """What one thread needs, from :meth:`Follower.start` until it has ended."""
 
     def __init__(
         self, storage: Storage, poll_seconds: float | None, notifier: Notifier | None, runtime: Runtime
     ) -> None:
-        self.stop, self.over = threading.Event(), threading.Event()
-        self.begun: Future[None] = Future()
+        self.stop, self.over = threading.Event(), threading.Event()  # ends the thread; set when it ends
+        self.begun: Future[None] = Future()  # result of the first check
         self.hints = Hints(notifier, self.stop, runtime)
         self.gaps = GapChecks(runtime)
-        self.waits_for_snapshot = False
+        self.waits_for_snapshot = False  # True once this was logged
         self.thread: threading.Thread | None = None
         self._poll_seconds, self._runtime = poll_seconds, runtime
         self.poll(storage)
 
     def poll(self, storage: Storage) -> None:
         """Make the schedule of a store, perhaps of another kind than the former one."""
-        poll_seconds, is_fixed = self._poll_seconds, self._poll_seconds is not None
+        poll_seconds = self._poll_seconds
         longest, longest_hinted = _LONGEST_SECONDS["remote" if storage.is_remote else "directory"]
         self.storage = storage
         self.schedule = PollSchedule(
             default_poll_seconds(storage.url) if poll_seconds is None else poll_seconds,
-            is_fixed=is_fixed,
+            is_fixed=poll_seconds is not None,
             longest=longest,
             longest_hinted=longest_hinted,
             is_delayed=not storage.lists,
@@ -87,13 +80,11 @@ class _Run:
 class Follower:
     """Thread that calls :meth:`Reader.advance` repeatedly, and retries after an ``Exception`` or a panic of Rust code.
 
-    Versions contain the rows' values, not differences, so an interrupted version can be applied again. The thread ends
-    only if :meth:`stop` is called or any other exception is raised, such as ``SystemExit``. ``lock`` is held while the
-    reader advances.
+    The thread ends only if :meth:`stop` is called or any other exception is raised, such as ``SystemExit``. ``lock`` is
+    held while the reader advances.
 
     Attributes:
-        error: error that ended the thread, or error of the last attempt, which the thread will retry; None if there is
-            none. It has no traceback.
+        error: error, without a traceback, that ended the thread or that of the last attempt; None if there is none.
     """
 
     def __init__(
@@ -145,9 +136,6 @@ class Follower:
 
         This method waits at most two seconds for the check, because the store may not answer, and raises its error. If
         the check fails later, the error comes up again when the thread applies the version.
-
-        Args:
-            poll_seconds: number of seconds between two polls; None for an interval that suits the store.
         """
         if poll_seconds is not None and not (is_number(poll_seconds) and 0 < poll_seconds < threading.TIMEOUT_MAX):
             raise InvalidArgumentError("poll_seconds", poll_seconds, "Pass seconds, more than 0, or None")

@@ -81,11 +81,7 @@ class GateKeeper:
             self._hold(manifest, reason)
 
     def check(self, manifest: Manifest, contents: Contents) -> Measure:
-        """Return the RMS row norm of each table with at least ``min_rows`` rows in the version, for :meth:`passed`.
-
-        Raises:
-            HeldVersionError: if the version violates a bound and is not accepted.
-        """
+        """Return the norms of the tables for :meth:`passed`. Raise HeldVersionError if a bound rejects the version."""
         measure, reason = self.measure(manifest, contents)
         reason = reason or self._drift(measure)
         if reason and manifest.version not in self._accepted:
@@ -111,7 +107,7 @@ class GateKeeper:
         raise unraised(self.held)  # the traceback of a raised error keeps the rows of the version alive
 
     def measure(self, manifest: Manifest, contents: Contents) -> tuple[Measure, str]:
-        """Return the result of :meth:`check`, and why NaN or infinite values reject the version; empty if not."""
+        """Return the RMS row norm of each table with at least ``min_rows`` rows, and what is not finite ("" if none)."""
         sums: dict[str, tuple[float, float]] = {}
         reason = ""
         for fqn, values in contents.chunks():

@@ -34,18 +34,13 @@ class HasStatus(Protocol):
 
 
 class PredictorGauges:
-    """Metrics of one predictor: versions, rows, faults and lag. The attributes ``num_*`` are those of :class:`Status`.
-
-    Attributes:
-        age: age of the served rows.
-        restored: manifest of the position that was loaded, until a version is applied; None if it is not known.
-    """
+    """Metrics of one predictor. The attributes ``num_*`` are those of :class:`Status`."""
 
     def __init__(self, recorder: Recorder, runtime: Runtime) -> None:
         self._recorder = recorder
         self._monotonic = runtime.monotonic
         self.age = ServedAge(runtime)
-        self.restored: Manifest | None = None
+        self.restored: Manifest | None = None  # of the loaded position, if it is known
         self.num_rows = self.num_bytes = self.num_admitted = self.num_evicted = 0
         self._has_applied = False  # a snapshot or a delta
         self._stream = self._url = ""  # as shown
@@ -54,13 +49,10 @@ class PredictorGauges:
         self._counted: Counter[str] = Counter()  # operations of stores and results of the host cache in the counters
 
     def begin(self, owner: HasStatus, url: str, faults: Iterable[type[Exception]]) -> None:
-        """Initialize the fault counters to 0, and report the age and the lag at each collection of metrics.
-
-        Only a weak reference to ``owner``, the predictor, is kept. ``faults`` may cause a resync.
-        """
+        """Initialize the counters of ``faults`` to 0, and report the age and lag of ``owner`` at each collection."""
         self._url = url
         self.reads("")
-        predictor = weakref.ref(owner)
+        predictor = weakref.ref(owner)  # the metrics do not keep the predictor alive
 
         def of_served(seconds: Callable[[Manifest], float | None]) -> Callable[[], float | None]:
             def reading() -> float | None:

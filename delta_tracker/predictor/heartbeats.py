@@ -52,8 +52,7 @@ def lag(reader: Reader, poll_seconds: float | None = None) -> tuple[int, float] 
     """Return the number of committed versions that are not applied, and the age in seconds of the oldest of them.
 
     Given the interval between two polls, no request is sent if one of the last two found no version. The result is None
-    if the store cannot be read, or if its log ends before the last applied version. See
-    :class:`~delta_tracker.stream.reading.lag.Lag`.
+    if the store cannot be read, or if its log ends before the last applied version.
     """
     version, rested = reader.version, reader.lag.rested
     if poll_seconds is not None and rested is not None:

@@ -33,11 +33,7 @@ VersionOwners = Mapping[str, tuple[Tensor, Tensor]]
 
 
 def version_owners(contents: Contents) -> VersionOwners:
-    """Return the owners of a version's rows, for each table with managed collisions.
-
-    Raises:
-        MalformedError: if a raw id owns two rows, a row of another bucket, or a default row.
-    """
+    """Return the owners of a version's rows, for each table with managed collisions, once they are validated."""
     manifest = contents.manifest
     pieces: defaultdict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
     for fqn, ids, owners in contents.owners():
@@ -55,11 +51,7 @@ def version_owners(contents: Contents) -> VersionOwners:
 
 
 def identities_after(manifest: Manifest, held: Mapping[str, Identity]) -> Mapping[str, Identity]:
-    """Return the buckets of all tables after a version, by table FQN. ``held`` has those before the version.
-
-    Raises:
-        MalformedError: if a delta has other buckets than the version before.
-    """
+    """Return the buckets of all tables after a version, by table FQN. ``held`` has those before the version."""
     if manifest.kind == "snapshot":
         return manifest.identities
     for fqn, identity in manifest.identities.items():
@@ -75,21 +67,15 @@ def identities_after(manifest: Manifest, held: Mapping[str, Identity]) -> Mappin
 class OwnerChange:
     """Change of the owners in one mapping.
 
-    Args:
-        fqn: name of the table in the stream.
-        raw_ids: the live mapping.
-        identity: buckets of the table in the version.
-        slots: ``[M]`` int64 global ids of the rows whose owner changes.
-        former: ``[M]`` int64 owners of these rows in the live mapping.
-        final: ``[R]`` int64 owners of the mapping's rows after the version.
+    All tensors are int64.
     """
 
-    fqn: str
-    raw_ids: RawIdMap
-    identity: Identity
-    slots: Tensor
-    former: Tensor
-    final: Tensor
+    fqn: str  # name of the table in the stream
+    raw_ids: RawIdMap  # the live mapping
+    identity: Identity  # buckets of the table in the version
+    slots: Tensor  # ``[M]`` global ids of the rows whose owner changes
+    former: Tensor  # ``[M]`` owners of these rows in the live mapping
+    final: Tensor  # ``[R]`` owners of the mapping's rows after the version
 
     @property
     def default_rows(self) -> list[int]:
@@ -127,11 +113,7 @@ class OwnerChange:
 def owner_changes(
     version: VersionOwners, identities: Mapping[str, Identity], maps: Mapping[str, tuple[RawIdMap, ...]]
 ) -> list[OwnerChange]:
-    """Return the changes of a version for all live mappings, by the buckets of the version. Nothing is changed.
-
-    Raises:
-        TableMismatchError: if lookups would not find a raw id in the row of its owner.
-    """
+    """Return the changes of a version for all live mappings, by the buckets of the version. Nothing is changed."""
     return [
         _change(fqn, raw_ids, identity, *version[fqn]) for fqn, identity in identities.items() for raw_ids in maps[fqn]
     ]

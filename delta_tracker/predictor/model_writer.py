@@ -128,7 +128,10 @@ class ModelWriter(VersionWriter):
         self._is_mixed = self._is_mixed or is_elsewhere
         with self.lock.writing():
             self.fence.cover(receiver.devices)
-            self.begin(manifest)
+            begun = self._begun
+            if begun is None or begun.stream != manifest.stream or begun.version <= manifest.version:
+                self._begun = manifest
+            self._applying = manifest.version
             if changes:
                 self._unmap(changes, default_rows)
         self.write(placements)
@@ -150,11 +153,7 @@ class ModelWriter(VersionWriter):
         self._gauges.applied(manifest)
 
     def write(self, placements: Iterable[Placement]) -> None:
-        """Write rows chunk by chunk, between lookups.
-
-        If a part that is too large for memory changed after its check or cannot be read again, some rows are already
-        written.
-        """
+        """Write rows chunk by chunk, between lookups."""
         with self._timer():
             for placement in placements:
                 for chunk in placement.chunks(self._chunk_rows):
@@ -230,19 +229,11 @@ class ModelWriter(VersionWriter):
             self._is_mixed = is_mixed
         self._gauges.admitted(change.fqn, change.num_admitted())
 
-    def begin(self, manifest: Manifest) -> None:
-        """Record that rows of a version are about to be written."""
-        begun = self._begun
-        if begun is None or begun.stream != manifest.stream or begun.version <= manifest.version:
-            self._begun = manifest
-        self._applying = manifest.version
-
     def _finish(self, manifest: Manifest) -> None:
         """Record that all rows of a version are written.
 
-        The tables may also have rows of a newer version, if a resync to a merged version or a snapshot was interrupted
-        and the older versions became readable again. The newer version then remains recorded as partly written until a
-        snapshot or a version with the same or a higher number is applied.
+        The tables may also have rows of a newer version, whose write was interrupted. It remains recorded as partly
+        written until a snapshot or a version with the same or a higher number is applied.
         """
         begun = self._begun
         if begun is None or manifest.kind == "snapshot" or begun.version <= manifest.version:

@@ -13,10 +13,8 @@ class Names:
     """Rule that gives the name in the model for a name in the stream, by the argument ``names`` of a predictor.
 
     A whole name wins over a prefix, a longer prefix over a shorter one, and all other names are equal on both sides.
-    ``known`` has the names of the tables and tensors of the model.
-
-    Attributes:
-        depends_on_stream: False if :meth:`of` returns the same names for every stream.
+    ``known`` has the names of the tables and tensors of the model. ``depends_on_stream`` is False if :meth:`of` returns
+    the same names for every stream.
     """
 
     def __init__(self, choice: object, known: Collection[str]) -> None:

@@ -42,12 +42,7 @@ class Placement:
         return slice(*first.block.rows) if first.ids is None else first.ids
 
     def chunks(self, num_rows: int) -> Iterator[Chunk]:
-        """Yield chunks of at most ``num_rows`` rows. Lookups may run while a chunk is read and prepared for writing.
-
-        Raises:
-            CorruptPartError, StorageError: if a part that is too large for memory cannot be read again as it was
-                checked.
-        """
+        """Yield chunks of at most ``num_rows`` rows. Lookups may run while a chunk is read and prepared for writing."""
         if num_rows < 1:
             raise InvalidArgumentError("num_rows", num_rows, "Pass a count of 1 or more")
         ids, count = self.ids, self.num_rows
@@ -85,11 +80,7 @@ class Chunk:
 
 
 def place(rows: Iterable[BlockRows], targets: Mapping[str, RowTarget]) -> list[Placement]:
-    """Return the placements of the disjoint blocks of one version in its tables. No values are read or written.
-
-    Raises:
-        PartialRowsError: if a target needs whole rows and the version has only some columns of a row.
-    """
+    """Return the placements of the disjoint blocks of one version in its tables. No values are read or written."""
     by_table: defaultdict[str, list[BlockRows]] = defaultdict(list)
     for each in rows:
         by_table[each.block.table].append(each)

@@ -25,9 +25,8 @@ class PollSchedule:
 
     A fixed schedule always waits ``seconds``. Otherwise the wait doubles up to ``longest`` while no version comes, and
     a version resets it. After three hints in a row that announced a version, it is ``longest_hinted``, until a version
-    comes without a hint or the notifier fails. Waits of 0.1 s and more vary by a quarter, so that many readers do not
-    poll at the same time. ``is_delayed`` says that a version becomes visible some seconds after its hint, because a
-    cache is in between. Not thread-safe.
+    comes without a hint or the notifier fails. With ``is_delayed``, a version becomes visible some seconds after its
+    hint, because a cache is in between. Not thread-safe.
 
     Attributes:
         retry_seconds: wait after a poll that failed, without jitter.

@@ -48,9 +48,8 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
     warning. FLEET.md has all rules, failover and limits.
 
     Lookups in other threads run inside ``with predictor.reading()``, where no row changes. While a version is applied,
-    lookups see the new values of some of its rows and the old values of others, but no torn (partly written) row, and
-    no raw id reads the row of another one. All dense tensors change together after the last row. Collision modules of
-    the model must be in evaluation mode.
+    lookups see some of its rows, but no torn (partly written) one, and no raw id reads the row of another one. All
+    dense tensors change together after the last row. Collision modules of the model must be in evaluation mode.
 
     Args:
         model: module whose tables have the same names as those of the stream (``<fqn>.weight``), or a mapping of FQN to
@@ -176,10 +175,7 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
 
     @property
     def error(self) -> Exception | None:
-        """Current error of :meth:`follow`, which retries after most errors.
-
-        If there is none, the error of the version that the gate holds, or None.
-        """
+        """Current error of :meth:`follow`; if there is none, that of the version that the gate holds, or None."""
         return self._follower.current_error
 
     def reading(self) -> AbstractContextManager[Served]:
@@ -238,8 +234,7 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         versions, unless the gate has a ``max_drift``.
 
         Args:
-            limit: maximum number of versions to apply; None for all. A merged version counts as one. The first version
-                of a new predictor is the newest snapshot.
+            limit: maximum number of versions to apply; None for all. A merged version counts as one.
 
         Returns:
             Number of the version that the tables hold.
@@ -272,17 +267,15 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
     def follow(self, poll_seconds: float | None = None) -> None:
         """Apply new versions in a background thread until :meth:`stop`.
 
-        The thread waits for the first snapshot if there is none. If an attempt fails, the thread retries after a pause
-        of up to 5 seconds, and the tables keep the last version. The error is reported in :attr:`error`,
-        ``status().error``, the heartbeat and the metric ``follow_errors``. If a version was interrupted,
-        :meth:`reading` reports it as ``applying`` until it is applied again.
+        The thread waits for the first snapshot if there is none. If an attempt fails, the thread reports the error in
+        :attr:`error`, the heartbeat and the metric ``follow_errors``, and retries after a pause of up to 5 seconds. If
+        a version was interrupted, :meth:`reading` reports it as ``applying`` until it is applied again.
 
         An exception such as ``SystemExit`` or ``KeyboardInterrupt`` that is raised in the thread ends the thread.
         :attr:`error` is then a :class:`FollowEndedError`, which :meth:`stop` raises.
 
         Args:
-            poll_seconds: number of seconds between two polls, more than 0; None for intervals that depend on the store,
-                on hints and on the age of the newest version. FLEET.md has them.
+            poll_seconds: number of seconds between two polls, more than 0; None for the intervals in FLEET.md.
 
         Raises:
             InvalidArgumentError: if the thread is already running.
@@ -333,9 +326,8 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         """End the thread of :meth:`follow` within about a second, and raise its current error if there is one.
 
         A request that hangs is abandoned. A version whose rows are being written is completed, unless its parts exceed
-        256 MiB in total and must be read again, or another thread does not leave :meth:`reading`. Then the version is
-        interrupted, and ``reading()`` reports it as ``applying`` until the next :meth:`follow` or :meth:`sync` applies
-        it completely. A signal handler may call this method; the thread itself may not.
+        256 MiB in total and must be read again, or another thread does not leave :meth:`reading`. ``reading()`` reports
+        an interrupted version as ``applying``. A signal handler may call this method; the thread itself may not.
         """
         self._refuse_inside_reading("stop()")
         self._follower.stop()
@@ -370,9 +362,8 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
     def accept(self, version: int) -> None:
         """Allow a version to be applied once even if the gate rejects it. It may be held now or committed later."""
         if self._gate is None:
-            raise InvalidArgumentError(
-                "accept()", version, "Build the Predictor with a gate: without one, no version is held"
-            )
+            text = "Build the Predictor with a gate: without one, no version is held"
+            raise InvalidArgumentError("accept()", version, text)
         self._gate.accept(version)
 
     def rollback(self, version: int) -> None:

@@ -29,10 +29,7 @@ def find_maps(model: object, names: Mapping[str, str]) -> dict[str, tuple[RawIdM
 
 
 def check_hidden(manifest: Manifest, hidden: Collection[str], names: Mapping[str, str]) -> None:
-    """Raise TableMismatchError for a version with raw ids if a model has mappings of its own that would not be changed.
-
-    They are the mappings in modules that were scripted or traced (``hidden``), except dense tensors of the version.
-    """
+    """Raise TableMismatchError for a version with raw ids that would not change a mapping in a scripted module."""
     left = sorted(set(hidden) - {names.get(name, name) for name in manifest.dense})
     if left and manifest.identities:
         fqn = next(iter(manifest.identities))

@@ -11,9 +11,8 @@ class ServedAge:
     """Estimate of the age of a served version, by the store's clock.
 
     As in :class:`~delta_tracker.stream.store_clock.StoreClock`, this host's clock is used until the modification times
-    of entries contradict it: the store's time is not before the modification time of an entry that exists, and an entry
-    that did not exist at a look was modified after it. The estimate is exact to the time between two looks, plus one
-    second. Only the thread that applies versions changes it.
+    of entries contradict it: the store's time is not before that of an entry that exists, and an entry that did not
+    exist at a look was modified after it. The estimate is exact to the time between two looks, plus one second.
 
     Attributes:
         rested: version after which the last look found no entry, and the monotonic time at which it began; None if it

@@ -35,10 +35,7 @@ Model = nn.Module | Mapping[str, Tensor | RowTarget]
 class ServedModel:
     """Tables, dense tensors and mappings of raw ids of a model, found for each version that is written to them.
 
-    The arguments are those of :class:`Predictor`; ``raw_ids`` is None if there are none.
-
-    Attributes:
-        first_devices: devices of the model at the construction.
+    The arguments are those of :class:`Predictor`. ``first_devices`` are the devices of the model at the construction.
     """
 
     def __init__(
@@ -56,10 +53,7 @@ class ServedModel:
         self.first_devices = Receiver(tables, dense, self.raw_ids()).devices
 
     def resolve(self, manifest: Manifest) -> Receiver:
-        """Return the tables and dense tensors of the model that a version is written to. Raise if it does not fit.
-
-        The model is searched again for each version, so that ``model.to(device)`` may be called between versions.
-        """
+        """Return the tables and dense tensors of the model that a version is written to. Raise if it does not fit."""
         tables = find_targets(self._model)
         if self._rule.depends_on_stream:
             self._names = self._rule.of((*manifest.tables, *manifest.dense))

@@ -49,9 +49,8 @@ _SLOTS = 1 << 16  # owners that are read or written at once
 class SinkWriter(VersionWriter):
     """Writer of versions to a row store, which also keeps the position in the stream.
 
-    Only one version is in memory at a time, in chunks of rows. A version with raw ids takes up to 64 bytes more per row
-    of its tables with raw ids. After each error, the position is read from the row store again, because a request may
-    have been executed although its response was lost. The constructor opens the sink.
+    A version with raw ids takes up to 64 bytes of memory per row of its tables with raw ids. After each error, the
+    position is read from the row store again, because a request may have been executed although its response was lost.
     """
 
     def __init__(self, sink: RowSink, *, chunk_rows: int, gauges: PredictorGauges, recorder: Recorder) -> None:
@@ -66,11 +65,6 @@ class SinkWriter(VersionWriter):
         self._is_known = False  # False if the row store may have another state
         self._has_logged_dense = False
         self.restore()
-
-    @property
-    def is_reading(self) -> bool:
-        """False: lookups read the row store."""
-        return False
 
     @property
     def position(self) -> Position | None:
@@ -108,9 +102,8 @@ class SinkWriter(VersionWriter):
 
     def state_dict(self) -> dict[str, str | int]:
         """Raise InvalidArgumentError: the row store keeps the position."""
-        raise InvalidArgumentError(
-            "state_dict()", "with a row store", "Omit it: the row store keeps the position with its rows"
-        )
+        text = "Omit it: the row store keeps the position with its rows"
+        raise InvalidArgumentError("state_dict()", "with a row store", text)
 
     def load_state_dict(self, state: Mapping[str, str | int]) -> None:
         """Raise InvalidArgumentError: the row store keeps the position."""
@@ -253,10 +246,9 @@ class SinkWriter(VersionWriter):
         slots: Tensor,
         owners: Tensor,
     ) -> None:
-        """Write rows under the raw ids of their owners, and default rows under their global row ids.
+        """Write rows (``ids`` ``[N]``) under their owners' raw ids, and default rows under their global row ids.
 
-        ``ids`` are ``[N]`` int64 global row ids, and ``slots`` the ``[M]`` of the whole version, ascending, with
-        ``[M]`` ``owners``.
+        ``slots`` are the ``[M]`` global row ids of the whole version, ascending, with ``[M]`` ``owners``.
         """
         found = owners[torch.searchsorted(slots, ids)]
         is_owned = found != NO_OWNER
@@ -267,10 +259,7 @@ class SinkWriter(VersionWriter):
             self._sink.write_defaults(manifest.stream, fqn, ids[is_default], values[is_default], manifest.version)
 
     def _log(self, stream: str, fqn: str, slots: Tensor, owners: Tensor) -> _OwnerChange:
-        """Log the owners of a version that differ from the stored map, and return the change.
-
-        ``slots`` are ``[M]`` int64 global row ids of the version, ascending, and ``owners`` the raw ids of these rows.
-        """
+        """Log the ``[M]`` owners of the rows ``slots``, ascending, that differ from the stored map."""
         left: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
         num_admitted, has_changed = 0, False
         for begin in range(0, len(slots), _SLOTS):
@@ -363,7 +352,7 @@ def _placed(contents: Contents) -> list[Placement]:
 def _begun(
     manifest: Manifest, held: SinkState | None, identities: Mapping[str, Identity], *, is_elsewhere: bool
 ) -> SinkState:
-    """Return the state before the first row of a version. ``held`` is that of its stream; None if there is none.
+    """Return the state before the first row of a version. ``held`` is that of its stream.
 
     The version that readers get goes down here if the new one is older, because rows may then be as old as that one.
     """
@@ -402,8 +391,7 @@ def _finished(
 ) -> SinkState:
     """Return the state after the last row of a version.
 
-    A newer version that was interrupted stays recorded until a snapshot or a version with the same or a higher number
-    is applied: some rows are still those of it.
+    An interrupted newer version stays recorded until a snapshot, the same or a later version replaces its rows.
     """
     link = manifest.link
     is_complete = manifest.kind == "snapshot" or begun.applying is None or begun.applying <= link.version
@@ -438,7 +426,6 @@ def _check_table(fqn: str, manifest: Manifest, held: SinkState) -> None:
 
 
 def _defaults_of(identity: Identity) -> tuple[int, ...]:
-    """Return the global row ids of the default rows of a table."""
     return tuple(bucket.default for bucket in identity.buckets if bucket.default is not None)
 
 
@@ -448,7 +435,6 @@ def _defaults(identities: Mapping[str, Identity]) -> dict[str, tuple[int, ...]]:
 
 
 def _by_slot(slots: Tensor, owners: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rows of a version and their owners in ascending order of the rows."""
     if bool((slots[1:] > slots[:-1]).all()):
         return slots, owners
     slots, order = slots.sort()

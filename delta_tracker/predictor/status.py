@@ -28,8 +28,7 @@ class Status:
         stream: id of the stream, None before the first version.
         version: last applied version, claims included; None before the first.
         lag_versions: number of committed versions that are not applied; None if the store cannot be read.
-        lag_seconds: age in seconds of the oldest of them, 0 if there is none; None if the store cannot be read. Does
-            not depend on the time of day of any host, see :class:`~delta_tracker.stream.reading.lag.Lag`.
+        lag_seconds: age in seconds of the oldest of them, 0 if there is none; None if the store cannot be read.
         rows: number of rows written.
         num_bytes: size in bytes of the parts applied.
         resyncs: number of resyncs.
@@ -39,11 +38,9 @@ class Status:
         admitted: number of raw ids mapped to rows; a raw id that moves to another row is counted. A table with several
             mappings is counted for each of them.
         evicted: number of raw ids removed from their rows, counted in the same way.
-        requests: number of requests to the stores by operation, with those of other users of the same ``Storage``
-            objects.
+        requests: number of requests by operation, with those of other users of the same ``Storage`` objects.
         notice: what is no error, but should be known, such as a pin that is not followed; empty if there is nothing.
-        why: last decision and its reason, such as ``version 7 is the newest`` or ``pinned to version 3``; empty before
-            the first. The rules are in FLEET.md.
+        why: last decision and its reason, such as ``version 7 is the newest``; empty before the first. See FLEET.md.
         cache: number of parts that the host cache had (``hits``), fetched (``misses``) or did not serve (``bypasses``),
             with those of other predictors with the same ``HostCache`` object; empty without a cache.
         poll_seconds: current interval between two polls of :meth:`Predictor.follow`; None if it does not run.

@@ -1,8 +1,7 @@
 """Order of lookups and row writes that run on CUDA streams.
 
-A lock orders the threads of the host. On CUDA, a lookup or a write that a thread launched while it held the lock may
-run after the thread has released the lock. Work on one stream runs in the order of its launch. Work on different
-streams, for example of a thread that looks rows up and of the thread that writes them, is ordered by events only.
+A lookup or a write that a thread launched on CUDA while it held the lock may run after the thread has released the
+lock. Work on one stream runs in the order of its launch, work on different streams is ordered by events only.
 """
 
 from __future__ import annotations

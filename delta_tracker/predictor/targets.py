@@ -20,15 +20,10 @@ _COMPILED = "_orig_mod."
 def find_targets(model: nn.Module | Mapping[str, Tensor | RowTarget]) -> dict[str, RowTarget]:
     """Return the tables of a model by FQN, as targets that write to the memory that lookups read.
 
-    Args:
-        model: module or mapping. The tables of a module are its two-dimensional parameters and buffers, for example
-            ``<fqn>.weight`` of ``nn.Embedding``, ``nn.EmbeddingBag`` and TorchRec collections. Collections may be
-            unsharded, sharded (each rank then holds its own rows and columns), quantized, or compiled. The keys of a
-            mapping are FQNs, optionally followed by ``.weight``; its values are ``[rows, columns]`` tensors or targets.
-
-    Raises:
-        InvalidArgumentError: if the model has another type, no tables, or two tables of the same name.
-        MissingExtraError: if the model has sharded or quantized TorchRec modules and fbgemm is not installed.
+    The tables of a module are its two-dimensional parameters and buffers, for example ``<fqn>.weight`` of
+    ``nn.Embedding`` and of TorchRec collections, which may be sharded (each rank then holds its own rows and columns),
+    quantized or compiled. The keys of a mapping are FQNs, optionally followed by ``.weight``; its values are
+    ``[rows, columns]`` tensors or targets.
     """
     targets: dict[str, RowTarget] = {}
     for name, table in _modules_tables(model) if isinstance(model, nn.Module) else _items(model):
@@ -56,9 +51,8 @@ def _modules_tables(model: nn.Module) -> Iterable[tuple[str, Tensor | RowTarget]
 def _items(model: object) -> Iterable[tuple[str, Tensor | RowTarget]]:
     """Return the names and tables of a mapping. Raise InvalidArgumentError for any other object."""
     if not isinstance(model, Mapping) or not all(isinstance(table, Tensor | RowTarget) for table in model.values()):
-        raise InvalidArgumentError(
-            "model", type(model).__name__, "Pass a module, or a mapping of FQN to tensor or RowTarget"
-        )
+        text = "Pass a module, or a mapping of FQN to tensor or RowTarget"
+        raise InvalidArgumentError("model", type(model).__name__, text)
     return ((str(name), table) for name, table in model.items())
 
 

@@ -18,13 +18,7 @@ class VersionWrite(Protocol):
     """Write of one version, whose tables fit the destination."""
 
     def check(self, contents: Contents) -> None:
-        """Check the rows and raw ids of the version. Nothing is written.
-
-        Raises:
-            PartialRowsError, MalformedError: if the rows or raw ids cannot be written.
-            CorruptPartError, StorageError: if a part that is too large for memory cannot be read again as it was
-                checked.
-        """
+        """Raise PartialRowsError or MalformedError if the rows or raw ids cannot be written. Nothing is written."""
 
     def apply(self, contents: Contents, *, is_elsewhere: bool) -> None:
         """Check and write the version, and advance the position when it is complete.
@@ -50,6 +44,7 @@ class VersionWriter(Protocol):
     @property
     def is_reading(self) -> bool:
         """True if this thread is inside :meth:`reading`."""
+        return False
 
     @property
     def position(self) -> Position | None:

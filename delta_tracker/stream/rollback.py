@@ -56,8 +56,7 @@ def pin_version(
         is_quick: True to compare only the sizes of objects, without reading the parts.
 
     Raises:
-        InvalidArgumentError: if the version is not in the stream, is a claim or belongs to a former stream of the log,
-            or the reason is too long.
+        InvalidArgumentError: if the version is not in the stream, is a claim or belongs to a former stream of the log.
         MissingVersionError, NoSnapshotError, MalformedError, CorruptPartError: if an entry or an object that leads to
             the version is missing or damaged.
         RetentionRunningError: if a retention pass deletes versions that lead to this one, or was interrupted. The pin
@@ -104,7 +103,7 @@ def release_pin(storage: Storage, *, reason: str = "") -> Pin:
     they contain rows of earlier versions, which may be bad. ``reason`` has at most 1,000 characters.
 
     Raises:
-        InvalidArgumentError: if the stream is not pinned, or the reason is too long.
+        InvalidArgumentError: if the stream is not pinned.
         NoReleaseError: if the log has no such snapshot yet.
         CorruptPartError: if an object of the snapshot is missing, or has another size.
         PinConflictError: if another operator wrote a pin or a release meanwhile.

@@ -128,7 +128,8 @@ class _Compaction:
         blocks = WholeBlocks(self._whole)
         outside = [left for each in newest for left in blocks.outside(each) if left.block.num_rows]
         parts += self._put(outside, base_dense | dense, versions)
-        return self._create(_snapshot(self._base, versions), parts, base_dense | dense)
+        draft = replace(_delta([self._base, *versions]), kind="snapshot", parent=None, snapshot=versions[-1].version)
+        return self._create(draft, parts, base_dense | dense)
 
     def merge(self, versions: Sequence[Manifest]) -> Manifest | None:
         """Merge ``versions`` into a delta."""
@@ -198,11 +199,6 @@ class _Compaction:
                 if each not in draft.training:
                     self._log.storage.delete(each.name)
         return self._log.read_merged(Merged.of(draft))
-
-
-def _snapshot(base: Manifest, versions: Sequence[Manifest]) -> Manifest:
-    """Return the manifest of the snapshot that merges ``base`` and ``versions``, without parts."""
-    return replace(_delta([base, *versions]), kind="snapshot", parent=None, snapshot=versions[-1].version)
 
 
 def _delta(versions: Sequence[Manifest]) -> Manifest:
@@ -277,10 +273,7 @@ def _schema(versions: Sequence[Manifest]) -> Schema:
 
 
 def _is_alike(new: Mapping[str, Encoding], held: Mapping[str, Encoding]) -> bool:
-    """Return True if the tables with raw ids that are in both mappings have the same encoding in both.
-
-    Their rows are merged as they are stored: the blocks of an entry have one encoding for each of these tables.
-    """
+    """Return True if the tables in both mappings have one encoding: their rows are merged as they are stored."""
     return all(held.get(fqn, encoding) is encoding for fqn, encoding in new.items())
 
 

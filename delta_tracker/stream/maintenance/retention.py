@@ -81,12 +81,10 @@ class Retention:
         versions: maximum number of versions; None for no bound.
         seconds: maximum age of a version; None for no bound.
         num_bytes: maximum size in bytes of all objects, summed from the newest version down; None for no bound.
-        grace_seconds: time for which a superseded snapshot and the versions after it are kept, for readers that
-            started at the snapshot.
+        grace_seconds: time for which a superseded snapshot and the versions after it are kept.
         orphan_seconds: time for which a part that no entry names, a draft and the object of a probe are kept; at least
             3600, because a compaction writes parts before their entry. The draft of a running write is always kept.
-        heartbeat_seconds: time for which a heartbeat is kept that its predictor or publisher does not replace; at
-            least 3600.
+        heartbeat_seconds: time for which a heartbeat that is not replaced is kept; at least 3600.
 
     Example:
         >>> Retention(versions=500).versions  # for Publisher(..., retention=Retention(versions=500))
@@ -134,12 +132,8 @@ def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], 
     Every entry is read first, and nothing is deleted if one cannot be read. An interrupted pass leaves a valid stream
     and orphans. Objects whose names this library does not create are never deleted.
 
-    Args:
-        stream: the stream.
-        retention: bounds to apply.
-        now: returns the store's Unix time in seconds, for the ages of versions and merged entries. None uses the newest
-            modification time in the store. If nothing was written for a while, ages are then too low, and the next
-            pass after a write deletes more.
+    ``now`` returns the store's Unix time in seconds, for the ages of versions and merged entries. None uses the newest
+    modification time in the store. If nothing was written for a while, ages are then too low.
 
     Raises:
         MalformedError: if an entry does not follow the format; nothing was deleted.
@@ -309,10 +303,10 @@ def _superseded(merged: Mapping[Merged, Manifest], head: Manifest, start: int, b
 def _guards(entries: Mapping[int, Manifest], head: Manifest) -> set[int]:
     """Return the versions of all claims of the stream, of the entries before them, and of former promotions.
 
-    The last prove to readers of a former stream that this one continues theirs. A delayed publisher may have given its
-    claim the name of an entry that retention had deleted. Such claims are ignored: they have a lower version than the
-    log's claim of the same generation, or a higher generation than the head.
+    The last prove to readers of a former stream that this one continues theirs.
     """
+    # A delayed publisher may have given its claim the name of an entry that retention had deleted. Such a claim has a
+    # lower version than the log's claim of the same generation, or a higher generation than the head.
     claims = {
         manifest.generation: version  # keeps the highest version per generation
         for version, manifest in sorted(entries.items())
