@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -111,7 +111,9 @@ class _File:
             dtype, shape = expected[key]
             if shape is None:  # the header defines the length
                 (length,) = entry["shape"]
-                shape = (_length(length),)
+                if type(length) is not int or not 0 <= length < 2**63:
+                    raise ValueError(f"unexpected length {length!r}")
+                shape = (length,)
             end = position + math.prod(shape) * dtype.itemsize  # Size.numel() would overflow
             offsets = [position - start, end - start]
             wanted = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": offsets}
@@ -133,10 +135,7 @@ class PartReader:
     only a few pieces of 8 MiB and the stored row ids (8 bytes each) are held in memory.
 
     Args:
-        storage: store of the stream.
         part: record of the part, from a checked manifest.
-        manifest: manifest of the version.
-        memory_bytes: maximum size of a part that is held in memory.
         out: memory for the part's bytes; None allocates new memory.
         source: source of the part's bytes, possibly partly read; None creates one with ``memory_bytes`` and ``out``.
             With a :class:`Ranged`, the constructor reads and checks only the header and the row ids, and each later
@@ -163,9 +162,7 @@ class PartReader:
         self.part = part
         self._storage = storage
         self._memory_bytes = memory_bytes
-        self._specs = manifest.dense
-        self._states = manifest.states
-        self._identities = manifest.identities
+        self._manifest = manifest
         self._has_checked_flags = False
         source = source or _source(storage, part, memory_bytes, out)
         self._read = source.read
@@ -180,7 +177,7 @@ class PartReader:
             }
             if blocks is None:
                 self._check_flags()
-                for index, ids in self._ids.items() if self._identities else ():
+                for index, ids in self._ids.items() if self._manifest.identities else ():
                     self._check_owners(index, ids)
 
     @property
@@ -194,7 +191,7 @@ class PartReader:
                 self.part.blocks[index],
                 ids,
                 partial(self.stored, index),
-                owners=self._owners(index) if self._identities else None,
+                owners=self._owners(index) if self._manifest.identities else None,
             )
             for index, ids in self._ids.items()
         ]
@@ -211,7 +208,7 @@ class PartReader:
         expected: dict[str, tuple[torch.dtype, tuple[int, ...] | None]] = {}
         keys: dict[int, list[str]] = {}
         for index, block in enumerate(self.part.blocks):
-            states = self._states.get(block.table)
+            states = self._manifest.states.get(block.table)
             for number, state in enumerate(() if states is None else states.states):
                 width = block.num_columns if state.width == "columns" else 1
                 keys.setdefault(index, []).append(state_key(index, number))
@@ -225,7 +222,7 @@ class PartReader:
         ]
 
     def stored(self, index: int, begin: int, end: int) -> Tensor:
-        """Return the rows ``[begin, end)`` of the ``index``-th block as they are stored, see :class:`BlockRows`."""
+        """Return rows of the ``index``-th block as they are stored, see :class:`BlockRows`."""
         return self._file.rows(f"{index}.values", begin, end)
 
     def dense(self) -> dict[str, Tensor]:
@@ -246,14 +243,14 @@ class PartReader:
                 expected[f"{index}.escapes"] = torch.int64, None
             width = block.encoding.width(block.num_columns)
             expected[f"{index}.values"] = block.encoding.dtype, (block.num_rows, width)
-            if block.table in self._identities:
+            if block.table in self._manifest.identities:
                 expected[owners_key(index)] = torch.int64, (block.num_rows,)
         for index, name in enumerate(self.part.dense):
-            expected[dense_key(index)] = self._specs[name].dtype, self._specs[name].shape
+            expected[dense_key(index)] = self._manifest.dense[name].dtype, self._manifest.dense[name].shape
         return expected
 
     def _owners(self, index: int) -> RowReader | None:
-        has_owners = self.part.blocks[index].table in self._identities
+        has_owners = self.part.blocks[index].table in self._manifest.identities
         return partial(self._file.rows, owners_key(index)) if has_owners else None
 
     def _check_owners(self, index: int, ids: Tensor | None) -> None:
@@ -266,7 +263,7 @@ class PartReader:
             slots = torch.arange(begin, end) + block.rows[0] if ids is None else ids[begin:end]
             owners = read(begin, end)[:, 0]
             # A raw id may be mapped to another row while a whole block is copied: then both rows have it.
-            check_owners(self._identities[block.table], slots, owners, is_unique=ids is not None)
+            check_owners(self._manifest.identities[block.table], slots, owners, is_unique=ids is not None)
 
     def _check_flags(self) -> None:
         """Check that bool tensors hold only the bytes 0 and 1. Torch does not check this."""
@@ -336,12 +333,6 @@ def read_training(storage: Storage, stored: Stored) -> StateReader:
         return StateReader(reader.read, reader.num_bytes)
 
 
-def _length(value: Any) -> int:  # noqa: ANN401  untrusted JSON
-    if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError(f"unexpected length {value!r}")
-    return value
-
-
 def _source(storage: Storage, part: Part | Stored, memory_bytes: int, out: NDArray[np.uint8] | None) -> PartSource:
     if part.num_bytes <= memory_bytes:
         return _InMemory(storage, part, out)
@@ -385,6 +376,8 @@ class _PieceReader(ABC):
         self._held: tuple[int, NDArray[np.uint8]] | None = None  # number and bytes of the piece that was read last
 
     def read(self, begin: int, end: int) -> NDArray[np.uint8]:
+        """See :meth:`PartSource.read`."""
+        assert 0 <= begin <= end <= self._end, "inside the pieces"
         pieces = []
         while begin < end:
             number, offset = piece_at(begin)
@@ -395,15 +388,13 @@ class _PieceReader(ABC):
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def _piece(self, number: int) -> NDArray[np.uint8]:
-        if self._held is not None and self._held[0] == number:
-            return self._held[1]
-        piece = self._fetch(*piece_range(number, self._end))
-        self._check(piece, number)
-        self._held = number, piece
-        return piece
+        if self._held is None or self._held[0] != number:
+            self._held = number, self._load(number)
+        return self._held[1]
 
     @abstractmethod
-    def _check(self, piece: NDArray[np.uint8], number: int) -> None: ...
+    def _load(self, number: int) -> NDArray[np.uint8]:
+        """Read and check a piece."""
 
     def _fetch(self, begin: int, end: int) -> NDArray[np.uint8]:
         check()
@@ -435,15 +426,11 @@ class Ranged(_PieceReader):
             self._piece(self._num_checked)
             self._num_checked += 1
 
-    def read(self, begin: int, end: int) -> NDArray[np.uint8]:
-        """Return the bytes ``[begin, end)`` of the body, checked."""
-        assert 0 <= begin <= end <= self._end, "inside the body"
-        if begin < end:
-            self._checked_digests()  # before any piece
-        return super().read(begin, end)
-
-    def _check(self, piece: NDArray[np.uint8], number: int) -> None:
-        _check_piece(self._stored, piece, number, self._checked_digests())
+    def _load(self, number: int) -> NDArray[np.uint8]:
+        digests = self._checked_digests()  # before any piece
+        piece = self._fetch(*piece_range(number, self._end))
+        _check_piece(self._stored, piece, number, digests)
+        return piece
 
     def _checked_digests(self) -> NDArray[np.uint8]:
         if self._digests is None:
@@ -465,32 +452,24 @@ class _Pieces(_PieceReader):
         super().__init__(storage, part, part.num_bytes)
         self._whole = xxhash.xxh3_128()
         self._digests: list[bytes] = []
-        self._is_checked = False
 
     def finish(self) -> None:
-        if not self._is_checked:
-            self._hash(self._end)
-            _check_hash(self._stored, self._whole.hexdigest())
-            self._is_checked = True
+        while len(self._digests) < num_digests(self._end):
+            self._piece(len(self._digests))
+        _check_hash(self._stored, self._whole.hexdigest())
 
-    def read(self, begin: int, end: int) -> NDArray[np.uint8]:
-        self._hash(end)
-        return super().read(begin, end)
-
-    def _hash(self, end: int) -> None:
-        """Hash the unhashed pieces up to the byte ``end``. The first call also checks the part's size."""
+    def _load(self, number: int) -> NDArray[np.uint8]:
+        assert number <= len(self._digests), "before finish(), reads ascend without gaps"
         if not self._digests:
             _check_size(self._stored, self._storage.size(self._stored.name))
-        while len(self._digests) < num_digests(end):
-            number = len(self._digests)
-            piece = self._fetch(*piece_range(number, self._end))
+        piece = self._fetch(*piece_range(number, self._end))
+        digest = xxhash.xxh3_128_digest(piece.data)
+        if number == len(self._digests):
             self._whole.update(piece.data)
-            self._digests.append(xxhash.xxh3_128_digest(piece.data))
-            self._held = number, piece
-
-    def _check(self, piece: NDArray[np.uint8], number: int) -> None:
-        if xxhash.xxh3_128_digest(piece.data) != self._digests[number]:
+            self._digests.append(digest)
+        elif digest != self._digests[number]:
             raise CorruptPartError(self._stored.name, "it changed while it was read")
+        return piece
 
 
 def _check_hash(part: Part | Stored, digest: str) -> None:
@@ -545,13 +524,12 @@ def read_parts(
 
 
 def _sources(storage: Storage, parts: Sequence[Part], memory_bytes: int, buffer: PartBuffer | None) -> list[PartSource]:
-    limits, left = [], memory_bytes
+    held: list[int] = []  # bytes of each part that is held in memory
     for part in parts:
-        limits.append(left)
-        left -= part.num_bytes if part.num_bytes <= left else 0
-    held = [part.num_bytes if part.num_bytes <= limit else 0 for part, limit in zip(parts, limits, strict=True)]
+        held.append(part.num_bytes if part.num_bytes <= memory_bytes else 0)
+        memory_bytes -= held[-1]
     outs = [None] * len(held) if buffer is None else buffer.lend(held)
-    return [_source(storage, part, limit, out) for part, limit, out in zip(parts, limits, outs, strict=True)]
+    return [_source(storage, part, size, out) for part, size, out in zip(parts, held, outs, strict=True)]
 
 
 def dense_of(readers: Iterable[PartReader]) -> dict[str, Tensor]:
