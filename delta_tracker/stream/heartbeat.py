@@ -209,10 +209,7 @@ def read_record(
 def remove_heartbeats(storage: Storage, clock: StoreClock, *, seconds: float = 86_400.0) -> int:
     """Delete the heartbeats of predictors that are older than ``seconds`` by the store's clock. Return their number.
 
-    A retention pass does the same; this function is for streams without one.
-
-    Raises:
-        InvalidArgumentError: if ``seconds`` is less than 3600.
+    A retention pass does the same; this function is for streams without one. ``seconds`` must be at least 3600.
     """
     if not seconds >= _MIN_REMOVED_SECONDS:
         raise InvalidArgumentError("seconds", seconds, "Pass 3600 seconds or more")
@@ -263,15 +260,13 @@ def see_publisher(storage: Storage, head: Manifest) -> tuple[PublisherHeartbeat,
 
     Returns None if there is none of the same generation and claim, or if it is malformed.
     """
-    response = Transfer()
-    beat = read_record(storage, _publisher_path(head.generation), "heartbeat", _publisher_of, response=response)
+    name, response = _publisher_path(head.generation), Transfer()
+    beat = read_record(
+        storage, name, "heartbeat", lambda data: convert(load_json(data), PublisherHeartbeat), response=response
+    )
     if beat is None or (beat.stream, beat.generation, beat.writer) != (head.stream, head.generation, head.writer):
         return None
     return beat, response.modified
-
-
-def _publisher_of(data: bytes) -> PublisherHeartbeat:
-    return convert(load_json(data), PublisherHeartbeat)
 
 
 class PublisherPulse:

@@ -44,10 +44,6 @@ class Liveness:
 
         First leaves a heartbeat with the observer's version and error: a sign of life during the look then makes the
         publisher look alive.
-
-        Raises:
-            MalformedError: if the newest entry does not follow the format.
-            StorageError: if the store cannot be read and written.
         """
         if not self._storage.has_directory("log"):
             return None

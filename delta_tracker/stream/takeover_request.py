@@ -53,12 +53,10 @@ def read_request(storage: Storage, head: Manifest, last_sign: float) -> Takeover
     ``last_sign``, the publisher's last sign of life in Unix seconds by the store's clock.
     """
     response = Transfer()
-    request = read_record(storage, _NAME, "request", _parse, response=response)
+    request = read_record(
+        storage, _NAME, "request", lambda data: convert(load_json(data), TakeoverRequest), response=response
+    )
     if request is None or (request.stream, request.generation) != (head.stream, head.generation):
         return None
     has_lapsed = response.modified is None or response.modified <= last_sign
     return request if request.force or not has_lapsed else None
-
-
-def _parse(data: bytes) -> TakeoverRequest:
-    return convert(load_json(data), TakeoverRequest)

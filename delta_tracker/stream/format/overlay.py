@@ -41,16 +41,14 @@ class Overlay:
         ]
         if not found:
             return whole
-        if whole.states:
-            for each in found:
-                assert each.block.columns == block.columns, "rows with states overlap in whole column ranges only"
-                assert len(each.states) == len(whole.states), "all blocks of a table have the same states"
+        for each in found if whole.states else ():
+            assert each.block.columns == block.columns, "rows with states overlap in whole column ranges only"
+            assert len(each.states) == len(whole.states), "all blocks of a table have the same states"
         states = tuple(partial(self._overlaid, whole, state) for state in range(len(whole.states)))
         owners = None if whole.owners is None else partial(self._overlaid, whole, "owners")
         return BlockRows(block, None, partial(self._overlaid, whole, "values"), states, owners)
 
     def _overlaid(self, whole: BlockRows, column: Column, begin: int, end: int) -> Tensor:
-        """Return the rows ``begin`` to ``end`` (exclusive) of a whole block, with the listed rows written over them."""
         block = whole.block
         stored, is_copied = whole.reader(column)(begin, end), False
         rows = block.rows[0] + begin, block.rows[0] + end

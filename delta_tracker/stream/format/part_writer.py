@@ -164,14 +164,8 @@ def put_part(
     """Write a part, and in format 2 the object with the states of its rows. Return the record for the manifest.
 
     Each chunk of ``rows`` is read after the preceding one was written; the states are read after all values. If the
-    store fails, either object may have been created.
-
-    Args:
-        storage: store of the stream.
-        name: name of the part.
-        rows: rows to write.
-        dense: dense tensors to write, by name.
-        states_name: name of the object with states, which is written only if any row has states; None in format 1.
+    store fails, either object may have been created. The object ``states_name`` is written only if any row has states;
+    None means format 1.
     """
     writer = PartWriter(name, rows, dense, has_digests=states_name is not None)
     storage.put(name, Repeatable(writer.buffers))

@@ -16,8 +16,7 @@ from delta_tracker.stream.reading.runtime import REAL, Runtime
 
 _logger = logging.getLogger(__name__)
 
-# Interval at which a wait checks its stop flag.
-_SLICE_SECONDS = 0.1
+_SLICE_SECONDS = 0.1  # between two checks of the stop flag
 _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 30.0
 

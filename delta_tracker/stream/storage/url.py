@@ -99,9 +99,7 @@ def default_poll_seconds(url: str) -> float:
 def connection(url: str, options: Mapping[str, str] | None, *, past_cache: bool = False) -> dict[str, Any]:
     """Return the keyword arguments for obstore's ``from_url``. ``past_cache`` asks caches for the origin's object.
 
-    Raises:
-        InvalidArgumentError: if the URL or an option is invalid. The error never shows the value of an option, which
-            may be secret.
+    An error never shows the value of an option, which may be secret.
     """
     scheme = _split(url).scheme
     if scheme in ("file", "memory"):
