@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from delta_tracker.stream.entry_names import Merged, entry_name
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
@@ -58,31 +60,25 @@ class CatchUp:
 
     def _merged_delta(self, position: Position) -> Manifest | None:
         held = position.version
-        for each in reversed(self._merged(held)):
-            if each.kind == "delta" and each.first <= held + 1 and held + _MIN_MERGED <= each.last <= self._bound:
-                entry = self._read(each, position)
-                if entry is not None:
-                    return entry
-        return None
+        deltas = [each for each in self._merged(held) if each.kind == "delta" and each.first <= held + 1]
+        return self._newest([each for each in deltas if held + _MIN_MERGED <= each.last <= self._bound], position)
 
-    def _read(self, merged: Merged, position: Position) -> Manifest | None:
-        """Return a merged entry if the reader can read and apply it."""
-        if merged.name in self._avoided:
-            return None
-        entry = readable(self._log.read_merged, merged)
-        if entry is None:
-            self._avoided.add(merged.name)
-        return entry if entry is not None and self._is_ahead(entry, position) else None
+    def _newest(self, found: Sequence[Merged], position: Position) -> Manifest | None:
+        """Return the newest merged entry that the reader can read and apply."""
+        for each in reversed(found):
+            entry = None if each.name in self._avoided else readable(self._log.read_merged, each)
+            if entry is None:
+                self._avoided.add(each.name)
+            elif self._is_ahead(entry, position):
+                return entry
+        return None
 
     def _snapshot(self, position: Position, after: int) -> Manifest | None:
         """Return the newest snapshot above ``after`` that the reader can apply, of the log or merged."""
-        for each in reversed(self._merged(position.version)):
-            if each.kind == "snapshot" and after < each.last <= self._bound:
-                entry = self._read(each, position)
-                if entry is not None:
-                    in_log = self._log_snapshot(position, entry.version)
-                    return entry if in_log is None else in_log
-        return self._log_snapshot(position, after)
+        found = [each for each in self._merged(position.version) if each.kind == "snapshot"]
+        merged = self._newest([each for each in found if after < each.last <= self._bound], position)
+        in_log = self._log_snapshot(position, after if merged is None else merged.version)
+        return merged if in_log is None else in_log
 
     def _log_snapshot(self, position: Position, after: int) -> Manifest | None:
         """Return the same, of the log only."""

@@ -13,7 +13,7 @@ _LEAST_SECONDS = 1e-6  # a lag of 0 means that all versions are applied
 class Lag:
     """Measurement of how far a reader lags behind the newest version.
 
-    The age is the sum of two times, each by one clock: from the oldest version not yet applied to the newest, by the
+    The age is the sum of two times, each by one clock: from the oldest version not applied to the newest one, by the
     store's modification times, and since this reader first saw the newest one, by its monotonic clock. It is too low by
     the time until the reader saw it, and by up to one second if the store truncates modification times.
 
