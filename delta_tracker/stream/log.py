@@ -677,7 +677,7 @@ class Claim:
 
 
 def _has(storage: Storage, version: int) -> bool:
-    return storage.size(entry_name(version)) is not None
+    return storage.stat(entry_name(version)) is not None
 
 
 def _last_present(storage: Storage, after: int) -> int:
@@ -850,7 +850,7 @@ def _continues_after(log: StreamLog, version: int) -> bool:
     """
     if log.storage.lists_from:
         return bool(log.versions(after=version))
-    return any(_has(log.storage, version + number) for number in range(1, _LOOK_AHEAD + 1))
+    return any(log.storage.stat(entry_name(version + number)) for number in range(1, _LOOK_AHEAD + 1))
 
 
 def _is_superseded(taken: Manifest, head: Manifest) -> bool:

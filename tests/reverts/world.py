@@ -18,9 +18,10 @@ REVERTS = {
         Revert("a release leads to a bad version", Replaces("release_pin", "snapshot.version <= pin.bad", "False")),
         Revert("retention deletes what leads to a pin", Returns("_pinned_path", "[]")),
         Revert(
-            "retention deletes the merged snapshot of a pin", Replaces("retention._pass", "each not in pinned", "True")
+            "retention deletes the merged snapshot of a pin",
+            Replaces("retention._Plan.of", "each not in pinned", "True"),
         ),
-        Revert("retention ignores the grace", Replaces("retention._start", "each.committed <= before", "True", 1)),
+        Revert("retention ignores the grace", Replaces("retention._start", "committed <= before", "True")),
         Revert(
             "a merged delta leads past a held version",
             Replaces(
@@ -31,7 +32,7 @@ REVERTS = {
         ),
         Revert(
             "a gate ignores dense tensors",
-            Replaces("GateKeeper._measure", "tensor.is_floating_point()", "False"),
+            Replaces("GateKeeper.measure", "tensor.is_floating_point()", "False"),
         ),
         Revert("a rollback leads past a canary", Replaces("Reader.rollback", "bound is not None", "False")),
         Revert("a pin leads past a canary", Replaces("_to_pin", "view.policy.is_canary", "False")),

@@ -162,7 +162,11 @@ _THEMES = (
             "publish sync publish damage sync advance sync sync snapshot settle",
         ),
     ),
-    _Theme(("restart_trainer", "stand_by", "take_over", "publish_former", "fault"), settings={"states": True}),
+    _Theme(
+        ("restart_trainer", "stand_by", "take_over", "publish_former", "fault"),
+        ("publish stand_by publish take_over publish_former publish sync",),
+        settings={"states": True},
+    ),
 )
 _EMPHASIS = 5
 _EPISODE_SHARE = 0.4

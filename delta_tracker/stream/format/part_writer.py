@@ -45,6 +45,7 @@ class _Entry:
 
 
 _ITEM_SIZE = attrgetter("dtype.itemsize")
+_NUM_BYTES = attrgetter("num_bytes")
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +61,7 @@ class _FileWriter:
 
     def buffers(self) -> Iterator[memoryview]:
         """Yield buffers whose concatenation is the file. Write each one before requesting the next."""
-        size = sum(entry.num_bytes for entry in self.entries)
+        size = sum(map(_NUM_BYTES, self.entries))
         head = self._header(size)
         body = len(head) + size
         hasher = PieceHasher() if self.has_digests else xxhash.xxh3_128()

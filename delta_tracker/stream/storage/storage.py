@@ -79,6 +79,7 @@ _PAUSE_SECONDS = 0.01
 _processes: list[int] = []
 PAGE_OBJECTS = 1000  # objects that a remote store returns per request
 _PLAIN_NAME = re.compile(r"[a-z]+/[0-9a-z_-]+(\.[a-z]+)?")
+_SHORT_NAME_LENGTH = 200  # of a plain name, which is not checked further
 
 
 @dataclass(frozen=True, slots=True)
@@ -468,7 +469,8 @@ class Storage:
 
     def _begin(self, kind: str | None, name: str, call: str = "", *, argument: str = "name") -> None:
         """Check a name, reject a ``call`` that an http url does not support, and count the operation."""
-        check_name(argument, name)
+        if not isinstance(name, str) or len(name) > _SHORT_NAME_LENGTH or _PLAIN_NAME.fullmatch(name) is None:
+            check_name(argument, name)
         if call and self._is_http:
             raise ReadOnlyStoreError(self.url, f"{call} of {name}")
         if kind is not None:
