@@ -128,10 +128,7 @@ class ModelWriter(VersionWriter):
         self._is_mixed = self._is_mixed or is_elsewhere
         with self.lock.writing():
             self.fence.cover(receiver.devices)
-            begun = self._begun
-            if begun is None or begun.stream != manifest.stream or begun.version <= manifest.version:
-                self._begun = manifest
-            self._applying = manifest.version
+            self.begin(manifest)
             if changes:
                 self._unmap(changes, default_rows)
         self.write(placements)
@@ -151,6 +148,13 @@ class ModelWriter(VersionWriter):
                 self.manifest, self.identities = manifest, identities
         self._is_mixed = False
         self._gauges.applied(manifest)
+
+    def begin(self, manifest: Manifest) -> None:
+        """Record that rows of a version are about to be written."""
+        begun = self._begun
+        if begun is None or begun.stream != manifest.stream or begun.version <= manifest.version:
+            self._begun = manifest
+        self._applying = manifest.version
 
     def write(self, placements: Iterable[Placement]) -> None:
         """Write rows chunk by chunk, between lookups."""

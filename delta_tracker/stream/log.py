@@ -677,7 +677,7 @@ class Claim:
 
 
 def _has(storage: Storage, version: int) -> bool:
-    return storage.stat(entry_name(version)) is not None
+    return storage.size(entry_name(version)) is not None
 
 
 def _last_present(storage: Storage, after: int) -> int:
@@ -850,7 +850,8 @@ def _continues_after(log: StreamLog, version: int) -> bool:
     """
     if log.storage.lists_from:
         return bool(log.versions(after=version))
-    return any(log.storage.stat(entry_name(version + number)) for number in range(1, _LOOK_AHEAD + 1))
+    names = map(entry_name, range(version + 1, version + 1 + _LOOK_AHEAD))
+    return any(log.storage.size(name) is not None for name in names)
 
 
 def _is_superseded(taken: Manifest, head: Manifest) -> bool:

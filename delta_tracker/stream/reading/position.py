@@ -84,8 +84,11 @@ class Position:
     def to_dict(self) -> dict[str, str | int]:
         """Return the position as plain values, for JSON."""
         saved: dict[str, str | int] = {"stream": self.stream, "version": self.link.version, "xxh3": self.link.xxh3}
-        known = {"generation": self.generation, "created": None if self.created is None else int(self.created)}
-        return saved | {name: value for name, value in known.items() if value is not None}
+        if self.generation is not None:
+            saved["generation"] = self.generation
+        if self.created is not None:
+            saved["created"] = int(self.created)
+        return saved
 
     @classmethod
     def from_dict(cls, state: object) -> Position:

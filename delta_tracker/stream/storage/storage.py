@@ -467,7 +467,7 @@ class Storage:
         if after is not None:
             check_name("after", after)
 
-    def _begin(self, kind: str | None, name: str, call: str = "", *, argument: str = "name") -> None:
+    def _begin(self, kind: str | None, name: object, call: str = "", *, argument: str = "name") -> None:
         """Check a name, reject a ``call`` that an http url does not support, and count the operation."""
         if not isinstance(name, str) or len(name) > _SHORT_NAME_LENGTH or _PLAIN_NAME.fullmatch(name) is None:
             check_name(argument, name)
