@@ -40,7 +40,7 @@ if (
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Slowest first, so that two workers, which run whole files, finish at about the same time.
+# Slowest first, so that the workers, which run whole files, finish at about the same time.
 _SLOWEST = [
     "system/test_faults.py",
     "system/test_demo.py",

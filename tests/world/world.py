@@ -313,7 +313,8 @@ class World:
             else:
                 taken = standby.follow(silence=20.0)
         if not self._primary.is_failing:
-            self._history.absorb(self._primary, trainer.copy())
+            # A model that follows cannot be called. Without a takeover, there are only claims.
+            self._history.absorb(self._primary, (former if taken is None else trainer).copy())
         if taken is None or self._dies():
             if former.publisher is not None and errors:
                 former.discard()  # it may be fenced
