@@ -40,7 +40,7 @@ test-area: $(VENV)/.installed  ## run the tests of AREA, such as predictor; with
 	@$(BIN)/python -m tests.areas $(AREA)
 
 test: $(VENV)/.installed  ## run the tests
-	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-gpu: $(INSTALLED)  ## run the tests on a GPU, or everywhere with DEVICE=simulated; PYTHON is the interpreter
 	@$(PYTHON) -m benchmarks.gpu_needs pytest pytest_timeout hypothesis
@@ -60,7 +60,7 @@ test-reverts: $(VENV)/.installed  ## bring faults back in a copy and check that 
 	@$(BIN)/python -W ignore -m tests.reverts $(ARGS)
 
 # Files whose tests are marked as sweeps, see tests/sweeps.py.
-SWEEPS = $(BIN)/python -m pytest -n 3 --dist worksteal $$(grep -rlE 'mark\.sweep\(' tests --include='test_*.py')
+SWEEPS = $(BIN)/python -m pytest -n 2 --dist worksteal $$(grep -rlE 'mark\.sweep\(' tests --include='test_*.py')
 
 test-sweeps: $(VENV)/.installed  ## run the sweeps completely that take up to half a minute each, as CI does
 	@DELTA_TRACKER_WHOLE_SWEEPS=short $(SWEEPS)
