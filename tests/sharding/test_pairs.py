@@ -64,6 +64,11 @@ def test_a_pair_that_does_not_fit_is_refused_at_the_first_use(
     _installed(tmp_path, package, version)
     wrong = f"{package} {version} was not built for torch {torch} and cannot be loaded"
     assert _said(with_torch, tmp_path) == f"IncompatiblePackagesError {wrong}. Install its match: {command}."
+
+
+def test_a_pair_that_does_not_fit_is_not_loaded_by_a_predictor(with_torch: Interpreter, tmp_path: Path) -> None:
+    _installed(tmp_path, "torch", "2.13.0+cpu")
+    _installed(tmp_path, "fbgemm-gpu-cpu", "1.9.0")
     assert _said(with_torch, tmp_path, "Predictor") == "imported"
 
 
