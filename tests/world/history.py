@@ -93,6 +93,15 @@ class History:
             self.created[key], self.kinds[key], self.head = entry.created, entry.kind, key
         return found
 
+    def written(self, stream: str, version: int) -> set[tuple[str, str]]:
+        """Return the kind of a version with each tensor that it has for sure: a delta has what changed."""
+        kind, tensors = self.kinds[stream, version], self.copies[stream, version].tensors
+        before = self.copies.get((stream, version - 1))
+        if kind == "claim" or (kind == "delta" and before is None):
+            return set()
+        is_whole = kind == "snapshot" or before is None
+        return {(kind, name) for name, each in tensors.items() if is_whole or not each.equal(before.tensors[name])}
+
     def place(self, stream: str, version: int) -> Place:
         return self.streams.index(stream), version
 

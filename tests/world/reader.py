@@ -92,7 +92,7 @@ class Reader:
         pinned: pin that it has followed, None without one.
         may_serve_held: True if an accepted version or a rollback has led past the gate.
         held: place of the version that its gate holds, None without one.
-        kinds: kinds of versions of which its gate has a baseline without large values.
+        baselines: kind of version and tensor of which its gate has a baseline without large values.
         is_interrupted: True from an error of what it writes to until a call succeeds.
     """
 
@@ -111,7 +111,7 @@ class Reader:
     pinned: Order | None = None
     may_serve_held: bool = False
     held: Place | None = None
-    kinds: set[str] = field(default_factory=set)
+    baselines: set[tuple[str, str]] = field(default_factory=set)
     is_interrupted: bool = False
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ from tests.world.clock import CLOCK
 from tests.world.history import History, Key, Order, Place, RuleError
 from tests.world.reader import Reader
 from tests.world.targets import LOOK_SECONDS
-from tests.world.trainer import Copy
+from tests.world.trainer import TABLES, Copy
 
 
 def check(reader: Reader, history: History, encoding: str | None, *, is_complete: bool) -> None:
@@ -41,7 +41,7 @@ def check(reader: Reader, history: History, encoding: str | None, *, is_complete
         raise RuleError("rows", f"{reader.describe()} at version {version}: {difference}")
     place = history.place(*key)
     if reader.floor is not None and place < reader.floor:
-        reader.kinds.clear()
+        reader.baselines.clear()
         reader.held = None
     is_pinned = reader.settings.follows_pins and any(
         (each.kind, each.stream, each.version) == ("pin", *key) for each in history.ordered.values()
@@ -62,7 +62,7 @@ def check(reader: Reader, history: History, encoding: str | None, *, is_complete
     _check_canary(reader, place, history, key)
     _check_orders(reader, place, history, key)
     if Copy(held, {}).is_healthy:
-        reader.kinds |= {history.kinds[key]} - {"claim"}
+        reader.baselines |= history.written(*key)
     reader.floor = place
     newest = history.pin
     if newest is not None and is_complete and reader.own is None and key == (newest.stream, newest.version):
@@ -77,7 +77,8 @@ def _check_gate(reader: Reader, held: Copy, version: int) -> None:
         return
     if not held.is_finite:
         raise RuleError("gate", f"{reader.describe()} serves the NaN of version {version}")
-    if gate.max_drift is not None and not held.is_healthy and reader.kinds == {"snapshot", "delta"}:
+    known = {name for name in held.large & {*TABLES} if {("snapshot", name), ("delta", name)} <= reader.baselines}
+    if gate.max_drift is not None and known:
         raise RuleError("gate", f"{reader.describe()} serves the large values of version {version}")
 
 
