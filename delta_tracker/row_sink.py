@@ -44,6 +44,7 @@ class _StoredState(msgspec.Struct, forbid_unknown_fields=True):
     identities: dict[str, Identity]
     default_slots: dict[str, tuple[_Count, ...]]
     generation: _Count | None = None  # absent in states of earlier releases, as are the others with a default
+    created: _Count | None = None
     applying_generation: _Count | None = None
     pin: _Count = 0
     release: _Count = 0
@@ -61,6 +62,7 @@ class SinkState:
         version: version that no row is older than; None until the first snapshot is complete.
         xxh3: 128-bit xxh3 of the entry of ``version``, in hex; None if ``version`` is.
         generation: generation of that entry; None if it is unknown.
+        created: Unix time at which that entry was committed, in whole seconds; None if it is unknown.
         pin: counter of the pin that led to ``version``; 0 without one.
         release: counter of the release that was followed last; 0 if a pin was, or neither.
         applying: highest version of which some rows may be written; None if the rows of ``version`` are complete and no
@@ -91,6 +93,7 @@ class SinkState:
     version: int | None = None
     xxh3: str | None = None
     generation: int | None = None
+    created: int | None = None
     pin: int = 0
     release: int = 0
     applying: int | None = None
@@ -127,6 +130,7 @@ class SinkState:
             version=self.version,
             xxh3=self.xxh3,
             generation=self.generation,
+            created=self.created,
             pin=self.pin,
             release=self.release,
             applying=self.applying,
@@ -159,6 +163,7 @@ class SinkState:
                 version=stored.version,
                 xxh3=stored.xxh3,
                 generation=stored.generation,
+                created=stored.created,
                 pin=stored.pin,
                 release=stored.release,
                 applying=stored.applying,

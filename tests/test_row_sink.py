@@ -70,6 +70,6 @@ def test_a_table_of_integers_is_refused() -> None:
 
 def test_a_state_of_an_earlier_release_is_read() -> None:
     fields = json.loads(_STATE.to_json())
-    later = {"generation", "applying_generation", "pin", "release"}
+    later = {"generation", "created", "applying_generation", "pin", "release"}
     earlier = {name: value for name, value in fields.items() if name not in later}
     assert SinkState.from_json(json.dumps(earlier).encode()) == replace(_STATE, applying_generation=None)

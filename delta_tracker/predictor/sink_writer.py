@@ -204,8 +204,8 @@ class SinkWriter(VersionWriter):
             self._position = None
             return
         link, held = Link(state.version, state.xxh3), self._position
-        if held is None or (held.stream, held.link) != (state.stream, link):  # otherwise, the generation is known
-            self._position = Position(state.stream, link, state.generation)
+        if held is None or (held.stream, held.link) != (state.stream, link):  # otherwise, more is known
+            self._position = Position(state.stream, link, state.generation, created=state.created)
 
     def _write(
         self,
@@ -377,6 +377,7 @@ def _begun(
         version=link.version if is_older else held.version,
         xxh3=link.xxh3 if is_older else held.xxh3,
         generation=manifest.generation if is_older else held.generation,
+        created=int(manifest.created) if is_older else held.created,
         applying=link.version if is_newest else held.applying,
         applying_xxh3=link.xxh3 if is_newest else held.applying_xxh3,
         applying_generation=manifest.generation if is_newest else held.applying_generation,
@@ -400,6 +401,7 @@ def _finished(
         version=link.version,
         xxh3=link.xxh3,
         generation=manifest.generation,
+        created=int(manifest.created),
         applying=None if is_complete else begun.applying,
         applying_xxh3=None if is_complete else begun.applying_xxh3,
         applying_generation=None if is_complete else begun.applying_generation,

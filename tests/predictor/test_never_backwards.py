@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import re
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -41,6 +43,36 @@ class Behind:
         self.reader = Reader(kind, [self.source, self.mirror], self.log.rows)
         assert self.reader.sync() is None
         assert self.reader.place == (self.log.stream, 5)
+
+
+# Backups
+
+
+@_BOTH
+@pytest.mark.parametrize("num_lost", [0, 1, 3])
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_a_publisher_that_continues_a_backup_is_followed_whatever_claims_are_lost(
+    kind: Kind, is_restarted: bool, num_lost: int
+) -> None:
+    store = new_store()
+    log = Log(store)
+    log.snapshot()
+    log.deltas(2)
+    kept = set(store.inner.names("log"))
+    log.deltas(4)
+    for _ in range(num_lost):
+        log = Log(store, log.rows)
+        log.snapshot()
+    reader = Reader(kind, [store], log.rows)
+    assert reader.sync() is None
+    for name in set(store.inner.names("log")) - kept:
+        store.inner.delete(name)
+    with mock.patch("time.time", return_value=time.time() + 3600):
+        log = Log(store, log.rows)
+        log.snapshot()
+    reader = reader.restarted([store]) if is_restarted else reader
+    reader.assert_reaches(log)
+    assert reader.predictor.status().error is None
 
 
 # Mirrors that lag

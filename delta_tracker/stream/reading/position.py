@@ -29,7 +29,7 @@ class _SavedPosition(Struct, forbid_unknown_fields=True):
     version: Count
     xxh3: str
     generation: Count | None = None
-    created: int | None = None
+    created: Count | None = None
 
 
 @dataclass(frozen=True, slots=True)
