@@ -22,6 +22,7 @@ _logger = logging.getLogger(__name__)
 POINTER_SECONDS = 1.0  # between two writes, unless the publisher or mirror sets another time
 SCAN_SECONDS = 600.0  # between two listings
 _MAX_PAUSE_SECONDS = 30.0  # between two attempts while the store fails
+_NEVER = float("-inf")
 _CLOSE_SECONDS = 2.0  # for the last write, of which the last quarter is for its interruption
 
 
@@ -39,8 +40,7 @@ class PointerWriter:
         self._seconds = seconds
         self._head: Manifest | None = None
         self._scan: HeadPointer | None = None  # the last listing, for the head at that time
-        self._scanned_at = 0.0
-        self._is_stale = True  # the listing must be repeated
+        self._scanned_at = _NEVER  # monotonic time at which it began; to repeat it, never
         self._written: HeadPointer | None = None  # with a time of 0
         self._failure: tuple[object, ...] | None = None  # kind of the last failure
         self._num_failures = 0  # consecutive ones
@@ -53,7 +53,7 @@ class PointerWriter:
     def after(self, head: Manifest) -> None:
         """Write the pointer to a committed entry soon. Never blocks or raises."""
         if self._head is not None and head.generation != self._head.generation:
-            self._is_stale = True  # an entry before this claim may be missing
+            self._scanned_at = _NEVER  # an entry before this claim may be missing
         self._head = head
         self._wake.set()
         if self._thread is None:
@@ -61,7 +61,7 @@ class PointerWriter:
 
     def rescan(self) -> None:
         """List the log before the next write, because entries were deleted or merged. Never blocks or raises."""
-        self._is_stale = True
+        self._scanned_at = _NEVER
         self._wake.set()
 
     def write_now(self, head: Manifest | None = None) -> None:
@@ -70,14 +70,14 @@ class PointerWriter:
             self._head = self._head if head is None else head
             if self._head is None:
                 return
-            if self._is_stale or self._scan is None or self._runtime.monotonic() - self._scanned_at >= SCAN_SECONDS:
-                self._is_stale = False
+            now = self._runtime.monotonic()
+            if self._scan is None or now - self._scanned_at >= SCAN_SECONDS:
+                self._scanned_at = now  # first: a call of rescan() during the listing counts
                 try:
                     self._scan = self._scanned()
                 except BaseException:
-                    self._is_stale = True
+                    self._scanned_at = _NEVER
                     raise
-                self._scanned_at = self._runtime.monotonic()
             pointer = _raised(self._scan, self._head)
             if pointer != self._written:
                 self._log.storage.replace(POINTER_NAME, replace(pointer, time=time.time()).to_json())
