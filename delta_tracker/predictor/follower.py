@@ -48,7 +48,7 @@ _LOCK_SECONDS = 0.1  # interval at which a wait for the lock checks the stop fla
 
 
 class _Run:
-    """What one thread needs, from :meth:`Follower.start` until it has ended."""
+    """State of one thread of a follower."""
 
     def __init__(
         self, storage: Storage, poll_seconds: float | None, notifier: Notifier | None, runtime: Runtime
@@ -122,7 +122,7 @@ class Follower:
 
     @property
     def current_error(self) -> Exception | None:
-        """:attr:`error`; if there is none, the error of the version that the gate holds."""
+        """Value of :attr:`error`, or else the error of the version that the gate holds."""
         return self.error or (None if self._gate is None else self._gate.held)
 
     @property

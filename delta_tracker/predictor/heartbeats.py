@@ -51,8 +51,8 @@ class Heartbeats:
 def lag(reader: Reader, poll_seconds: float | None = None) -> tuple[int, float] | None:
     """Return the number of committed versions that are not applied, and the age in seconds of the oldest of them.
 
-    Given the interval between two polls, no request is sent if one of the last two found no version. The result is None
-    if the store cannot be read, or if its log ends before the last applied version.
+    Returns None if the store cannot be read, or if its log ends before the last applied version. With ``poll_seconds``,
+    the interval between two polls, sends no request if one of the last two polls found no version.
     """
     version, rested = reader.version, reader.lag.rested
     if poll_seconds is not None and rested is not None:

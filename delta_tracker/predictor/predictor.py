@@ -175,7 +175,7 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
 
     @property
     def error(self) -> Exception | None:
-        """Current error of :meth:`follow`; if there is none, that of the version that the gate holds, or None."""
+        """Current error of :meth:`follow`, or else of the version that the gate holds; None without both."""
         return self._follower.current_error
 
     def reading(self) -> AbstractContextManager[Served]:
@@ -267,7 +267,7 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
     def follow(self, poll_seconds: float | None = None) -> None:
         """Apply new versions in a background thread until :meth:`stop`.
 
-        The thread waits for the first snapshot if there is none. If an attempt fails, the thread reports the error in
+        The thread waits until the stream has a snapshot. If an attempt fails, the thread reports the error in
         :attr:`error`, the heartbeat and the metric ``follow_errors``, and retries after a pause of up to 5 seconds. If
         a version was interrupted, :meth:`reading` reports it as ``applying`` until it is applied again.
 

@@ -201,7 +201,7 @@ class Following:
             self._partial = None
 
     def _finds_other_path(self, faulty: Manifest | None) -> bool:
-        """Find a path to the newest version without a faulty entry, which is None if it cannot be read."""
+        """Look for a path to the newest version, without ``faulty`` if that is given. Return True if there is one."""
         applied = self.newest if faulty is None and self._partial is None else None
         try:
             path = recovery_path(self._log, applied=applied, avoid=faulty)

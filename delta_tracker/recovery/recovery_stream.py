@@ -31,7 +31,7 @@ _MIN_HEARTBEATS = 3  # a silence below this number of heartbeats is logged
 class RecoveryStream:
     """Decisions of a standby's rank 0 to take over, and its claim of the recovery stream. Makes no collective call.
 
-    A decision is a dict for all ranks. It is empty to go on as before, has ``is_due`` to take over, or one of
+    A decision is a dict for all ranks. It is empty to continue, has ``is_due`` to take over, or one of
     ``nothing``, ``gone`` and ``live`` with the arguments of an error.
     """
 
@@ -97,7 +97,7 @@ class RecoveryStream:
         self._check_still_silent(decision)
         if self._claimed is not None:
             head = self._log.head()
-            if head is None or head.link != self._claimed.link:  # another publisher has followed it
+            if head is None or head.link != self._claimed.link:  # another publisher continued it
                 self._writer, self._claimed = secrets.token_hex(16), None
         after = Link(*decision["after"])
         if not decision["is_forced"]:
