@@ -32,7 +32,7 @@ from tests.world.world import run  # noqa: E402
 def main() -> int:
     """Run the worlds that the arguments name."""
     parser = argparse.ArgumentParser(prog="python -m tests.world", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=0, help="number of schedules")
+    parser.add_argument("--seeds", type=int, help="number of schedules; by default any with --minutes, otherwise none")
     parser.add_argument("--first", type=int, default=0, help="seed of the first one")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="end after this time")
     parser.add_argument("--shrinks", type=int, default=1, help="number of findings of each unknown rule to minimise")
@@ -54,7 +54,8 @@ def _sweep(arguments: argparse.Namespace) -> dict[str, object]:
     """Run the schedules of many seeds, and return counts."""
     began, count = _now(), 0
     rules = Counter[str]()
-    for seed in range(arguments.first, arguments.first + arguments.seeds):
+    unlimited = sys.maxsize if arguments.minutes < float("inf") else 0
+    for seed in range(arguments.first, arguments.first + (arguments.seeds or unlimited)):
         is_found = arguments.stop and not rules.keys() <= KNOWN_RULES
         if is_found or _now() - began > 60 * arguments.minutes:
             break
