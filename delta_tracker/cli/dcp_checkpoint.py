@@ -13,10 +13,8 @@ from torch.distributed import checkpoint as dcp
 
 from delta_tracker.cli.versions import check_tables, contents_of, mapped, write_rows
 from delta_tracker.errors import InvalidArgumentError
-from delta_tracker.recovery.library import Library
 from delta_tracker.recovery.path import recovery_path
-from delta_tracker.recovery.row_writer import RowWriter
-from delta_tracker.recovery.targets import state_table
+from delta_tracker.recovery.targets import RowWriter, state_table
 from delta_tracker.recovery.training_states import TrainingStates
 from delta_tracker.row_target import Region, RowTarget, TensorTarget
 from delta_tracker.stream.format.manifest import DenseSpec, Manifest
@@ -120,12 +118,12 @@ def _with_states(storage: Storage, path: Sequence[Manifest], rows: Mapping[str, 
             pairs = zip(keys, states.states, strict=True)
             optimizer[_weight(fqn)] = {f"{table}.{key}": rooms[each.name] for key, each in pairs}
     shards = {fqn: ShardSpec(spec, 0, spec.num_rows, ((0, spec.dim),)) for fqn, spec in last.tables.items()}
-    writer = RowWriter(storage=storage, shards=shards, targets=targets)
+    writer = RowWriter(storage, shards, targets)
     for entry in path:
         writer.write(entry)
     training = TrainingStates(storage, last)
     parts = tuple(part for part in last.parts if part.dense)
-    dense = Library(training).dense() | dense_of(read_parts(storage, replace(last, parts=parts)))
+    dense = training.dense() | dense_of(read_parts(storage, replace(last, parts=parts)))
     state = {"model": _weights(rows) | dense, "training_state": training.load(0, "training")}
     return state | {"optimizer": {"state": optimizer}} if optimizer else state
 

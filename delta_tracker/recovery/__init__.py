@@ -1,18 +1,16 @@
 """Restore the complete state of a training job from a stream. Read ``restore.py`` first: it has the steps of a restore.
 
 Before anything is written, ``path.py`` finds the entries to apply, a snapshot and the versions after it, and
-``preparation.py`` compares them with the job:
+``plan.py`` compares them with the job:
 
-- ``training_states.py`` reads the training states of the ranks, and ``library.py`` the values in them that the library
-  itself saved.
+- ``training_states.py`` reads the training states of the ranks.
 - ``job.py`` describes the job on this rank, and ``fit.py`` compares it with the version. ``warm_up.py`` checks that the
   order of the dense gradients is final.
 - ``state_fit.py`` compares the states of optimizers and schedulers with those of the job.
-- ``targets.py`` maps rows and their optimizer states to the memory of the model.
 - ``pending.py`` finds the rows that are pending for the consumers of the tracker afterwards.
 
-Then ``plan.py`` writes the model, with ``row_writer.py`` for the rows, and ``job.py`` loads the states of the user's
-objects. ``random_states.py`` saves and restores the global random generators.
+Then ``plan.py`` writes the model, with ``targets.py`` for the rows and their optimizer states, and ``job.py`` loads the
+states of the user's objects. ``random_states.py`` saves and restores the global random generators.
 
 ``standby.py`` is a job that takes the place of another one. Its ranks write rows with ``following.py``, and a takeover
 ends with the restore of the rest. ``recovery_stream.py`` decides on rank 0 when to take over, and claims the stream;

@@ -21,9 +21,8 @@ from delta_tracker.errors import (
 from delta_tracker.predictor.polling import GAP_CHECK_SECONDS
 from delta_tracker.recovery.job import LocalJob
 from delta_tracker.recovery.path import recovery_path
-from delta_tracker.recovery.plan import Plan
-from delta_tracker.recovery.preparation import prepare
-from delta_tracker.recovery.row_writer import RowWriter
+from delta_tracker.recovery.plan import Plan, prepare
+from delta_tracker.recovery.targets import RowWriter
 from delta_tracker.sharding.interrupted import is_following, mark_following
 from delta_tracker.stream.format.manifest import Manifest, Schema
 from delta_tracker.stream.log import StreamLog
@@ -230,6 +229,6 @@ class Following:
 
     def _check(self, path: Sequence[Manifest]) -> None:
         """Compare the last entry of a path with the job, and prepare the writes of its rows."""
-        plan = prepare(self._log, path, self._job).plan
-        self._writer = RowWriter(storage=self._log.storage, shards=plan.specs, targets=plan.targets)
+        plan = prepare(self._log, path, self._job)
+        self._writer = RowWriter(self._log.storage, plan.specs, plan.targets)
         self._schema = path[-1].schema

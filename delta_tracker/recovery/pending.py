@@ -3,66 +3,62 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from delta_tracker.errors import CorruptPartError, MalformedError
-from delta_tracker.recovery.library import Consumer
+from delta_tracker.recovery.training_states import TrainingStates
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.shard_rows import local_rows, rows_of
 from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.reading.position import Position
+from delta_tracker.tracker.tracker import ModelDeltaTracker
 from delta_tracker.types import ShardSpec
 
 _logger = logging.getLogger(__name__)
 
 
 def pending_rows(
-    consumers: Sequence[str],
-    saved: Sequence[Mapping[str, Consumer]],
+    tracker: ModelDeltaTracker | None,
+    states: TrainingStates,
     log: StreamLog,
     last: Manifest,
     shards: Mapping[str, ShardSpec],
-) -> dict[str, dict[str, Tensor | None]]:
-    """Return the rows that are pending for each consumer, other than that of the version's publisher.
+) -> tuple[dict[str, dict[str, Tensor | None]], dict[str, object]]:
+    """Return the rows that are pending for each consumer of a tracker, and its notes, after a restore of ``last``.
 
-    ``saved`` has the positions of the consumers on each rank that published the version.
+    Only the tables in ``shards`` are restored: all rows of the others are pending.
 
     Returns:
-        Consumer to FQN to ``[N]`` int64 local ids, ascending and unique. The ids are None for all rows.
+        Consumer to FQN to ``[N]`` int64 local ids, ascending and unique; the ids are None for all rows. And consumer to
+        the position of its publisher's stream, so that the stream continues with a delta. A position is omitted if the
+        ranks have saved different ones, or if the pending rows are unknown.
     """
-    found: dict[str, dict[str, Tensor | None]] = {}
-    for name in consumers:
+    publisher = states.publisher()
+    if tracker is None:
+        return {}, {}
+    others = [name for name in tracker.consumers if name != publisher]
+    saved = [states.consumers(rank) for rank in range(states.world_size)] if others else []
+    unrestored: dict[str, Tensor | None] = dict.fromkeys(fqn for fqn in tracker.shards if fqn not in shards)
+    pending = {name: dict(unrestored) for name in tracker.consumers}
+    notes: dict[str, object] = {publisher: Position(last.stream, last.link).to_dict()} if publisher in pending else {}
+    for name in others:
         held = [each[name] for each in saved if name in each]
         versions = [each.version for each in held if each.version is not None]
         rows = rows_after(log, last, min(versions), shards) if len(versions) == len(saved) else None
         if rows is None:
-            found[name] = dict.fromkeys(shards)
+            pending[name] |= dict.fromkeys(shards)
             continue
-        found[name] = {}
         for fqn, shard in shards.items():
             left_out = [local_rows(each.left_out[fqn], shard) for each in held if fqn in each.left_out]
             ids = torch.cat([rows.get(fqn, torch.empty(0, dtype=torch.int64)), *left_out])
-            found[name][fqn] = ids.unique()  # type: ignore[no-untyped-call]
-    return found
-
-
-def saved_places(
-    saved: Sequence[Mapping[str, Consumer]], pending: Mapping[str, Mapping[str, Tensor | None]]
-) -> dict[str, dict[str, Any]]:
-    """Return the saved positions of the streams of other publishers, by consumer, so that they continue with a delta.
-
-    A consumer is omitted if the ranks have saved different positions, or if its pending rows are unknown.
-    """
-    found = {}
-    for name, tables in pending.items():
-        first, *others = [each[name].place if name in each else None for each in saved]
-        is_known = all(rows is not None for rows in tables.values())
-        if is_known and first is not None and all(each == first for each in others):
-            found[name] = first
-    return found
+            pending[name][fqn] = ids.unique()  # type: ignore[no-untyped-call]
+        place = held[0].place
+        if place is not None and all(each.place == place for each in held):
+            notes[name] = place
+    return pending, notes
 
 
 def rows_after(

@@ -1,35 +1,50 @@
-"""Writes of a restore on one rank: :class:`Plan`."""
+"""Compare a version with the job on this rank, and write it afterwards: :func:`prepare` and :class:`Plan`."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from delta_tracker.errors import CorruptPartError, NotRecoverableError
-from delta_tracker.recovery.row_writer import RowWriter
-from delta_tracker.row_target import RowTarget
+from delta_tracker.errors import CorruptPartError, NotRecoverableError, RestoreMismatchError
+from delta_tracker.predictor.targets import check_targets, find_targets
+from delta_tracker.recovery.fit import Saved, check_fit
+from delta_tracker.recovery.job import LocalJob, spec_of
+from delta_tracker.recovery.pending import pending_rows
+from delta_tracker.recovery.targets import RowWriter, state_targets
+from delta_tracker.recovery.training_states import TrainingStates
+from delta_tracker.recovery.warm_up import check_warm
+from delta_tracker.row_target import RowTarget, TensorTarget
 from delta_tracker.rows import copy_from_host
-from delta_tracker.sharding.collision_states import load_collision_states
+from delta_tracker.sharding.collision_states import check_collision_slots, check_collision_states, load_collision_states
+from delta_tracker.sharding.collisions import LocalOwners, local_owners
+from delta_tracker.sharding.discover import Discovery, discover
 from delta_tracker.sharding.local_shard import LocalShard
-from delta_tracker.sharding.optimizer_rows import Scalars, write_scalars
+from delta_tracker.sharding.optimizer_rows import (
+    Scalars,
+    check_scalars,
+    refuse_unrecoverable,
+    state_views,
+    write_scalars,
+)
 from delta_tracker.stream.format.manifest import Manifest, Part, Stored
 from delta_tracker.stream.format.part_reader import PartReader, Ranged
 from delta_tracker.stream.format.shard_rows import wanted
+from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import ShardSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Plan:
-    """Everything that a restore writes to the model on this rank.
+    """Everything that a restore writes on this rank, see :func:`prepare`.
 
     Args:
         path: entries to apply, in order. The last one has the training states.
-        applied: entry up to which all rows are written already. No effect if the path begins with another version.
+        continues: True if the rows of the first entry of the path are written already.
         shards: FQN to shard, for each table that is restored.
         targets: name of a table or state table to its memory.
         scalars: FQN to the numbers of the table's kernel.
@@ -37,11 +52,15 @@ class Plan:
         held: dense tensors of the model, by name.
         names: names of the dense tensors that are in the parts of the last entry.
         dense: other dense tensors by name, in the order of writing: those of rank 0, then the buffers of this rank.
+        pending: consumer to FQN to the local ids of the rows that are pending afterwards; None for all rows.
+        notes: consumer to the position of its publisher's stream.
+        rerouted: FQNs of the tables whose raw ids are divided among the ranks in another way than in the version.
+        unloaded: ignored states of ranks, by name, that the user may load at another number of ranks.
     """
 
     storage: Storage
     path: Sequence[Manifest]
-    applied: Manifest | None
+    continues: bool
     shards: Mapping[str, LocalShard]
     targets: Mapping[str, RowTarget]
     scalars: Mapping[str, Scalars]
@@ -49,16 +68,16 @@ class Plan:
     held: Mapping[str, Tensor]
     names: Collection[str]
     dense: Mapping[str, Tensor]
+    states: TrainingStates
+    pending: Mapping[str, Mapping[str, Tensor | None]]
+    notes: Mapping[str, object]
+    rerouted: Sequence[str]
+    unloaded: Sequence[str]
 
     @property
     def last(self) -> Manifest:
         """Entry with the training states."""
         return self.path[-1]
-
-    @property
-    def continues(self) -> bool:
-        """True if the rows of the first entry of the path are written already."""
-        return self.applied is not None and self.path[0].link == self.applied.link
 
     @property
     def specs(self) -> dict[str, ShardSpec]:
@@ -82,8 +101,8 @@ class Plan:
 
     @torch.no_grad()
     def write(self) -> None:
-        """Write all of the plan."""
-        writer = RowWriter(storage=self.storage, shards=self.specs, targets=self.targets)
+        """Write the model."""
+        writer = RowWriter(self.storage, self.specs, self.targets)
         for entry in self.path[self.continues :]:
             writer.write(entry)
         write_scalars(self.shards, self.scalars)
@@ -97,10 +116,10 @@ class Plan:
         self._copy(self.dense)
 
     def _objects(self) -> Iterable[Part | Stored]:
-        specs, first = self.specs, int(self.continues)
+        specs = self.specs
         for number, entry in enumerate(self.path):
             for part in entry.parts:
-                has_rows = number >= first and bool(wanted(part, specs))
+                has_rows = number >= self.continues and bool(wanted(part, specs))
                 if has_rows or (entry is self.last and not set(part.dense).isdisjoint(self.names)):
                     yield part
                 if has_rows and part.states is not None:
@@ -109,3 +128,139 @@ class Plan:
     def _copy(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
             copy_from_host(self.held[name], tensor)
+
+
+def check_model(job: LocalJob) -> tuple[Discovery, dict[str, LocalOwners]]:
+    """Check that the model and the tracker of a job can be restored at all, from any version.
+
+    Returns the tables of the model, and FQN to the raw ids of this rank's rows for each table with managed collisions.
+    """
+    found = discover(job.model)
+    owners = local_owners(job.model, found)
+    refuse_unrecoverable(found, {fqn: each.module for fqn, each in owners.items()})
+    check_warm(job.model)
+    job.check_tracker(found.shards)
+    return found, owners
+
+
+def prepare(log: StreamLog, path: Sequence[Manifest], job: LocalJob, applied: Manifest | None = None) -> Plan:
+    """Compare the last version of a :func:`recovery_path` from ``applied`` with the job, and prepare all writes."""
+    last = path[-1]
+    found, every_owner = check_model(job)
+    states = TrainingStates(log.storage, last)
+    is_same = states.world_size == job.world_size
+    own = job.rank if is_same else 0
+    dense, buffers = states.dense(), states.buffers(own)
+    unfused = {fqn: table for fqn, table in last.tables.items() if fqn not in last.states}
+    rank_names = states.names_of(own) if is_same else names_of_all_ranks(states, job.ignore, log.url)
+    described = job.described(found.shards)
+    saved = Saved(
+        tables=last.tables,
+        states=last.states,
+        unfused=states.shards(own, unfused),
+        dense={**last.dense, **{name: spec_of(tensor) for name, tensor in dense.items()}},
+        training=states.keys(0, "training"),
+        rank=rank_names,
+        world_size=states.world_size,
+    )
+    check_fit(saved, described, job.ignore)
+    job.check_states(states)
+    for name, tensor in buffers.items():
+        if name not in job.ignore and described.dense.get(name) != spec_of(tensor):
+            raise RestoreMismatchError(f"the buffer {name!r}", spec_of(tensor), described.dense.get(name) or "missing")
+    shards = {fqn: found.shards[fqn] for fqn in last.tables if fqn not in job.ignore}
+    scalars = _kernels(states, shards, own if is_same else None)
+    check_scalars(shards, scalars)
+    owners = {fqn: each for fqn, each in every_owner.items() if fqn in shards}
+    check_collisions(last, owners, job.ignore)
+    targets = _targets(job, last, shards)
+    collisions = load_collisions(states, owners, [own] if is_same else range(states.world_size))
+    pending, notes = pending_rows(job.tracker, states, log, last, {fqn: shard.spec for fqn, shard in shards.items()})
+    plan = Plan(
+        storage=log.storage,
+        path=path,
+        continues=applied is not None and path[0].link == applied.link,
+        shards=shards,
+        targets=targets,
+        scalars=scalars,
+        collisions=collisions,
+        held=job.dense(found.shards),
+        names=last.dense.keys() - set(job.ignore),
+        dense={name: tensor for name, tensor in {**dense, **buffers}.items() if name not in job.ignore},
+        states=states,
+        pending=pending,
+        notes=notes,
+        rerouted=sorted(fqn for fqn, each in owners.items() if each.identity != last.identities[fqn]),
+        unloaded=[] if is_same else [name for name in rank_names if name in job.ignore],
+    )
+    plan.check_objects(() if is_same else last.training)
+    return plan
+
+
+def names_of_all_ranks(states: TrainingStates, ignore: Collection[str], url: str) -> list[str]:
+    """Return the names of the states that differ by rank, each of which all ranks must have unless it is ignored."""
+    names = [set(states.names_of(rank)) for rank in range(states.world_size)]
+    every = set().union(*names)
+    for rank, each in enumerate(names):
+        if missing := sorted(every - each - set(ignore)):
+            reason = f"rank {rank} had no states {missing}: restore it with {states.world_size} ranks, or ignore them"
+            raise NotRecoverableError(url, states.version, reason)
+    return sorted(every)
+
+
+def _kernels(states: TrainingStates, shards: Mapping[str, LocalShard], own: int | None) -> dict[str, Scalars]:
+    """Return the numbers of the kernels of this rank's fused tables, by FQN.
+
+    Those of the rank ``own`` of the version are used, if there is one. Others must be equal on all ranks that had the
+    table.
+    """
+    needed = {fqn for fqn, shard in shards.items() if any(kernel.is_fused for kernel, _ in shard.places)}
+    numbers = {} if own is None else states.kernels(own)
+    found: dict[str, Scalars] = {fqn: each for fqn, each in numbers.items() if fqn in needed}
+    missing = needed - found.keys()
+    for rank in range(states.world_size) if missing else ():
+        for fqn, each in states.kernels(rank).items():
+            if fqn in missing and found.setdefault(fqn, each) != each:
+                what, saved = f"the list of the optimizer's counters of {fqn!r}", f"{found[fqn]} on one rank"
+                raise RestoreMismatchError(what, f"{saved} and {each} on another", "one for all ranks")
+    return found
+
+
+def load_collisions(
+    states: TrainingStates, owners: Mapping[str, LocalOwners], ranks: Iterable[int]
+) -> dict[str, tuple[object, list[dict[str, Any]]]]:
+    """Return the managed-collision module of each table in ``owners``, and the states of its slots, by FQN.
+
+    Of the ``ranks`` of the version, reads the states only from those that had the slots.
+    """
+    saved = {rank: states.collision_slots(rank) for rank in ranks} if owners else {}
+    found = {}
+    for fqn, each in owners.items():
+        slots = {rank: held[fqn] for rank, held in saved.items() if fqn in held}
+        joined = set(check_collision_slots(fqn, each.module, slots.values()))
+        read = [states.collision(rank, fqn) for rank, range_ in slots.items() if range_ in joined]
+        check_collision_states(fqn, each.module, read, each.identity)
+        found[fqn] = each.module, read
+    return found
+
+
+def check_collisions(last: Manifest, owners: Collection[str], ignore: Collection[str]) -> None:
+    """Check that the same tables have managed collisions in the version and, by ``owners``, in the job."""
+    if differing := sorted((last.identities.keys() ^ set(owners)) - set(ignore)):
+        words = ["with" if differing[0] in each else "without" for each in (last.identities, owners)]
+        raise RestoreMismatchError(f"table {differing[0]!r}", *(f"{word} managed collisions" for word in words))
+
+
+def _targets(job: LocalJob, last: Manifest, shards: Mapping[str, LocalShard]) -> dict[str, RowTarget]:
+    """Return the targets of the rows and of the states, by the name of the table or state table."""
+    tables = {fqn: last.tables[fqn] for fqn in shards}
+    targets = {fqn: target for fqn, target in find_targets(job.model).items() if fqn in tables}  # also write caches
+    check_targets(replace(last, tables=tables), targets)
+    kept = {fqn: states for fqn, states in last.states.items() if fqn in shards}
+    views = {fqn: state_views(shards[fqn]) for fqn in kept}
+    found = state_targets({fqn: shard.spec for fqn, shard in shards.items()}, views, kept)
+    for name, target in found.items():
+        if isinstance(target, TensorTarget) and target.obstacle:
+            fqn, _, state = name.partition("\n")
+            raise RestoreMismatchError(f"the state {state!r} of {fqn!r}", "a writable tensor", target.obstacle)
+    return {**targets, **found}

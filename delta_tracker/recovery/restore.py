@@ -17,11 +17,10 @@ from delta_tracker.publisher.exchange import Exchange, Message, Phase, check_ali
 from delta_tracker.publisher.training import Stateful
 from delta_tracker.recovery.job import LocalJob
 from delta_tracker.recovery.path import recovery_path
-from delta_tracker.recovery.preparation import Prepared, prepare
+from delta_tracker.recovery.plan import Plan, prepare
 from delta_tracker.sharding.interrupted import mark, unmark
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
-from delta_tracker.stream.reading.position import Position
 from delta_tracker.stream.storage.storage import Location, open_storage
 from delta_tracker.tracker.data_position import DataPosition
 from delta_tracker.tracker.tracker import ModelDeltaTracker
@@ -131,7 +130,7 @@ class Restoration:
         keeps_mark: True if the caller has marked the model as incomplete, and removes the mark later.
 
     Attributes:
-        prepared: what is written to the model; None before anything can be written.
+        plan: what is written; None before anything can be written.
     """
 
     exchange: Exchange
@@ -140,7 +139,7 @@ class Restoration:
     job: LocalJob
     applied: Manifest | None = None
     keeps_mark: bool = False
-    prepared: Prepared | None = field(default=None, init=False)
+    plan: Plan | None = field(default=None, init=False)
     _path: list[Manifest] | None = field(default=None, init=False)  # on rank 0, from _resolve()
     _unloaded: Mapping[str, Sequence[object]] = field(default_factory=dict, init=False)
 
@@ -153,22 +152,23 @@ class Restoration:
             raise NotRecoverableError(open_storage(self.url).url, None, messages[0]["nothing"])
         version, xxh3 = messages[0]["chosen"]
         exchange.exchange(Phase.FITTING, Message.of(lambda: self._prepare(version, xxh3)))
-        last = self._made.plan.last
+        plan = self.plan
+        assert plan is not None, "made by _prepare()"
         if not self.keeps_mark:
             mark(model, version)
-        exchange.exchange(Phase.RESTORING, Message.of(self._write))
-        exchange.exchange(Phase.LOADING, Message.of(self._load))
+        exchange.exchange(Phase.RESTORING, Message.of(lambda: self._write(plan)))
+        exchange.exchange(Phase.LOADING, Message.of(lambda: self._load(plan)))
         if not self.keeps_mark:
             unmark(model)
-        if self._made.rerouted and self.job.rank == 0:
-            _logger.warning("unknown raw ids read other rows than before in the tables %s", self._made.rerouted)
-        _logger.info("restored version %d of stream %s", version, last.stream)
+        if plan.rerouted and self.job.rank == 0:
+            _logger.warning("unknown raw ids read other rows than before in the tables %s", plan.rerouted)
+        _logger.info("restored version %d of stream %s", version, plan.last.stream)
         return Restored(
             version=version,
-            stream=last.stream,
-            num_batches=last.batches[1],
-            event_time=last.event_time,
-            world_size=self._made.states.world_size,
+            stream=plan.last.stream,
+            num_batches=plan.last.batches[1],
+            event_time=plan.last.event_time,
+            world_size=plan.states.world_size,
             rank_states=self._unloaded,
         )
 
@@ -193,30 +193,20 @@ class Restoration:
         if (path[-1].version, path[-1].link.xxh3) != (version, xxh3):
             reason = "this rank finds another version in its store than rank 0"
             raise NotRecoverableError(log.storage.url, version, reason)
-        self.prepared = prepare(log, path, self.job, self.applied)
+        self.plan = prepare(log, path, self.job, self.applied)
         return {}
 
-    def _write(self) -> dict[str, Any]:
-        self._made.plan.write()
+    def _write(self, plan: Plan) -> dict[str, Any]:
+        plan.write()
         self.job.model.zero_grad(set_to_none=True)  # gradients of the batches before the restore
         return {}
 
-    def _load(self) -> dict[str, Any]:
-        job, made = self.job, self._made
-        job.load(made.states)
-        if made.states.world_size != job.world_size:
-            names = [name for name in made.rank_names if name in job.ignore]
-            self._unloaded = {name: made.states.of_all_ranks(name) for name in names}
+    def _load(self, plan: Plan) -> dict[str, Any]:
+        job = self.job
+        job.load(plan.states)
+        self._unloaded = {name: plan.states.of_all_ranks(name) for name in plan.unloaded}
         if job.tracker is not None:
-            last = made.plan.last
-            note = Position(last.stream, last.link).to_dict()
-            notes = {**made.places, **({made.publisher: note} if made.publisher in job.tracker.consumers else {})}
-            job.tracker.restore_from_stream(last.batches[1], made.pending, notes)
+            job.tracker.restore_from_stream(plan.last.batches[1], plan.pending, plan.notes)
             if job.data is not None:
                 job.tracker.attach_data(job.data)
         return {}
-
-    @property
-    def _made(self) -> Prepared:
-        assert self.prepared is not None, "made by _prepare()"
-        return self.prepared

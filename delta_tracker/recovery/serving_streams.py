@@ -7,7 +7,6 @@ import secrets
 from collections.abc import Sequence
 
 from delta_tracker.errors import FencedError, InvalidArgumentError
-from delta_tracker.recovery.library import Library
 from delta_tracker.recovery.recovery_stream import claim_newest
 from delta_tracker.recovery.training_states import TrainingStates
 from delta_tracker.stream.format.manifest import Manifest
@@ -42,7 +41,7 @@ class ServingStreams:
         head = version or self._recovery.head()
         self._check_distinct([*([] if head is None else [head.stream]), *streams])
         if version is not None and version.training:
-            saved = Library(TrainingStates(self._recovery.storage, version)).consumers(0).values()
+            saved = TrainingStates(self._recovery.storage, version).consumers(0).values()
             known = {each.place.get("stream") for each in saved if each.place is not None}
             others = [number for number, stream in enumerate(streams) if stream not in known]
             if len(others) > sum(each.place is None for each in saved):

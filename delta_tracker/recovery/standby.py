@@ -36,7 +36,7 @@ from delta_tracker.publisher.training import Stateful
 from delta_tracker.recovery.following import Following
 from delta_tracker.recovery.job import LocalJob
 from delta_tracker.recovery.path import recovery_path
-from delta_tracker.recovery.preparation import check_model
+from delta_tracker.recovery.plan import check_model
 from delta_tracker.recovery.recovery_stream import GONE, RecoveryStream
 from delta_tracker.recovery.restore import Restoration, Restored
 from delta_tracker.recovery.serving_streams import ServingStreams
@@ -402,8 +402,8 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
                 PublisherPulse(storage, 0.0).leave(claimed.entry)  # the only heartbeat, without period
             serving = list(self._claim_serving(exchange, claimed))
         except BaseException:
-            if restoration.prepared is not None:
-                self._following.overwritten(restoration.prepared.plan)
+            if restoration.plan is not None:
+                self._following.overwritten(restoration.plan)
             raise
         return restored, serving
 

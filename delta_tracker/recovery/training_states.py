@@ -1,24 +1,61 @@
-"""Training states of all ranks in one version."""
+"""Training states of all ranks in one version, and the values in them that the library itself saved."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypedDict, TypeVar, cast
 
-from delta_tracker.errors import CorruptPartError
+import torch
+from msgspec import Struct, ValidationError, convert
+from torch import Tensor
+
+from delta_tracker.errors import CorruptPartError, InvalidArgumentError
 from delta_tracker.recovery.fit import DATA
+from delta_tracker.sharding.collision_states import collision_fault
 from delta_tracker.state_tree import StateReader
+from delta_tracker.stream.format.field_types import Count, Range
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.part_reader import read_training
 from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.types import ShardSpec, TableSpec
 
 _T = TypeVar("_T")
+
+
+class _Kernel(TypedDict):
+    """Numbers of the kernel of a table, see :func:`~delta_tracker.sharding.optimizer_rows.kernel_scalars`."""
+
+    iter: Count
+    iter_cpu: Count
+    lr: float
+    group_lr: float
+    eps: float
+    beta1: float
+    beta2: float
+    weight_decay: float
+
+
+class Consumer(Struct, frozen=True):
+    """Position of a consumer of the tracker, see :class:`~delta_tracker.publisher.training.ConsumerState`."""
+
+    version: Count | None
+    left_out: dict[str, Tensor]
+    place: dict[str, Any] | None = None
+
+
+class _Shard(Struct, frozen=True):
+    """Block of a table that a rank had."""
+
+    rows: Range
+    columns: tuple[Range, ...]
+    replicated: bool
 
 
 class TrainingStates:
     """Reader of the training states of all ranks in one version, which opens an object when it is first needed.
 
-    An object that does not match its record, or has no such value, raises CorruptPartError.
+    The states are untrusted: an object that does not match its record, or a value that is missing or invalid, raises
+    :class:`~delta_tracker.errors.CorruptPartError`.
     """
 
     def __init__(self, storage: Storage, entry: Manifest) -> None:
@@ -31,10 +68,6 @@ class TrainingStates:
     def world_size(self) -> int:
         """Number of ranks that published the version."""
         return len(self._stored)
-
-    def name(self, rank: int) -> str:
-        """Return the name of the object with the training state of a rank."""
-        return self._stored[rank].name
 
     def load(self, rank: int, *path: str) -> Any:  # noqa: ANN401  the state of an object of the user
         """Return the value of the training state of a rank to which the keys ``path`` lead."""
@@ -61,6 +94,79 @@ class TrainingStates:
         ranks = range(self.world_size)
         return [self.of_rank(rank, name) if name in self.names_of(rank) else None for rank in ranks]
 
+    def kernels(self, rank: int) -> dict[str, dict[str, int | float]]:
+        """Return the numbers of the kernels that a rank had, by table FQN."""
+        held = self._library(rank, "kernels", dict[str, dict[str, Any]])
+        numbers = {fqn: {name: _number(value) for name, value in each.items()} for fqn, each in held.items()}
+        return cast("dict[str, dict[str, int | float]]", self._converted(rank, "kernels", numbers, dict[str, _Kernel]))
+
+    def shards(self, rank: int, tables: Mapping[str, TableSpec]) -> dict[str, ShardSpec]:
+        """Return the blocks that a rank had of ``tables``, which have no fused optimizer, by FQN."""
+        held = self._library(rank, "shards", dict[str, _Shard])
+        if missing := sorted(tables.keys() - held.keys()):
+            raise self._error(rank, "shards", f"it has no tables {missing}")
+        found = {}
+        for fqn, table in tables.items():
+            (first, end), columns = held[fqn].rows, held[fqn].columns
+            try:
+                found[fqn] = ShardSpec(table, first, end - first, columns, held[fqn].replicated)
+            except InvalidArgumentError as error:
+                raise self._error(rank, "shards", str(error)) from error
+        return found
+
+    def dense(self) -> dict[str, Tensor]:
+        """Return the dense tensors that are not in the version itself, by name."""
+        return self._library(0, "dense", dict[str, Tensor])
+
+    def buffers(self, rank: int) -> dict[str, Tensor]:
+        """Return the buffers that a rank had, by name; an empty dict for rank 0, whose buffers are dense tensors."""
+        return self._library(rank, "buffers", dict[str, Tensor]) if rank else {}
+
+    def publisher(self) -> str:
+        """Return the name of the publisher's consumer."""
+        return self._library(0, "publisher", str)
+
+    def consumers(self, rank: int) -> dict[str, Consumer]:
+        """Return the positions of the tracker's other consumers on a rank, by name."""
+        found = self._library(rank, "consumers", dict[str, Consumer])
+        for name, consumer in found.items():
+            if consumer.version is not None and consumer.version > self.version:
+                raise self._error(rank, "consumers", f"{name!r} had read version {consumer.version}, which is later")
+            for fqn, ids in consumer.left_out.items():
+                if ids.dtype != torch.int64 or ids.dim() != 1:
+                    reason = f"the ids of {name!r} in {fqn!r} are {ids.dtype} {list(ids.shape)}"
+                    raise self._error(rank, "consumers", reason)
+        return found
+
+    def collision_slots(self, rank: int) -> dict[str, tuple[int, int]]:
+        """Return the half-open range of slots of each managed-collision module of a rank, by FQN. Reads no tensors."""
+        found = {}
+        for fqn in self.keys(rank, "library", "collisions"):
+            read = (self.load(rank, "library", "collisions", fqn, name) for name in ("offset", "zch_size"))
+            first, size = (self._converted(rank, "collisions", value, Count) for value in read)
+            found[fqn] = first, first + size
+        return found
+
+    def collision(self, rank: int, fqn: str) -> dict[str, Any]:
+        """Return the state of the managed-collision module that a rank had for a table."""
+        value = self.load(rank, "library", "collisions", fqn)
+        found = self._converted(rank, "collisions", value, dict[str, Any])
+        if fault := collision_fault(found):
+            raise self._error(rank, "collisions", f"{fault} of {fqn!r}")
+        return found
+
+    def _library(self, rank: int, key: str, kind: type[_T]) -> _T:
+        return self._converted(rank, key, self.load(rank, "library", key), kind)
+
+    def _converted(self, rank: int, key: str, value: object, kind: type[_T]) -> _T:
+        try:
+            return convert(value, kind)
+        except ValidationError as error:
+            raise self._error(rank, key, str(error)) from error
+
+    def _error(self, rank: int, key: str, reason: str) -> CorruptPartError:
+        return CorruptPartError(self._stored[rank].name, f"its library.{key} is invalid: {reason.removesuffix('.')}")
+
     def _found(self, rank: int, what: str, path: tuple[str, ...], read: Callable[..., _T]) -> _T:
         if rank not in self._readers:
             self._readers[rank] = read_training(self._storage, self._stored[rank])
@@ -69,7 +175,7 @@ class TrainingStates:
         except CorruptPartError:
             raise
         except (KeyError, ValueError) as error:
-            raise CorruptPartError(self.name(rank), f"it has no {what} {'.'.join(path)}: {error}") from error
+            raise CorruptPartError(self._stored[rank].name, f"it has no {what} {'.'.join(path)}: {error}") from error
 
 
 def _fields(reader: StateReader, *path: str) -> list[str] | None:
@@ -79,3 +185,8 @@ def _fields(reader: StateReader, *path: str) -> list[str] | None:
         raise
     except ValueError:
         return None
+
+
+def _number(value: object) -> object:
+    """Return the number in a tensor without dimensions, and every other value unchanged."""
+    return value.item() if isinstance(value, Tensor) and not value.dim() else value

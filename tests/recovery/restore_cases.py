@@ -23,7 +23,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from delta_tracker import DataPosition, ModelDeltaTracker, Publisher
 from delta_tracker.errors import StorageError
-from delta_tracker.recovery import job, plan, preparation
+from delta_tracker.recovery import job, plan
 from delta_tracker.recovery.path import recovery_path
 from delta_tracker.recovery.random_states import RandomStates
 from delta_tracker.recovery.restore import restore
@@ -332,7 +332,7 @@ def interrupted(rank: int, world_size: int, path: str, spec: dict[str, Any], whe
     before = trainer.held()
     fault = StorageError("file:///gone", "the disk is gone")
     kind, name = {
-        "fit": (preparation, "check_scalars"),
+        "fit": (plan, "check_scalars"),
         "write": (plan, "write_scalars"),
         "load": (type(trainer.scheduler), "load_state_dict"),
     }[where]

@@ -24,10 +24,10 @@ from delta_tracker.errors import StorageError, UnsafeStoreError
 from delta_tracker.monitor import Monitor
 from delta_tracker.publisher import coordinator
 from delta_tracker.publisher.version_source import VersionSource
-from delta_tracker.recovery import plan, preparation
+from delta_tracker.recovery import plan
 from delta_tracker.recovery.following import Following
 from delta_tracker.recovery.random_states import RandomStates
-from delta_tracker.recovery.row_writer import RowWriter
+from delta_tracker.recovery.targets import RowWriter
 from delta_tracker.sharding.interrupted import check_complete
 from delta_tracker.stream.heartbeat import PublisherPulse, read_heartbeats
 from delta_tracker.stream.liveness import Liveness
@@ -300,9 +300,9 @@ def _fault(where: str) -> Iterator[None]:
         return
     kinds: dict[str, tuple[Any, str]] = {
         "store": (plan.Plan, "check_objects"),
-        "fit": (preparation, "check_scalars"),
+        "fit": (plan, "check_scalars"),
         "write": (plan, "write_scalars"),
-        "load": (preparation.TrainingStates, "of_rank"),
+        "load": (plan.TrainingStates, "of_rank"),
     }
     with mock.patch.object(*kinds[where], side_effect=fault):
         yield

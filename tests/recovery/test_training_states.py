@@ -11,7 +11,6 @@ import torch
 
 from delta_tracker.errors import CorruptPartError
 from delta_tracker.raw_ids import NO_OWNER
-from delta_tracker.recovery.library import Library
 from delta_tracker.recovery.training_states import TrainingStates
 from delta_tracker.state_tree import pack
 from delta_tracker.stream.storage.storage import Storage
@@ -48,7 +47,7 @@ _LIBRARY: dict[str, Any] = {
     "consumers": {"other": {"version": 1, "left_out": {"t": torch.tensor([1, 4])}}},
 }
 
-_READS: dict[str, Callable[[Library], object]] = {
+_READS: dict[str, Callable[[TrainingStates], object]] = {
     "collisions": lambda library: (library.collision_slots(0), library.collision(0, "t")),
     "kernels": lambda library: library.kernels(0),
     "shards": lambda library: library.shards(0, {"plain": _TABLE}),
@@ -59,11 +58,11 @@ _READS: dict[str, Callable[[Library], object]] = {
 }
 
 
-def library_of(value: object) -> Library:
+def library_of(value: object) -> TrainingStates:
     """Return a reader of training states of two ranks, of which rank 0 has ``value``."""
     writer = Writer(Storage("memory://"), states=_STATES)
     writer.training = [pack({"library": each}, "state") for each in (value, {"buffers": [1]})]
-    return Library(TrainingStates(writer.storage, writer.snapshot()))
+    return TrainingStates(writer.storage, writer.snapshot())
 
 
 def test_valid_values_are_read() -> None:
