@@ -4,8 +4,7 @@ Before anything is written, ``path.py`` finds the entries to apply, a snapshot a
 ``plan.py`` compares them with the job:
 
 - ``training_states.py`` reads the training states of the ranks.
-- ``job.py`` describes the job on this rank, and ``fit.py`` compares it with the version. ``warm_up.py`` checks that the
-  order of the dense gradients is final.
+- ``job.py`` describes the job on this rank, and ``fit.py`` compares it with the version.
 - ``state_fit.py`` compares the states of optimizers and schedulers with those of the job.
 - ``pending.py`` finds the rows that are pending for the consumers of the tracker afterwards.
 
@@ -13,6 +12,6 @@ Then ``plan.py`` writes the model, with ``targets.py`` for the rows and their op
 states of the user's objects. ``random_states.py`` saves and restores the global random generators.
 
 ``standby.py`` is a job that takes the place of another one. Its ranks write rows with ``following.py``, and a takeover
-ends with the restore of the rest. ``recovery_stream.py`` decides on rank 0 when to take over, and claims the stream;
-``serving_streams.py`` claims the others. ``standby_gauges.py`` has the metrics.
+ends with the restore of the rest. ``streams.py`` decides on rank 0 when to take over, and claims the streams.
+``standby_gauges.py`` has the metrics.
 """

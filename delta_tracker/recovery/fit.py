@@ -93,7 +93,8 @@ def _check_optimizer(fqn: str, saved: Saved, job: Job) -> None:
     if expected is None or not is_fused:
         check_same(optimizer, "not fused" if expected is None else "fused", "fused" if is_fused else "not fused")
         former = saved.unfused[fqn]
-        check_same(f"the sharding of {fqn!r}", _copies(former), _copies(shard))
+        words = ["replicated" if each.is_replicated else "sharded" for each in (former, shard)]
+        check_same(f"the sharding of {fqn!r}", *words)
         if saved.world_size == job.world_size and not shard.is_replicated:
             # Its optimizer's state is that of a rank, and torch's load_state_dict compares no shapes.
             check_same(f"this rank's shard of {fqn!r}", _place(former), _place(shard))
@@ -134,10 +135,6 @@ def _check_presence(what: str, name: str, saved: Iterable[str], found: Iterable[
         remedy = f"Pass it, or name it in ignore={{{name!r}}}" if is_saved else f"Name it in ignore={{{name!r}}}"
         words = ("there", "missing") if is_saved else ("missing", "there")
         raise RestoreMismatchError(what, *words, remedy)
-
-
-def _copies(shard: ShardSpec) -> str:
-    return "replicated" if shard.is_replicated else "sharded"
 
 
 def _place(shard: ShardSpec) -> str:

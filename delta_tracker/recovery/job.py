@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from delta_tracker.errors import (
     LOAD_BEFORE,
@@ -27,6 +28,12 @@ from delta_tracker.tracker.data_position import DataPosition
 from delta_tracker.tracker.tracker import ModelDeltaTracker
 
 _UPDATE_SECONDS = 5.0  # longest wait for an update in progress, which would write to restored rows
+_WRAPPER = "_dmp_wrapped_module"  # name of the module in a DistributedModelParallel
+_REMEDY = (
+    "Train two batches before restore(), which overwrites their effect. If training does not call this "
+    "DistributedDataParallel, but modules inside it, build it with find_unused_parameters=True, or pass "
+    "init_data_parallel=False to DistributedModelParallel"
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,6 +143,26 @@ class LocalJob:
             rank=rank if self.data is None else {**rank, DATA: self.data.has_rank_states},
             world_size=self.world_size,
         )
+
+
+def check_warm(model: nn.Module) -> None:
+    """Raise InvalidArgumentError unless ``DistributedDataParallel`` has trained enough to order the gradients.
+
+    It groups gradients into buckets, whose order it changes once, after the first backward pass, or with
+    ``static_graph`` after the second one. With three ranks or more, another order gives other sums. A module that
+    training does not call, but only modules inside it, is rejected nevertheless: only the user knows that.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel) and _may_reorder(module):
+            inner = ".".join(part for part in name.split(".") if part != _WRAPPER) or type(module).__name__
+            raise InvalidArgumentError("model", f"{inner} without two trained batches", _REMEDY)
+
+
+def _may_reorder(module: DistributedDataParallel) -> bool:
+    if module.find_unused_parameters and not module.static_graph:
+        return False  # torch keeps the first order
+    logged: dict[str, Any] = module._get_ddp_logging_data()  # type: ignore[no-untyped-call]  # noqa: SLF001
+    return int(logged.get("iteration", 0)) < 1  # number of the last forward pass, counted from 0
 
 
 def spec_of(tensor: Tensor) -> DenseSpec:

@@ -12,11 +12,10 @@ from torch import Tensor
 from delta_tracker.errors import CorruptPartError, NotRecoverableError, RestoreMismatchError
 from delta_tracker.predictor.targets import check_targets, find_targets
 from delta_tracker.recovery.fit import Saved, check_fit
-from delta_tracker.recovery.job import LocalJob, spec_of
+from delta_tracker.recovery.job import LocalJob, check_warm, spec_of
 from delta_tracker.recovery.pending import pending_rows
 from delta_tracker.recovery.targets import RowWriter, state_targets
 from delta_tracker.recovery.training_states import TrainingStates
-from delta_tracker.recovery.warm_up import check_warm
 from delta_tracker.row_target import RowTarget, TensorTarget
 from delta_tracker.rows import copy_from_host
 from delta_tracker.sharding.collision_states import check_collision_slots, check_collision_states, load_collision_states

@@ -37,10 +37,9 @@ from delta_tracker.recovery.following import Following
 from delta_tracker.recovery.job import LocalJob
 from delta_tracker.recovery.path import recovery_path
 from delta_tracker.recovery.plan import check_model
-from delta_tracker.recovery.recovery_stream import GONE, RecoveryStream
 from delta_tracker.recovery.restore import Restoration, Restored
-from delta_tracker.recovery.serving_streams import ServingStreams
 from delta_tracker.recovery.standby_gauges import StandbyGauges
+from delta_tracker.recovery.streams import GONE, RecoveryStream, ServingStreams
 from delta_tracker.sharding.interrupted import mark_following, unmark
 from delta_tracker.stream.claimed import ClaimedStream
 from delta_tracker.stream.format.manifest import Manifest
@@ -367,8 +366,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
             restored, serving = self._restore_and_claim(exchange, claimed)
         except Exception as error:
             self._gauges.failed(error)
-            reason = f"{type(error).__name__}: {str(error).removesuffix('.')}"
-            failed = TakeoverFailedError(self._log.url, claimed.entry.version, reason)
+            failed = TakeoverFailedError(self._log.url, claimed.entry.version, _text(error).removesuffix("."))
             _logger.error("%s", str(failed))  # noqa: TRY400  the error is raised
             raise failed from error
         unmark(self._job.model)

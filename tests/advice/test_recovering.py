@@ -262,7 +262,7 @@ def _snapshot(job: _Job, **options: Any) -> None:
 
 @pytest.mark.advice(
     "FollowingError: mark_following",
-    "LivePublisherError: Standby._check_due Standby._claim RecoveryStream._check_still_silent "
+    "LivePublisherError: Standby._check_due Standby._claim RecoveryStream.claim "
     "RecoveryStream._forced_head StreamLog.claim live_publisher",
     "InvalidArgumentError: Claim.use",
 )

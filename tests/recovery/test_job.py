@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from delta_tracker.errors import InvalidArgumentError
-from delta_tracker.recovery.warm_up import check_warm
+from delta_tracker.recovery.job import check_warm
 
 
 @pytest.fixture

@@ -1,13 +1,18 @@
-"""Recovery stream of a trainer, as rank 0 of its standby sees it: :class:`RecoveryStream`."""
+"""Streams of a trainer, as its standby sees them: :class:`RecoveryStream` and :class:`ServingStreams`.
+
+Neither makes a collective call.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from delta_tracker.errors import (
+    FencedError,
     InvalidArgumentError,
     LivePublisherError,
     MalformedError,
@@ -15,10 +20,12 @@ from delta_tracker.errors import (
     StreamReplacedError,
 )
 from delta_tracker.recovery.standby_gauges import StandbyGauges
+from delta_tracker.recovery.training_states import TrainingStates
 from delta_tracker.stream.format.manifest import Link, Manifest
 from delta_tracker.stream.liveness import Liveness, Signs
 from delta_tracker.stream.log import Claim, StreamLog
 from delta_tracker.stream.reading.runtime import Runtime
+from delta_tracker.stream.storage.storage import Location, Storage, open_storage
 from delta_tracker.stream.takeover_request import read_request
 
 _logger = logging.getLogger(__name__)
@@ -29,7 +36,7 @@ _MIN_HEARTBEATS = 3  # a silence below this number of heartbeats is logged
 
 
 class RecoveryStream:
-    """Decisions of a standby's rank 0 to take over, and its claim of the recovery stream. Makes no collective call.
+    """Decisions of a standby's rank 0 to take over, and its claim of the recovery stream.
 
     A decision is a dict for all ranks. It is empty to continue, has ``is_due`` to take over, or one of
     ``nothing``, ``gone`` and ``live`` with the arguments of an error.
@@ -94,7 +101,10 @@ class RecoveryStream:
         The claim never follows that of another job, which has taken over already.
         """
         self._log.storage.probe()
-        self._check_still_silent(decision)
+        if decision["last"] is not None:  # to catch up may have taken minutes
+            signs = self._liveness.look(*self.shown)
+            if signs is not None and signs.last > decision["last"]:
+                raise LivePublisherError(self._log.url, signs.head.generation, signs.head.version, signs.silent_seconds)
         if self._claimed is not None:
             head = self._log.head()
             if head is None or head.link != self._claimed.link:  # another publisher continued it
@@ -103,7 +113,7 @@ class RecoveryStream:
         if not decision["is_forced"]:
             claim = self._log.claim(after=after, writer=self._writer)
         else:
-            claim = claim_newest(self._log, self._writer, lambda: self._forced_head(decision, after))
+            claim = _claim_newest(self._log, self._writer, lambda: self._forced_head(decision, after))
         self._claimed = claim.head
         return claim
 
@@ -132,7 +142,7 @@ class RecoveryStream:
             "generation": head.generation,
             "is_forced": bool(is_forced),
             "is_own": self._is_own(head),
-            "last": last,
+            "last": None if is_forced or self._is_own(head) else last,
         }
 
     def _is_own(self, head: Manifest) -> bool:
@@ -151,14 +161,6 @@ class RecoveryStream:
             _logger.warning("a live publisher may look dead: silence=%g heartbeat_seconds=%g", silence, seconds)
         self._checked_silence = silence, seconds
 
-    def _check_still_silent(self, decision: Mapping[str, Any]) -> None:
-        """Check that the publisher left no sign of life since the decision: to catch up may have taken minutes."""
-        if decision["is_forced"] or decision["is_own"] or decision["last"] is None:
-            return
-        signs = self._liveness.look(*self.shown)
-        if signs is not None and signs.last > decision["last"]:
-            raise LivePublisherError(self._log.url, signs.head.generation, signs.head.version, signs.silent_seconds)
-
     def _forced_head(self, decision: Mapping[str, Any], after: Link) -> Manifest:
         head = self._log.head()
         if head is None:
@@ -168,7 +170,77 @@ class RecoveryStream:
         return head
 
 
-def claim_newest(log: StreamLog, writer: str, newest: Callable[[], Manifest]) -> Claim:
+class ServingStreams:
+    """Serving streams of a trainer, on one rank of its standby."""
+
+    def __init__(self, recovery: StreamLog, urls: Sequence[Location]) -> None:
+        if isinstance(urls, str | os.PathLike | Storage) or not isinstance(urls, Sequence):
+            raise InvalidArgumentError("serving", urls, "Pass a list of urls")
+        self._recovery = recovery
+        self._urls = urls
+        self.storages = [open_storage(each) for each in urls]  # a wrong url must not create a directory
+        self._streams: list[str] = []  # ids of the streams, from check()
+        self.is_checked = False  # True after check() has succeeded
+        # The ids of the claims are drawn before the claims, which are found again if the store's answer is lost.
+        self._writers = [secrets.token_hex(16) for _ in urls]
+        self._check_distinct([recovery.storage.url, *(each.url for each in self.storages)])
+
+    def check(self, version: Manifest | None) -> None:
+        """Check that the streams exist, that the trainer publishes them, and that it publishes no others.
+
+        ``version``, of the recovery stream, has the positions of the streams of the tracker's other consumers. A stream
+        that is not among them is accepted only for a consumer whose position is unknown. None of them may be left out,
+        because its former publisher would not be fenced.
+        """
+        storages = [open_storage(each) for each in self._urls]  # the directory may have been mounted meanwhile
+        streams = [_stream_of(each) for each in storages]
+        head = version or self._recovery.head()
+        self._check_distinct([*([] if head is None else [head.stream]), *streams])
+        if version is not None and version.training:
+            saved = TrainingStates(self._recovery.storage, version).consumers(0).values()
+            known = {each.place.get("stream") for each in saved if each.place is not None}
+            others = [number for number, stream in enumerate(streams) if stream not in known]
+            if len(others) > sum(each.place is None for each in saved):
+                number = others[0]
+                remedy = (
+                    f"Pass the streams that the trainer publishes: this is stream {streams[number]}, and version "
+                    f"{version.version} of {self._recovery.storage.url} belongs to {sorted(map(str, known)) or 'none'}"
+                )
+                raise InvalidArgumentError("serving", storages[number].url, remedy)
+            if left_out := sorted(str(stream) for stream in known - set(streams)):
+                remedy = f"Pass the urls of all streams that the trainer publishes, also those of {left_out}"
+                raise InvalidArgumentError("serving", [each.url for each in storages], remedy)
+        self.storages, self._streams, self.is_checked = storages, streams, True
+
+    def claim(self, number: int, recovery: Manifest) -> Claim:
+        """Claim a stream, unless another job has claimed the recovery stream after ``recovery``.
+
+        The order of the reads keeps a job that was suspended from fencing the job that has taken over from it: that job
+        claims the recovery stream first. If its claim of the serving stream is not the head yet, it comes later.
+        """
+        storage = self.storages[number]
+        storage.probe()
+        log = StreamLog(storage)
+        return _claim_newest(log, self._writers[number], lambda: self._newest(log, number, recovery))
+
+    def _newest(self, log: StreamLog, number: int, recovery: Manifest) -> Manifest:
+        head = log.head()
+        if head is None or head.stream != self._streams[number]:
+            remedy = f"Mount or restore the stream {self._streams[number]}, which was replaced"
+            raise InvalidArgumentError("serving", log.url, remedy)
+        owner = self._recovery.head()
+        if owner is None or owner.link != recovery.link:
+            owner = owner or recovery
+            raise FencedError(recovery.generation, owner.generation, owner.version)
+        return head
+
+    def _check_distinct(self, names: Sequence[str]) -> None:
+        if len(set(names)) < len(names):
+            remedy = f"Pass each stream once, without the recovery stream {self._recovery.url}"
+            raise InvalidArgumentError("serving", [each.url for each in self.storages], remedy)
+
+
+def _claim_newest(log: StreamLog, writer: str, newest: Callable[[], Manifest]) -> Claim:
     """Claim a stream after its ``newest()`` entry, also if the former publisher commits versions meanwhile."""
     for _ in range(_ATTEMPTS):
         head = newest()
@@ -177,3 +249,12 @@ def claim_newest(log: StreamLog, writer: str, newest: Callable[[], Manifest]) ->
         except LivePublisherError:
             continue  # the former publisher has committed a version
     raise StorageError(log.url, f"lost {_ATTEMPTS} claims to versions of the former publisher")
+
+
+def _stream_of(storage: Storage) -> str:
+    """Return the id of the stream in a store."""
+    head = StreamLog(storage).head() if storage.has_directory("log") else None
+    if head is None:
+        remedy = "Check the url, and that its directory is mounted: there is no stream"
+        raise InvalidArgumentError("serving", storage.url, remedy)
+    return head.stream
