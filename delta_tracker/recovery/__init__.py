@@ -4,8 +4,8 @@ Before anything is written, ``path.py`` finds the entries to apply, a snapshot a
 ``plan.py`` compares them with the job:
 
 - ``training_states.py`` reads the training states of the ranks.
-- ``job.py`` describes the job on this rank, and ``fit.py`` compares it with the version.
-- ``state_fit.py`` compares the states of optimizers and schedulers with those of the job.
+- ``job.py`` describes the job on this rank, and ``fit.py`` compares it with the version, also the states of its
+  optimizers and schedulers.
 - ``pending.py`` finds the rows that are pending for the consumers of the tracker afterwards.
 
 Then ``plan.py`` writes the model, with ``targets.py`` for the rows and their optimizer states, and ``job.py`` loads the

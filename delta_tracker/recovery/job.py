@@ -17,10 +17,8 @@ from delta_tracker.errors import (
     UpdateInProgressError,
 )
 from delta_tracker.publisher.training import Stateful
-from delta_tracker.recovery.fit import DATA, Job
-from delta_tracker.recovery.state_fit import check_objects
-from delta_tracker.recovery.training_states import TrainingStates
-from delta_tracker.sharding.dense import dense_tensors
+from delta_tracker.recovery.fit import Job
+from delta_tracker.recovery.training_states import DATA, TrainingStates
 from delta_tracker.sharding.local_shard import LocalShard
 from delta_tracker.sharding.optimizer_rows import table_states
 from delta_tracker.stream.format.manifest import DenseSpec
@@ -105,16 +103,6 @@ class LocalJob:
                     remedy = "Call restore() between two batches, without a pipeline that has looked up rows"
                     raise InvalidArgumentError("model", f"{error.what} in progress", remedy) from error
 
-    def dense(self, shards: Mapping[str, LocalShard]) -> dict[str, Tensor]:
-        """Return the dense tensors of the model, by name, without the weights of the sharded tables."""
-        return dense_tensors(self.model, self.model, tables=shards.keys(), skip_sharded=True)
-
-    def check_states(self, states: TrainingStates) -> None:
-        """Check that optimizers and schedulers can take their states."""
-        check_objects("training_state", self.training_state, states, 0, self.ignore)
-        if self.world_size == states.world_size:
-            check_objects("rank_state", self.rank_state, states, self.rank, self.ignore)
-
     def load(self, states: TrainingStates) -> None:
         """Load the states of all objects that are not in ``ignore``."""
         for name, each in self.training_state.items():
@@ -131,14 +119,14 @@ class LocalJob:
             else:
                 _load(what, each.load_rank_states, states.of_all_ranks(name))
 
-    def described(self, shards: Mapping[str, LocalShard]) -> Job:
-        """Return the description of the job, whose model has these shards by FQN."""
+    def described(self, shards: Mapping[str, LocalShard], dense: Mapping[str, Tensor]) -> Job:
+        """Return the description of the job, whose model has these shards by FQN, and dense tensors by name."""
         rank = {name: callable(getattr(each, "load_rank_states", None)) for name, each in self.rank_state.items()}
         return Job(
             shards={fqn: shard.spec for fqn, shard in shards.items()},
             fused={fqn for fqn, shard in shards.items() if shard.is_fused},
             states={fqn: found for fqn, shard in shards.items() if (found := table_states(shard)) is not None},
-            dense={name: spec_of(tensor) for name, tensor in self.dense(shards).items()},
+            dense={name: spec_of(tensor) for name, tensor in dense.items()},
             training=self.training_state.keys(),
             rank=rank if self.data is None else {**rank, DATA: self.data.has_rank_states},
             world_size=self.world_size,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from delta_tracker.errors import CorruptPartError, NotRecoverableError, RestoreMismatchError
 from delta_tracker.predictor.targets import check_targets, find_targets
-from delta_tracker.recovery.fit import Saved, check_fit
+from delta_tracker.recovery.fit import Saved, check_fit, check_objects
 from delta_tracker.recovery.job import LocalJob, check_warm, spec_of
 from delta_tracker.recovery.pending import pending_rows
 from delta_tracker.recovery.targets import RowWriter, state_targets
@@ -20,6 +20,7 @@ from delta_tracker.row_target import RowTarget, TensorTarget
 from delta_tracker.rows import copy_from_host
 from delta_tracker.sharding.collision_states import check_collision_slots, check_collision_states, load_collision_states
 from delta_tracker.sharding.collisions import LocalOwners, local_owners
+from delta_tracker.sharding.dense import dense_tensors
 from delta_tracker.sharding.discover import Discovery, discover
 from delta_tracker.sharding.local_shard import LocalShard
 from delta_tracker.sharding.optimizer_rows import (
@@ -152,7 +153,8 @@ def prepare(log: StreamLog, path: Sequence[Manifest], job: LocalJob, applied: Ma
     dense, buffers = states.dense(), states.buffers(own)
     unfused = {fqn: table for fqn, table in last.tables.items() if fqn not in last.states}
     rank_names = states.names_of(own) if is_same else names_of_all_ranks(states, job.ignore, log.url)
-    described = job.described(found.shards)
+    held = dense_tensors(job.model, job.model, tables=found.shards.keys(), skip_sharded=True)
+    described = job.described(found.shards, held)
     saved = Saved(
         tables=last.tables,
         states=last.states,
@@ -163,7 +165,9 @@ def prepare(log: StreamLog, path: Sequence[Manifest], job: LocalJob, applied: Ma
         world_size=states.world_size,
     )
     check_fit(saved, described, job.ignore)
-    job.check_states(states)
+    check_objects("training_state", job.training_state, states, 0, job.ignore)
+    if is_same:
+        check_objects("rank_state", job.rank_state, states, own, job.ignore)
     for name, tensor in buffers.items():
         if name not in job.ignore and described.dense.get(name) != spec_of(tensor):
             raise RestoreMismatchError(f"the buffer {name!r}", spec_of(tensor), described.dense.get(name) or "missing")
@@ -183,7 +187,7 @@ def prepare(log: StreamLog, path: Sequence[Manifest], job: LocalJob, applied: Ma
         targets=targets,
         scalars=scalars,
         collisions=collisions,
-        held=job.dense(found.shards),
+        held=held,
         names=last.dense.keys() - set(job.ignore),
         dense={name: tensor for name, tensor in {**dense, **buffers}.items() if name not in job.ignore},
         states=states,

@@ -134,7 +134,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
             check_alike(messages, "ignore", "serving", failed=RestoreFailedError)
         self._is_first = self._job.rank == 0
         recorder = Recorder("standby", self, name=name, monitor=monitor)
-        self._gauges = StandbyGauges(recorder, counts_versions=self._is_first)
+        self._gauges = StandbyGauges(recorder, is_first=self._is_first)
         self._recovery = RecoveryStream(self._log, name, look_seconds, self._gauges, runtime)
         self._following = Following(self._log, self._job, runtime)
         self._ended = ""  # why no further call is possible
@@ -372,8 +372,8 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         unmark(self._job.model)
         self._ended = "this job has taken over"
         seconds = self._runtime.monotonic() - began
-        self._gauges.took_over(seconds)
         if self._is_first:
+            self._gauges.took_over(seconds)
             _logger.warning("took over at version %d in %.1f s: url=%s", restored.version, seconds, self._log.url)
         return Takeover(restored=restored, recovery=claimed, serving=tuple(serving), seconds=seconds)
 

@@ -30,14 +30,13 @@ _OTHER = "other"  # reason of an error of another class
 
 
 class StandbyGauges:
-    """Metrics of one standby. With ``counts_versions``, also the version, the lag and the takeovers of all ranks."""
+    """Metrics of one standby. Rank 0 records the version, the lag and the takeovers of all ranks."""
 
-    def __init__(self, recorder: Recorder, *, counts_versions: bool) -> None:
+    def __init__(self, recorder: Recorder, *, is_first: bool) -> None:
         self._recorder = recorder
-        self._counts_versions = counts_versions
         for reason in (*(failure.__name__ for failure in _FAILURES), _OTHER):  # alerts then see the first one
             recorder.takeover_failures.cell(reason=reason)
-        if counts_versions:
+        if is_first:
             recorder.takeovers.cell()
 
     def saw(self, version: int | None, head: Manifest) -> None:
@@ -48,11 +47,10 @@ class StandbyGauges:
 
     def took_over(self, seconds: float) -> None:
         """Count a takeover, and remove the gauges."""
-        if self._counts_versions:
-            for gauge in (self._recorder.standby_version, self._recorder.standby_lag_versions):
-                gauge.remove()
-            self._recorder.takeovers.cell().add(1)
-            self._recorder.takeover_seconds.cell().add(seconds)
+        for gauge in (self._recorder.standby_version, self._recorder.standby_lag_versions):
+            gauge.remove()
+        self._recorder.takeovers.cell().add(1)
+        self._recorder.takeover_seconds.cell().add(seconds)
 
     def failed(self, error: Exception) -> None:
         """Count a takeover that failed after the claim."""

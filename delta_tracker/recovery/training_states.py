@@ -10,7 +10,6 @@ from msgspec import Struct, ValidationError, convert
 from torch import Tensor
 
 from delta_tracker.errors import CorruptPartError, InvalidArgumentError
-from delta_tracker.recovery.fit import DATA
 from delta_tracker.sharding.collision_states import collision_fault
 from delta_tracker.state_tree import StateReader
 from delta_tracker.stream.format.field_types import Count, Range
@@ -18,6 +17,8 @@ from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.part_reader import read_training
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import ShardSpec, TableSpec
+
+DATA = "data"  # name of the position in the data, among the states of the ranks
 
 _T = TypeVar("_T")
 

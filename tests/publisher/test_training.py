@@ -167,7 +167,7 @@ def test_objects_that_no_rank_saves_are_still_checked() -> None:
         _source(_tracker(), training={"a": _NoState()}, is_first=False)
 
 
-@pytest.mark.advice("InvalidArgumentError: _states _check_optimizer")
+@pytest.mark.advice("InvalidArgumentError: _states _check_groups")
 def test_an_object_with_parameter_groups_must_save_them() -> None:
     class Optimizer(_Object):
         param_groups = ({"params": [torch.ones(1)], "lr": 0.1},)

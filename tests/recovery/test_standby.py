@@ -175,7 +175,7 @@ def test_a_training_loop_with_step_ends_when_its_publisher_is_fenced(two_ranks: 
 @pytest.mark.parametrize("kind", [*sorted(_stream_errors(), key=lambda kind: kind.__name__), KeyError])
 def test_an_alert_sees_each_failed_takeover(kind: type[Exception]) -> None:
     monitor = Monitor()
-    gauges = StandbyGauges(Recorder("standby", monitor, monitor=monitor), counts_versions=True)
+    gauges = StandbyGauges(Recorder("standby", monitor, monitor=monitor), is_first=True)
     before = {cell.labels for cell in monitor.metrics.takeover_failures.cells}
     gauges.failed(kind.__new__(kind))
     counted = [each for each in monitor.collect().totals if each.definition.name.endswith("takeover_failures")]
