@@ -77,7 +77,8 @@ def check_fit(saved: Saved, job: Job, ignore: Collection[str] = ()) -> None:
         if name not in known:
             raise InvalidArgumentError("ignore", name, f"Pass some of {sorted(known)}")
     tables = {fqn: shard.table for fqn, shard in job.shards.items()}
-    _check_tables(saved.tables, tables, ignore)
+    remedy = "Build the job like the one that published the version, or name these tables in ignore={...}"
+    _check_keys("tables that differ", saved.tables.keys() - set(ignore), tables.keys() - set(ignore), remedy)
     for fqn in _names(saved.tables, tables, ignore):
         check_same(f"table {fqn!r}", saved.tables.get(fqn), tables.get(fqn))
         _check_optimizer(fqn, saved, job)
@@ -132,14 +133,6 @@ def check_same(what: str, saved: object, found: object) -> None:
     if saved != found:
         missing = "missing"
         raise RestoreMismatchError(what, missing if saved is None else saved, missing if found is None else found)
-
-
-def _check_tables(saved: Iterable[str], found: Iterable[str], ignore: Collection[str]) -> None:
-    """Check that both have the same tables. A renamed table is in both lists of the message."""
-    only_saved, only_found = (sorted({*one} - {*other, *ignore}) for one, other in ((saved, found), (found, saved)))
-    if only_saved or only_found:
-        remedy = "Build the job like the one that published the version, or name these tables in ignore={...}"
-        raise RestoreMismatchError("the list of tables that differ", only_saved, only_found, remedy)
 
 
 def _check_presence(what: str, name: str, saved: Iterable[str], found: Iterable[str]) -> None:
@@ -202,7 +195,7 @@ def _check_groups(what: str, optimizer: Stateful, states: TrainingStates, rank: 
     optional = set() if is_keyed else _OPTIONAL
     for number, (saved, found) in enumerate(zip(saved_groups, own_groups, strict=True)):
         group = f"param_groups[{number}] of {what}"
-        _same_keys(group, saved.keys() - optional, found.keys() - optional)
+        _check_keys(f"keys that differ in {group}", saved.keys() - optional, found.keys() - optional)
         if _CLASS_KEY in saved:
             check_same(f"{_CLASS_KEY} in {group}", saved[_CLASS_KEY], found[_CLASS_KEY])
 
@@ -210,9 +203,9 @@ def _check_groups(what: str, optimizer: Stateful, states: TrainingStates, rank: 
 def _check_scheduler(what: str, scheduler: LRScheduler, states: TrainingStates, rank: int, path: Sequence[str]) -> None:
     fields = states.fields(rank, *path) or []
     own = scheduler.state_dict()
-    kind = f"the state of {what}, a {type(scheduler).__name__},"
+    kind = f"keys that differ in the state of {what}, a {type(scheduler).__name__},"
     # Private keys differ between releases of torch; so does verbose.
-    _same_keys(kind, *({key for key in keys if key[0] != "_" and key != "verbose"} for keys in (fields, own)))
+    _check_keys(kind, *({key for key in keys if key[0] != "_" and key != "verbose"} for keys in (fields, own)))
 
 
 def _parameters(groups: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
@@ -225,7 +218,8 @@ def _by_parameters(groups: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any
     return sorted(ordered, key=lambda group: group["params"])
 
 
-def _same_keys(what: str, saved: Collection[str], found: Collection[str]) -> None:
-    if set(saved) != set(found):
-        only_saved, only_found = sorted(set(saved) - set(found)), sorted(set(found) - set(saved))
-        raise RestoreMismatchError(f"the list of keys that differ in {what}", only_saved, only_found)
+def _check_keys(what: str, saved: Collection[str], found: Collection[str], *remedy: str) -> None:
+    """Check that both have the same keys. A renamed one is in both lists of the message."""
+    only_saved, only_found = sorted(set(saved) - set(found)), sorted(set(found) - set(saved))
+    if only_saved or only_found:
+        raise RestoreMismatchError(f"the list of {what}", only_saved, only_found, *remedy)

@@ -130,10 +130,7 @@ class RecoveryStream:
         return self._seen if version is None else version
 
     def _due(self, head: Manifest, known: int | None, *, is_forced: bool, last: float | None) -> dict[str, Any]:
-        """Return the decision to take over, if there is a version. ``last`` is the time of the last sign of life.
-
-        If ``is_forced``, the stream is claimed also if its publisher commits a version or leaves a heartbeat meanwhile.
-        """
+        """Return the decision to take over, if there is a version. ``last`` is the time of the last sign of life."""
         if head.snapshot is None:
             return {"nothing": "the stream has only a claim"} if known is None else {"gone": known}
         return {
@@ -142,7 +139,7 @@ class RecoveryStream:
             "generation": head.generation,
             "is_forced": bool(is_forced),
             "is_own": self._is_own(head),
-            "last": None if is_forced or self._is_own(head) else last,
+            "last": None if is_forced or self._is_own(head) else last,  # of a publisher that must stay silent
         }
 
     def _is_own(self, head: Manifest) -> bool:

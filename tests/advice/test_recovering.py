@@ -140,8 +140,8 @@ def _deeper() -> nn.Module:
 
 
 @pytest.mark.advice(
-    "RestoreMismatchError: _same check_same _check_tables _check_presence prepare _check_optimizer _check_groups "
-    "_same_keys _kernels _targets check_collisions check_collision_slots check_collision_states _check_routes "
+    "RestoreMismatchError: _same check_same _check_keys _check_presence prepare _check_optimizer _check_groups "
+    "_kernels _targets check_collisions check_collision_slots check_collision_states _check_routes "
     "check_scalars"
 )
 @pytest.mark.parametrize(
