@@ -128,9 +128,6 @@ class Restoration:
     Args:
         applied: entry up to which all rows of the model are written already. It may differ by rank.
         keeps_mark: True if the caller has marked the model as incomplete, and removes the mark later.
-
-    Attributes:
-        plan: what is written; None before anything can be written.
     """
 
     exchange: Exchange
@@ -139,7 +136,7 @@ class Restoration:
     job: LocalJob
     applied: Manifest | None = None
     keeps_mark: bool = False
-    plan: Plan | None = field(default=None, init=False)
+    plan: Plan | None = field(default=None, init=False)  # None before anything can be written
     _path: list[Manifest] | None = field(default=None, init=False)  # on rank 0, from _resolve()
     _unloaded: Mapping[str, Sequence[object]] = field(default_factory=dict, init=False)
 

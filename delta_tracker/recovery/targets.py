@@ -29,15 +29,11 @@ _VALUE_BYTES = 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowWriter:
-    """Writer of the rows of entries that are in this rank's shards by FQN, with the states of these rows.
-
-    Args:
-        targets: name of a table or state table to its memory.
-    """
+    """Writer of the rows of entries that are in this rank's shards by FQN, with the states of these rows."""
 
     storage: Storage
     shards: Mapping[str, ShardSpec]
-    targets: Mapping[str, RowTarget]
+    targets: Mapping[str, RowTarget]  # memory of each table and state table, by name
 
     @torch.no_grad()
     def write(self, entry: Manifest) -> None:
