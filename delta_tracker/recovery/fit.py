@@ -205,7 +205,8 @@ def _check_scheduler(what: str, scheduler: LRScheduler, states: TrainingStates, 
     own = scheduler.state_dict()
     kind = f"keys that differ in the state of {what}, a {type(scheduler).__name__},"
     # Private keys differ between releases of torch; so does verbose.
-    _check_keys(kind, *({key for key in keys if key[0] != "_" and key != "verbose"} for keys in (fields, own)))
+    saved, found = ({key for key in keys if key[0] != "_" and key != "verbose"} for keys in (fields, own))
+    _check_keys(kind, saved, found)
 
 
 def _parameters(groups: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
