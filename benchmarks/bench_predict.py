@@ -29,6 +29,7 @@ from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.predictor.gauges import PredictorGauges
 from delta_tracker.predictor.lock import TableLock
 from delta_tracker.predictor.model_writer import ModelWriter
+from delta_tracker.predictor.served_model import ServedModel
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.encoding import Encoding
@@ -76,17 +77,9 @@ class _Stream:
 
     def writer(self, chunk_rows: int) -> ModelWriter:
         """Return a writer of the table."""
-        recorder = Recorder("predictor", self)
-        gauges = PredictorGauges(recorder, REAL)
-        return ModelWriter(
-            {FQN: self.table},
-            {},
-            raw_ids=None,
-            takes_dense=False,
-            chunk_rows=chunk_rows,
-            gauges=gauges,
-            recorder=recorder,
-        )
+        gauges = PredictorGauges(Recorder("predictor", self), REAL)
+        model = ServedModel({FQN: self.table}, {}, raw_ids=None, takes_dense=False)
+        return ModelWriter(model, gauges, chunk_rows=chunk_rows, gate=None, cache=None)
 
     def rewind(self, predictor: Predictor) -> None:
         """Reset a predictor to the position before the first delta."""
@@ -111,7 +104,7 @@ def _apply_cases(stream: _Stream) -> dict[str, Callable[[], Figures]]:
         number = next(versions)
         contents = Contents(stream.storage, stream.manifests[number])
         receiver = writer.model.resolve(contents.manifest)
-        figures = timed(lambda: writer.write(receiver.place(contents)))
+        figures = timed(lambda: writer.write_rows(receiver.place(contents)))
         stream.check(number)
         return figures
 
@@ -206,7 +199,7 @@ def _lookup_cases(stream: _Stream, chunks: Sequence[int], seconds: float) -> dic
 
         def apply() -> int:
             number = next(versions)
-            writer.write(receivers[number].place(contents[number]))
+            writer.write_rows(receivers[number].place(contents[number]))
             return number
 
         return _lookup_case(stream, writer.lock.reading, apply, seconds)

@@ -24,7 +24,6 @@ from delta_tracker.errors import (
     kind_of,
     unraised,
 )
-from delta_tracker.predictor.gate import GateKeeper
 from delta_tracker.predictor.gauges import PredictorGauges
 from delta_tracker.predictor.heartbeats import Heartbeats
 from delta_tracker.predictor.polling import GapChecks, PollSchedule, jittered
@@ -93,7 +92,6 @@ class Follower:
         writer: VersionWriter,
         lock: threading.Lock,
         *,
-        gate: GateKeeper | None,
         notifier: Notifier | None,
         heartbeats: Heartbeats | None,
         gauges: PredictorGauges,
@@ -103,7 +101,6 @@ class Follower:
         self._reader = reader
         self._writer = writer
         self._lock = lock
-        self._gate = gate
         self._notifier = notifier
         self._heartbeats = heartbeats
         self._gauges = gauges
@@ -123,7 +120,7 @@ class Follower:
     @property
     def current_error(self) -> Exception | None:
         """Value of :attr:`error`, or else the error of the version that the gate holds."""
-        return self.error or (None if self._gate is None else self._gate.held)
+        return self.error or (None if self._writer.gate is None else self._writer.gate.held)
 
     @property
     def poll_seconds(self) -> float | None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Protocol
 
 from delta_tracker.errors import CorruptPartError, StorageError, StreamError
 from delta_tracker.monitor.recorder import Recorder
@@ -22,45 +20,28 @@ from delta_tracker.stream.storage.url import shown_url
 _PATIENCE_SECONDS = 10.0
 
 
-class HasStatus(Protocol):
-    """Protocol of objects with a status, such as a predictor."""
-
-    @property
-    def manifest(self) -> Manifest | None:
-        """Manifest of the served version."""
-
-    def status(self) -> Status:
-        """Return the current status."""
-
-
 class PredictorGauges:
     """Metrics of one predictor. The attributes ``num_*`` are those of :class:`Status`."""
 
     def __init__(self, recorder: Recorder, runtime: Runtime) -> None:
         self._recorder = recorder
         self._monotonic = runtime.monotonic
+        self.apply_timer = recorder.apply_seconds.timer()
         self.age = ServedAge(runtime)
-        self.restored: Manifest | None = None  # of the loaded position, if it is known
+        self.served: Manifest | None = None  # of the last applied snapshot or delta, or of the loaded position if known
         self.num_rows = self.num_bytes = self.num_admitted = self.num_evicted = 0
-        self._has_applied = False  # a snapshot or a delta
         self._stream = self._url = ""  # as shown
         self._lag: tuple[int, float] | None = None
         self._asked: float | None = None  # monotonic time since which the store is asked for the lag
         self._counted: Counter[str] = Counter()  # operations of stores and results of the host cache in the counters
 
-    def begin(self, owner: HasStatus, url: str, faults: Iterable[type[Exception]]) -> None:
-        """Initialize the counters of ``faults`` to 0, and report the age and lag of ``owner`` at each collection."""
+    def begin(self, url: str, faults: Iterable[type[Exception]]) -> None:
+        """Initialize the counters of ``faults`` to 0, and report the age and the lag at each collection."""
         self._url = url
         self.reads("")
-        predictor = weakref.ref(owner)  # the metrics do not keep the predictor alive
 
         def of_served(seconds: Callable[[Manifest], float | None]) -> Callable[[], float | None]:
-            def reading() -> float | None:
-                served = predictor()
-                manifest = None if served is None else served.manifest or self.restored
-                return None if manifest is None else seconds(manifest)
-
-            return reading
+            return lambda: None if (served := self.served) is None else seconds(served)
 
         self._recorder.served_age_seconds.set_function(of_served(self.age.seconds))
         self._recorder.served_event_age_seconds.set_function(of_served(self.age.event_seconds))
@@ -73,7 +54,7 @@ class PredictorGauges:
             self._recorder.resyncs.cell(reason=fault.__name__)
         for counter in (self._recorder.past_cache_reads, self._recorder.merged_catch_ups, self._recorder.failovers):
             counter.cell()
-        self._recorder.watch(self._show)
+        self._recorder.watch(lambda predictor: self._show(predictor.status))
 
     def reads(self, stream: str) -> None:
         """Show the stream that the predictor reads, and the url of its source."""
@@ -88,7 +69,8 @@ class PredictorGauges:
     def applied(self, manifest: Manifest) -> None:
         """Count an applied version and its rows."""
         self.num_bytes += manifest.num_bytes
-        self._has_applied = self._has_applied or manifest.kind != "claim"
+        if manifest.kind != "claim":
+            self.served = manifest
         self._recorder.applied_versions.cell(kind=manifest.kind).add(1)
         for fqn, num_rows in manifest.rows_by_table.items():
             self._recorder.applied_rows.cell(table=fqn).add(num_rows)
@@ -99,7 +81,7 @@ class PredictorGauges:
 
     def loaded(self) -> None:
         """Note that a position was loaded, whose entry is not known."""
-        self.restored, self._has_applied = None, False
+        self.served = None
 
     def admitted(self, fqn: str, num_ids: int) -> None:
         """Count raw ids of a table that were mapped to rows."""
@@ -135,13 +117,13 @@ class PredictorGauges:
 
     def rests(self, log: StreamLog, position: Position | None) -> None:
         """Read the entry of a loaded position once, from which the age of the rows is known. Errors are ignored."""
-        if self.restored is not None or self._has_applied or position is None:
+        if self.served is not None or position is None:
             return
         with suppress(StreamError):
             entry = log.read(position.version)
             while entry is not None and entry.kind == "claim" and entry.parent is not None:
                 entry = log.read(entry.parent.version)
-            self.restored = entry
+            self.served = entry
             self.reads(position.stream)
 
     def failed_over(self, url: str) -> None:
@@ -150,10 +132,10 @@ class PredictorGauges:
         self._url = url
         self.reads(self._stream)
 
-    def _show(self, predictor: HasStatus) -> None:
+    def _show(self, read_status: Callable[[], Status]) -> None:
         """Set the gauges of the lag, the polling interval and the requests. Runs in the collector's thread."""
         self._asked = self._monotonic()
-        status = predictor.status()
+        status = read_status()
         lag_versions, lag_seconds = status.lag_versions, status.lag_seconds
         self._lag = None if lag_versions is None or lag_seconds is None else (lag_versions, lag_seconds)
         self._asked = None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from delta_tracker.errors import ForkedError, InvalidArgumentError
-from delta_tracker.monitor.recorder import Recorder
+from delta_tracker.predictor.gate import GateKeeper
 from delta_tracker.predictor.gauges import PredictorGauges
 from delta_tracker.predictor.identities import (
     OwnerChange,
@@ -18,42 +18,33 @@ from delta_tracker.predictor.identities import (
     version_owners,
 )
 from delta_tracker.predictor.lock import TableLock
-from delta_tracker.predictor.names import NameChoice
 from delta_tracker.predictor.placement import Chunk, Placement
-from delta_tracker.predictor.served_model import Model, Receiver, ServedModel
+from delta_tracker.predictor.served_model import Receiver, ServedModel
 from delta_tracker.predictor.status import Served
 from delta_tracker.predictor.table_fence import TableFence
-from delta_tracker.predictor.version_writer import VersionWrite, VersionWriter, replaces
-from delta_tracker.raw_id_index import RawIdIndex
+from delta_tracker.predictor.version_writer import VersionWriter, replaces
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.host_cache import HostCache
 from delta_tracker.stream.reading.orders import Followed
 from delta_tracker.stream.reading.position import Position, Rows
-from delta_tracker.types import Identity
 
 
 class ModelWriter(VersionWriter):
-    """Writer of versions to one model. The arguments are those of :class:`Predictor`."""
+    """Writer of versions to one model."""
 
     def __init__(
         self,
-        model: Model,
-        names: NameChoice,
-        *,
-        raw_ids: Mapping[str, RawIdIndex] | None,
-        takes_dense: bool,
-        chunk_rows: int,
+        model: ServedModel,
         gauges: PredictorGauges,
-        recorder: Recorder,
+        *,
+        chunk_rows: int,
+        gate: GateKeeper | None,
+        cache: HostCache | None,
     ) -> None:
-        self.lock, self.fence = TableLock(), TableFence()
-        self.model = ServedModel(model, names, raw_ids=raw_ids, takes_dense=takes_dense)
-        self.fence.cover(self.model.first_devices)
-        self.manifest: Manifest | None = None
-        self.identities: Mapping[str, Identity] = {}
-        self._chunk_rows = chunk_rows
-        self._gauges = gauges
-        self._timer = recorder.apply_seconds.timer()
+        super().__init__(gauges, chunk_rows=chunk_rows, gate=gate, cache=cache)
+        self.lock, self.fence, self.model = TableLock(), TableFence(), model
+        self.fence.cover(model.first_devices)
         # After the last complete version; its rows are ahead until a snapshot replaces those that were saved with it.
         self._position: Position | None = None
         self._is_mixed = False
@@ -100,12 +91,9 @@ class ModelWriter(VersionWriter):
         """Return an order that was followed in the next :meth:`state_dict`."""
         self._followed = followed
 
-    def restore(self) -> None:
-        """No-op: a model does not store its position."""
-
-    def resolve(self, manifest: Manifest) -> VersionWrite:
-        """Return the write of a version to the tables that the model has now."""
-        return _ModelWrite(self, self.model.resolve(manifest))
+    def resolve(self, manifest: Manifest) -> Receiver:
+        """Return the tables that the model has now."""
+        return self.model.resolve(manifest)
 
     def leaves_rows(self, manifest: Manifest) -> bool:
         """Return True if rows of a replaced version may remain; see :meth:`VersionWriter.leaves_rows`."""
@@ -114,8 +102,8 @@ class ModelWriter(VersionWriter):
             return False
         return replaces(manifest, begun.link, begun.generation)
 
-    def apply(self, receiver: Receiver, contents: Contents, *, is_elsewhere: bool) -> None:
-        """Write a version to ``receiver``; see :meth:`VersionWrite.apply`."""
+    def write(self, receiver: Receiver, contents: Contents, *, is_elsewhere: bool) -> None:
+        """Write a version to ``receiver``; see :meth:`VersionWriter.write`."""
         manifest = contents.manifest
         identities = identities_after(manifest, self.identities)
         placements = receiver.place(contents)
@@ -131,7 +119,7 @@ class ModelWriter(VersionWriter):
             self.begin(manifest)
             if changes:
                 self._unmap(changes, default_rows)
-        self.write(placements)
+        self.write_rows(placements)
         for change in changes:
             self._map(change)
         with self.lock.writing(), self.fence.writing():
@@ -156,9 +144,9 @@ class ModelWriter(VersionWriter):
             self._begun = manifest
         self._applying = manifest.version
 
-    def write(self, placements: Iterable[Placement]) -> None:
+    def write_rows(self, placements: Iterable[Placement]) -> None:
         """Write rows chunk by chunk, between lookups."""
-        with self._timer():
+        with self._gauges.apply_timer():
             for placement in placements:
                 for chunk in placement.chunks(self._chunk_rows):
                     with self.lock.writing(), self.fence.writing():
@@ -251,20 +239,3 @@ def _followed(state: dict[str, str | int]) -> Followed | None:
     if any(type(each.counter) is not int or each.counter < 1 for each in found) or len(found) > 1:
         raise InvalidArgumentError("state", state, "Pass what state_dict() returned")
     return found[0] if found else None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _ModelWrite:
-    """Write of one version to the tables of a model."""
-
-    writer: ModelWriter
-    receiver: Receiver
-
-    def check(self, contents: Contents) -> None:
-        """Check that the rows can be placed and that the raw ids are valid."""
-        self.receiver.place(contents)
-        version_owners(contents)
-
-    def apply(self, contents: Contents, *, is_elsewhere: bool) -> None:
-        """Write the version."""
-        self.writer.apply(self.receiver, contents, is_elsewhere=is_elsewhere)

@@ -14,14 +14,13 @@ from delta_tracker.errors import InvalidArgumentError, WaitTimeoutError
 from delta_tracker.forking import Forkable, protect
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.recorder import Recorder
-from delta_tracker.predictor.checked_writer import CheckedWriter
 from delta_tracker.predictor.follower import Follower
 from delta_tracker.predictor.gate import Gate, GateKeeper
 from delta_tracker.predictor.gauges import PredictorGauges
 from delta_tracker.predictor.heartbeats import Heartbeats, lag
 from delta_tracker.predictor.model_writer import ModelWriter
 from delta_tracker.predictor.names import NameChoice
-from delta_tracker.predictor.served_model import Model
+from delta_tracker.predictor.served_model import Model, ServedModel
 from delta_tracker.predictor.sink_writer import SinkWriter
 from delta_tracker.predictor.status import Served, Status, error_text
 from delta_tracker.predictor.version_writer import VersionWriter
@@ -123,27 +122,20 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         recorder = Recorder("predictor", self, name=name, monitor=monitor)
         self._gauges = PredictorGauges(recorder, runtime)
         sources = Sources(url, canary, runtime=runtime)
+        self._cache = HostCache(cache) if isinstance(cache, str | Path) else cache
+        self._gate = None if gate is None else GateKeeper(gate)
         self._writer: VersionWriter
         if isinstance(model, RowSink):
             if names or raw_ids:
                 text = "Omit it: a row store keeps all tables under the stream's names, and the raw ids of their rows"
                 raise InvalidArgumentError("names" if names else "raw_ids", names or raw_ids, text)
-            self._writer = SinkWriter(model, chunk_rows=chunk_rows, gauges=self._gauges, recorder=recorder)
+            self._writer = SinkWriter(model, self._gauges, chunk_rows=chunk_rows, gate=self._gate, cache=self._cache)
         else:
-            self._writer = ModelWriter(
-                model,
-                names or {},
-                raw_ids=raw_ids,
-                takes_dense=dense,
-                chunk_rows=chunk_rows,
-                gauges=self._gauges,
-                recorder=recorder,
-            )
-        self._cache = HostCache(cache) if isinstance(cache, str | Path) else cache
-        self._gate = None if gate is None else GateKeeper(gate)
+            served = ServedModel(model, names or {}, raw_ids=raw_ids, takes_dense=dense)
+            self._writer = ModelWriter(served, self._gauges, chunk_rows=chunk_rows, gate=self._gate, cache=self._cache)
         self._reader = Reader(
             sources,
-            CheckedWriter(self._writer, self._gate, self._cache),
+            self._writer,
             self._gauges,
             Policy(follows_pins=follows_pins, is_canary=canary is not None),
             # The norms of a merged version cannot show which of its versions violates a bound.
@@ -155,13 +147,13 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
             self._reader,
             self._writer,
             self._syncing,
-            gate=self._gate,
             notifier=notifier,
             heartbeats=None if name is None else Heartbeats(self._reader, name, heartbeats),
             gauges=self._gauges,
         )
+        protect(self._writer)
         protect(self)
-        self._gauges.begin(self, self._reader.storage.url, FAULTS)
+        self._gauges.begin(self._reader.storage.url, FAULTS)
 
     @property
     def manifest(self) -> Manifest | None:
@@ -343,17 +335,8 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
 
     # Forks; see Forkable
 
-    def before_fork(self) -> None:
-        """Wait up to one second until no row is being written, and block new writes until the fork is done."""
-        self._writer.before_fork()
-
-    def after_fork_in_parent(self) -> None:
-        """Allow writes again after :meth:`before_fork`."""
-        self._writer.after_fork_in_parent()
-
     def after_fork_in_child(self) -> None:
         """Drop the threads that exist only in the parent, and replace the locks that they may have held."""
-        self._writer.after_fork_in_child()
         self._syncing = threading.Lock()
         self._follower.after_fork_in_child(self._syncing)
 

@@ -25,17 +25,19 @@ import torch
 from torch import Tensor
 
 from delta_tracker.errors import InvalidArgumentError, MalformedSinkError, TableMismatchError
-from delta_tracker.monitor.recorder import Recorder
+from delta_tracker.predictor.gate import GateKeeper
 from delta_tracker.predictor.gauges import PredictorGauges
 from delta_tracker.predictor.identities import VersionOwners, identities_after, version_owners
-from delta_tracker.predictor.placement import Placement, place
+from delta_tracker.predictor.placement import Placement
+from delta_tracker.predictor.served_model import Receiver
 from delta_tracker.predictor.status import Served
-from delta_tracker.predictor.version_writer import VersionWrite, VersionWriter, replaces
+from delta_tracker.predictor.version_writer import VersionWriter, replaces
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.row_sink import RowSink, SinkState
 from delta_tracker.row_target import RowTarget
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.manifest import Link, Manifest
+from delta_tracker.stream.host_cache import HostCache
 from delta_tracker.stream.interruption import check
 from delta_tracker.stream.reading.orders import Followed
 from delta_tracker.stream.reading.position import Position, Rows
@@ -53,13 +55,17 @@ class SinkWriter(VersionWriter):
     position is read from the row store again, because a request may have been executed although its response was lost.
     """
 
-    def __init__(self, sink: RowSink, *, chunk_rows: int, gauges: PredictorGauges, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        sink: RowSink,
+        gauges: PredictorGauges,
+        *,
+        chunk_rows: int,
+        gate: GateKeeper | None,
+        cache: HostCache | None,
+    ) -> None:
+        super().__init__(gauges, chunk_rows=chunk_rows, gate=gate, cache=cache)
         self._sink = sink
-        self._chunk_rows = chunk_rows
-        self._gauges = gauges
-        self._timer = recorder.apply_seconds.timer()
-        self.manifest: Manifest | None = None
-        self.identities: Mapping[str, Identity] = {}
         self._position: Position | None = None  # of the state, with the generation if it is known
         self._state: SinkState | None = None  # of the stream that readers read
         self._is_known = False  # False if the row store may have another state
@@ -109,12 +115,6 @@ class SinkWriter(VersionWriter):
         """Raise InvalidArgumentError: the row store keeps the position."""
         raise InvalidArgumentError("state", state, "Omit it: the row store keeps the position with its rows")
 
-    def before_fork(self) -> None:
-        """No-op: lookups do not read the memory of this process."""
-
-    def after_fork_in_parent(self) -> None:
-        """No-op; see :meth:`before_fork`."""
-
     def after_fork_in_child(self) -> None:
         """Open the sink again before the next version. A sink refuses that in a forked process."""
         self._is_known = False
@@ -134,14 +134,14 @@ class SinkWriter(VersionWriter):
         self._holds(None if current is None else self._recovered(states[current]))
         self._is_known = True
 
-    def resolve(self, manifest: Manifest) -> VersionWrite:
-        """Return the write of a version. Raise TableMismatchError if the stored tables of its stream differ."""
+    def resolve(self, manifest: Manifest) -> Receiver:
+        """Return the tables of a version. Raise TableMismatchError if the stored ones of its stream differ."""
         held = self._held(manifest)
         if held is not None:
             missing = held.tables.keys() - manifest.tables.keys() if manifest.kind == "snapshot" else set()
             for fqn in sorted({*manifest.tables, *missing}):
                 _check_table(fqn, manifest, held)
-        return self
+        return Receiver({fqn: _SinkTable(table) for fqn, table in manifest.tables.items()}, {}, {})
 
     def leaves_rows(self, manifest: Manifest) -> bool:
         """Return True if rows of a replaced version may remain; see :meth:`VersionWriter.leaves_rows`."""
@@ -151,25 +151,19 @@ class SinkWriter(VersionWriter):
         generation = manifest.generation if held.applying_generation is None else held.applying_generation
         return replaces(manifest, Link(held.applying, held.applying_xxh3), generation)
 
-    def check(self, contents: Contents) -> None:
-        """Check that the rows are whole and that the raw ids are valid."""
-        _placed(contents)
-        version_owners(contents)
-
-    def apply(self, contents: Contents, *, is_elsewhere: bool) -> None:
-        """Write a version; see :meth:`VersionWrite.apply`."""
-        self.restore()
+    def write(self, receiver: Receiver, contents: Contents, *, is_elsewhere: bool) -> None:
+        """Write a version; see :meth:`VersionWriter.write`."""
         manifest = contents.manifest
         former, held = self._state, self._held(manifest)
         identities = identities_after(manifest, {} if held is None else held.identities)
-        placements = _placed(contents)
+        placements = receiver.place(contents)
         owners = version_owners(contents) if manifest.identities else {}
         begun = _begun(manifest, held, identities, is_elsewhere=is_elsewhere)
         self._is_known = False
         self._sink.begin(begun)
         if held is not None:  # otherwise readers keep the former stream, whose rows do not change
             self._holds(begun)
-        with self._timer():
+        with self._gauges.apply_timer():
             changes = self._write(manifest, placements, owners, identities)
         has_changed = any(change.has_changed for change in changes.values())
         finished = _finished(manifest, begun, identities, has_changed=has_changed)
@@ -341,12 +335,6 @@ class _SinkTable(RowTarget):
     def write(self, ids: Tensor | slice, values: Tensor, columns: tuple[int, int]) -> None:
         """Not called: :class:`SinkWriter` writes the chunks."""
         raise NotImplementedError
-
-
-def _placed(contents: Contents) -> list[Placement]:
-    """Return the placements of the version's rows. Raise PartialRowsError if they are not whole."""
-    targets = {fqn: _SinkTable(table) for fqn, table in contents.manifest.tables.items()}
-    return [*place(contents.whole, targets), *place(contents.listed, targets)]
 
 
 def _begun(

@@ -12,7 +12,7 @@ import torch
 
 from delta_tracker import Predictor
 from delta_tracker.errors import HeldVersionError, InvalidArgumentError, StorageError
-from delta_tracker.predictor import checked_writer as checked_writer_module
+from delta_tracker.predictor import version_writer as version_writer_module
 from delta_tracker.predictor.gate import Gate
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.contents import Contents
@@ -322,7 +322,7 @@ def test_a_held_version_is_not_kept_in_memory(writer: Writer, monkeypatch: pytes
             read.append(weakref.ref(self))
             super().__init__(*args, **kwargs)
 
-    monkeypatch.setattr(checked_writer_module, "Contents", Watched)
+    monkeypatch.setattr(version_writer_module, "Contents", Watched)
     publish(writer, "snapshot", 1.0)
     predictor, _ = predictor_of(writer)
     predictor.sync()
