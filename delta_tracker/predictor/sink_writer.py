@@ -19,7 +19,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ from delta_tracker.predictor.placement import Placement
 from delta_tracker.predictor.served_model import Receiver
 from delta_tracker.predictor.status import Served
 from delta_tracker.predictor.version_writer import VersionWriter, replaces
-from delta_tracker.raw_ids import NO_OWNER
+from delta_tracker.raw_ids import NO_OWNER, default_rows
 from delta_tracker.row_sink import RowSink, SinkState
 from delta_tracker.row_target import RowTarget
 from delta_tracker.stream.format.contents import Contents
@@ -164,8 +165,8 @@ class SinkWriter(VersionWriter):
         if held is not None:  # otherwise readers keep the former stream, whose rows do not change
             self._holds(begun)
         with self._gauges.apply_timer():
-            changes = self._write(manifest, placements, owners, identities)
-        has_changed = any(change.has_changed for change in changes.values())
+            changes = self._write(manifest, placements, owners)
+        has_changed = any(num_admitted or len(left) for left, num_admitted in changes.values())
         finished = _finished(manifest, begun, identities, has_changed=has_changed)
         check()
         self._sink.finish(finished)
@@ -173,9 +174,9 @@ class SinkWriter(VersionWriter):
         if manifest.kind != "claim":
             self.manifest = manifest
         self._gauges.applied(manifest)
-        for fqn, change in changes.items():  # here, because an attempt that failed is made again
-            self._gauges.admitted(fqn, change.num_admitted)
-            self._gauges.evicted(fqn, len(change.left))
+        for fqn, (left, num_admitted) in changes.items():  # here, because an attempt that failed is made again
+            self._gauges.admitted(fqn, num_admitted)
+            self._gauges.evicted(fqn, len(left))
         if manifest.dense and not self._has_logged_dense:
             self._has_logged_dense = True
             _logger.info("dense tensors are not written to a row store: tensors=%d", len(manifest.dense))
@@ -202,13 +203,9 @@ class SinkWriter(VersionWriter):
             self._position = Position(state.stream, link, state.generation, created=state.created)
 
     def _write(
-        self,
-        manifest: Manifest,
-        placements: list[Placement],
-        owners: VersionOwners,
-        identities: Mapping[str, Identity],
-    ) -> dict[str, _OwnerChange]:
-        """Write the rows of a version, and delete those of raw ids that own none. Return the changes of owners."""
+        self, manifest: Manifest, placements: list[Placement], owners: VersionOwners
+    ) -> dict[str, tuple[Tensor, int]]:
+        """Write the rows of a version, and delete those of raw ids that own none. Return what :meth:`_log` returns."""
         ordered = {fqn: _by_slot(*of_table) for fqn, of_table in owners.items()}
         changes = {fqn: self._log(manifest.stream, fqn, *of_table) for fqn, of_table in ordered.items()}
         for placement in placements:
@@ -218,27 +215,20 @@ class SinkWriter(VersionWriter):
                 ids = torch.arange(chunk.ids.start, chunk.ids.stop) if isinstance(chunk.ids, slice) else chunk.ids
                 ((_, values),) = chunk.values
                 if fqn in ordered:
-                    self._write_owned(manifest, identities[fqn], fqn, ids, values, *ordered[fqn])
+                    self._write_owned(manifest, fqn, ids, values, *ordered[fqn])
                 else:
                     self._sink.write(manifest.stream, fqn, ids, values, manifest.version)
                 self._gauges.wrote(chunk.num_rows)
-        for fqn, change in changes.items():
+        for fqn, (left, _) in changes.items():
             kept = ordered[fqn][1].sort().values
-            for begin in range(0, len(change.left), _SLOTS):
+            for begin in range(0, len(left), _SLOTS):
                 check()
-                some = change.left[begin : begin + _SLOTS]
+                some = left[begin : begin + _SLOTS]
                 self._sink.delete(manifest.stream, fqn, some[~_is_in(some, kept)])
         return changes
 
     def _write_owned(
-        self,
-        manifest: Manifest,
-        identity: Identity,
-        fqn: str,
-        ids: Tensor,
-        values: Tensor,
-        slots: Tensor,
-        owners: Tensor,
+        self, manifest: Manifest, fqn: str, ids: Tensor, values: Tensor, slots: Tensor, owners: Tensor
     ) -> None:
         """Write rows (``ids`` ``[N]``) under their owners' raw ids, and default rows under their global row ids.
 
@@ -248,14 +238,17 @@ class SinkWriter(VersionWriter):
         is_owned = found != NO_OWNER
         if bool(is_owned.any()):
             self._sink.write(manifest.stream, fqn, found[is_owned], values[is_owned], manifest.version)
-        is_default = torch.isin(ids, torch.tensor(_defaults_of(identity), dtype=torch.int64))
+        is_default = torch.isin(ids, default_rows(manifest.identities[fqn]))
         if bool(is_default.any()):
             self._sink.write_defaults(manifest.stream, fqn, ids[is_default], values[is_default], manifest.version)
 
-    def _log(self, stream: str, fqn: str, slots: Tensor, owners: Tensor) -> _OwnerChange:
-        """Log the ``[M]`` owners of the rows ``slots``, ascending, that differ from the stored map."""
+    def _log(self, stream: str, fqn: str, slots: Tensor, owners: Tensor) -> tuple[Tensor, int]:
+        """Log the ``[M]`` owners of the rows ``slots``, ascending, that differ from the stored map.
+
+        Returns the int64 raw ids that lose a row, and may get another one, and the number of rows that get a raw id.
+        """
         left: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
-        num_admitted, has_changed = 0, False
+        num_admitted = 0
         for begin in range(0, len(slots), _SLOTS):
             check()
             some, new = slots[begin : begin + _SLOTS], owners[begin : begin + _SLOTS]
@@ -263,11 +256,10 @@ class SinkWriter(VersionWriter):
             is_changed = old != new
             if not bool(is_changed.any()):
                 continue
-            has_changed = True
             self._sink.log_owners(stream, fqn, some[is_changed], new[is_changed])
             left.append(old[is_changed & (old != NO_OWNER)])
             num_admitted += int((new[is_changed] != NO_OWNER).sum())
-        return _OwnerChange(torch.cat(left), num_admitted, has_changed)
+        return torch.cat(left), num_admitted
 
     def _recovered(self, state: SinkState) -> SinkState:
         """Complete the map of a version that is complete, or undo the owners of one that is not."""
@@ -314,15 +306,6 @@ class SinkWriter(VersionWriter):
         return settled
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _OwnerChange:
-    """Change of the owners of a table by a version."""
-
-    left: Tensor  # int64 raw ids that lose a row, and may get another one
-    num_admitted: int  # rows that get a raw id
-    has_changed: bool  # True if the owner of any row differs
-
-
 class _SinkTable(RowTarget):
     """Table of a row store, to which whole rows are written. Only its shape is used."""
 
@@ -344,34 +327,20 @@ def _begun(
 
     The version that readers get goes down here if the new one is older, because rows may then be as old as that one.
     """
-    link = manifest.link
-    if held is None:
-        return SinkState(
-            stream=manifest.stream,
-            applying=link.version,
-            applying_xxh3=link.xxh3,
-            applying_generation=manifest.generation,
-            tables=manifest.tables,
-            identities=identities,
-            default_slots=_defaults(identities),
-        )
-    is_older = held.version is not None and link.version < held.version
-    is_newest = held.applying is None or held.applying <= link.version
+    state = held or SinkState(stream=manifest.stream, tables=manifest.tables, identities=identities)
+    if state.version is not None and manifest.version < state.version:
+        state = replace(state, **_complete(manifest))
+    if state.applying is None or state.applying <= manifest.version:
+        link = manifest.link
+        state = replace(state, applying=link.version, applying_xxh3=link.xxh3, applying_generation=manifest.generation)
     both = {
-        fqn: tuple(sorted({*held.default_slots.get(fqn, ()), *slots})) for fqn, slots in _defaults(identities).items()
+        fqn: tuple(sorted({*state.default_slots.get(fqn, ()), *slots})) for fqn, slots in _defaults(identities).items()
     }
     return replace(
-        held,
-        version=link.version if is_older else held.version,
-        xxh3=link.xxh3 if is_older else held.xxh3,
-        generation=manifest.generation if is_older else held.generation,
-        created=int(manifest.created) if is_older else held.created,
-        applying=link.version if is_newest else held.applying,
-        applying_xxh3=link.xxh3 if is_newest else held.applying_xxh3,
-        applying_generation=manifest.generation if is_newest else held.applying_generation,
-        is_mixed=held.is_mixed or is_elsewhere,
-        tables={**held.tables, **manifest.tables},
-        default_slots={**held.default_slots, **both},
+        state,
+        is_mixed=state.is_mixed or (is_elsewhere and held is not None),
+        tables={**state.tables, **manifest.tables},
+        default_slots={**state.default_slots, **both},
     )
 
 
@@ -382,22 +351,28 @@ def _finished(
 
     An interrupted newer version stays recorded until a snapshot, the same or a later version replaces its rows.
     """
-    link = manifest.link
-    is_complete = manifest.kind == "snapshot" or begun.applying is None or begun.applying <= link.version
+    is_complete = manifest.kind == "snapshot" or begun.applying is None or begun.applying <= manifest.version
+    if is_complete:
+        begun = replace(begun, applying=None, applying_xxh3=None, applying_generation=None)
     return replace(
         begun,
-        version=link.version,
-        xxh3=link.xxh3,
-        generation=manifest.generation,
-        created=int(manifest.created),
-        applying=None if is_complete else begun.applying,
-        applying_xxh3=None if is_complete else begun.applying_xxh3,
-        applying_generation=None if is_complete else begun.applying_generation,
+        **_complete(manifest),
         is_mixed=False,
         pin=0,
         is_settling=has_changed or dict(begun.default_slots) != _defaults(identities),
         identities=identities,
     )
+
+
+def _complete(manifest: Manifest) -> dict[str, Any]:
+    """Return the fields of a state whose version is that of ``manifest``."""
+    link = manifest.link
+    return {
+        "version": link.version,
+        "xxh3": link.xxh3,
+        "generation": manifest.generation,
+        "created": int(manifest.created),
+    }
 
 
 _ANEW = "Pass a row store with another prefix or directory, or start a new stream at another url"
@@ -406,7 +381,7 @@ _ANEW = "Pass a row store with another prefix or directory, or start a new strea
 def _check_table(fqn: str, manifest: Manifest, held: SinkState) -> None:
     """Raise TableMismatchError if a table of a version differs from the one that the row store holds."""
     given, stored = manifest.tables.get(fqn), held.tables.get(fqn)
-    if given is None or stored is None or given != stored:
+    if given is None or given != stored:
         found, known = (str(given or "missing"), str(stored or "missing")), sorted(held.tables)
         raise TableMismatchError(fqn, *found, known).advising(_ANEW)
     if (fqn in manifest.identities) != (fqn in held.identities):
@@ -415,13 +390,13 @@ def _check_table(fqn: str, manifest: Manifest, held: SinkState) -> None:
         raise TableMismatchError(fqn, *found).advising(_ANEW)
 
 
-def _defaults_of(identity: Identity) -> tuple[int, ...]:
-    return tuple(bucket.default for bucket in identity.buckets if bucket.default is not None)
-
-
 def _defaults(identities: Mapping[str, Identity]) -> dict[str, tuple[int, ...]]:
     """Return the global row ids of the default rows of each table that has them."""
-    return {fqn: slots for fqn, identity in identities.items() if (slots := _defaults_of(identity))}
+    slots = {
+        fqn: tuple(bucket.default for bucket in identity.buckets if bucket.default is not None)
+        for fqn, identity in identities.items()
+    }
+    return {fqn: each for fqn, each in slots.items() if each}
 
 
 def _by_slot(slots: Tensor, owners: Tensor) -> tuple[Tensor, Tensor]:
