@@ -179,7 +179,7 @@ def test_the_memory_per_row_is_as_documented() -> None:
             for change in owner_changes(version, {"t": identity}, {"t": (index,)}):
                 change.unmap()
                 change.adopt()
-                change.map(change.ready())
+                change.raw_ids.map(change.raw_ids.prepare(change.final))
 
         peak = _peak_bytes(apply) / num_rows  # the first call also loads what it needs
     assert 0.9 * _APPLIED_BYTES < peak <= _APPLIED_BYTES

@@ -205,8 +205,7 @@ class Follower:
         """Note that another thread has updated the tables: an error that ended the thread is over."""
         if self.error is not None and not self.is_running:
             self.error = None
-        if self._heartbeats is not None:
-            self._beat()
+        self._beat()
 
     def after_fork_in_child(self, lock: threading.Lock) -> None:
         """Drop the thread, which does not exist in the child process, and replace the locks that it may have held."""

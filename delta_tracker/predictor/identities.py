@@ -17,11 +17,10 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import msgspec
 import torch
 from torch import Tensor
 
-from delta_tracker.errors import InvalidArgumentError, MalformedError, TableMismatchError
+from delta_tracker.errors import MalformedError, TableMismatchError
 from delta_tracker.raw_ids import NO_OWNER, RawIdMap, check_owners
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.manifest import Manifest
@@ -65,10 +64,7 @@ def identities_after(manifest: Manifest, held: Mapping[str, Identity]) -> Mappin
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnerChange:
-    """Change of the owners in one mapping.
-
-    All tensors are int64.
-    """
+    """Change of the owners in one mapping. All tensors are int64."""
 
     fqn: str  # name of the table in the stream
     raw_ids: RawIdMap  # the live mapping
@@ -85,9 +81,8 @@ class OwnerChange:
         return [bucket.default for bucket in self.identity.buckets if bucket.default is not None]
 
     def num_admitted(self) -> int:
-        """Return the number of rows that get a raw id, which :meth:`map` maps."""
-        first = self.raw_ids.rows[0]
-        return int((self.final[self.slots - first] != NO_OWNER).sum())
+        """Return the number of rows that get a raw id."""
+        return int((self.final[self.slots - self.raw_ids.rows[0]] != NO_OWNER).sum())
 
     def unmap(self) -> int:
         """Unmap the raw ids of the rows whose owner changes, and return their number. The caller must hold the lock."""
@@ -100,14 +95,6 @@ class OwnerChange:
         """Route unknown raw ids by the buckets of the version. The caller must hold the lock for writing."""
         if not self.raw_ids.routes_by(self.identity):
             self.raw_ids.adopt(self.identity)
-
-    def ready(self) -> object:
-        """Return the new content of the mapping. Lookups may run meanwhile."""
-        return self.raw_ids.prepare(self.final)
-
-    def map(self, ready: object) -> None:
-        """Replace the mapping by the result of :meth:`ready`. The caller must hold the lock for writing."""
-        self.raw_ids.map(ready)
 
 
 def owner_changes(
@@ -144,16 +131,3 @@ def _change(fqn: str, raw_ids: RawIdMap, identity: Identity, slots: Tensor, owne
     if conflict:
         raise TableMismatchError(fqn, "a table with raw ids", conflict)
     return OwnerChange(fqn, raw_ids, identity, changed + first, live[changed], final)
-
-
-def to_text(identities: Mapping[str, Identity]) -> str:
-    """Return the buckets of tables as JSON, for the state of a predictor."""
-    return msgspec.json.encode(identities).decode()
-
-
-def from_text(text: object) -> dict[str, Identity]:
-    """Return the buckets of tables from the result of :func:`to_text`."""
-    try:
-        return msgspec.json.decode(str(text), type=dict[str, Identity])
-    except ValueError as error:
-        raise InvalidArgumentError("state", text, "Pass what state_dict() returned") from error

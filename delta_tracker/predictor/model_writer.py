@@ -6,17 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+import msgspec
+
 from delta_tracker.errors import ForkedError, InvalidArgumentError
 from delta_tracker.predictor.gate import GateKeeper
 from delta_tracker.predictor.gauges import PredictorGauges
-from delta_tracker.predictor.identities import (
-    OwnerChange,
-    from_text,
-    identities_after,
-    owner_changes,
-    to_text,
-    version_owners,
-)
+from delta_tracker.predictor.identities import OwnerChange, identities_after, owner_changes, version_owners
 from delta_tracker.predictor.lock import TableLock
 from delta_tracker.predictor.placement import Chunk, Placement
 from delta_tracker.predictor.served_model import Receiver, ServedModel
@@ -28,6 +23,7 @@ from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.host_cache import HostCache
 from delta_tracker.stream.reading.orders import Followed
 from delta_tracker.stream.reading.position import Position, Rows
+from delta_tracker.types import Identity
 
 
 class ModelWriter(VersionWriter):
@@ -161,14 +157,16 @@ class ModelWriter(VersionWriter):
         if position and self._followed is not None:
             position[self._followed.kind] = self._followed.counter
         # Without a position too: until the snapshot is applied, unknown raw ids read the default rows of these buckets.
-        return {**position, **({"identities": to_text(self.identities)} if self.identities else {})}
+        if self.identities:
+            position["identities"] = msgspec.json.encode(self.identities).decode()
+        return position
 
     def load_state_dict(self, state: Mapping[str, str | int]) -> None:
         """Restore the stream position of tables that were saved together with ``state``."""
         if not isinstance(state, Mapping):
             raise InvalidArgumentError("state", state, "Pass what state_dict() returned")
         fields = dict(state)
-        identities = from_text(fields.pop("identities", "{}"))
+        identities = _identities(fields)
         followed = _followed(fields)
         position = replace(Position.from_dict(fields), rows=Rows.AHEAD) if fields else None
         with self.lock.writing():
@@ -213,11 +211,11 @@ class ModelWriter(VersionWriter):
         if not len(change.slots):
             return
         self.fence.enter_reading()
-        ready = change.ready()
+        ready = change.raw_ids.prepare(change.final)  # lookups may run meanwhile
         with self.lock.writing(), self.fence.writing():
             # Only a snapshot has all raw ids of a mapping that is half written.
             is_mixed, self._is_mixed = self._is_mixed, True
-            change.map(ready)
+            change.raw_ids.map(ready)
             self._is_mixed = is_mixed
         self._gauges.admitted(change.fqn, change.num_admitted())
 
@@ -231,6 +229,15 @@ class ModelWriter(VersionWriter):
         if begun is None or manifest.kind == "snapshot" or begun.version <= manifest.version:
             self._begun, self._is_torn = None, False
         self._applying = None if self._begun is None else self._begun.version
+
+
+def _identities(state: dict[str, str | int]) -> dict[str, Identity]:
+    """Take the buckets of tables out of a saved state. Raise InvalidArgumentError if they are invalid."""
+    text = state.pop("identities", "{}")
+    try:
+        return msgspec.json.decode(str(text), type=dict[str, Identity])
+    except ValueError as error:
+        raise InvalidArgumentError("state", text, "Pass what state_dict() returned") from error
 
 
 def _followed(state: dict[str, str | int]) -> Followed | None:

@@ -44,8 +44,7 @@ class Names:
         """Return name in the stream to name in the model, for those of ``names`` that differ and all whole names."""
         if not self.depends_on_stream:
             return self._whole
-        found = {name: self._own(name) for name in names}
-        return {name: own for name, own in found.items() if own != name} | self._whole
+        return {name: own for name in names if (own := self._own(name)) != name} | self._whole
 
     def _own(self, name: str) -> str:
         if self._function is not None:

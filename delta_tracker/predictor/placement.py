@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from delta_tracker.errors import InvalidArgumentError, PartialRowsError
+from delta_tracker.errors import PartialRowsError
 from delta_tracker.row_target import RowTarget
 from delta_tracker.stream.format.block_rows import BlockRows
 
@@ -43,8 +43,6 @@ class Placement:
 
     def chunks(self, num_rows: int) -> Iterator[Chunk]:
         """Yield chunks of at most ``num_rows`` rows. Lookups may run while a chunk is read and prepared for writing."""
-        if num_rows < 1:
-            raise InvalidArgumentError("num_rows", num_rows, "Pass a count of 1 or more")
         ids, count = self.ids, self.num_rows
         for begin in range(0, count, num_rows):
             end = min(begin + num_rows, count)

@@ -66,9 +66,15 @@ class PollSchedule:
         """Wait before the next poll, without jitter."""
         if self._is_fixed:
             return self._first_seconds
-        if self._is_delayed and self._hinted is not None and self._runtime.monotonic() - self._hinted < _HINT_SECONDS:
+        if self._is_delayed_hint:
             return min(self._first_seconds, _HINTED_PAUSE_SECONDS)
         return self._longest_hinted if self._num_right >= _NUM_TRUSTED else self._current
+
+    @property
+    def _is_delayed_hint(self) -> bool:
+        """True if a cache may still hide the version of the last hint."""
+        hinted = self._hinted
+        return self._is_delayed and hinted is not None and self._runtime.monotonic() - hinted < _HINT_SECONDS
 
     def moved(self) -> None:
         """Record that a poll found a version and applied it."""
@@ -95,7 +101,8 @@ class PollSchedule:
         self._is_moving = False
         seconds = self._first_seconds
         if not self._is_fixed:
-            self._forget_wrong_hint()
+            if self._hinted is not None and not self._is_delayed_hint:
+                self.distrust()  # the hint was wrong
             is_idle = self._runtime.monotonic() - self._moved > max(_LEAST_IDLE_SECONDS, 2 * self._between)
             seconds = self.seconds
             if is_idle:
@@ -117,13 +124,6 @@ class PollSchedule:
             self.retry_seconds = min(self._first_seconds, _NO_STREAM_SECONDS)
         else:
             self.retry_seconds = min(self._longest, _MAX_NO_STREAM_SECONDS)
-
-    def _forget_wrong_hint(self) -> None:
-        """Count a hint as wrong if the poll after it found nothing, or over http, the polls of some seconds."""
-        if self._hinted is None:
-            return
-        if not self._is_delayed or self._runtime.monotonic() - self._hinted >= _HINT_SECONDS:
-            self.distrust()
 
 
 class GapChecks:

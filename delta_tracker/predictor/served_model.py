@@ -27,8 +27,6 @@ from delta_tracker.types import Identity
 
 _logger = logging.getLogger(__name__)
 
-_NO_MAPS: Mapping[str, tuple[RawIdMap, ...]] = {}
-
 Model = nn.Module | Mapping[str, Tensor | RowTarget]
 
 
@@ -46,7 +44,7 @@ class ServedModel:
         tables, dense = find_targets(model), _tensors(model)
         self._rule = Names(names, {*tables, *dense})
         self._names = self._rule.of(() if raw_ids is None else raw_ids)  # of the last resolved version
-        self._indexes = check_indexes({} if raw_ids is None else raw_ids, self._renamed(tables))
+        self._indexes = check_indexes({} if raw_ids is None else raw_ids, renamed(tables, self._names))
         self._has_compared = False  # the tables of the model and of the stream
         self._hidden = traced_collisions(model) if isinstance(model, nn.Module) else []
         self._has_raw_ids = bool(self._indexes) or (isinstance(model, nn.Module) and has_collisions(model))
@@ -57,11 +55,11 @@ class ServedModel:
         tables = find_targets(self._model)
         if self._rule.depends_on_stream:
             self._names = self._rule.of((*manifest.tables, *manifest.dense))
-        targets = self._renamed(tables) if self._names else tables
+        targets = renamed(tables, self._names)
         check_targets(manifest, targets)
         if not self._has_compared and manifest.kind != "claim":
             self._warn_of_others(manifest)
-        maps: Mapping[str, tuple[RawIdMap, ...]] = _NO_MAPS
+        maps: dict[str, tuple[RawIdMap, ...]] = {}
         if manifest.identities or self._has_raw_ids:
             maps = self.raw_ids()
             check_hidden(manifest, self._hidden, self._names)
@@ -106,10 +104,6 @@ class ServedModel:
         for _, raw_ids, identity in found:
             raw_ids.adopt(identity)
 
-    def _renamed(self, tables: dict[str, RowTarget]) -> dict[str, RowTarget]:
-        """Return the tables of the model under their names in the stream."""
-        return renamed(tables, {name: own for name, own in self._names.items() if own in tables})
-
     def _dense(self, specs: Mapping[str, DenseSpec]) -> dict[str, Tensor]:
         """Return the tensors of the model for dense tensors, by name in the stream; empty if none are written."""
         if not specs or not self._takes_dense:
@@ -144,10 +138,9 @@ class Receiver:
     @property
     def devices(self) -> set[torch.device]:
         """Devices of the tables, dense tensors and mappings. Of targets that are not tensors, their ``devices``."""
-        tables = {device for target in self.targets.values() for device in getattr(target, "devices", ())}
-        if self.raw_ids:
-            tables |= {device for maps in self.raw_ids.values() for each in maps for device in each.devices}
-        return tables | {tensor.device for tensor in self.dense.values()}
+        held = [getattr(target, "devices", ()) for target in self.targets.values()]
+        held += [each.devices for maps in self.raw_ids.values() for each in maps]
+        return {tensor.device for tensor in self.dense.values()}.union(*held)
 
     def place(self, contents: Contents) -> list[Placement]:
         """Return the placements of the version's rows, in the order of writing. Nothing is written."""

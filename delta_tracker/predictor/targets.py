@@ -65,16 +65,14 @@ def table_names(model: nn.Module | Mapping[str, Tensor | RowTarget]) -> set[str]
 
 
 def renamed(targets: dict[str, RowTarget], names: Mapping[str, str]) -> dict[str, RowTarget]:
-    """Return the targets under their names in the stream. ``names`` maps those that differ to FQNs in the model."""
+    """Return the targets under their names in the stream. ``names`` has those that differ, also of dense tensors."""
     if not names:
         return targets
-    for name in names.values():
-        if name not in targets:
-            raise InvalidArgumentError("names", name, f"Pass names of the model's tables: {sorted(targets)}")
-    if len(set(names.values())) < len(names):
-        raise InvalidArgumentError("names", dict(names), "Map each table of the model once")
-    kept = {fqn: target for fqn, target in targets.items() if fqn not in names.values()}
-    return kept | {fqn: targets[name] for fqn, name in names.items()}
+    own = {fqn: name for fqn, name in names.items() if name in targets}
+    if len(set(own.values())) < len(own):
+        raise InvalidArgumentError("names", own, "Map each table of the model once")
+    kept = {fqn: target for fqn, target in targets.items() if fqn not in own.values()}
+    return kept | {fqn: targets[name] for fqn, name in own.items()}
 
 
 def check_targets(manifest: Manifest, targets: Mapping[str, RowTarget]) -> None:

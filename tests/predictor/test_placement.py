@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from delta_tracker.errors import InvalidArgumentError, PartialRowsError
+from delta_tracker.errors import PartialRowsError
 from delta_tracker.predictor.placement import place
 from delta_tracker.row_target import RowTarget
 from delta_tracker.stream.format.block_rows import BlockRows
@@ -184,11 +184,3 @@ def test_a_target_without_rows_receives_no_rows() -> None:
     blocks = [_rows((0, 8), (0, 4), [1, 5], table)]
     for rows, columns in (((0, 0), ()), ((0, 8), ()), ((2, 5), ((0, 4),)), ((5, 5), ((0, 4),))):
         assert not place(blocks, {_FQN: _Recorder(torch.zeros(8, 4), rows, columns)})
-
-
-def test_a_chunk_has_rows() -> None:
-    table = _TABLE[:, :4]
-    target = _Recorder(torch.zeros(8, 4), (0, 8), ((0, 4),))
-    (placement,) = place([_rows((0, 8), (0, 4), None, table)], {_FQN: target})
-    with pytest.raises(InvalidArgumentError, match="num_rows=0"):
-        next(placement.chunks(0))
