@@ -50,9 +50,9 @@ class PollSchedule:
         self.retry_seconds = seconds
         self._first_seconds = seconds
         self._is_fixed = is_fixed
-        self._longest = max(seconds, longest)
-        self._longest_hinted = max(seconds, longest_hinted)
-        self._is_delayed = is_delayed
+        self._longest = seconds if is_fixed else max(seconds, longest)
+        self._longest_hinted = seconds if is_fixed else max(seconds, longest_hinted)
+        self._is_delayed = is_delayed and not is_fixed
         self._runtime = runtime
         self._moved = runtime.monotonic()  # time of the last version, or of the start
         self._between = 0.0  # seconds between the last two versions
@@ -64,8 +64,6 @@ class PollSchedule:
     @property
     def seconds(self) -> float:
         """Wait before the next poll, without jitter."""
-        if self._is_fixed:
-            return self._first_seconds
         if self._is_delayed_hint:
             return min(self._first_seconds, _HINTED_PAUSE_SECONDS)
         return self._longest_hinted if self._num_right >= _NUM_TRUSTED else self._current
@@ -99,14 +97,11 @@ class PollSchedule:
     def pause(self) -> float:
         """Return the seconds to wait before the next poll, after one that found nothing."""
         self._is_moving = False
-        seconds = self._first_seconds
-        if not self._is_fixed:
-            if self._hinted is not None and not self._is_delayed_hint:
-                self.distrust()  # the hint was wrong
-            is_idle = self._runtime.monotonic() - self._moved > max(_LEAST_IDLE_SECONDS, 2 * self._between)
-            seconds = self.seconds
-            if is_idle:
-                self._current = min(self._longest, max(2 * self._current, _LEAST_PAUSE_SECONDS))
+        if self._hinted is not None and not self._is_delayed_hint:
+            self.distrust()  # the hint was wrong
+        seconds = self.seconds
+        if self._runtime.monotonic() - self._moved > max(_LEAST_IDLE_SECONDS, 2 * self._between):
+            self._current = min(self._longest, max(2 * self._current, _LEAST_PAUSE_SECONDS))
         return jittered(seconds, self._runtime)
 
     def worked(self) -> None:
@@ -120,10 +115,7 @@ class PollSchedule:
 
     def found_no_stream(self) -> None:
         """Poll often, because the id of the stream is unknown, so that there are no hints."""
-        if self._is_fixed:
-            self.retry_seconds = min(self._first_seconds, _NO_STREAM_SECONDS)
-        else:
-            self.retry_seconds = min(self._longest, _MAX_NO_STREAM_SECONDS)
+        self.retry_seconds = min(self._longest, _NO_STREAM_SECONDS if self._is_fixed else _MAX_NO_STREAM_SECONDS)
 
 
 class GapChecks:
