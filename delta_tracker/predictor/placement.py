@@ -31,11 +31,6 @@ class Placement:
     rows: tuple[BlockRows, ...]
 
     @property
-    def num_rows(self) -> int:
-        """Number of rows that are written."""
-        return self.rows[0].block.num_rows
-
-    @property
     def ids(self) -> Tensor | slice:
         """``[N]`` int64 global row ids, ascending and unique; or a slice if the block holds all rows of its range."""
         first = self.rows[0]
@@ -43,7 +38,7 @@ class Placement:
 
     def chunks(self, num_rows: int) -> Iterator[Chunk]:
         """Yield chunks of at most ``num_rows`` rows. Lookups may run while a chunk is read and prepared for writing."""
-        ids, count = self.ids, self.num_rows
+        ids, count = self.ids, self.rows[0].block.num_rows
         for begin in range(0, count, num_rows):
             end = min(begin + num_rows, count)
             values = [(rows.block.columns, rows.read(begin, end)) for rows in self.rows]
