@@ -295,7 +295,8 @@ def test_inconsistent_entries_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("fold", 0), ("fold", float("nan")), ("max_bytes", 0), ("min_versions", 1), ("max_bytes", 1.5)]
+    ("name", "value"),
+    [("fold", 0), ("fold", "x"), ("fold", float("nan")), ("max_bytes", 0), ("min_versions", 1), ("max_bytes", 1.5)],
 )
 def test_invalid_bounds_are_refused(name: str, value: object) -> None:
     with pytest.raises(InvalidArgumentError, match=name):

@@ -60,7 +60,11 @@ def compact(
         StorageError: if the store fails, or is so slow that retention may have deleted the new parts, which had no
             entry yet.
     """
-    check_bounds(fold, max_bytes, min_versions)
+    if type(fold) not in (int, float) or not 0 < fold < float("inf"):
+        raise InvalidArgumentError("fold", fold, "Pass a positive fraction of the snapshot's bytes, such as 0.5")
+    for argument, value, least in (("max_bytes", max_bytes, 1), ("min_versions", min_versions, 2)):
+        if type(value) is not int or value < least:
+            raise InvalidArgumentError(argument, value, f"Pass an integer of {least} or more")
     log = stream if isinstance(stream, StreamLog) else StreamLog(stream)
     base = log.newest_snapshot()
     if base is None:
@@ -309,12 +313,3 @@ def _is_there(log: StreamLog, version: Manifest) -> bool:
     found = log.read(version.version) if version.merges is None else log.read_merged(Merged.of(version))
     # A deleted merged entry may have been created again with other parts.
     return found is not None and found.xxh3 == version.xxh3
-
-
-def check_bounds(fold: float, max_bytes: int, min_versions: int, *, name: str = "min_versions") -> None:
-    """Raise InvalidArgumentError for an invalid bound of :func:`compact`, with ``name`` for ``min_versions``."""
-    if type(fold) not in (int, float) or not 0 < fold < float("inf"):
-        raise InvalidArgumentError("fold", fold, "Pass a positive fraction of the snapshot's bytes, such as 0.5")
-    for argument, value, least in (("max_bytes", max_bytes, 1), (name, min_versions, 2)):
-        if type(value) is not int or value < least:
-            raise InvalidArgumentError(argument, value, f"Pass an integer of {least} or more")

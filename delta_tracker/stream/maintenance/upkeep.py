@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from delta_tracker.errors import InvalidArgumentError, kind_of, unraised
 from delta_tracker.stream.interruption import Interrupted, interruptible
 from delta_tracker.stream.log import StreamLog
-from delta_tracker.stream.maintenance.compaction import DEFAULT_MAX_BYTES, check_bounds, compact
+from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retained, Retention, RetentionPasses
 from delta_tracker.stream.storage.storage import Storage
 
@@ -18,6 +19,12 @@ _logger = logging.getLogger(__name__)
 RETAIN_EVERY = 16  # versions between two retention passes
 UPKEEP_STEPS = ("start", "compaction", "retention")
 """What may fail: the start of the thread of a pass, or one of its steps."""
+
+
+class _Step(NamedTuple):
+    name: str  # one of UPKEEP_STEPS
+    every: int  # number of versions between two runs
+    run: Callable[[], bool]  # returns False if it changed nothing
 
 
 class Upkeep:
@@ -29,47 +36,41 @@ class Upkeep:
     Args:
         retention: bounds for retention passes; None disables retention.
         compact_every: number of versions between compactions, 2 or more; None disables compaction.
-        retain_every: number of versions between retention passes, see
-            :class:`~delta_tracker.stream.maintenance.retention.RetentionPasses`.
-        fold: see :func:`~delta_tracker.stream.maintenance.compaction.compact`.
-        max_bytes: maximum bytes of versions that a compaction holds in memory.
+        retain_every: number of versions between retention passes.
         close_seconds: time that :meth:`close` waits for a running pass before it interrupts the pass.
         on_pass: called in the background thread after each pass, with False if the pass deleted nothing and merged
             nothing, and True otherwise, also if it failed or was interrupted. Must not raise.
         on_failure: called with one of ``UPKEEP_STEPS`` each time it failed. Must not raise.
     """
 
-    def __init__(  # noqa: PLR0913  all but two have a default that most users keep
+    def __init__(
         self,
         storage: Storage,
         retention: Retention | None,
         *,
         compact_every: int | None = None,
         retain_every: int = RETAIN_EVERY,
-        fold: float = 0.5,
-        max_bytes: int = DEFAULT_MAX_BYTES,
         close_seconds: float = 10.0,
         on_pass: Callable[[bool], None] | None = None,
         on_failure: Callable[[str], None] | None = None,
     ) -> None:
-        if type(retain_every) is not int or retain_every < 1:
-            raise InvalidArgumentError("retain_every", retain_every, "Pass an integer of 1 or more")
+        for name, value, least in (("compact_every", compact_every, 2), ("retain_every", retain_every, 1)):
+            if value is not None and (type(value) is not int or value < least):
+                raise InvalidArgumentError(name, value, f"Pass an integer of {least} or more")
         if not 0 <= close_seconds < threading.TIMEOUT_MAX:
             raise InvalidArgumentError("close_seconds", close_seconds, "Pass seconds, 0 or more")
-        check_bounds(fold, max_bytes, 2 if compact_every is None else compact_every, name="compact_every")
-        self._log = StreamLog(storage)
-        self._passes = None if retention is None else RetentionPasses(self._log, retention)
-        self._compact_every = compact_every
-        self._retain_every = retain_every
-        self._fold = fold
-        self._max_bytes = max_bytes
+        self._log = log = StreamLog(storage)
+        self._steps: list[_Step] = []
+        if compact_every is not None:
+            self._steps.append(_Step("compaction", compact_every, lambda: compact(log) is not None))
+        if retention is not None:
+            passes = RetentionPasses(log, retention)
+            self._steps.append(_Step("retention", retain_every, lambda: passes.run() != Retained()))
+        self._last: dict[str, int] = {}  # name of a step to the version of its last run, at first the preceding one
         self._close_seconds = close_seconds
         self._on_pass = on_pass
         self._on_failure = on_failure
         self._stop = threading.Event()
-        # Version at the last pass of each kind. The first call of after() sets both to the preceding version.
-        self._compacted: int | None = None
-        self._retained: int | None = None
         self._thread: threading.Thread | None = None
         self._is_closed = False
         # One of UPKEEP_STEPS to its last error. Replaced, never changed, because it is read while a pass runs.
@@ -87,16 +88,14 @@ class Upkeep:
         """Start a pass if one is due after the committed ``version`` and none is running. Never blocks or raises."""
         if self._is_closed or (self._thread is not None and self._thread.is_alive()):
             return
-        if self._compacted is None or self._retained is None:
-            self._compacted = self._retained = version - 1
-        compacts = self._compact_every is not None and version - self._compacted >= self._compact_every
-        retains = self._passes is not None and version - self._retained >= self._retain_every
-        if not compacts and not retains:
+        for step in self._steps:
+            self._last.setdefault(step.name, version - 1)
+        due = [step for step in self._steps if version - self._last[step.name] >= step.every]
+        if not due:
             return
-        self._compacted = version if compacts else self._compacted
-        self._retained = version if retains else self._retained
+        self._last |= {step.name: version for step in due}
         # Not a daemon: a daemon killed at the interpreter's exit would leave parts behind.
-        thread = threading.Thread(target=self._run, args=(compacts, retains), name="upkeep", daemon=False)
+        thread = threading.Thread(target=self._run, args=(due,), name="upkeep", daemon=False)
         try:
             thread.start()
         except RuntimeError as error:  # the system cannot start a thread, or the interpreter shuts down
@@ -117,13 +116,12 @@ class Upkeep:
                 self._stop.set()
                 self._thread.join()
 
-    def _run(self, compacts: bool, retains: bool) -> None:  # noqa: FBT001  positions of a thread's arguments
-        steps = [("compaction", self._compact)] * compacts + [("retention", self._retain)] * retains
+    def _run(self, due: Sequence[_Step]) -> None:
         self._succeed("start")
         has_changed = True  # unless all steps succeed
         try:
             with interruptible(self._stop):
-                changes = [self._try(step, run) for step, run in steps]
+                changes = [self._try(step) for step in due]
             has_changed = any(changes)
         except Interrupted:
             _logger.info("close() interrupted the upkeep pass: url=%s", self._log.storage.url)
@@ -133,21 +131,15 @@ class Upkeep:
             if self._on_pass is not None:
                 self._on_pass(has_changed)
 
-    def _try(self, step: str, run: Callable[[], bool]) -> bool:
+    def _try(self, step: _Step) -> bool:
         """Run one step of a pass. Return False if it succeeded and changed nothing."""
         try:
-            has_changed = run()
+            has_changed = step.run()
         except Exception as error:  # noqa: BLE001  the next step runs: a store without space needs it
-            self._fail(step, error)
+            self._fail(step.name, error)
             return True
-        self._succeed(step)
+        self._succeed(step.name)
         return has_changed
-
-    def _compact(self) -> bool:
-        return compact(self._log, fold=self._fold, max_bytes=self._max_bytes) is not None
-
-    def _retain(self) -> bool:
-        return self._passes is not None and self._passes.run() != Retained()
 
     def _succeed(self, step: str) -> None:
         if step in self._errors:
