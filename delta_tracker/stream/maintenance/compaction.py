@@ -15,12 +15,12 @@ from torch import Tensor
 from delta_tracker.errors import CorruptPartError, InvalidArgumentError, MalformedError, StorageError
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
-from delta_tracker.stream.format.manifest import FORMAT, STATES_FORMAT, Block, DenseSpec, Manifest, Part, Schema
+from delta_tracker.stream.format.manifest import FORMAT, STATES_FORMAT, DenseSpec, Manifest, Part, Schema
 from delta_tracker.stream.format.overlay import Overlay, WholeBlocks
-from delta_tracker.stream.format.part_reader import PartReader, read_parts
+from delta_tracker.stream.format.part_reader import PartReader, dense_of, read_parts
 from delta_tracker.stream.format.part_writer import put_part
 from delta_tracker.stream.log import Merged, StreamLog, entry_name, generation_error, part_name
-from delta_tracker.stream.maintenance.merging import listed_rows, newest_rows, rows_of_whole_blocks
+from delta_tracker.stream.maintenance.merging import loaded_rows, newest_rows
 from delta_tracker.stream.maintenance.retention import ORPHAN_SECONDS
 from delta_tracker.stream.storage.storage import Storage
 
@@ -74,7 +74,7 @@ def compact(
     versions: Sequence[Manifest] = ()
     try:
         # Count the deltas after the fold as well. Otherwise deltas that never fit together would accumulate.
-        versions = _run(pieces, max_bytes - compaction.base_bytes)
+        versions = _run(pieces, max_bytes - _listed_bytes(base))
         is_due = _num_new(versions) >= min_versions
         num_bytes = sum(_size(piece) for piece in pieces if is_due or piece.merges is not None)
         held = _owned_encodings(base)
@@ -83,7 +83,7 @@ def compact(
         )
         if versions and num_bytes >= fold * _size(base) and is_alike:
             behind = sum(_size(piece) for piece in pieces[len(versions) :])
-            return compaction.fold(versions, fold * _size(base) - behind, is_due=is_due)
+            return compaction.merge(versions, fold_bytes=fold * _size(base) - behind if is_due else 0)
         for start in range(len(pieces)):
             versions = _run(pieces[start:], max_bytes)
             if _num_new(versions) >= min_versions:
@@ -106,43 +106,26 @@ class _Compaction:
         self._max_bytes = max_bytes
         self._now = now
         self._started = now()
-        blocks = [block for part in base.parts for block in part.blocks if block.num_rows]
-        self._whole = [block for block in blocks if block.ids == "all"]
-        # Memory that a fold needs for the snapshot's listed rows, which are stored with their ids.
-        self.base_bytes = sum(
-            block.num_rows * (block.row_bytes + _state_bytes(block, base) + _ID_BYTES)
-            for block in blocks
-            if block.ids != "all"
-        )
 
-    def fold(self, versions: Sequence[Manifest], least_bytes: float, *, is_due: bool) -> Manifest | None:
-        """Merge the newest snapshot and ``versions`` (oldest first) into a new snapshot.
+    def merge(self, versions: Sequence[Manifest], *, fold_bytes: float = float("inf")) -> Manifest | None:
+        """Merge ``versions``, oldest first, into a delta.
 
-        If ``is_due`` is True and the merged rows and dense tensors of ``versions`` have less than ``least_bytes``,
-        merge only ``versions`` into a delta.
+        If their merged rows and dense tensors have ``fold_bytes`` or more, merge them and the newest snapshot into a
+        new snapshot instead.
         """
+        draft = _delta(versions)
         rows, dense = self._read(versions)
-        tables = _schema(versions)[1]
-        if is_due:
-            merged = list(newest_rows(rows, tables))
-            if sum(each.num_bytes for each in merged) + sum(each.nbytes for each in dense.values()) < least_bytes:
-                return self._merge(versions, merged, dense)
-        newest = list(newest_rows([*self._listed(), *rows], tables))
-        parts, base_dense = self._write_over(Overlay(newest), versions)
-        blocks = WholeBlocks(self._whole)
+        if fold_bytes > 0:
+            merged = list(newest_rows(rows, draft.tables))
+            if sum(each.num_bytes for each in merged) + sum(each.nbytes for each in dense.values()) < fold_bytes:
+                return self._create(draft, self._put(draft, merged, dense), dense)
+        draft = replace(_delta([self._base, *versions]), kind="snapshot", parent=None, snapshot=draft.version)
+        newest = list(newest_rows([*self._listed(), *rows], draft.tables))
+        parts, base_dense = self._write_over(draft, Overlay(newest))
+        blocks = WholeBlocks(block for part in self._base.parts for block in part.blocks if block.ids == "all")
         outside = [left for each in newest for left in blocks.outside(each) if left.block.num_rows]
-        parts += self._put(outside, base_dense | dense, versions)
-        draft = replace(_delta([self._base, *versions]), kind="snapshot", parent=None, snapshot=versions[-1].version)
-        return self._create(draft, parts, base_dense | dense)
-
-    def merge(self, versions: Sequence[Manifest]) -> Manifest | None:
-        """Merge ``versions`` into a delta."""
-        rows, dense = self._read(versions)
-        return self._merge(versions, list(newest_rows(rows, _schema(versions)[1])), dense)
-
-    def _merge(self, versions: Sequence[Manifest], newest: list[BlockRows], dense: _Dense) -> Manifest | None:
-        parts = self._put(newest, dense, versions)
-        return self._create(_delta(versions), parts, dense)
+        dense = base_dense | dense
+        return self._create(draft, [*parts, *self._put(draft, outside, dense)], dense)
 
     def _read(self, versions: Sequence[Manifest]) -> tuple[list[BlockRows], _Dense]:
         rows: list[BlockRows] = []
@@ -150,10 +133,9 @@ class _Compaction:
         for version in versions:
             parts = read_parts(self._log.storage, version, memory_bytes=self._max_bytes)
             # Listed rows are newer than the rows of a whole block of the same version.
-            rows += [each for part in parts for each in rows_of_whole_blocks(part)]
-            for part in parts:
-                rows += listed_rows(part)
-                dense |= part.dense()
+            for of_whole_blocks in (True, False):
+                rows += [each for part in parts for each in loaded_rows(part, of_whole_blocks=of_whole_blocks)]
+            dense |= dense_of(parts)
         return rows, dense
 
     def _listed(self) -> Iterator[BlockRows]:
@@ -161,9 +143,9 @@ class _Compaction:
         for part in self._base.parts:
             if any(block.ids != "all" for block in part.blocks):
                 # Do not hold the part in memory: the yielded rows are copies.
-                yield from listed_rows(PartReader(self._log.storage, part, self._base, memory_bytes=0))
+                yield from loaded_rows(PartReader(self._log.storage, part, self._base, memory_bytes=0))
 
-    def _write_over(self, overlay: Overlay, versions: Sequence[Manifest]) -> tuple[list[Part], _Dense]:
+    def _write_over(self, draft: Manifest, overlay: Overlay) -> tuple[list[Part], _Dense]:
         """Write the snapshot's whole blocks with newer rows to new parts. Return these and its dense tensors."""
         parts: list[Part] = []
         dense: _Dense = {}
@@ -174,16 +156,15 @@ class _Compaction:
             reader = PartReader(self._log.storage, part, self._base)
             dense |= {name: tensor.clone() for name, tensor in reader.dense().items()}
             if has_whole:
-                whole = [overlay.over(rows) for rows in reader.with_states() if rows.ids is None]
-                parts += self._put(whole, {}, versions)
+                parts += self._put(draft, [overlay.over(rows) for rows in reader.with_states() if rows.ids is None], {})
         return parts, dense
 
-    def _put(self, rows: Sequence[BlockRows], dense: _Dense, versions: Sequence[Manifest]) -> list[Part]:
+    def _put(self, draft: Manifest, rows: Sequence[BlockRows], dense: _Dense) -> list[Part]:
         """Write rows with their states, and dense tensors, to a new part. Return its record, if it is not empty."""
         if not rows and not dense:
             return []
-        name, states_name = (part_name(versions[-1].version, versions[-1].generation, author) for author in ("c", "cs"))
-        has_states = _schema(versions)[0] == STATES_FORMAT
+        name, states_name = (part_name(draft.version, draft.generation, author) for author in ("c", "cs"))
+        has_states = draft.format == STATES_FORMAT
         return [put_part(self._log.storage, name, rows, dense, states_name=states_name if has_states else None)]
 
     def _create(self, draft: Manifest, parts: Sequence[Part], dense: _Dense) -> Manifest | None:
@@ -208,23 +189,19 @@ class _Compaction:
 def _delta(versions: Sequence[Manifest]) -> Manifest:
     """Return the manifest of the delta that merges ``versions``, without parts.
 
-    Claims have no cut, batches, pending rows, tables or training state: these fields are taken from the other versions.
+    Claims have no cut, batches, pending rows, tables or training state: these fields are those of the other versions.
     """
     last, newest = versions[-1], [version for version in versions if version.kind != "claim"]
     return replace(
-        last,
+        newest[-1],
+        generation=last.generation,
+        writer=last.writer,
+        version=last.version,
         kind="delta",
         parent=versions[0].parent,
+        snapshot=last.snapshot,
         # A trainer that resumed from a checkpoint continues at an earlier step.
         batches=(min(version.batches[0] for version in newest), newest[-1].batches[1]),
-        cut=newest[-1].cut,
-        pending_rows=newest[-1].pending_rows,
-        format=newest[-1].format,
-        tables=newest[-1].tables,
-        states=newest[-1].states,
-        training=newest[-1].training,
-        event_time=newest[-1].event_time,
-        identities=newest[-1].identities,
         owner_changes={},
         merges=last.link,
     )
@@ -294,13 +271,16 @@ def _size(version: Manifest) -> int:
     return version.total_bytes - sum(each.num_bytes for each in version.training)
 
 
-def _state_bytes(block: Block, version: Manifest) -> int:
-    """Return the bytes of the states and the owner of one row of a block."""
-    states = version.states.get(block.table)
-    return _ID_BYTES * (block.table in version.identities) + sum(
-        state.dtype.itemsize * (block.num_columns if state.width == "columns" else 1)
-        for state in (() if states is None else states.states)
-    )
+def _listed_bytes(version: Manifest) -> int:
+    """Return the memory in bytes of a version's listed rows, with their ids, states and owners."""
+    num_bytes = 0
+    for block in (block for part in version.parts for block in part.blocks if block.ids != "all"):
+        states = version.states.get(block.table)
+        row_bytes = block.row_bytes + _ID_BYTES * (1 + (block.table in version.identities))
+        for state in () if states is None else states.states:
+            row_bytes += state.dtype.itemsize * (block.num_columns if state.width == "columns" else 1)
+        num_bytes += block.num_rows * row_bytes
+    return num_bytes
 
 
 def _num_new(versions: Sequence[Manifest]) -> int:

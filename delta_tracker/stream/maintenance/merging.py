@@ -17,29 +17,24 @@ from torch import Tensor
 
 from delta_tracker.stream.format.block_rows import BlockRows, Column, gather
 from delta_tracker.stream.format.encoding import Encoding
-from delta_tracker.stream.format.manifest import Block, IdForm
+from delta_tracker.stream.format.manifest import Block
 from delta_tracker.stream.format.part_reader import PartReader
 from delta_tracker.types import TableSpec
 
 Shape = tuple[tuple[int, int], Encoding]  # columns and encoding of a block
 
 
-def listed_rows(part: PartReader) -> list[BlockRows]:
-    """Read the listed rows of a part (the rows stored with their ids), their states and their owners into memory."""
-    if all(block.ids == "all" for block in part.part.blocks):
-        return []
-    return [rows.loaded() for rows in part.with_states() if rows.ids is not None and rows.block.num_rows]
+def loaded_rows(part: PartReader, *, of_whole_blocks: bool = False) -> list[BlockRows]:
+    """Read the listed rows of a part (the rows stored with their ids), their states and their owners into memory.
 
-
-def rows_of_whole_blocks(part: PartReader) -> list[BlockRows]:
-    """Read the rows of a part's whole blocks into memory, with their states and owners, as listed rows with ids."""
-    if all(block.ids != "all" for block in part.part.blocks):
-        return []
-    return [
-        rows.take(torch.arange(rows.block.num_rows)).loaded()
-        for rows in part.with_states()
-        if rows.ids is None and rows.block.num_rows
-    ]
+    With ``of_whole_blocks``, read the rows of its whole blocks instead, and return them as listed rows.
+    """
+    if all((block.ids == "all") != of_whole_blocks for block in part.part.blocks):
+        return []  # without a read of the states
+    found = [each for each in part.with_states() if (each.ids is None) == of_whole_blocks and each.block.num_rows]
+    if of_whole_blocks:
+        found = [each.take(torch.arange(each.block.num_rows)) for each in found]
+    return [each.loaded() for each in found]
 
 
 def newest_rows(rows: Iterable[BlockRows], tables: Mapping[str, TableSpec]) -> Iterator[BlockRows]:
@@ -85,23 +80,22 @@ class _Winners:
 
 
 def _column_ranges(shapes: Collection[Shape], own: Encoding) -> Iterator[Shape]:
-    """Yield column ranges that do not overlap and cover ``shapes``; where these overlap, with the encoding ``own``."""
-    group: list[Shape] = []
+    """Yield column ranges that do not overlap and cover ``shapes``.
+
+    Shapes that overlap are split at all of their edges, with the encoding ``own``.
+    """
+    groups: list[list[Shape]] = []
+    covered = 0  # end of the columns of the groups
     for shape in sorted(shapes):
-        if group and shape[0][0] >= max(end for (_, end), _ in group):
-            yield from _cut(group, own)
-            group = []
-        group.append(shape)
-    yield from _cut(group, own)
-
-
-def _cut(group: Sequence[Shape], own: Encoding) -> Iterator[Shape]:
-    """Split overlapping shapes at all of their column edges. A group of one shape is yielded unchanged."""
-    if len(group) == 1:
-        yield group[0]
-        return
-    edges = sorted({edge for columns, _ in group for edge in columns})
-    yield from ((columns, own) for columns in itertools.pairwise(edges))
+        first, end = shape[0]
+        if first >= covered:
+            groups.append([])
+        groups[-1].append(shape)
+        covered = max(covered, end)
+    for group in groups:
+        edges = sorted({edge for columns, _ in group for edge in columns})
+        encoding = group[0][1] if len(group) == 1 else own
+        yield from ((columns, encoding) for columns in itertools.pairwise(edges))
 
 
 def _newest(table: TableSpec, columns: tuple[int, int], encoding: Encoding, sources: Sequence[BlockRows]) -> BlockRows:
@@ -112,8 +106,7 @@ def _newest(table: TableSpec, columns: tuple[int, int], encoding: Encoding, sour
     ids, winners = ids[is_last], order[is_last]
     starts = torch.tensor([0, *(len(each) for each in listed)]).cumsum(0)
     source = torch.searchsorted(starts, winners, right=True) - 1
-    form: IdForm = encoding.listed_form
-    block = Block(table.fqn, (0, table.num_rows), columns, len(ids), form, encoding)
+    block = Block(table.fqn, (0, table.num_rows), columns, len(ids), encoding.listed_form, encoding)
     alike = [_shaped(each, columns, encoding, table.dtype) for each in sources]
     return _Winners(alike, source, winners - starts[source]).rows(block, ids)
 
