@@ -1,26 +1,20 @@
-"""Retention: deletion of versions and objects that no reader needs.
+"""Retention: deletion of versions and objects that no reader needs. Log and Pins in FORMAT.md have the rules.
 
 Versions are deleted oldest first, so that the entries that readers use form a contiguous range. These entries are kept:
 
-- the head and its parent, whose presence proves to a publisher that the name of its own entry was not freed;
+- the head and its parent, and each claim and the entry before it, without their objects: a publisher that does not know
+  the newest entries may try to create one of these names, and must fail;
 - the newest snapshot that is older than the grace period, and all later versions. A reader that started at the
   preceding snapshot has the grace period to finish. One that lags further finds its next version missing and resyncs;
-- what leads to the version of the newest pin;
-- each claim and the entry before it, without their objects. A publisher that was fenced by a claim and has not
-  detected this yet tries to create one of these two entries, and must fail.
+- what leads to the version of the newest pin.
 
 An *orphan* is an object that no process needs: one below ``parts/`` that no entry names, the draft of an interrupted
 write, the object of an interrupted probe, the heartbeat of a process that has ended, or the announcement of an
 interrupted pass.
 
-An entry is deleted before the objects that it names. In a local store, the kept entries are synced before anything is
-deleted, and the deletions of entries before their objects are deleted. After a power loss, every entry therefore has
-its objects. Any process may run retention at any time, concurrently with all others.
-
-Ages are the modification time of the newest object that this library creates, at most this host's time, minus that of
-the object. So a wrong clock of a publisher has no effect, and an object that is dated in the future expires nothing.
-
-Each pass announces its deletions, then looks for a newer pin, and ends if there is one; see Pins in FORMAT.md.
+In a local store, the kept entries are synced before anything is deleted, and the deletions of entries before their
+objects are deleted. After a power loss, every entry therefore has its objects. Any process may run retention at any
+time, concurrently with all others.
 """
 
 from __future__ import annotations
@@ -30,7 +24,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from itertools import takewhile
 from typing import TypeVar
 
 from delta_tracker.errors import InvalidArgumentError, MissingVersionError, NoSnapshotError
@@ -103,17 +97,11 @@ class Retention:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise InvalidArgumentError(name, value, "Pass an integer of 1 or more, or None for no bound")
-        for name, least in {
-            "seconds": 0.0,
-            "grace_seconds": 0.0,
-            "orphan_seconds": ORPHAN_SECONDS,
-            "heartbeat_seconds": ORPHAN_SECONDS,
-        }.items():
+        least = {"grace_seconds": 0.0, "orphan_seconds": ORPHAN_SECONDS, "heartbeat_seconds": ORPHAN_SECONDS}
+        for name, seconds in (least if self.seconds is None else {"seconds": 0.0, **least}).items():
             value = getattr(self, name)
-            if value is None and name == "seconds":
-                continue
-            if type(value) not in (int, float) or not least <= value < float("inf"):
-                raise InvalidArgumentError(name, value, f"Pass {least:.0f} seconds or more")
+            if type(value) not in (int, float) or not seconds <= value < float("inf"):
+                raise InvalidArgumentError(name, value, f"Pass {seconds:.0f} seconds or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +127,7 @@ def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], 
         MalformedError: if an entry does not follow the format; nothing was deleted.
         StorageError: if the store cannot be read, or fails during the pass.
     """
-    return _pass(stream if isinstance(stream, StreamLog) else StreamLog(stream), retention, now)[0]
+    return RetentionPasses(stream if isinstance(stream, StreamLog) else StreamLog(stream), retention, now).run()
 
 
 class RetentionPasses:
@@ -165,20 +153,52 @@ class RetentionPasses:
             self._left = left
             return Retained()
         began = time.monotonic()
-        retained, self._left = _pass(self._log, self._retention, self._now)
+        retained = self._read_all()
         ended = time.monotonic()
         self._due = ended + max(_SCAN_SECONDS, (ended - began) / _SCAN_SHARE)
         return retained
+
+    def _read_all(self) -> Retained:
+        """Read all entries, decide, and delete."""
+        storage, pin = self._log.storage, newest_pin(self._log.storage)
+        held = _Held.read(self._log, pin)
+        if held is None:
+            return Retained()
+        plan = _Plan.of(held, self._retention, held.newest if self._now is None else self._now())
+        left = _Left.of(held, plan)
+        if not (plan.versions or plan.merged or plan.unused or plan.orphans):
+            self._left = left
+            return Retained()
+        # The entries that were read make these objects unnecessary, so they must be on disk first. An entry whose
+        # deletion is not on disk may be there again after a power loss, and must find its objects then.
+        _sync_entries(storage)
+        # Announced before the look for a pin: a pin that is written after this look finds the announcement.
+        deletions = _Deletions(storage, 0 if pin is None else pin.counter)
+        announcement = announce_deletions(storage, held.head.stream, plan.before)
+        versions = deletions.of(map(entry_name, plan.versions))
+        merged = deletions.of(each.name for each in plan.merged)
+        if plan.versions or plan.merged:
+            _sync_entries(storage)
+        unused = deletions.of(plan.unused)
+        storage.delete(announcement)
+        orphans = deletions.of(plan.orphans)
+        if not deletions.is_over:
+            self._left = left
+        num_bytes = sum(plan.unused[name] for name in unused) + sum(plan.orphans[name] for name in orphans)
+        return Retained(versions=len(versions), merged=len(merged), orphans=len(orphans), num_bytes=num_bytes)
 
 
 # What a pass reads
 
 
+_Listed = Mapping[str, Sequence[StoredObject]]  # folder to its objects
+
+
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """All entries of a stream, by version.
+    """All entries of a stream, by version, and the objects that may be orphans.
 
-    Those below the first gap are claims and the entries before them, and entries of delayed publishers. A delayed
+    Entries below the first gap are claims and the entries before them, and entries of delayed publishers. A delayed
     publisher deletes its entry, unless the publisher is killed first.
     """
 
@@ -186,15 +206,23 @@ class _Held:
     entries: Mapping[int, Manifest]  # from the head down to the first gap
     below: Mapping[int, Manifest]  # below this gap
     merged: Mapping[Merged, Manifest]
+    path: Sequence[Manifest]  # entries that lead to the version of a pin
+    listed: _Listed
+    # Newest modification time, also of the entries, at most this host's time. The store's time is not before it, so
+    # ages relative to it are never too high. A time after this host's is wrong, or this host's clock is behind. Ages
+    # that are too low only delay deletions.
+    newest: float
 
     @classmethod
-    def read(cls, log: StreamLog) -> _Held | None:
+    def read(cls, log: StreamLog, pin: Pin | None) -> _Held | None:
         """Read all entries; return None if the store is empty."""
-        listed = log.versions()
+        # List parts before entries, so that a part committed between the two listings does not look like an orphan.
+        listed = {folder: log.storage.objects(folder) for folder in _NAMES}
+        versions = log.versions()
         entries: dict[int, Manifest] = {}
         # Read downwards, because a concurrent pass deletes upwards and could otherwise cause a gap. A listing may miss
         # an entry created during it, so only a read that finds no object is a gap.
-        for version in range(listed[-1] if listed else -1, -1, -1):
+        for version in range(versions[-1] if versions else -1, -1, -1):
             manifest = log.read(version)
             if manifest is None:
                 break
@@ -202,29 +230,20 @@ class _Held:
         if not entries:
             return None
         first, head = min(entries), entries[max(entries)]
-        below = {version: log.read(version) for version in listed if version < first}
-        merged = {each: log.read_merged(each) for each in log.merged()}
-        return cls(head, entries, _present(below), _present(merged))
+        below = _present({version: log.read(version) for version in versions if version < first})
+        merged = _present({each: log.read_merged(each) for each in log.merged()})
+        times = [each.modified or 0.0 for each in (*entries.values(), *merged.values())]
+        newest = min(max(0.0, *times, *(each.modified for _, each in _own(listed))), time.time())
+        return cls(head, entries, below, merged, _pinned_path(log, entries, pin), listed, newest)
 
     @property
     def snapshots(self) -> dict[int, float]:
         """Version of each snapshot in the log to the time of its commit, in Unix seconds."""
         return {version: each.committed for version, each in self.entries.items() if each.kind == "snapshot"}
 
-    @property
-    def newest(self) -> float:
-        """Newest modification time of the entries."""
-        return max(each.modified or 0.0 for each in (*self.entries.values(), *self.merged.values()))
-
 
 def _present(found: Mapping[_K, Manifest | None]) -> dict[_K, Manifest]:
     return {key: manifest for key, manifest in found.items() if manifest is not None}
-
-
-# Rules: pure functions of what was read
-
-
-_Listed = Mapping[str, Sequence[StoredObject]]  # folder to its objects
 
 
 def _own(listed: _Listed) -> Iterator[tuple[str, StoredObject]]:
@@ -233,17 +252,35 @@ def _own(listed: _Listed) -> Iterator[tuple[str, StoredObject]]:
         yield from ((folder, each) for each in objects if _NAMES[folder].fullmatch(each.name))
 
 
-def _orphans(
-    listed: _Listed, named: Collection[str], head: int, retention: Retention, now: float
-) -> Iterator[StoredObject]:
-    """Yield the orphans, also drafts that are still being written. A part above the head may get its entry yet."""
+def _pinned_path(log: StreamLog, entries: Mapping[int, Manifest], pin: Pin | None) -> list[Manifest]:
+    """Return the entries that lead to the version of a pin of the stream, with the log's entry of it."""
+    if pin is None or pin.kind != "pin" or pin.stream != entries[max(entries)].stream:
+        return []
+    try:
+        path = path_to(log, pin.version)
+    except (MissingVersionError, NoSnapshotError, InvalidArgumentError) as error:
+        text = "the pinned version cannot be reached, so nothing is kept for it: counter=%d version=%d error=%s"
+        _logger.warning(text, pin.counter, pin.version, error)
+        return []
+    entry = entries.get(pin.version)
+    return path if entry is None or path[-1].merges is None else [*path, entry]
+
+
+# Rules: pure functions of what was read
+
+
+def _orphans(held: _Held, named: Collection[str], retention: Retention) -> dict[str, int]:
+    """Return the names and sizes in bytes of the orphans, also of drafts that are still being written."""
     ages = {"predictors": retention.heartbeat_seconds, "publishers": retention.heartbeat_seconds}
     ages["control/retention"] = DELETIONS_SECONDS
-    for folder, each in _own(listed):
+    found = {}
+    for folder, each in _own(held.listed):
         part = _PART_NAME.fullmatch(each.name)
-        is_needed = part is not None and (int(part[1]) > head or each.name in named)
-        if not is_needed and now - each.modified > ages.get(folder, retention.orphan_seconds):
-            yield each
+        # A part above the head may get its entry yet.
+        is_needed = part is not None and (int(part[1]) > held.head.version or each.name in named)
+        if not is_needed and held.newest - each.modified > ages.get(folder, retention.orphan_seconds):
+            found[each.name] = each.num_bytes
+    return found
 
 
 def _start(
@@ -336,40 +373,42 @@ class _Plan:
     versions: list[int]  # whose entries are deleted, ascending
     first: int  # lowest version whose objects are kept
     merged: list[Merged]
-    kept: set[str]  # names of the objects that the remaining entries name
-    unused: dict[str, int]  # name to size in bytes of the objects to delete
+    unused: dict[str, int]  # name to size in bytes of the objects of deleted entries
+    orphans: dict[str, int]
     before: int  # version below which all deleted entries are
 
     @classmethod
-    def of(
-        cls, held: _Held, path: Sequence[Manifest], parts: Collection[str], retention: Retention, now: float
-    ) -> _Plan:
-        """Decide what to delete, with the entries that lead to the pinned version and the names below ``parts/``."""
+    def of(cls, held: _Held, retention: Retention, now: float) -> _Plan:
+        """Decide what to delete."""
         before = now - retention.grace_seconds
         start, floor = _start(held.snapshots, held.merged, held.head, before)
-        floor = min([floor, *(each.version for each in path if each.merges is None)])
+        floor = min([floor, *(each.version for each in held.path if each.merges is None)])
         expired = _expired(held, retention, now)
         old = [version for version in takewhile(expired.__contains__, sorted(held.entries)) if version < floor]
-        pinned = {Merged.of(each) for each in path if each.merges is not None}
+        pinned = {Merged.of(each) for each in held.path if each.merges is not None}
         stale = [each for each in _superseded(held.merged, held.head, start, before) if each not in pinned]
         # If another program has deleted entries, readers start below the gap until a snapshot above it is old enough.
         below = [] if start < min(held.entries) - 1 else sorted(held.below)
 
         entries = {**held.below, **held.entries}
         guards = _guards(entries, held.head)
-        gone = {*below, *old}
-        remaining = [each for version, each in entries.items() if version not in gone]
+        gone = [*below, *old]
+        remaining = [entries[version] for version in entries.keys() - set(gone)]
         remaining += [held.merged[each] for each in held.merged.keys() - set(stale)]
         kept = {each.name for manifest in remaining for each in manifest.objects}
-        removed = [version for version in (*below, *old) if version not in guards]
-        objects = [each for version in removed for each in entries[version].objects]
-        objects += [each for merged in stale for each in held.merged[merged].objects]
-        emptied = sorted(gone & guards)  # an earlier pass deleted the objects of most of them
-        objects += [each for version in emptied for each in entries[version].objects if each.name in parts]
+        parts = {each.name for each in held.listed["parts"]}
+        objects = [each for merged in stale for each in held.merged[merged].objects]
+        for version in gone:  # an earlier pass deleted the objects of most guards
+            objects += [each for each in entries[version].objects if version not in guards or each.name in parts]
         unused = {each.name: each.num_bytes for each in objects if each.name not in kept}
-        end = 1 + max([*gone, *(each.last for each in stale)], default=-1)
-        first = max([min(held.entries), *(version + 1 for version in old)])  # the head is always kept
-        return cls(removed, first, stale, kept, unused, end)
+        return cls(
+            versions=[version for version in gone if version not in guards],
+            first=old[-1] + 1 if old else min(held.entries),
+            merged=stale,
+            unused=unused,
+            orphans=_orphans(held, kept | unused.keys(), retention),
+            before=1 + max([*gone, *(each.last for each in stale)], default=-1),
+        )
 
 
 @dataclass(slots=True)
@@ -385,7 +424,7 @@ class _Left:
     newest: float
 
     @classmethod
-    def of(cls, held: _Held, plan: _Plan, newest: float) -> _Left:
+    def of(cls, held: _Held, plan: _Plan) -> _Left:
         kept = {version: each for version, each in held.entries.items() if version >= plan.first}
         return cls(
             head=held.head,
@@ -394,7 +433,7 @@ class _Left:
             num_bytes=sum(each.total_bytes for each in kept.values()),
             snapshots={version: committed for version, committed in held.snapshots.items() if version in kept},
             merged={each: held.merged[each] for each in held.merged.keys() - set(plan.merged)},
-            newest=newest,
+            newest=held.newest,
         )
 
     def follow(self, log: StreamLog) -> bool:
@@ -427,61 +466,7 @@ class _Left:
         return (self.first < floor and is_expired) or bool(_superseded(self.merged, self.head, start, before))
 
 
-# The pass
-
-
-def _pass(log: StreamLog, retention: Retention, now: Callable[[], float] | None) -> tuple[Retained, _Left | None]:
-    """Read, plan and delete. Also return what is left; None if the log is empty, or if a pin ended the pass."""
-    storage, pin = log.storage, newest_pin(log.storage)
-    # List parts before entries, so that a part committed between the two listings does not look like an orphan.
-    listed = {folder: storage.objects(folder) for folder in _NAMES}
-    held = _Held.read(log)
-    if held is None:
-        return Retained(), None
-    # The store's time is not before that of its newest object, so ages relative to that object are never too high. A
-    # time after this host's is wrong, or this host's clock is behind. Ages that are too low only delay deletions.
-    newest = min(max(held.newest, *(each.modified for _, each in _own(listed)), 0.0), time.time())
-    path = _pinned_path(log, held, pin)
-    parts = {each.name for each in listed["parts"]}
-    plan = _Plan.of(held, path, parts, retention, newest if now is None else now())
-    orphans = list(_orphans(listed, plan.kept | plan.unused.keys(), held.head.version, retention, newest))
-    left = _Left.of(held, plan, newest)
-    names = [*map(entry_name, plan.versions), *(each.name for each in plan.merged)]
-    if not names and not plan.unused and not orphans:
-        return Retained(), left
-    # The entries that were read make these objects unnecessary, so they must be on disk first. An entry whose deletion
-    # is not on disk may be there again after a power loss, and must find its objects then.
-    _sync_entries(storage)
-    # Announced before the look for a pin: a pin that is written after this look finds the announcement.
-    deletions = _Deletions(storage, 0 if pin is None else pin.counter)
-    announcement = announce_deletions(storage, held.head.stream, plan.before)
-    num_gone = deletions.of(names)
-    if names:
-        _sync_entries(storage)
-    num_unused = deletions.of(plan.unused)
-    storage.delete(announcement)
-    found = [each for each in orphans if deletions.may_continue() and _discard(storage, each)]
-    retained = Retained(
-        versions=min(num_gone, len(plan.versions)),
-        merged=max(0, num_gone - len(plan.versions)),
-        orphans=len(found),
-        num_bytes=sum(islice(plan.unused.values(), num_unused)) + sum(each.num_bytes for each in found),
-    )
-    return retained, None if deletions.is_over else left
-
-
-def _pinned_path(log: StreamLog, held: _Held, pin: Pin | None) -> list[Manifest]:
-    """Return the entries that lead to the version of a pin of the stream, with the log's entry of it."""
-    if pin is None or pin.kind != "pin" or pin.stream != held.head.stream:
-        return []
-    try:
-        path = path_to(log, pin.version)
-    except (MissingVersionError, NoSnapshotError, InvalidArgumentError) as error:
-        text = "the pinned version cannot be reached, so nothing is kept for it: counter=%d version=%d error=%s"
-        _logger.warning(text, pin.counter, pin.version, error)
-        return []
-    entry = held.entries.get(pin.version)
-    return path if entry is None or path[-1].merges is None else [*path, entry]
+# Deletions
 
 
 class _Deletions:
@@ -494,15 +479,17 @@ class _Deletions:
         self._left = 0  # deletions before the next look
         self.is_over = False  # True once the deletions ended before all objects were deleted
 
-    def of(self, names: Iterable[str]) -> int:
-        """Delete objects. Return how many were deleted before the deletions ended."""
-        num_deleted = 0
-        for name in takewhile(lambda _: self.may_continue(), names):
-            self._storage.delete(name)
-            num_deleted += 1
-        return num_deleted
+    def of(self, names: Iterable[str]) -> list[str]:
+        """Delete objects, except drafts that are still being written. Return the names of those that were deleted."""
+        return [name for name in names if self._may_continue() and self._delete(name)]
 
-    def may_continue(self) -> bool:
+    def _delete(self, name: str) -> bool:
+        if _DRAFT_NAME.fullmatch(name) is not None:
+            return self._storage.delete_draft(name)
+        self._storage.delete(name)
+        return True
+
+    def _may_continue(self) -> bool:
         """Return True if the next object may be deleted. Looks for a pin before the first and each 100 more."""
         if time.monotonic() >= self._ends_at:
             self.is_over = True
@@ -516,11 +503,3 @@ class _Deletions:
 def _sync_entries(storage: Storage) -> None:
     storage.sync("log")
     storage.sync("merged")
-
-
-def _discard(storage: Storage, orphan: StoredObject) -> bool:
-    """Delete an orphan, except a draft that is still being written."""
-    if _DRAFT_NAME.fullmatch(orphan.name) is not None:
-        return storage.delete_draft(orphan.name)
-    storage.delete(orphan.name)
-    return True
