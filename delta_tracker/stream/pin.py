@@ -10,7 +10,6 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -85,22 +84,18 @@ def newest_counter(storage: Storage, *, after: int = 0) -> int:
     return present
 
 
-def free_counters(taken: Collection[int]) -> list[int]:
+def free_counters(storage: Storage) -> list[int]:
     """Return the counters of the next order, ascending: above all pins that a reader may find, and in gaps below them.
 
     A forged pin leaves a gap. A reader at the counter ``c`` looks for ``c`` + 1, 2, 4 and so on while it finds pins, so
     it may end at the gap, or find the forged pin if that is at most twice as high as those before the gap.
     """
+    names = map(_PIN_NAME.fullmatch, storage.names(PINS))
+    taken = {int(match[1]) for match in names if match is not None}
     last = 0
     while found := [each for each in taken if last < each <= 2 * last + 2]:
         last = max(found)
     return [each for each in range(1, last + 2) if each not in taken]
-
-
-def taken_counters(storage: Storage) -> set[int]:
-    """List the counters of all pins in a store, also of malformed ones."""
-    names = map(_PIN_NAME.fullmatch, storage.names(PINS))
-    return {int(match[1]) for match in names if match is not None}
 
 
 def newest_pin(storage: Storage, *, after: int = 0) -> Pin | None:
@@ -112,42 +107,33 @@ def newest_pin(storage: Storage, *, after: int = 0) -> Pin | None:
         >>> newest_pin(Storage("memory://")) is None
         True
     """
-    for counter in range(newest_counter(storage, after=after), after, -1):
-        pin = read_pin(storage, counter)
-        if pin is not None:
-            return pin
-    return None
+    pins = (_read_pin(storage, counter) for counter in range(newest_counter(storage, after=after), after, -1))
+    return next((pin for pin in pins if pin is not None), None)
 
 
-def read_pin(storage: Storage, counter: int) -> Pin | None:
-    """Return the pin with a counter, None if it is missing or malformed. A malformed one is logged once."""
+def _read_pin(storage: Storage, counter: int) -> Pin | None:
     name = pin_name(counter)
     try:
         data = storage.read(name, max_bytes=MAX_PIN_BYTES)
-        if data is None:
-            return None
-        pin = convert(load_json(data.tobytes()), Pin)
-        reason = _problem(pin, counter)
+        return None if data is None else _parsed(data.tobytes(), counter)
     except (ValueError, RecursionError, MalformedError) as error:
-        pin, reason = None, str(error)[:MAX_REASON]
-    if reason is None:
-        return pin
-    text = f"url={storage.url} name={name} error={reason}"
+        text = f"url={storage.url} name={name} error={str(error)[:MAX_REASON]}"
     if text not in _reported and len(_reported) < _MAX_REPORTED:
         _reported.add(text)
         _logger.warning("ignored malformed pin: %s", text)
     return None
 
 
-def _problem(pin: Pin, counter: int) -> str | None:
-    """Return why the fields of a pin contradict each other or its name; None if they do not."""
+def _parsed(data: bytes, counter: int) -> Pin:
+    """Decode a pin. Raise ValueError if its fields are invalid, or contradict each other or its name."""
+    pin = convert(load_json(data), Pin)
     if pin.counter != counter:
-        return f"its counter is {pin.counter}"
+        raise ValueError(f"its counter is {pin.counter}")
     if len(pin.reason) > MAX_REASON:
-        return f"its reason has {len(pin.reason)} characters, more than {MAX_REASON}"
+        raise ValueError(f"its reason has {len(pin.reason)} characters, more than {MAX_REASON}")
     if (pin.version <= pin.bad) != (pin.kind == "pin"):
-        return f"a {pin.kind} of version {pin.version} contradicts its newest bad version {pin.bad}"
-    return None
+        raise ValueError(f"a {pin.kind} of version {pin.version} contradicts its newest bad version {pin.bad}")
+    return pin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,6 @@ from delta_tracker.stream.pin import (
     newest_pin,
     pin_name,
     running_deletions,
-    taken_counters,
 )
 from delta_tracker.stream.reading.path import path_to
 from delta_tracker.stream.storage.storage import Storage
@@ -44,16 +43,13 @@ def pin_version(
 ) -> Pin:
     """Return all predictors that follow pins to a version, and keep them there until a release.
 
-    The entries that lead to the version, and the sizes of their objects, are checked before the pin is written and
-    again afterwards, because a retention pass may run at the same time. Before the pin is written, all bytes of the
-    parts are checked too. Retention keeps them while the pin applies.
+    The entries that lead to the version, and their objects, are checked before the pin is written and again afterwards,
+    because a retention pass may run at the same time. Retention keeps them while the pin applies.
 
     Args:
-        storage: store of the stream.
-        version: version to return to.
         reason: text for people, at most 1,000 characters.
         replaces: True to replace the pin that applies.
-        is_quick: True to compare only the sizes of objects, without reading the parts.
+        is_quick: True to compare only the sizes of objects, without reading the parts before the pin is written.
 
     Raises:
         InvalidArgumentError: if the version is not in the stream, is a claim or belongs to a former stream of the log.
@@ -76,7 +72,7 @@ def pin_version(
     _former(log, replaces=replaces)  # refuse before the parts are read
     _refuse_former(log, version)
     checked_path(log, version, reads_parts=not is_quick)
-    counters, former = free_counters(taken_counters(storage)), _former(log, replaces=replaces)
+    counters, former = free_counters(storage), _former(log, replaces=replaces)
     entry, _ = checked_path(log, version)
     head = log.head() or entry
     bad = max(head.version, 0 if former is None else former.bad)
@@ -117,7 +113,7 @@ def release_pin(storage: Storage, *, reason: str = "") -> Pin:
         delta_tracker.errors.InvalidArgumentError: url='memory://' cannot be used. Pin it first: it is not pinned.
     """
     log = _log(storage, "a release", reason)
-    counters, pin, head = free_counters(taken_counters(storage)), newest_pin(storage), log.head()
+    counters, pin, head = free_counters(storage), newest_pin(storage), log.head()
     if pin is None or head is None or pin.kind != "pin" or pin.stream != head.stream:
         raise InvalidArgumentError("url", storage.url, "Pin it first: it is not pinned")
     snapshot = _snapshot(log, head)

@@ -18,7 +18,6 @@ from delta_tracker.stream.pin import (
     newest_counter,
     newest_pin,
     pin_name,
-    taken_counters,
 )
 from delta_tracker.stream.storage.storage import Storage
 from tests.stores.rules import fails, on
@@ -138,7 +137,7 @@ def test_a_new_order_is_the_newest_for_all_readers_whatever_pins_were_forged(cou
         for counter in (*range(1, count + 1), *forged):
             write(storage, pin(counter))
         known = [newest_counter(storage, after=after) for after in range(count + 1)]
-        counters = free_counters(taken_counters(storage))
+        counters = free_counters(storage)
         for counter in counters:
             write(storage, pin(counter, reason="right"))
         for after in {*range(count + 1), *known}:

@@ -323,18 +323,17 @@ def _superseded(merged: Mapping[Merged, Manifest], head: Manifest, start: int, b
     These are snapshots that end before ``start``, deltas that end at or before ``start`` or are covered by another one
     committed at or before ``before``, and all that end before ``start`` in a stream that a promotion has ended.
     """
-    usable = _of_stream(merged, head)
-    former = [each for each, entry in merged.items() if entry.stream != head.stream and each.last < start]
-    in_time = [each for each, entry in usable.items() if entry.committed <= before and each.kind == "delta"]
+    usable = _of_stream(merged, head).items()
+    in_time = [each for each, entry in usable if entry.committed <= before and each.kind == "delta"]
 
-    def is_covered(each: Merged) -> bool:
-        if each.kind == "snapshot":
+    def is_superseded(each: Merged) -> bool:
+        if each.kind == "snapshot" or merged[each].stream != head.stream:
             return each.last < start
         return each.last <= start or any(
             other != each and other.first <= each.first and each.last <= other.last for other in in_time
         )
 
-    return sorted([*filter(is_covered, usable), *former], key=lambda each: each.name)
+    return sorted(filter(is_superseded, merged), key=lambda each: each.name)
 
 
 def _guards(entries: Mapping[int, Manifest], head: Manifest) -> set[int]:
@@ -351,14 +350,9 @@ def _guards(entries: Mapping[int, Manifest], head: Manifest) -> set[int]:
     }
     found = set(claims.values())
     for version in claims.values():
-        before = entries.get(version - 1)
-        if before is not None and entries[version].parent == before.link:
+        if version - 1 in entries and entries[version].parent == entries[version - 1].link:
             found.add(version - 1)
-    forks = {
-        manifest.stream: (version, manifest.forked_from.stream)
-        for version, manifest in entries.items()
-        if manifest.forked_from is not None
-    }
+    forks = {each.stream: (each.version, each.forked_from.stream) for each in entries.values() if each.forked_from}
     stream = head.stream
     while stream in forks:
         version, stream = forks.pop(stream)
