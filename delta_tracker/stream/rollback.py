@@ -44,12 +44,9 @@ def pin_version(
     """Return all predictors that follow pins to a version, and keep them there until a release.
 
     The entries that lead to the version, and their objects, are checked before the pin is written and again afterwards,
-    because a retention pass may run at the same time. Retention keeps them while the pin applies.
-
-    Args:
-        reason: text for people, at most 1,000 characters.
-        replaces: True to replace the pin that applies.
-        is_quick: True to compare only the sizes of objects, without reading the parts before the pin is written.
+    because a retention pass may run at the same time. With ``is_quick``, only the sizes of objects are compared, and
+    the parts are not read. Retention keeps them while the pin applies. ``reason`` is a text for people of at most 1,000
+    characters, and ``replaces`` allows to replace the pin that applies.
 
     Raises:
         InvalidArgumentError: if the version is not in the stream, is a claim or belongs to a former stream of the log.
@@ -172,8 +169,11 @@ def _check_objects(storage: Storage, manifest: Manifest) -> None:
             raise CorruptPartError(each.name, found)
 
 
-def _snapshot(log: StreamLog, head: Manifest) -> Manifest | None:
-    snapshot = None if head.snapshot is None else log.read(head.snapshot)
+def _snapshot(log: StreamLog, head: Manifest | None) -> Manifest | None:
+    """Return the newest snapshot of the log, if it is of the head's stream."""
+    if head is None or head.snapshot is None:
+        return None
+    snapshot = log.read(head.snapshot)
     return snapshot if snapshot is not None and snapshot.stream == head.stream else None
 
 
@@ -215,8 +215,7 @@ def _create(storage: Storage, order: Pin, counters: Sequence[int]) -> Pin:
 
 def _correct(log: StreamLog, pin: Pin, former: Pin | None) -> None:
     """Replace a pin whose path is broken by the former one, or by a release, unless a newer order exists."""
-    head = log.head()
-    snapshot = None if head is None else _snapshot(log, head)
+    snapshot = _snapshot(log, log.head())
     reason = f"version {pin.version} cannot be reached"
     if former is not None:
         correction = replace(former, bad=pin.bad, reason=reason, time=time.time())

@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import TypeVar
@@ -191,9 +191,6 @@ class RetentionPasses:
 # What a pass reads
 
 
-_Listed = Mapping[str, Sequence[StoredObject]]  # folder to its objects
-
-
 @dataclass(frozen=True, slots=True)
 class _Held:
     """All entries of a stream, by version, and the objects that may be orphans.
@@ -207,7 +204,8 @@ class _Held:
     below: Mapping[int, Manifest]  # below this gap
     merged: Mapping[Merged, Manifest]
     path: Sequence[Manifest]  # entries that lead to the version of a pin
-    listed: _Listed
+    own: Sequence[StoredObject]  # objects in the folders of `_NAMES` whose names this library creates
+    parts: Collection[str]  # names of the objects below `parts/`
     # Newest modification time, also of the entries, at most this host's time. The store's time is not before it, so
     # ages relative to it are never too high. A time after this host's is wrong, or this host's clock is behind. Ages
     # that are too low only delay deletions.
@@ -230,11 +228,14 @@ class _Held:
         if not entries:
             return None
         first, head = min(entries), entries[max(entries)]
+        # Other programs may date theirs freely.
+        own = [each for folder in _NAMES for each in listed[folder] if _NAMES[folder].fullmatch(each.name)]
+        parts = {each.name for each in listed["parts"]}
         below = _present({version: log.read(version) for version in versions if version < first})
         merged = _present({each: log.read_merged(each) for each in log.merged()})
         times = [each.modified or 0.0 for each in (*entries.values(), *merged.values())]
-        newest = min(max(0.0, *times, *(each.modified for _, each in _own(listed))), time.time())
-        return cls(head, entries, below, merged, _pinned_path(log, entries, pin), listed, newest)
+        newest = min(max(0.0, *times, *(each.modified for each in own)), time.time())
+        return cls(head, entries, below, merged, _pinned_path(log, entries, pin), own, parts, newest)
 
     @property
     def snapshots(self) -> dict[int, float]:
@@ -244,12 +245,6 @@ class _Held:
 
 def _present(found: Mapping[_K, Manifest | None]) -> dict[_K, Manifest]:
     return {key: manifest for key, manifest in found.items() if manifest is not None}
-
-
-def _own(listed: _Listed) -> Iterator[tuple[str, StoredObject]]:
-    """Yield the objects whose names this library creates, with their folders. Other programs may date theirs freely."""
-    for folder, objects in listed.items():
-        yield from ((folder, each) for each in objects if _NAMES[folder].fullmatch(each.name))
 
 
 def _pinned_path(log: StreamLog, entries: Mapping[int, Manifest], pin: Pin | None) -> list[Manifest]:
@@ -274,11 +269,12 @@ def _orphans(held: _Held, named: Collection[str], retention: Retention) -> dict[
     ages = {"predictors": retention.heartbeat_seconds, "publishers": retention.heartbeat_seconds}
     ages["control/retention"] = DELETIONS_SECONDS
     found = {}
-    for folder, each in _own(held.listed):
+    for each in held.own:
         part = _PART_NAME.fullmatch(each.name)
         # A part above the head may get its entry yet.
         is_needed = part is not None and (int(part[1]) > held.head.version or each.name in named)
-        if not is_needed and held.newest - each.modified > ages.get(folder, retention.orphan_seconds):
+        age = ages.get(each.name.rpartition("/")[0], retention.orphan_seconds)
+        if not is_needed and held.newest - each.modified > age:
             found[each.name] = each.num_bytes
     return found
 
@@ -390,10 +386,9 @@ class _Plan:
         remaining = [entries[version] for version in entries.keys() - set(gone)]
         remaining += [held.merged[each] for each in held.merged.keys() - set(stale)]
         kept = {each.name for manifest in remaining for each in manifest.objects}
-        parts = {each.name for each in held.listed["parts"]}
         objects = [each for merged in stale for each in held.merged[merged].objects]
         for version in gone:  # an earlier pass deleted the objects of most guards
-            objects += [each for each in entries[version].objects if version not in guards or each.name in parts]
+            objects += [each for each in entries[version].objects if version not in guards or each.name in held.parts]
         unused = {each.name: each.num_bytes for each in objects if each.name not in kept}
         return cls(
             versions=[version for version in gone if version not in guards],
