@@ -21,7 +21,7 @@ REVERTS = {
             "retention deletes the merged snapshot of a pin",
             Replaces("retention._Plan.of", "each not in pinned", "True"),
         ),
-        Revert("retention ignores the grace", Replaces("retention._start", "committed <= before", "True")),
+        Revert("retention ignores the grace", Replaces("retention._needed", "committed <= before", "True")),
         Revert(
             "a merged delta leads past a held version",
             Replaces(

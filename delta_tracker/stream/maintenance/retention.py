@@ -279,18 +279,34 @@ def _orphans(held: _Held, named: Collection[str], retention: Retention) -> dict[
     return found
 
 
-def _start(
+def _needed(
     snapshots: Mapping[int, float], merged: Mapping[Merged, Manifest], head: Manifest, before: float
-) -> tuple[int, int]:
-    """Return the version at which all readers can start, and the lowest one that is kept in the log.
+) -> tuple[int, int, list[Merged]]:
+    """Return the version at which all readers can start, the lowest one to keep in the log, and superseded entries.
 
-    The first is that of the newest snapshot, also a merged one, committed at or before ``before``; -1 without one.
+    The first is that of the newest snapshot, also a merged one, committed at or before ``before``; -1 without one. The
+    superseded merged entries, sorted by name, are snapshots that end before it, deltas that end at or before it or are
+    covered by another one committed at or before ``before``, and all that end before it in a stream that a promotion
+    has ended.
     """
-    in_time = [version for version, committed in snapshots.items() if committed <= before]
-    usable = _of_stream(merged, head).items()
-    in_time += [each.last for each, entry in usable if each.kind == "snapshot" and entry.committed <= before]
-    start = max(in_time, default=-1)
-    return start, min(start if start in snapshots else start + 1, head.version - 1)
+    in_time = [
+        each
+        for each, entry in merged.items()
+        if entry.stream == head.stream and each.last <= head.version and entry.committed <= before
+    ]
+    starts = [version for version, committed in snapshots.items() if committed <= before]
+    start = max([*starts, *(each.last for each in in_time if each.kind == "snapshot")], default=-1)
+    deltas = [each for each in in_time if each.kind == "delta"]
+
+    def is_superseded(each: Merged) -> bool:
+        if each.kind == "snapshot" or merged[each].stream != head.stream:
+            return each.last < start
+        return each.last <= start or any(
+            other != each and other.first <= each.first and each.last <= other.last for other in deltas
+        )
+
+    superseded = sorted(filter(is_superseded, merged), key=lambda each: each.name)
+    return start, min(start if start in snapshots else start + 1, head.version - 1), superseded
 
 
 def _exceeds(retention: Retention, num_versions: int, seconds: float, num_bytes: int) -> bool:
@@ -306,30 +322,6 @@ def _expired(held: _Held, retention: Retention, now: float) -> set[int]:
         if _exceeds(retention, number, now - manifest.committed, num_bytes):
             expired.add(version)
     return expired
-
-
-def _of_stream(merged: Mapping[Merged, Manifest], head: Manifest) -> dict[Merged, Manifest]:
-    """Return the merged entries that readers of the head's stream may use."""
-    return {each: entry for each, entry in merged.items() if entry.stream == head.stream and each.last <= head.version}
-
-
-def _superseded(merged: Mapping[Merged, Manifest], head: Manifest, start: int, before: float) -> list[Merged]:
-    """Return the merged entries that no reader needs, sorted by name.
-
-    These are snapshots that end before ``start``, deltas that end at or before ``start`` or are covered by another one
-    committed at or before ``before``, and all that end before ``start`` in a stream that a promotion has ended.
-    """
-    usable = _of_stream(merged, head).items()
-    in_time = [each for each, entry in usable if entry.committed <= before and each.kind == "delta"]
-
-    def is_superseded(each: Merged) -> bool:
-        if each.kind == "snapshot" or merged[each].stream != head.stream:
-            return each.last < start
-        return each.last <= start or any(
-            other != each and other.first <= each.first and each.last <= other.last for other in in_time
-        )
-
-    return sorted(filter(is_superseded, merged), key=lambda each: each.name)
 
 
 def _guards(entries: Mapping[int, Manifest], head: Manifest) -> set[int]:
@@ -370,13 +362,12 @@ class _Plan:
     @classmethod
     def of(cls, held: _Held, retention: Retention, now: float) -> _Plan:
         """Decide what to delete."""
-        before = now - retention.grace_seconds
-        start, floor = _start(held.snapshots, held.merged, held.head, before)
+        start, floor, superseded = _needed(held.snapshots, held.merged, held.head, now - retention.grace_seconds)
         floor = min([floor, *(each.version for each in held.path if each.merges is None)])
         expired = _expired(held, retention, now)
         old = [version for version in takewhile(expired.__contains__, sorted(held.entries)) if version < floor]
         pinned = {Merged.of(each) for each in held.path if each.merges is not None}
-        stale = [each for each in _superseded(held.merged, held.head, start, before) if each not in pinned]
+        stale = [each for each in superseded if each not in pinned]
         # If another program has deleted entries, readers start below the gap until a snapshot above it is old enough.
         below = [] if start < min(held.entries) - 1 else sorted(held.below)
 
@@ -448,11 +439,10 @@ class _Left:
     def may_delete(self, retention: Retention, now: Callable[[], float] | None) -> bool:
         """Return True if a pass may delete a version or a merged entry."""
         clock = min(self.newest, time.time()) if now is None else now()
-        before = clock - retention.grace_seconds
-        start, floor = _start(self.snapshots, self.merged, self.head, before)
+        _, floor, superseded = _needed(self.snapshots, self.merged, self.head, clock - retention.grace_seconds)
         num_versions = self.head.version - self.first + 1
         is_expired = _exceeds(retention, num_versions, clock - self.first_committed, self.num_bytes)
-        return (self.first < floor and is_expired) or bool(_superseded(self.merged, self.head, start, before))
+        return (self.first < floor and is_expired) or bool(superseded)
 
 
 # Deletions
