@@ -10,6 +10,7 @@ import logging
 import re
 import secrets
 import time
+from bisect import bisect
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -77,11 +78,7 @@ def newest_counter(storage: Storage, *, after: int = 0) -> int:
             reason = f"it has every object that is asked for, such as {pin_name(present)}"
             remedy = f"Request {storage.url.rstrip('/')}/{pin_name(present)}: a log-in page must become a 403 or 404"
             raise StorageError(storage.url, reason, remedy)
-    missing = after + step
-    while missing - present > 1:
-        middle = (present + missing) // 2
-        present, missing = (middle, missing) if is_there(middle) else (present, middle)
-    return present
+    return present + bisect(range(present + 1, after + step), False, key=lambda counter: not is_there(counter))
 
 
 def free_counters(storage: Storage) -> list[int]:
