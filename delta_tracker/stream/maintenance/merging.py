@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -54,31 +53,6 @@ def newest_rows(rows: Iterable[BlockRows], tables: Mapping[str, TableSpec]) -> I
             yield _newest(tables[fqn], columns, encoding, sources)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Winners:
-    """Mapping from each of ``N`` ids to its newest row, given by a source and an index in that source."""
-
-    sources: Sequence[BlockRows]  # of the same columns in the same encoding, oldest first
-    source: Tensor  # ``[N]`` indices into ``sources``, one for each id
-    place: Tensor  # ``[N]`` indices of the rows in these sources
-
-    def read(self, column: Column, begin: int, end: int) -> Tensor:
-        """Return a column of the newest rows of the ids ``begin`` to ``end`` (exclusive), still encoded."""
-        source, place = self.source[begin:end], self.place[begin:end]
-        like = self.sources[0].reader(column)(0, 0)
-        out = like.new_empty(end - begin, like.shape[1])
-        for number in set(source.tolist()):
-            wanted = (source == number).nonzero()[:, 0]
-            out.index_copy_(0, wanted, gather(self.sources[number].reader(column), place[wanted]))
-        return out
-
-    def rows(self, block: Block, ids: Tensor) -> BlockRows:
-        """Return the newest rows with their states and owners. One choice applies to all of them."""
-        states = tuple(partial(self.read, state) for state in range(len(self.sources[0].states)))
-        owners = None if self.sources[0].owners is None else partial(self.read, "owners")
-        return BlockRows(block, ids, partial(self.read, "values"), states, owners)
-
-
 def _column_ranges(shapes: Collection[Shape], own: Encoding) -> Iterator[Shape]:
     """Yield column ranges that do not overlap and cover ``shapes``.
 
@@ -108,7 +82,27 @@ def _newest(table: TableSpec, columns: tuple[int, int], encoding: Encoding, sour
     source = torch.searchsorted(starts, winners, right=True) - 1
     block = Block(table.fqn, (0, table.num_rows), columns, len(ids), encoding.listed_form, encoding)
     alike = [_shaped(each, columns, encoding, table.dtype) for each in sources]
-    return _Winners(alike, source, winners - starts[source]).rows(block, ids)
+    return _chosen(block, ids, alike, source, winners - starts[source])
+
+
+def _chosen(block: Block, ids: Tensor, sources: Sequence[BlockRows], source: Tensor, place: Tensor) -> BlockRows:
+    """Return for each of ``N`` ids the row at the index ``place`` of a source, with its states and owner.
+
+    ``source``, ``[N]``, has the indices of the sources, which have the same columns in the same encoding.
+    """
+
+    def read(column: Column, begin: int, end: int) -> Tensor:
+        chosen, places = source[begin:end], place[begin:end]
+        like = sources[0].reader(column)(0, 0)
+        out = like.new_empty(end - begin, like.shape[1])
+        for number in set(chosen.tolist()):
+            wanted = (chosen == number).nonzero()[:, 0]
+            out.index_copy_(0, wanted, gather(sources[number].reader(column), places[wanted]))
+        return out
+
+    states = tuple(partial(read, state) for state in range(len(sources[0].states)))
+    owners = None if sources[0].owners is None else partial(read, "owners")
+    return BlockRows(block, ids, partial(read, "values"), states, owners)
 
 
 def _shaped(rows: BlockRows, columns: tuple[int, int], encoding: Encoding, dtype: torch.dtype) -> BlockRows:
