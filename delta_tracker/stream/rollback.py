@@ -43,10 +43,11 @@ def pin_version(
 ) -> Pin:
     """Return all predictors that follow pins to a version, and keep them there until a release.
 
-    The entries that lead to the version, and their objects, are checked before the pin is written and again afterwards,
-    because a retention pass may run at the same time. With ``is_quick``, only the sizes of objects are compared, and
-    the parts are not read. Retention keeps them while the pin applies. ``reason`` is a text for people of at most 1,000
-    characters, and ``replaces`` allows to replace the pin that applies.
+    The entries that lead to the version, and the sizes of their objects, are checked before the pin is written and
+    again afterwards, because a retention pass may run at the same time. Before, all bytes of the parts are checked too,
+    unless ``is_quick`` is True. Retention keeps these entries and objects while the pin applies.
+
+    ``reason`` is a text for people of at most 1,000 characters. ``replaces=True`` replaces the pin that applies.
 
     Raises:
         InvalidArgumentError: if the version is not in the stream, is a claim or belongs to a former stream of the log.

@@ -2,8 +2,9 @@
 
 Versions are deleted oldest first, so that the entries that readers use form a contiguous range. These entries are kept:
 
-- the head and its parent, and each claim and the entry before it, without their objects: a publisher that does not know
-  the newest entries may try to create one of these names, and must fail;
+- the head and its parent;
+- each claim and the entry before it, without their objects. A publisher that was fenced by a claim and has not detected
+  this yet tries to create one of these two entries, and must fail;
 - the newest snapshot that is older than the grace period, and all later versions. A reader that started at the
   preceding snapshot has the grace period to finish. One that lags further finds its next version missing and resyncs;
 - what leads to the version of the newest pin.
