@@ -67,18 +67,15 @@ def pin_name(counter: int) -> str:
 
 def newest_counter(storage: Storage, *, after: int = 0) -> int:
     """Return the highest counter of the pins, ``after`` if there is none above it. Lists nothing."""
-
-    def is_there(counter: int) -> bool:
-        return storage.size(pin_name(counter)) is not None
-
     present, step = after, 1
-    while is_there(after + step):
+    while storage.size(pin_name(after + step)) is not None:
         present, step = after + step, 2 * step
         if step > _MAX_PINS:
             reason = f"it has every object that is asked for, such as {pin_name(present)}"
             remedy = f"Request {storage.url.rstrip('/')}/{pin_name(present)}: a log-in page must become a 403 or 404"
             raise StorageError(storage.url, reason, remedy)
-    return present + bisect(range(present + 1, after + step), False, key=lambda counter: not is_there(counter))
+    counters = range(present + 1, after + step)
+    return present + bisect(counters, False, key=lambda counter: storage.size(pin_name(counter)) is None)
 
 
 def free_counters(storage: Storage) -> list[int]:
