@@ -5,6 +5,5 @@ depend on, ``decide.py`` decides, and ``path.py`` finds the entries that lead to
 it looks, decides and acts. ``orders.py`` keeps pins, releases and rollbacks, ``sources.py`` the urls, and ``source.py``
 looks up in one of them what a decision needs: ``lineage.py`` the streams that a log continues, ``catch_up.py`` entries
 that replace many versions, ``canary.py`` what a canary may apply. ``settling.py`` doubts faults over http, ``lag.py``
-measures the lag, ``resyncs.py`` logs and counts resyncs, ``ignored_pins.py`` reports pins that are not followed, and
-``runtime.py`` has the clock.
+measures the lag, and ``runtime.py`` has the clock.
 """

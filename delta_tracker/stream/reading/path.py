@@ -21,9 +21,9 @@ from delta_tracker.errors import (
 )
 from delta_tracker.stream.entry_names import Merged
 from delta_tracker.stream.format.manifest import Link, Manifest
-from delta_tracker.stream.log import generation_error
+from delta_tracker.stream.log import StreamLog, generation_error
 from delta_tracker.stream.reading.position import Position
-from delta_tracker.stream.reading.seen import Entries, SeenLog
+from delta_tracker.stream.reading.seen import SeenLog
 
 if TYPE_CHECKING:
     from delta_tracker.stream.reading.source import Source
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _MAX_UNREADABLE = 3
 _T = TypeVar("_T")
 
+Entries = StreamLog | SeenLog
 Allows = Callable[[Manifest], bool]
 ReadMerged = Callable[[Merged], Manifest | None]
 

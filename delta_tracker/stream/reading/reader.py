@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -17,10 +17,12 @@ from delta_tracker.errors import (
     StaleCacheError,
     StorageError,
     StreamError,
+    kind_of,
     unraised,
 )
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.pin import newest_pin
 from delta_tracker.stream.reading.decide import decide
 from delta_tracker.stream.reading.decisions import (
     FAULTS,
@@ -34,12 +36,10 @@ from delta_tracker.stream.reading.decisions import (
     Stay,
     View,
 )
-from delta_tracker.stream.reading.ignored_pins import IgnoredPins
 from delta_tracker.stream.reading.lag import Lag
 from delta_tracker.stream.reading.orders import Followed, Orders
 from delta_tracker.stream.reading.path import path_to
 from delta_tracker.stream.reading.position import Position, Rows
-from delta_tracker.stream.reading.resyncs import Resyncs
 from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.reading.seen import Failed, Look, SeenLog
 from delta_tracker.stream.reading.settling import Settling
@@ -52,10 +52,8 @@ _logger = logging.getLogger(__name__)
 # Number of consecutive versions after which a reader looks for a merged version or a snapshot that leads further.
 _CATCH_UP = 8
 _SPREAD_SECONDS = 1.0  # a read past a cache waits up to this long: many readers meet a fault at the same time
+_IGNORED_SECONDS = 60.0  # between two looks for a pin that is not followed
 _SURVEY_SECONDS = 60.0  # between two looks at the other sources while the current one shows nothing new
-
-
-_Answers = dict[int, dict[tuple[str, Hashable], object]]
 
 
 class Target(Protocol):
@@ -252,9 +250,8 @@ class Reader:
         for each in sources:
             each.has_listed = False  # a round at a pin checks for no gap
         is_usable = position is not None and position.rows is not Rows.MIXED
-        answers: _Answers = {}
         view = View(
-            self._unseen(sources, answers),
+            self._unseen(sources),
             position,
             self.orders.begin(),
             num_failures=self._num_failures,
@@ -266,16 +263,12 @@ class Reader:
         if view.catches_up:
             self._in_a_row = 0
         self._observer.looks(self.lag.rested)
-        return _Round(view, {each.number: each for each in sources}, answers, looks_for_gap)
+        return _Round(view, {each.number: each for each in sources}, looks_for_gap)
 
-    def _unseen(self, sources: Iterable[Source], answers: _Answers) -> tuple[SeenLog, ...]:
-        """Return the logs of sources before the first look, whose answers will be in ``answers``."""
+    def _unseen(self, sources: Iterable[Source]) -> tuple[SeenLog, ...]:
+        """Return the logs of sources before the first look."""
         current = None if self.sources.current.settling is None else self.sources.current.number
-        logs = []
-        for each in sources:
-            answers[each.number] = {}
-            logs.append(SeenLog(each.number, each.storage.url, each.number == current, answers[each.number]))
-        return tuple(logs)
+        return tuple(SeenLog(each.number, each.url, each.number == current) for each in sources)
 
     def _run(self, state: _Round) -> bool:
         """Look, decide and act until something was applied, or nothing can be. Return True if it was applied."""
@@ -319,7 +312,8 @@ class Reader:
                 _logger.info("another source cannot be used: url=%s error=%s", source.url, error)
         if look.about == "next" and is_current:
             self.lag.looked(look.subject.link.version + 1, is_there=isinstance(answer, Manifest), began=began)
-        state.answers[look.number][look.about, look.key] = answer
+        log = next(each for each in state.view.logs if each.number == look.number)
+        log.answers[look.about, look.key] = answer
 
     def _apply(self, state: _Round, decision: Apply) -> bool:
         """Apply entries. Return False if one of them has a fault, which the next decision takes into account."""
@@ -351,9 +345,9 @@ class Reader:
             self.resyncs.log_once(logging.WARNING, "cannot resync with version %d: %s", error, entry.version)
         view = state.view
         if self._target.position != view.position:
-            view = replace(view, logs=self._unseen(state.sources.values(), state.answers))
-        for answers in state.answers.values():
-            answers.pop(("order", None), None)  # one may have been made meanwhile, which comes before a resync
+            view = replace(view, logs=self._unseen(state.sources.values()))
+        for log in view.logs:
+            log.answers.pop(("order", None), None)  # one may have been made meanwhile, which comes before a resync
         faults = (*view.faults, Fault(decision.number, entry, error))
         state.view = replace(view, faults=faults, position=self._target.position)
 
@@ -433,7 +427,7 @@ class Reader:
                 again, state.retry = source, again
         self._target.restart()  # it may hold pieces of the faulty object
         state.sources[source.number] = again
-        logs = self._unseen(state.sources.values(), state.answers)
+        logs = self._unseen(state.sources.values())
         state.view = replace(state.view, logs=logs, faults=(), looks_for_gap=True, catches_up=False)
 
     def _believe(self, state: _Round, fault: StreamError, settling: Settling) -> None:
@@ -479,13 +473,65 @@ class Reader:
                 self.resyncs.log_once(level, "skipped what cannot be read: %s", error)
 
 
+class Resyncs:
+    """Count and log of resyncs, and of faults, each of which is logged once until the next version is applied."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.last = ""  # description of the last resync
+        self._logged: set[tuple[object, ...]] = set()
+
+    def add(self, url: str, fault: StreamError, before: int | None, after: int) -> None:
+        """Record a resync because of a fault, from version ``before`` to ``after``."""
+        self.count += 1
+        self.last = f"version {before} to {after}: {type(fault).__name__}: {fault}"
+        # As text, because a log handler may keep its arguments, and with the error the rows of the version.
+        _logger.warning("resync of %s from version %s to %s: %s", url, before, after, str(fault))
+
+    def log_once(self, level: int, text: str, error: StreamError, *what: object) -> None:
+        """Log a fault unless it was logged since the last applied version."""
+        key = text, *what, *kind_of(error)
+        if key not in self._logged:
+            self._logged.add(key)
+            _logger.log(level, text, *what, str(error))
+
+    def applied(self) -> None:
+        """Log faults again, because a version was applied."""
+        self._logged.clear()
+
+
+class IgnoredPins:
+    """Rare look for a pin of the stream, for a reader that follows no pins.
+
+    Attributes:
+        notice: which pin is not followed; empty if none applies.
+    """
+
+    def __init__(self, monotonic: Callable[[], float]) -> None:
+        self.notice = ""
+        self._monotonic = monotonic
+        self._looked_at = float("-inf")
+
+    def look(self, storage: Storage, position: Position | None) -> None:
+        """Look for the newest pin, and log once that it is not followed. No-op in the minute after a look."""
+        if position is None or self._monotonic() - self._looked_at < _IGNORED_SECONDS:
+            return
+        self._looked_at = self._monotonic()
+        with suppress(StreamError):
+            pin, notice = newest_pin(storage), ""
+            if pin is not None and pin.kind == "pin" and pin.stream == position.stream:
+                notice = f"the pin of version {pin.version} is not followed"
+            if notice and notice != self.notice:
+                _logger.warning("%s, because follows_pins is False: url=%s", notice, storage.url)
+            self.notice = notice
+
+
 @dataclass(slots=True, eq=False)
 class _Round:
     """What one round has seen, and what it has tried.
 
     Args:
         sources: number to source of the logs of the view. A source is replaced by a view of it past the caches.
-        answers: number to the answers of the log of the view.
         looks_for_gap: as the caller asked. A round that reads past a cache looks for a gap in any case.
         retry: source to read a faulty version from next.
         has_waited: True after the wait before the first object is read again.
@@ -493,7 +539,6 @@ class _Round:
 
     view: View
     sources: dict[int, Source]
-    answers: _Answers
     looks_for_gap: bool
     order: Order | None = None
     retry: Source | None = None

@@ -89,11 +89,11 @@ class Source:
         return self._answers[look.about](look.subject)
 
     def head(self) -> Manifest | None:
-        """See :class:`Entries`."""
+        """See :class:`StreamLog`."""
         return self.log.head()
 
     def is_committed(self, entry: Manifest) -> bool:
-        """See :class:`Entries`."""
+        """See :class:`StreamLog`."""
         return self.log.is_committed(entry)
 
     def next(self, position: Position, *, looks_for_gap: bool) -> Manifest | None:
