@@ -146,7 +146,7 @@ _RELEASE = {
             "a release leads to an older snapshot",
             Replaces("decide._released_snapshots", "snapshot.link.version <= _", "False"),
         ),
-        Revert("a reader waits at a release for ever", Returns("decide._to_release", "None")),
+        Revert("a reader waits at a release for ever", Replaces("decide._to_order", "_first(...)", "None")),
         Revert("a reader starts below a release", Replaces("decide._begin", "_to_order(...)", "_start(log, view)")),
         Revert(
             "a reader starts at the newest snapshot whatever is released",

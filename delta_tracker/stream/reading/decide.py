@@ -75,20 +75,17 @@ def decide(view: View) -> Decision:
 def _elsewhere(view: View, decision: Decision) -> Decision:
     """Return what to do by another log than the one that is followed; ``decision`` if no other is better."""
     lead, *others = view.logs
+    # Another log at rest is better then. If it lacks a version too, the fault of that one must be seen.
+    is_unusable = isinstance(decision, Fail) and isinstance(decision.error, StorageError | OlderCopyError)
     for other in others:
         try:
             found = _at(other, replace(view, looks_for_gap=True, surveys=False))
         except StreamError:
             continue
-        is_better = _is_unusable(decision) or other.number < lead.number
+        is_better = is_unusable or other.number < lead.number
         if isinstance(found, Apply) or (isinstance(found, Stay) and is_better):
             return found
     return decision
-
-
-def _is_unusable(decision: Decision) -> bool:
-    """Return True if another log at rest is better. If it lacks a version too, the fault of that one must be seen."""
-    return isinstance(decision, Fail) and isinstance(decision.error, StorageError | OlderCopyError)
 
 
 def _asks_others(decision: Decision, view: View) -> bool:
@@ -185,15 +182,16 @@ def _ordered(log: SeenLog, view: View, position: Position, order: Order) -> Appl
     return stay if is_there else _to_order(log, view, order)
 
 
-def _not_yet(order: Order) -> str:
-    return f"the canary does not allow version {order.version} of the {order.kind} yet"
+def _not_yet(log: SeenLog, order: Order) -> Stay:
+    why = f"the canary does not allow version {order.version} of the {order.kind} yet"
+    return Stay(log.number, Rule.CANARY, why)
 
 
 def _to_order(log: SeenLog, view: View, order: Order) -> Apply | Stay:
     """Apply what leads exactly to a pin, or the newest snapshot at or above a release, as far as a canary allows."""
     if order.kind == "pin":
         return _to_pin(log, view, order)
-    return _to_release(log, view, order) or Stay(log.number, Rule.CANARY, _not_yet(order))
+    return _first(log, view, _released_snapshots(log, view, order), Rule.RELEASE) or _not_yet(log, order)
 
 
 def _to_rollback(log: SeenLog, view: View, order: Order) -> Apply:
@@ -218,7 +216,7 @@ def _along(log: SeenLog, view: View, order: Order, path: Sequence[Manifest]) -> 
     for entry in path:
         if (fault := view.fault_of(log, entry)) is not None:
             raise fault
-    return Apply(log.number, tuple(path), Rule.PIN, is_elsewhere=path[0].kind == "snapshot", order=order)
+    return Apply(log.number, tuple(path), Rule.PIN, order=order)
 
 
 def _named(log: SeenLog, order: Order) -> Manifest:
@@ -236,7 +234,7 @@ def _missing(order: Order) -> MissingVersionError:
 
 def _towards(log: SeenLog, view: View, order: Order) -> Apply | Stay:
     """Follow the stream, but not past a pin that the canary does not allow yet: what follows it may be bad."""
-    position, stay = view.position, Stay(log.number, Rule.CANARY, _not_yet(order))
+    position, stay = view.position, _not_yet(log, order)
     if position is None or position.rows is Rows.MIXED:
         with suppress(NoSnapshotError):
             return _start(log, view, order.version)
@@ -247,11 +245,6 @@ def _towards(log: SeenLog, view: View, order: Order) -> Apply | Stay:
     if position.version >= order.version:
         return stay
     return _forward(log, view, position, order.version)
-
-
-def _to_release(log: SeenLog, view: View, order: Order) -> Apply | None:
-    """Apply the newest snapshot at or above a release; None if the canary allows none yet."""
-    return _first(log, view, _released_snapshots(log, view, order), Rule.RELEASE)
 
 
 def _released_snapshots(log: SeenLog, view: View, order: Order) -> Iterator[Manifest]:

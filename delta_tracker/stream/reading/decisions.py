@@ -22,23 +22,14 @@ from delta_tracker.stream.pin import Pin
 from delta_tracker.stream.reading.position import Position, Rows
 from delta_tracker.stream.reading.seen import Look, SeenLog
 
-FAULTS = (
-    CorruptPartError,
-    DenseMismatchError,
-    HeldVersionError,
-    MalformedError,
-    MissingVersionError,
-    PartialRowsError,
-    StreamReplacedError,
-    TableMismatchError,
-)
-"""Errors of a version after which a merged version or a newer snapshot may still be applied."""
-
 CACHE_FAULTS = (CorruptPartError, MalformedError, MissingVersionError, StreamReplacedError)
 """Faults that a cache can cause: an old 404, a short or damaged object, or objects of a stream that was replaced."""
 
 OF_ALL_URLS = (DenseMismatchError, HeldVersionError, PartialRowsError, TableMismatchError)
 """Faults of an entry that does not fit the reader, whichever url it is read from."""
+
+FAULTS = (*CACHE_FAULTS, *OF_ALL_URLS)
+"""Errors of a version after which a merged version or a newer snapshot may still be applied."""
 
 NUM_TRIES = 3
 """Number of consecutive storage errors after which an unreadable object counts as lost: it may stay unreadable, for
@@ -165,10 +156,6 @@ class Rule(Enum):
         shown: what ``status()``, the log and the metrics show.
     """
 
-    when: str
-    does: str
-    shown: str
-
     def __init__(self, when: str, does: str, shown: str) -> None:
         self.when = when
         self.does = does
@@ -237,7 +224,7 @@ class Apply:
         number: number of the url to read them from.
         entries: the entries. More than one are checked completely before the first row is written.
         cause: fault that a resync overcomes; None otherwise.
-        is_elsewhere: True if the first entry does not follow the applied version.
+        is_elsewhere: True if the entry does not follow the applied version. Not set for an order.
         order: the pin or the rollback that is followed, for which the gate is bypassed; None otherwise.
     """
 
