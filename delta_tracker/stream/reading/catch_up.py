@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from delta_tracker.stream.entry_names import Merged, entry_name
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
@@ -22,7 +20,8 @@ class CatchUp:
         self._log = log
         self._allows = allows
         self._bound = -1  # version up to which find() leads
-        self._listed: tuple[int, list[Merged]] | None = None  # merged entries, and the version at the listing
+        self._merged: list[Merged] = []
+        self._listed_at = -_LIST_VERSIONS  # version at which the merged entries were listed
         self._avoided: set[str] = set()  # names of entries that could not be applied or read
 
     def find(self, position: Position) -> Manifest | None:
@@ -41,7 +40,10 @@ class CatchUp:
             self._bound = self._log.newest_version(held)
         if self._bound < held + _MIN_MERGED:
             return None
-        merged = self._merged_delta(position)
+        if not self._listed_at <= held < self._listed_at + _LIST_VERSIONS:
+            self._listed_at, self._merged = held, self._log.merged(after=held)
+            self._avoided.clear()
+        merged = self._newest_merged("delta", held + _MIN_MERGED - 1, position)
         snapshot = self._snapshot(position, held if merged is None else merged.version)
         if snapshot is not None and self._is_smaller(snapshot, position, merged):
             return snapshot
@@ -51,21 +53,11 @@ class CatchUp:
         """Do not return an entry again until 64 more versions are applied: it cannot be applied."""
         self._avoided.add(_name(entry))
 
-    def _merged(self, held: int) -> list[Merged]:
-        listed = self._listed
-        if listed is None or not listed[0] <= held < listed[0] + _LIST_VERSIONS:
-            listed = self._listed = held, self._log.merged(after=held)
-            self._avoided.clear()
-        return listed[1]
-
-    def _merged_delta(self, position: Position) -> Manifest | None:
-        held = position.version
-        deltas = [each for each in self._merged(held) if each.kind == "delta" and each.first <= held + 1]
-        return self._newest([each for each in deltas if held + _MIN_MERGED <= each.last <= self._bound], position)
-
-    def _newest(self, found: Sequence[Merged], position: Position) -> Manifest | None:
-        """Return the newest merged entry that the reader can read and apply."""
-        for each in reversed(found):
+    def _newest_merged(self, kind: str, after: int, position: Position) -> Manifest | None:
+        """Return the newest merged entry with a last version above ``after`` that the reader can read and apply."""
+        for each in reversed(self._merged):
+            if each.kind != kind or each.first > position.version + 1 or not after < each.last <= self._bound:
+                continue
             entry = None if each.name in self._avoided else readable(self._log.read_merged, each)
             if entry is None:
                 self._avoided.add(each.name)
@@ -75,20 +67,15 @@ class CatchUp:
 
     def _snapshot(self, position: Position, after: int) -> Manifest | None:
         """Return the newest snapshot above ``after`` that the reader can apply, of the log or merged."""
-        found = [each for each in self._merged(position.version) if each.kind == "snapshot"]
-        merged = self._newest([each for each in found if after < each.last <= self._bound], position)
-        in_log = self._log_snapshot(position, after if merged is None else merged.version)
-        return merged if in_log is None else in_log
-
-    def _log_snapshot(self, position: Position, after: int) -> Manifest | None:
-        """Return the same, of the log only."""
+        merged = self._newest_merged("snapshot", after, position)
+        after = after if merged is None else merged.version
         entry = readable(self._log.read, self._bound)
         while entry is not None and entry.snapshot is not None and entry.snapshot > after:
             snapshot = readable(self._log.read, entry.snapshot)
             if snapshot is not None and _name(snapshot) not in self._avoided and self._is_ahead(snapshot, position):
                 return snapshot
             entry = readable(self._log.read, entry.snapshot - 1)
-        return None
+        return merged
 
     def _is_ahead(self, entry: Manifest, position: Position) -> bool:
         leads_on = is_next(entry, position) if entry.kind == "delta" else entry.stream == position.stream

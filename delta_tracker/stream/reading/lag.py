@@ -49,11 +49,7 @@ class Lag:
         last = first if newest <= held + 1 else log.storage.stat(entry_name(newest))
         if first is None or last is None:
             return self._listed(log, began, held)
-        self._sees(newest, began)
-        if newest == held:
-            return 0, 0.0
-        seconds = max(0.0, last.modified - first.modified) + self._monotonic() - self._newest[1]
-        return newest - held, max(seconds, _LEAST_SECONDS)
+        return self._lag(newest - held, last.modified - first.modified, newest, began)
 
     def _listed(self, log: StreamLog, began: float, held: int) -> tuple[int, float]:
         """Return the lag by a listing."""
@@ -61,14 +57,13 @@ class Lag:
         log.check_pointer()
         if not listed and held >= 0:
             raise StreamReplacedError(log.url, held)
-        self._sees(max(listed, default=-1), began)
         waiting = {version: modified for version, modified in listed.items() if version > held}
-        if not waiting:
-            return 0, 0.0
-        seconds = max(waiting.values()) - waiting[min(waiting)] + self._monotonic() - self._newest[1]
-        return len(waiting), max(seconds, _LEAST_SECONDS)
+        seconds = max(waiting.values()) - waiting[min(waiting)] if waiting else 0.0
+        return self._lag(len(waiting), seconds, max(listed, default=-1), began)
 
-    def _sees(self, head: int, now: float) -> None:
-        """Record the newest version of the log, and that it was there at the monotonic time ``now``."""
-        if head != self._newest[0]:  # a lower one is of another log
-            self._newest = head, now
+    def _lag(self, num_versions: int, seconds: float, newest: int, began: float) -> tuple[int, float]:
+        """Return the lag. ``seconds`` are those up to the newest version, which existed at the time ``began``."""
+        if newest != self._newest[0]:  # a lower one is of another log
+            self._newest = newest, began
+        age = max(0.0, seconds) + self._monotonic() - self._newest[1]
+        return num_versions, max(age, _LEAST_SECONDS) if num_versions else 0.0

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import cast
 
-from msgspec import Struct, convert
+from msgspec import Struct, convert, to_builtins
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.stream.format.field_types import Count
@@ -24,7 +25,7 @@ class Rows(Enum):
     """Rows of unrelated versions. Only a snapshot may be applied next."""
 
 
-class _SavedPosition(Struct, forbid_unknown_fields=True):
+class _SavedPosition(Struct, forbid_unknown_fields=True, omit_defaults=True):
     stream: str
     version: Count
     xxh3: str
@@ -83,12 +84,9 @@ class Position:
 
     def to_dict(self) -> dict[str, str | int]:
         """Return the position as plain values, for JSON."""
-        saved: dict[str, str | int] = {"stream": self.stream, "version": self.link.version, "xxh3": self.link.xxh3}
-        if self.generation is not None:
-            saved["generation"] = self.generation
-        if self.created is not None:
-            saved["created"] = int(self.created)
-        return saved
+        created = None if self.created is None else int(self.created)
+        saved = _SavedPosition(self.stream, self.version, self.link.xxh3, self.generation, created)
+        return cast("dict[str, str | int]", to_builtins(saved))
 
     @classmethod
     def from_dict(cls, state: object) -> Position:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.stream.reading.canary import Canary
@@ -13,14 +12,6 @@ from delta_tracker.stream.storage.storage import Location, Storage, open_storage
 
 _FIRST_PAUSE_SECONDS = 30.0
 _MAX_PAUSE_SECONDS = 300.0
-
-
-@dataclass(slots=True, eq=False)
-class _Rest:
-    """Time for which a source is not asked after its next failure, in seconds, and until when it is not asked."""
-
-    pause: float
-    until: float = float("-inf")
 
 
 class Sources:
@@ -41,7 +32,8 @@ class Sources:
         if len(set(names)) < len(names):
             raise InvalidArgumentError("url", [each.url for each in stores], "Pass each store once")
         self._all = [Source(number, each, canary, runtime=runtime) for number, each in enumerate(stores)]
-        self._rests = [_Rest(_FIRST_PAUSE_SECONDS) for _ in stores]
+        self._pauses = [_FIRST_PAUSE_SECONDS] * len(stores)  # of each source, after its next failure
+        self._due_at = [float("-inf")] * len(stores)  # monotonic time from which a source may be asked
         self._monotonic = runtime.monotonic
         self._since = runtime.monotonic()  # time at which the current source became it
         self.current = self._all[0]
@@ -60,7 +52,7 @@ class Sources:
         if len(self._all) == 1:
             return self._all
         now = self._monotonic()
-        others = [each for each in self._all if each is not self.current and now >= self._rests[each.number].until]
+        others = [each for each in self._all if each is not self.current and now >= self._due_at[each.number]]
         return [self.current, *others]
 
     def use(self, source: Source) -> None:
@@ -69,12 +61,12 @@ class Sources:
 
     def failed(self, source: Source) -> None:
         """Record that a source failed, once for each pause."""
-        now, rest = self._monotonic(), self._rests[source.number]
+        now, number = self._monotonic(), source.number
         if source is self.current and now - self._since > _MAX_PAUSE_SECONDS:
-            rest.pause = _FIRST_PAUSE_SECONDS  # it worked for a while
-        if now >= rest.until:
-            rest.until = now + rest.pause
-            rest.pause = min(2 * rest.pause, _MAX_PAUSE_SECONDS)
+            self._pauses[number] = _FIRST_PAUSE_SECONDS  # it worked for a while
+        if now >= self._due_at[number]:
+            self._due_at[number] = now + self._pauses[number]
+            self._pauses[number] = min(2 * self._pauses[number], _MAX_PAUSE_SECONDS)
 
     def writable(self) -> Storage | None:
         """Return the first store that can be written to; None if there is none."""
