@@ -66,7 +66,8 @@ def command(stream: Stream, lines: int, limit: int | None, every: float) -> int:
     source, position = Source(0, stream.storage), Position.after(head)
     num_looks = 0
     while num_shown != limit:
-        manifest = next_entry(source, position, looks_for_gap=num_looks == _LOOKS_PER_LISTING)
+        found = source.next(position, looks_for_gap=num_looks == _LOOKS_PER_LISTING)
+        manifest = next_entry(source.log, position, found)
         if manifest is not None:
             num_shown += _show(stream, manifest)
             position = Position.after(manifest)

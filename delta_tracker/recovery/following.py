@@ -174,7 +174,7 @@ class Following:
         """Return the next entry. If it is missing, look at intervals whether it was deleted."""
         assert self._position is not None, "an entry was applied"
         looks_for_gap = self.error is not None or self._monotonic() >= self._gap_check
-        entry = next_entry(self._source, self._position, looks_for_gap=looks_for_gap)
+        entry = next_entry(self._log, self._position, self._source.next(self._position, looks_for_gap=looks_for_gap))
         if entry is None and looks_for_gap:
             self._gap_check = self._monotonic() + GAP_CHECK_SECONDS
         return entry

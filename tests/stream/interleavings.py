@@ -239,7 +239,8 @@ class World:
                 if version:
                     position = Position.after(parse_manifest("", self.storage.truth[version - 1]))
                     with contextlib.suppress(StreamError):
-                        found.append(next_entry(Source(0, self.storage), position, looks_for_gap=False))
+                        source = Source(0, self.storage)
+                        found.append(next_entry(source.log, position, source.next(position, looks_for_gap=False)))
                 with contextlib.suppress(StreamError):
                     found += path_to(self.log, version)
                 self.assert_true([each for each in found if each is not None and each.version == version])

@@ -62,10 +62,11 @@ def test_no_operation_lists_a_log_with_a_pointer_whatever_its_length(
     assert StreamLog(storage).head() == head
     assert StreamLog(storage).newest_snapshot().version == 1
     position = Position.after(head)
-    assert next_entry(Source(0, storage), position, looks_for_gap=True) is None
+    assert Source(0, storage).next(position, looks_for_gap=True) is None
     claim = StreamLog(storage).claim()
     assert claim.head.parent == head.link
-    assert next_entry(Source(0, storage), position, looks_for_gap=True) == claim.head
+    source = Source(0, storage)
+    assert next_entry(source.log, position, source.next(position, looks_for_gap=True)) == claim.head
     assert storage.count("names", "objects", name="log") == 0
     assert storage.count(*READS) < 200
 

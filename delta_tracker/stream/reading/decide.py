@@ -344,7 +344,7 @@ def _forward(log: SeenLog, view: View, position: Position, bound: int | None = N
     if ahead is not None and view.fault_of(log, ahead) is None:
         return Apply(log.number, (ahead,), Rule.CATCH_UP)
     try:
-        entry = next_entry(log, position, looks_for_gap=view.looks_for_gap)
+        entry = next_entry(log, position, log.next(position, looks_for_gap=view.looks_for_gap))
     except (*FAULTS, StorageError) as error:
         return _around(log, view, position, error, bound)
     if entry is None:

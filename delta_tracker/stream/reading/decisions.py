@@ -141,10 +141,7 @@ class View:
 
     def fault_of(self, log: SeenLog, entry: Manifest) -> StreamError | None:
         """Return the known fault of an entry; None without one."""
-        for fault in self.faults:
-            if fault.concerns(log.number, entry):
-                return fault.error
-        return None
+        return next((each.error for each in self.faults if each.concerns(log.number, entry)), None)
 
 
 class Rule(Enum):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from delta_tracker.errors import (
     InvalidArgumentError,
@@ -24,9 +24,6 @@ from delta_tracker.stream.format.manifest import Link, Manifest
 from delta_tracker.stream.log import StreamLog, generation_error
 from delta_tracker.stream.reading.position import Position
 from delta_tracker.stream.reading.seen import SeenLog
-
-if TYPE_CHECKING:
-    from delta_tracker.stream.reading.source import Source
 
 _MAX_UNREADABLE = 3
 _T = TypeVar("_T")
@@ -44,14 +41,12 @@ def readable(read: Callable[[_T], Manifest | None], what: _T) -> Manifest | None
         return None
 
 
-def next_entry(log: SeenLog | Source, position: Position, *, looks_for_gap: bool) -> Manifest | None:
-    """Return the entry that follows a position, None if there is none.
+def next_entry(log: Entries, position: Position, entry: Manifest | None) -> Manifest | None:
+    """Return the entry that :meth:`SeenLog.next` found after a position, None if it found none.
 
-    With ``looks_for_gap``, checks if there is none whether it was deleted or is not committed yet. Raises
-    StreamReplacedError if another entry is in its place, or the log lacks the entry of the position, and
-    MissingVersionError if it was deleted, or is a claim that is not part of the log.
+    Raises StreamReplacedError if it does not follow the position's, and MissingVersionError for a claim that is not
+    part of the log.
     """
-    entry = log.next(position, looks_for_gap=looks_for_gap)
     if entry is None:
         return None
     if not position.leads_to(entry):

@@ -102,7 +102,7 @@ class Observer(Protocol):
         """Count a change of the source."""
 
     def looks(self, rested: tuple[int, float] | None) -> None:
-        """Note the version after which the last look found no entry, and its monotonic time; see ``Reader.rested``."""
+        """Note :attr:`Lag.rested` before a round."""
 
     def rests(self, log: StreamLog, position: Position | None) -> None:
         """Note that nothing newer than a position was found."""
@@ -165,7 +165,7 @@ class Reader:
     def version(self) -> int | None:
         """Last applied version; None before the first."""
         position = self._target.position
-        return None if position is None else position.link.version
+        return None if position is None else position.version
 
     def advance(self, *, looks_for_gap: bool) -> bool:
         """Apply the next version, or several at once. Return False if there is nothing to apply.
@@ -450,8 +450,7 @@ class Reader:
 
     def _use(self, state: _Round, number: int) -> Source:
         """Follow the source that leads on from the position, and log what could not be read. Return the source."""
-        if state.skipped:
-            self._log_skipped(state, None)
+        self._log_skipped(state, None)
         former = self.sources.current
         if number == former.number:
             return former

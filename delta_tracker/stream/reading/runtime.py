@@ -16,11 +16,8 @@ class Runtime:
     """Functions of a reader that depend on time and chance. A simulation replaces them.
 
     Args:
-        monotonic: returns a monotonic time in seconds.
         sleep: waits for a number of seconds. A thread of a reader is interruptible meanwhile.
-        uniform: returns a random number between two bounds.
         wait: waits for an event, or for a number of seconds. Returns True if the event is set.
-        thread: makes a thread, with the arguments of ``threading.Thread``.
         clock: returns the Unix time of this host in seconds.
     """
 

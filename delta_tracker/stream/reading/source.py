@@ -88,14 +88,6 @@ class Source:
         """Look up what a reader needs, except for the next entry and orders."""
         return self._answers[look.about](look.subject)
 
-    def head(self) -> Manifest | None:
-        """See :class:`StreamLog`."""
-        return self.log.head()
-
-    def is_committed(self, entry: Manifest) -> bool:
-        """See :class:`StreamLog`."""
-        return self.log.is_committed(entry)
-
     def next(self, position: Position, *, looks_for_gap: bool) -> Manifest | None:
         """See :meth:`SeenLog.next`. Logs once per publisher that its clock differs from the store's."""
         version = position.link.version + 1

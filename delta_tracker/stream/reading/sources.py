@@ -49,8 +49,6 @@ class Sources:
 
     def due(self) -> list[Source]:
         """Return the current source, and then the others that may be asked, in the order of preference."""
-        if len(self._all) == 1:
-            return self._all
         now = self._monotonic()
         others = [each for each in self._all if each is not self.current and now >= self._due_at[each.number]]
         return [self.current, *others]
