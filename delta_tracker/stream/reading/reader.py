@@ -42,7 +42,6 @@ from delta_tracker.stream.reading.path import path_to
 from delta_tracker.stream.reading.position import Position, Rows
 from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.reading.seen import Failed, Look, SeenLog
-from delta_tracker.stream.reading.settling import Settling
 from delta_tracker.stream.reading.source import Source
 from delta_tracker.stream.reading.sources import Sources
 from delta_tracker.stream.storage.storage import Storage
@@ -191,8 +190,8 @@ class Reader:
                 self.pinned = None  # the stream of an interrupted move to a pin has ended
             raise
         finally:
-            if settling is not None:
-                self._observer.read_past_cache(settling.take_count())
+            if num_reads := settling.take_count():
+                self._observer.read_past_cache(num_reads)
         self._num_failures = 0
         return has_moved
 
@@ -224,8 +223,7 @@ class Reader:
         """Begin anew, because the target has another position."""
         self.orders.load(self._target.followed, self._target.position)
         self._in_a_row = _CATCH_UP
-        if self.source.settling is not None:
-            self.source.settling.clear()
+        self.source.settling.clear()
 
     def newest(self) -> list[Manifest]:
         """Return the entries that the reader would go to: that of a pin, or the newest snapshot and the newest entry.
@@ -267,8 +265,8 @@ class Reader:
 
     def _unseen(self, sources: Iterable[Source]) -> tuple[SeenLog, ...]:
         """Return the logs of sources before the first look."""
-        current = None if self.sources.current.settling is None else self.sources.current.number
-        return tuple(SeenLog(each.number, each.url, each.number == current) for each in sources)
+        doubted = None if self.storage.lists else self.source.number
+        return tuple(SeenLog(each.number, each.url, each.number == doubted) for each in sources)
 
     def _run(self, state: _Round) -> bool:
         """Look, decide and act until something was applied, or nothing can be. Return True if it was applied."""
@@ -358,8 +356,7 @@ class Reader:
         source = self._use(state, decision.number)
         if not source.log.is_listed:
             source.log.pointer.saw(last)  # it may have been read from another view of the store
-        if source.settling is not None:
-            source.settling.clear()
+        source.settling.clear()
         self.why = f"applied version {last.version}: {decision.rule.when}"
         match decision.rule:
             case Rule.NEXT:
@@ -392,8 +389,7 @@ class Reader:
             self._observer.rests(source.log, position)
             if not self.orders.policy.follows_pins:
                 self.ignored.look(source.storage, position)
-            if source.settling is not None:
-                source.settling.clear()
+            source.settling.clear()
         self._use(state, stay.number)
         if stay.why != self.why:
             _logger.log(logging.DEBUG if stay.rule is Rule.NEWEST else logging.INFO, "reader waits: %s", stay.why)
@@ -413,12 +409,11 @@ class Reader:
         Raises StaleCacheError if all of it was read past the cache, and the fault may still be that of a cache.
         """
         source, again = self.source, state.retry
-        assert source.settling is not None, "only the source behind a cache is doubted"
         state.retry = None
         if again is None:
             doubted = source.settling.doubt(doubt.error, state.view.position, source.storage)
             if doubted is None:
-                self._believe(state, doubt.error, source.settling)
+                self._believe(state, doubt.error)
                 return
             again = source.through(doubted)
             if not state.has_waited:
@@ -430,16 +425,17 @@ class Reader:
         logs = self._unseen(state.sources.values())
         state.view = replace(state.view, logs=logs, faults=(), looks_for_gap=True, catches_up=False)
 
-    def _believe(self, state: _Round, fault: StreamError, settling: Settling) -> None:
+    def _believe(self, state: _Round, fault: StreamError) -> None:
         """Believe a fault that has lasted."""
-        if not settling.is_over and not self._is_retired(settling):
+        settling = self.source.settling
+        if not settling.is_over and not self._is_retired():
             raise StaleCacheError(self.storage.url, _subject(fault), settling.seconds)
         state.view = replace(state.view, logs=tuple(replace(log, is_doubted=False) for log in state.view.logs))
 
-    def _is_retired(self, settling: Settling) -> bool:
+    def _is_retired(self) -> bool:
         """Return True if retention has deleted the next version, by the pointer past the caches."""
         position, pointer = self._target.position, self.source.log.pointer
-        if position is None or not settling.may_read_pointer():
+        if position is None or not self.source.settling.may_read_pointer():
             return False
         self._observer.read_past_cache(1)
         claimed = pointer.newest(past_cache=True)
@@ -458,8 +454,7 @@ class Reader:
         _logger.warning("continue from another source: url=%s former=%s", source.url, former.url)
         self.sources.use(source)
         self.lag.rested = None
-        if source.settling is not None:
-            source.settling.clear()
+        source.settling.clear()
         self._surveyed_at = float("-inf")  # the former one may have what this one lacks
         self._observer.failed_over(source.url)
         return source

@@ -31,15 +31,15 @@ class Settling:
         self.seconds = seconds
         self._clock = clock
         self._position: Position | None = None
-        self._began: float | None = None  # None without a doubt
-        self._storage: DoubtedStorage | None = None
+        self._began = 0.0
+        self._storage: DoubtedStorage | None = None  # None without a doubt
         self._is_pointer_read = False
         self._num_reads = 0  # past the caches, until take_count()
 
     @property
     def is_over(self) -> bool:
         """True if the doubt has lasted long enough: the fault is not that of a cache."""
-        return self._began is not None and self._clock() - self._began >= self.seconds
+        return self._storage is not None and self._clock() - self._began >= self.seconds
 
     def take_count(self) -> int:
         """Return the number of reads past the caches since the last call."""
@@ -50,7 +50,7 @@ class Settling:
     def clear(self) -> None:
         """End the doubt, because a version was applied."""
         self._count()
-        self._began = self._storage = None
+        self._storage = None
         self._is_pointer_read = False
 
     def _count(self) -> None:
@@ -61,11 +61,9 @@ class Settling:
 
         Returns None if all objects that can cause the fault were read past the caches in this doubt.
         """
-        if self._began is None or self._position != position:
+        if self._storage is None or self._position != position:
             self.clear()
-            self._position, self._began = position, self._clock()
-        if self._storage is None:
-            self._storage = DoubtedStorage(storage, ())
+            self._position, self._began, self._storage = position, self._clock(), DoubtedStorage(storage, ())
         names = _doubtful(fault, position) - self._storage.doubted
         self._storage.doubt(names)
         return self._storage if names else None

@@ -31,7 +31,7 @@ class Source:
 
     Attributes:
         bound: newest version that a canary may apply; None without one.
-        settling: doubt of faults; None if the store is not behind a cache.
+        settling: doubt of faults that a cache can cause, for a store that cannot list.
         has_listed: True if a check for a gap had to list the log in this round of the reader, which sets it to False.
     """
 
@@ -50,7 +50,7 @@ class Source:
         self.bound = None if canary is None else CanaryBound(canary, self.log)
         self.catch_up = CatchUp(self.log, None if self.bound is None else self.bound.allows)
         self.pins = PinFollower(runtime=runtime)
-        self.settling = None if storage.lists else Settling(clock=runtime.monotonic)
+        self.settling = Settling(clock=runtime.monotonic)
         self.has_listed = False
         self._runtime = runtime
         self._held: Manifest | None = None  # entry of a position that was saved without its generation
