@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from delta_tracker.errors import MalformedError, StorageError
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.pin import Pin, PinFollower
 from delta_tracker.stream.reading.decisions import Order, Policy
@@ -44,8 +42,6 @@ class Orders:
         self._shown: dict[int, Order | None] = {}  # number of a url to its newest order
         self._known: Order | None = None  # newest order when a round ended
         self._overruled: tuple[Order, ...] = ()  # orders of its stream that were known at an own rollback
-        # Number of a url and streams of orders to the former streams of its log.
-        self._former: dict[tuple[int, frozenset[str]], tuple[str, ...]] = {}
 
     @property
     def followed(self) -> int:
@@ -80,14 +76,10 @@ class Orders:
 
     def _present(self, found: Sequence[Order], source: Source) -> Sequence[Order]:
         """Return the orders without those of the former streams of a source, unless there are no others."""
-        key = source.number, frozenset(each.stream for each in found)
-        if len(key[1]) <= 1:
+        if len({each.stream for each in found}) <= 1:
             return found
-        if key not in self._former:
-            with suppress(MalformedError, StorageError):
-                head = source.log.head()
-                self._former[key] = () if head is None else source.former_streams(head)
-        return [each for each in found if each.stream not in self._former.get(key, ())] or found
+        former = source.known_former_streams()
+        return [each for each in found if each.stream not in former] or found
 
     def named(self, order: Order, source: Source) -> Manifest | None:
         """Return the entry that a pin or a release names; None if the log does not have it."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
-from delta_tracker.errors import MissingVersionError, StreamReplacedError
+from delta_tracker.errors import MalformedError, MissingVersionError, StorageError, StreamReplacedError
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.pin import PinFollower
@@ -107,6 +108,14 @@ class Source:
         if self._lineage is None or self._lineage[0] != head.stream or now - self._lineage[1] >= _LIST_SECONDS:
             self._lineage = head.stream, now, former_streams(self.log, head)
         return self._lineage[2]
+
+    def known_former_streams(self) -> tuple[str, ...]:
+        """Return the former streams of the last minute, or of the last search if the log cannot be read now."""
+        if self._lineage is None or self._runtime.monotonic() - self._lineage[1] >= _LIST_SECONDS:
+            with suppress(MalformedError, StorageError):
+                if (head := self.log.head()) is not None:
+                    self.former_streams(head)
+        return () if self._lineage is None else self._lineage[2]
 
     def _generation(self, position: Position) -> int | None:
         if self._held is None or not position.names(self._held):

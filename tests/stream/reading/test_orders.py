@@ -20,6 +20,7 @@ from delta_tracker.stream.mirror import Mirror
 from delta_tracker.stream.pin import Pin, pin_name
 from delta_tracker.stream.promotion import promote
 from delta_tracker.stream.reading import orders, reader, sources
+from delta_tracker.stream.reading import source as source_module
 from delta_tracker.stream.rollback import pin_version
 from delta_tracker.stream.storage.storage import Storage
 from tests.predictor.pin_fleet import Fleet
@@ -175,6 +176,34 @@ def test_a_pin_of_a_promoted_mirror_applies_whatever_its_counter(fleet: Fleet, e
     assert _synced(predictor) == good
     assert predictor.status().pinned == good
     assert predictor.status().stream == writer.claim.head.stream
+
+
+def test_a_pin_of_a_promoted_mirror_applies_at_a_source_that_became_its_mirror(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The source had more pins than the mirror when its stream was lost."""
+    monkeypatch.setattr(reader, "_SURVEY_SECONDS", 3600.0)
+    source, copy, _ = mirrored(fleet)
+    for version in (4, 3):
+        pin_version(source, version, replaces=True)
+    predictor = fleet.join(storage=[source, copy])
+    assert predictor.sync() == 3
+    writer = _promoted(fleet, copy)
+    good = writer.claim.head.version
+    _synced(predictor)
+    assert pin_version(copy, good, replaces=True).counter == 1
+    writer.delta([3])
+    predictor._reader._surveyed_at = float("-inf")  # the mirror is found by a survey
+    assert _synced(predictor) == good
+    for stored in [each for folder in ("log", "parts", "control") for each in fleet.storage.objects(folder)]:
+        fleet.storage.delete(stored.name)
+    back = Mirror(copy, fleet.storage)
+    _copy(back)
+    back.copy_claims()
+    copy.rules.append(fails(reads))
+    monkeypatch.setattr(source_module, "_LIST_SECONDS", 0.0)  # a minute later
+    assert _synced(predictor) == good
+    assert predictor._reader.storage is source, "the pin applies there"
 
 
 # Other threads
