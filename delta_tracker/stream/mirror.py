@@ -35,7 +35,7 @@ from delta_tracker.stream.format.parse import parse_manifest
 from delta_tracker.stream.log import Merged, StreamLog, check_merged, entry_name, read_bytes, version_error
 from delta_tracker.stream.maintenance.retention import Retained, Retention, RetentionPasses
 from delta_tracker.stream.object_copy import ObjectCopier
-from delta_tracker.stream.pin import MAX_PIN_BYTES, MAX_REASON, Pin, newest_pin, pin_name
+from delta_tracker.stream.pin import MAX_PIN_BYTES, Pin, newest_pin, pin_name
 from delta_tracker.stream.pointer_writer import POINTER_SECONDS, PointerWriter
 from delta_tracker.stream.reading.lineage import forks
 from delta_tracker.stream.reading.path import path_to
@@ -181,17 +181,13 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         """
         source, destination = self._source.storage, self._to.storage
         found: list[bytes] = []
-        first = self._num_pins + 1
-        while (data := read_bytes(source, pin_name(first + len(found)), MAX_PIN_BYTES)) is not None:
+        pin: Pin | None = None
+        while (data := read_bytes(source, pin_name(self._num_pins + len(found) + 1), MAX_PIN_BYTES)) is not None:
             found.append(data)
-        if not found:
-            return 0
-        try:
-            pin = _PINS.decode(found[-1])
-        except ValueError as error:
-            raise MalformedError(pin_name(self._num_pins + len(found)), str(error)[:MAX_REASON]) from error
-        entry = self._to.read(pin.version)
-        if entry is None or (entry.stream, entry.xxh3) != (pin.stream, pin.xxh3):
+            with suppress(ValueError):  # readers ignore a malformed pin
+                pin = _PINS.decode(data)
+        entry = None if pin is None else self._to.read(pin.version)
+        if pin is None or entry is None or (entry.stream, entry.xxh3) != (pin.stream, pin.xxh3):
             return 0
         for data in found:
             name = pin_name(self._num_pins + 1)

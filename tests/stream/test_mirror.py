@@ -534,9 +534,18 @@ def test_pins_are_copied_once_the_destination_has_the_pinned_version(writer: Wri
     destination.create(f"control/pins/{4:020d}.json", b"another")
     with pytest.raises(MirrorDivergedError, match=f"{4:020d}"):
         again.copy_pins()
-    writer.storage.create(f"control/pins/{5:020d}.json", b"{}")
-    with pytest.raises(MalformedError):
-        Mirror(writer.storage, Storage("memory://")).copy_pins()
+
+
+def test_a_malformed_newest_pin_is_copied_with_the_one_before_it(writer: Writer) -> None:
+    destination = Storage("memory://")
+    mirror = Mirror(writer.storage, destination)
+    writer.storage.create(f"control/pins/{1:020d}.json", b"{}")
+    copy(mirror)
+    assert mirror.copy_pins() == 0, "no predictor follows it"
+    pinned(writer, 2, 4)
+    writer.storage.create(f"control/pins/{3:020d}.json", b"{}")
+    assert mirror.copy_pins() == 3
+    assert newest_pin(destination) == newest_pin(writer.storage) is not None
 
 
 @pytest.mark.parametrize("is_merged", [False, True])
