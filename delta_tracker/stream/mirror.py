@@ -11,9 +11,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
-from typing import cast
+from functools import cache, partial
 
 import xxhash
 from msgspec.json import Decoder
@@ -36,13 +36,11 @@ from delta_tracker.stream.log import Merged, StreamLog, check_merged, entry_name
 from delta_tracker.stream.maintenance.retention import Retained, Retention, RetentionPasses
 from delta_tracker.stream.object_copy import ObjectCopier
 from delta_tracker.stream.pin import MAX_PIN_BYTES, Pin, newest_pin, pin_name
-from delta_tracker.stream.pointer_writer import POINTER_SECONDS, PointerWriter
+from delta_tracker.stream.pointer_writer import POINTER_SECONDS, PointerWriter, uncovered_deltas
 from delta_tracker.stream.reading.lineage import forks
 from delta_tracker.stream.reading.path import path_to
 from delta_tracker.stream.reading.position import Position
 from delta_tracker.stream.reading.runtime import REAL, Runtime
-from delta_tracker.stream.reading.seen import Failed, Look, SeenLog, Unseen
-from delta_tracker.stream.reading.source import Source
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.uncopied import Uncopied
 
@@ -101,7 +99,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         if source.is_same(destination):
             raise InvalidArgumentError("destination", destination.url, "Pass another store than the source")
         # A cache may have an old 404, or an entry of a stream that was replaced; nothing would detect a wrong last one.
-        self._source = Source(0, source.uncached, runtime=runtime)
+        self._source = StreamLog(source.uncached, runtime)
         self._to = StreamLog(destination, runtime)
         self._objects = ObjectCopier(source, destination, memory_bytes)
         self._passes = None if retention is None else RetentionPasses(self._to, retention)
@@ -149,7 +147,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         head = self._head
         if head is None:
             return 0
-        found = _useful(self._source.log.merged(), head, set(self._to.merged()))
+        found = _useful(self._source.merged(), head, set(self._to.merged()))
         return sum(self._copy_merged(each, head.stream) for each in found)
 
     def copy_claims(self) -> int:
@@ -159,7 +157,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         """
         if self._head is None:
             return 0
-        log, head, num_copied = self._source.log, self._head, 0
+        log, head, num_copied = self._source, self._head, 0
 
         def read(version: int) -> Manifest | None:
             with suppress(MalformedError):
@@ -167,9 +165,9 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
             return None
 
         for claim in forks([each for each in log.versions() if each <= head.version], head.stream, read):
-            name = entry_name(claim.version)
-            if self._to.storage.size(name) is None and (data := read_bytes(log.storage, name)) is not None:
-                self._create(name, data, claim.version)
+            is_missing = self._to.storage.size(entry_name(claim.version)) is None
+            if is_missing and (data := _read(log, claim.version)) is not None:
+                self._create(data, claim.version)
                 num_copied += 1
         return num_copied
 
@@ -213,45 +211,34 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
             once: True to return when the destination has all entries of the source, and to raise each StorageError.
         """
         seconds, storage, runtime = self._pointer_seconds, self._to.storage, self._runtime
-        pointer = None if seconds is None else PointerWriter(storage, seconds=seconds, runtime=runtime)
-        try:
-            self._run(stop, poll_seconds, on_entry or (lambda _: None), pointer, once=once)
-        finally:
-            if pointer is not None:
-                pointer.close()
-
-    def _run(
-        self,
-        stop: threading.Event,
-        poll_seconds: float,
-        on_entry: Callable[[Manifest], None],
-        pointer: PointerWriter | None,
-        *,
-        once: bool,
-    ) -> None:
         pause, pointed = poll_seconds, None
-        while not stop.is_set():
-            try:
-                has_copied, head = self.step(), self._head
-                if pointer is not None and head is not None and head is not pointed:
-                    pointed = head
-                    pointer.after(head)
-                if has_copied and head is not None:
-                    on_entry(head)
-                self._maintain(pointer, is_due=once and not has_copied)
-            except StorageError as error:
-                if once:
-                    raise
-                if pause == poll_seconds:
-                    _logger.warning("a copy failed and is repeated: %s", error)
-                pause = min(2 * pause, max(poll_seconds, _MAX_BACK_OFF_SECONDS))
-            else:
-                pause = poll_seconds
-                if has_copied:
-                    continue
-                if once:
-                    return
-            self._runtime.wait(stop, pause * self._runtime.uniform(0.75, 1.25))
+        with (
+            nullcontext()
+            if seconds is None
+            else closing(PointerWriter(storage, seconds=seconds, runtime=runtime)) as pointer
+        ):
+            while not stop.is_set():
+                try:
+                    has_copied, head = self.step(), self._head
+                    if pointer is not None and head is not None and head is not pointed:
+                        pointed = head
+                        pointer.after(head)
+                    if has_copied and head is not None and on_entry is not None:
+                        on_entry(head)
+                    self._maintain(pointer, is_due=once and not has_copied)
+                except StorageError as error:
+                    if once:
+                        raise
+                    if pause == poll_seconds:
+                        _logger.warning("a copy failed and is repeated: %s", error)
+                    pause = min(2 * pause, max(poll_seconds, _MAX_BACK_OFF_SECONDS))
+                else:
+                    pause = poll_seconds
+                    if has_copied:
+                        continue
+                    if once:
+                        return
+                runtime.wait(stop, pause * runtime.uniform(0.75, 1.25))
 
     def _maintain(self, pointer: PointerWriter | None, *, is_due: bool) -> None:
         """Copy merged entries each minute or if ``is_due``, and apply the retention after some entries."""
@@ -276,66 +263,31 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
                 pointer.rescan()
 
     def _decide(self) -> Copy | Rest:
-        """Look at the source until a decision can be made."""
         is_checked, now = self._checked_at is not None, self._runtime.monotonic()
         if not is_checked:
-            self._head = self._newest()
+            self._head = self._newest(self._to.versions())
         is_due = self._checked_at is None or now - self._checked_at >= _CHECK_SECONDS
-        answers: dict[tuple[str, object], object] = {}
-        log = SeenSource(0, self._source.url, answers=answers, destination=self._to.url)
-        while True:
-            try:
-                decision = decide(log, self._head, is_checked=is_checked, is_due=is_due)
-            except Unseen as unseen:
-                look = unseen.look
-                try:
-                    answers[look.about, look.key] = self._look(look)
-                except StreamError as error:
-                    answers[look.about, look.key] = Failed(error)
-                continue
-            if self._head is None:
-                self._checked_at = _NEVER
-            elif not is_checked or (is_due and isinstance(decision, Rest)):
-                self._checked_at = now
-            return decision
+        log = _Seen(self._source, self._to.url, self._diverged)
+        decision = decide(log, self._head, is_checked=is_checked, is_due=is_due)
+        if self._head is None:
+            self._checked_at = _NEVER
+        elif not is_checked or (is_due and isinstance(decision, Rest)):
+            self._checked_at = now
+        return decision
 
-    def _look(self, look: Look) -> object:
-        log = self._source.log
-        match look.about:
-            case "entry":
-                return read_bytes(log.storage, entry_name(look.subject))
-            case "next_entry":
-                return read_bytes(log.storage, entry_name(look.subject)) if log.may_have(look.subject) else None
-            case "pin":
-                return newest_pin(log.storage)
-            case "check_pointer":
-                log.check_pointer()
-                return None
-            case _:
-                return self._source.answer(look)
-
-    def _newest(self) -> Manifest | None:
+    def _newest(self, versions: list[int]) -> Manifest | None:
         """Return the newest entry of the destination, see :func:`_unreadable` for a malformed one."""
-        malformed: list[tuple[int, bytes]] = []
-        fault: MalformedError | None = None
-        for version in reversed(self._to.versions()):
-            data = read_bytes(self._to.storage, entry_name(version))
-            if data is None:
-                return None
-            try:
-                entry = _parsed(version, data)
-            except NewerFormatError:
+        data = _read(self._to, versions[-1]) if versions else None
+        if data is None:
+            return None
+        try:
+            return _parsed(versions[-1], data)
+        except NewerFormatError:
+            raise
+        except MalformedError:
+            if (before := self._newest(versions[:-1])) is None:
                 raise
-            except MalformedError as error:
-                fault = error
-                malformed.append((version, data))
-            else:
-                for number, bad in reversed(malformed):
-                    entry = _unreadable(number, bad, entry)
-                return entry
-        if fault is not None:
-            raise fault
-        return None
+            return _unreadable(versions[-1], data, before)
 
     def _copy(self, decision: Copy) -> bool:
         """Copy an entry; return False if the source has replaced the merged snapshot before it meanwhile."""
@@ -343,7 +295,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         if merged is not None and not self._copy_merged(merged, entry.stream):
             return False
         self._copy_objects(entry)
-        self._create(entry_name(entry.version), decision.data, entry.version)
+        self._create(decision.data, entry.version)
         self._head = entry
         self._num_copied += 1
         return True
@@ -373,13 +325,13 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
 
     def _explained(self, entry: Manifest, error: CorruptPartError) -> StreamError:
         """Return the error for an object that cannot be copied."""
-        log = self._source.log
+        log = self._source
         if entry.merges is None and (log.read(entry.version) is None or log.precedes_claim(entry)):
             return _emptied(log) or self._diverged(entry.version, _DELETED)
         return error.advising(_REPAIR)
 
-    def _create(self, name: str, data: bytes, version: int) -> None:
-        if not self._to.create_copy(name, data):
+    def _create(self, data: bytes, version: int) -> None:
+        if not self._to.create_copy(entry_name(version), data):
             raise self._diverged(version, "another program has appended this version")
 
     def _diverged(self, version: int, reason: str) -> MirrorDivergedError:
@@ -403,35 +355,25 @@ class Rest:
     note: str = ""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SeenSource(SeenLog):
-    """What one step of a mirror has seen of its source."""
+class _Seen:
+    """What one step of a mirror has seen of its source: each question is asked once."""
 
-    destination: str = ""  # its url, for errors
-
-    def entry(self, version: int) -> bytes | None:
-        """Return the bytes of the entry of a version."""
-        return cast("bytes | None", self._ask("entry", version, version))
+    def __init__(self, log: StreamLog, destination: str, diverged: Callable[[int, str], MirrorDivergedError]) -> None:
+        self.source = log
+        self.url, self.destination, self.diverged = log.url, destination, diverged
+        self.entry = cache(partial(_read, log))
+        self.read, self.read_merged = cache(log.read), cache(log.read_merged)
+        self.merged, self.versions = cache(log.merged), cache(log.versions)
+        self.head, self.newest_snapshot = cache(log.head), cache(log.newest_snapshot)
+        self.is_committed = log.is_committed
 
     def next_entry(self, version: int) -> bytes | None:
         """Return the bytes of the entry to copy next; None if it does not exist, as far as a poll can tell."""
-        return cast("bytes | None", self._ask("next_entry", version, version))
-
-    def pin(self) -> Pin | None:
-        """Return the newest pin."""
-        return cast("Pin | None", self._ask("pin"))
-
-    def check_pointer(self) -> None:
-        """Raise the fault of the pointer object, over http."""
-        self._ask("check_pointer")
-
-    def diverged(self, version: int, reason: str) -> MirrorDivergedError:
-        """Return the error for a destination that is not a prefix of the source."""
-        return MirrorDivergedError(self.url, self.destination, version, reason)
+        return _read(self.source, version) if self.source.may_have(version) else None
 
 
-def decide(log: SeenSource, head: Manifest | None, *, is_checked: bool, is_due: bool) -> Copy | Rest:
-    """Return what a mirror does next: a pure function, which raises Unseen for what must be looked up first.
+def decide(log: _Seen, head: Manifest | None, *, is_checked: bool, is_due: bool) -> Copy | Rest:
+    """Return what a mirror does next.
 
     Args:
         log: the source.
@@ -443,7 +385,7 @@ def decide(log: SeenSource, head: Manifest | None, *, is_checked: bool, is_due: 
         return _first(log)
     version = head.version + 1
     data = log.next_entry(version) if is_checked else None
-    if data is None and (is_due or not is_checked):
+    if data is None and is_due:
         data = _check(log, head)
     if data is None:
         return Rest()
@@ -466,7 +408,7 @@ def decide(log: SeenSource, head: Manifest | None, *, is_checked: bool, is_due: 
     return Rest() if is_committed is None else Copy(entry, data)
 
 
-def _first(log: SeenSource) -> Copy | Rest:
+def _first(log: _Seen) -> Copy | Rest:
     """Begin at the snapshot that leads to the pinned version, or else at the newest one.
 
     If only a merged snapshot is left, the log of the destination begins with the entry after it.
@@ -488,9 +430,9 @@ def _first(log: SeenSource) -> Copy | Rest:
     return Rest(note) if data is None else Copy(_parsed(version, data), data, merged, note)
 
 
-def _pinned_start(log: SeenSource, head: Manifest) -> tuple[Manifest | None, str]:
+def _pinned_start(log: _Seen, head: Manifest) -> tuple[Manifest | None, str]:
     """Return the snapshot from which the log leads to the pinned version, None without one, and a note."""
-    pin = log.pin()
+    pin = newest_pin(log.source.storage)
     if pin is None or pin.kind != "pin" or pin.stream != head.stream:
         return None, ""
     try:
@@ -504,7 +446,7 @@ def _pinned_start(log: SeenSource, head: Manifest) -> tuple[Manifest | None, str
     return None, f"{text}: version={pin.version}"
 
 
-def _check(log: SeenSource, head: Manifest) -> bytes | None:
+def _check(log: _Seen, head: Manifest) -> bytes | None:
     """Return the bytes of the next entry, None if there is none. Raise if the destination is no prefix of the source.
 
     The source must have the newest entry of the destination, or have deleted it, but not the next one.
@@ -518,11 +460,11 @@ def _check(log: SeenSource, head: Manifest) -> bytes | None:
     following = log.entry(head.version + 1) if has_newer else None
     if has_newer and following is None:
         raise _gone(log, head.version + 1)
-    log.check_pointer()
+    log.source.check_pointer()
     return following
 
 
-def _is_committed(log: SeenSource, claim: Manifest) -> bool | None:
+def _is_committed(log: _Seen, claim: Manifest) -> bool | None:
     """Return True if a claim is part of the source's log; None if only malformed entries follow it yet."""
     # Look for newer versions first, so that one committed between the two looks does not look like a gap.
     if not log.versions(after=claim.version):
@@ -530,7 +472,7 @@ def _is_committed(log: SeenSource, claim: Manifest) -> bool | None:
     return log.entry(claim.version + 1) is not None and _is_followed(log, claim)
 
 
-def _is_followed(log: SeenSource, entry: Manifest) -> bool | None:
+def _is_followed(log: _Seen, entry: Manifest) -> bool | None:
     """Return True if the next entry of the source follows ``entry``, or the malformed ones after it; None without."""
     version = entry.version + 1
     data = log.entry(version)
@@ -544,7 +486,7 @@ def _is_followed(log: SeenSource, entry: Manifest) -> bool | None:
         return _is_followed(log, _unreadable(version, data, entry))
 
 
-def _gone(log: SeenSource, version: int) -> MirrorDivergedError | StorageError:
+def _gone(log: _Seen, version: int) -> MirrorDivergedError | StorageError:
     """Return the error for a version that the source lacks. Retention deletes only versions below a snapshot."""
     if (emptied := _emptied(log)) is not None:
         return emptied
@@ -555,12 +497,16 @@ def _gone(log: SeenSource, version: int) -> MirrorDivergedError | StorageError:
     return log.diverged(version, _DELETED)
 
 
-def _emptied(log: SeenSource | StreamLog) -> StorageError | None:
+def _emptied(log: _Seen | StreamLog) -> StorageError | None:
     """Return the error for a source without entries, for which the mirror waits; None if it has one."""
     if log.versions():
         return None
     remedy = "Mount its volume, or correct its url: the mirror continues once the source has its entries again"
     return StorageError(log.url, "it has no entries, although some were copied from it", remedy)
+
+
+def _read(log: StreamLog, version: int) -> bytes | None:
+    return read_bytes(log.storage, entry_name(version))
 
 
 def _parsed(version: int, data: bytes) -> Manifest:
@@ -590,10 +536,6 @@ def _useful(merged: list[Merged], head: Manifest, there: set[Merged]) -> list[Me
     reached = [each for each in merged if each.last <= head.version]
     snapshots = [each for each in reached if each.kind == "snapshot"]
     start = max([-1 if head.snapshot is None else head.snapshot, *(each.last for each in snapshots)])
-    deltas = [each for each in reached if each.kind == "delta" and each.last > start]
     found = [each for each in snapshots if each.last == start]
-    for each in deltas:
-        others = (other for other in deltas if other != each)
-        if not any(other.first <= each.first and each.last <= other.last for other in others):
-            found.append(each)
+    found += uncovered_deltas(each for each in reached if each.last > start)
     return [each for each in found if each not in there]

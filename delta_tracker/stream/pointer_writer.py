@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -127,8 +128,7 @@ class PointerWriter:
 
     def _scanned(self) -> HeadPointer:
         """Return the pointer to the newest entry, by a listing."""
-        versions = self._log.versions()
-        merged = self._log.merged()
+        versions, merged = self._log.versions(), self._log.merged()
         head = self._head
         assert head is not None, "checked by write_now()"
         if versions and versions[-1] > head.version:  # by another publisher, which has fenced this one
@@ -139,6 +139,7 @@ class PointerWriter:
         found = read_pointer(self._log.storage)
         if found is None or replace(found, time=0.0) != self._written:
             self._written = None  # deleted, or replaced by another publisher
+        deltas = uncovered_deltas(each for each in merged if each.last <= head.version)
         return HeadPointer(
             stream=head.stream,
             generation=head.generation,
@@ -146,7 +147,7 @@ class PointerWriter:
             xxh3=head.xxh3,
             oldest=_oldest(versions, head.version),
             snapshot=self._snapshot(head, versions, merged),
-            merged=_uncovered(merged, head.version),
+            merged=tuple((each.first, each.last) for each in deltas[-MAX_POINTED_MERGED:]),
             time=0.0,
         )
 
@@ -207,11 +208,10 @@ def _oldest(versions: list[int], head: int) -> int:
     return oldest
 
 
-def _uncovered(merged: list[Merged], head: int) -> tuple[tuple[int, int], ...]:
-    """Return the ranges of the newest merged deltas that no other one covers, ascending."""
-    found: list[tuple[int, int]] = []
+def uncovered_deltas(merged: Iterable[Merged]) -> list[Merged]:
+    """Return the merged deltas that no other one covers, ascending."""
+    found: list[Merged] = []
     for each in sorted(merged, key=lambda each: (-each.last, each.first)):
-        if each.kind != "delta" or each.last > head or any(first <= each.first for first, _ in found):
-            continue
-        found.append((each.first, each.last))
-    return tuple(found[:MAX_POINTED_MERGED][::-1])
+        if each.kind == "delta" and not any(other.first <= each.first for other in found):
+            found.append(each)
+    return found[::-1]

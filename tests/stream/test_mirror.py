@@ -317,7 +317,7 @@ def test_a_mirror_stops_at_an_entry_that_does_not_follow(writer: Writer) -> None
         Mirror(writer.storage, destination).step()
 
 
-@pytest.mark.advice("MirrorDivergedError: Mirror._diverged SeenSource.diverged")
+@pytest.mark.advice("MirrorDivergedError: Mirror._diverged")
 def test_a_mirror_that_was_passed_by_retention_needs_an_empty_destination(writer: Writer) -> None:
     destination = Storage("memory://")
     mirror = Mirror(writer.storage, destination)
