@@ -13,21 +13,24 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
+from weakref import finalize
 
 import numpy as np
-import xxhash
 
-from delta_tracker.errors import BrokenCacheError, CorruptPartError, InvalidArgumentError, StorageError
-from delta_tracker.stream.cached_storage import CachedStorage, read_into
-from delta_tracker.stream.format.digests import PIECE_BYTES, is_piece, num_digests, piece_range
+from delta_tracker.errors import BrokenCacheError, CorruptPartError, InvalidArgumentError, MalformedError, StorageError
+from delta_tracker.stream.format.digests import PIECE_BYTES
 from delta_tracker.stream.format.manifest import Manifest, Part
 from delta_tracker.stream.interruption import check
-from delta_tracker.stream.storage.local import delete_draft, identity
-from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.stream.object_copy import checked_pieces
+from delta_tracker.stream.storage.local import CHUNK_BYTES, delete_draft, identity
+from delta_tracker.stream.storage.storage import Storage, Transfer
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _logger = logging.getLogger(__name__)
 
@@ -87,7 +90,7 @@ class HostCache:
 
         It keeps the files that it has opened, so that an eviction does not affect a version that is being applied.
         """
-        return CachedStorage(storage, self.open, manifest.parts)
+        return CachedStorage(storage, self, manifest.parts)
 
     def open(self, storage: Storage, part: Part) -> int | None:
         """Return a descriptor of a verified file with the bytes of a part, fetched from ``storage`` if it is missing.
@@ -137,21 +140,19 @@ class HostCache:
 
     def _fetch(self, storage: Storage, part: Part, draft: int) -> int | None:
         """Fetch a part into its locked draft, verify it, and rename it. Return its descriptor as :meth:`open`."""
-        try:
+        with ExitStack() as stack:
+            stack.callback(self._drop, part, draft)
             with _own_errors():
                 # Another process may have completed the file between the look for it and the lock.
                 descriptor = self._hit(part)
                 has_room = descriptor is None and self._make_room(part, draft)
             if not has_room:
-                self._drop(part, draft)
                 self.counts["bypasses" if descriptor is None else "hits"] += 1
                 return descriptor
             self._download(storage, part, draft)
             with _own_errors():
                 self._draft(part).rename(self._object(part))
-        except BaseException:
-            self._drop(part, draft)
-            raise
+            stack.pop_all()
         self.counts["misses"] += 1
         return draft
 
@@ -188,35 +189,28 @@ class HostCache:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
             return None
-        try:
+        with ExitStack() as stack:
+            stack.callback(os.close, descriptor)
             if _is_right(descriptor, part):
                 if time.time() - os.fstat(descriptor).st_mtime > _TOUCH_SECONDS:
                     os.utime(descriptor)
+                stack.pop_all()
                 return descriptor
             with suppress(FileNotFoundError):
                 if identity(path.stat()) == identity(os.fstat(descriptor)):  # not a newer file of that name
                     path.unlink()
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
         return None
 
     def _lock_draft(self, part: Part) -> int | None:
         """Return a descriptor of the locked draft of a part; None if another process has locked it."""
         path = self._draft(part)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with ExitStack() as stack, suppress(FileNotFoundError):
+            stack.callback(os.close, descriptor)
             # The process that held the lock may have renamed or deleted the file in the meantime.
-            if identity(path.stat()) == identity(os.fstat(descriptor)):
+            if _is_locked(descriptor) and identity(path.stat()) == identity(os.fstat(descriptor)):
+                stack.pop_all()
                 return descriptor
-        except (BlockingIOError, FileNotFoundError):
-            pass
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
         return None
 
     def _progress(self, part: Part) -> int:
@@ -240,10 +234,9 @@ class HostCache:
         return _is_allocated(draft, part.num_bytes)
 
     def _evict(self, part: Part) -> bool:
-        """Delete the least recently used files until ``max_bytes`` holds a part. The directory must be locked.
+        """Delete drafts of dead processes, and the least recently used files until ``max_bytes`` holds a part.
 
-        Returns False if the drafts of other parts leave too little; nothing is deleted then but drafts of dead
-        processes.
+        Returns False if the drafts of other parts leave too little. The directory must be locked.
         """
         num_bytes = self._max_bytes - part.num_bytes
         for name, status in _sizes(self._directory / "drafts"):
@@ -295,6 +288,66 @@ class HostCache:
             fcntl.flock(first, fcntl.LOCK_UN)
         if not has_locks:
             raise BrokenCacheError(str(self._directory), "its file system has no locks")
+
+
+class CachedStorage(Storage):
+    """Store that reads the parts of one version from files of a host cache, and everything else from the origin.
+
+    Each part is opened at its first read, and stays open until this object is garbage-collected.
+    """
+
+    def __init__(self, origin: Storage, cache: HostCache, parts: Sequence[Part]) -> None:
+        vars(self).update(vars(origin))  # everything but reads of parts is as in the origin
+        self._origin = origin
+        self._cache = cache
+        self._parts = {part.name: part for part in parts}
+        self._opened: dict[str, int | None] = {}
+        finalize(self, _close, self._opened)
+
+    def read(
+        self,
+        name: str,
+        *,
+        max_bytes: int,
+        out: NDArray[np.uint8] | None = None,
+        transfer: Transfer | None = None,
+    ) -> NDArray[np.uint8] | None:
+        """Return the bytes of an object as :meth:`Storage.read` does."""
+        descriptor = self._descriptor(name)
+        if descriptor is None:
+            return self._origin.read(name, max_bytes=max_bytes, out=out, transfer=transfer)
+        num_bytes = self._parts[name].num_bytes
+        if num_bytes > max_bytes:
+            raise MalformedError(name, f"it has {num_bytes} bytes, more than {max_bytes}")
+        if out is not None and len(out) < max_bytes:
+            raise InvalidArgumentError("out", len(out), f"Pass an array of {max_bytes} bytes")
+        memory = np.empty(num_bytes, dtype=np.uint8) if out is None else out[:num_bytes]
+        return self._from_file(name, descriptor, memory, 0)
+
+    def read_range(self, name: str, begin: int, end: int) -> NDArray[np.uint8] | None:
+        """Return a range of an object as :meth:`Storage.read_range` does."""
+        descriptor = self._descriptor(name)
+        if descriptor is None or not 0 <= begin <= end <= self._parts[name].num_bytes:
+            return self._origin.read_range(name, begin, end)
+        return self._from_file(name, descriptor, np.empty(end - begin, dtype=np.uint8), begin)
+
+    def size(self, name: str) -> int | None:
+        """Return the size of an object as :meth:`Storage.size` does."""
+        return self._origin.size(name) if self._descriptor(name) is None else self._parts[name].num_bytes
+
+    def _descriptor(self, name: str) -> int | None:
+        if name not in self._parts:
+            return None
+        if name not in self._opened:
+            self._opened[name] = self._cache.open(self._origin, self._parts[name])
+        return self._opened[name]
+
+    def _from_file(self, name: str, descriptor: int, memory: NDArray[np.uint8], begin: int) -> NDArray[np.uint8]:
+        try:
+            return _read_into(descriptor, memory, begin)
+        except OSError as error:
+            reason = f"{name} cannot be read from the host cache: {type(error).__name__}: {error}"
+            raise StorageError(self.url, reason) from error
 
 
 class _DirectoryError(Exception):
@@ -351,22 +404,32 @@ def _write(descriptor: int, data: memoryview, position: int) -> None:
         data = data[count:]
 
 
+def _read_into(descriptor: int, memory: NDArray[np.uint8], begin: int) -> NDArray[np.uint8]:
+    """Return ``memory``, filled with the bytes of a file from ``begin`` on. Raises OSError if the file ends before."""
+    view, filled = memory.data, 0
+    while filled < len(memory):
+        check()
+        count = os.preadv(descriptor, [view[filled : filled + CHUNK_BYTES]], begin + filled)
+        if count == 0:
+            raise OSError(f"the file ended after {begin + filled} bytes")
+        filled += count
+    return memory
+
+
+def _close(opened: dict[str, int | None]) -> None:
+    for descriptor in opened.values():
+        if descriptor is not None:
+            os.close(descriptor)
+
+
 def _is_right(descriptor: int, part: Part) -> bool:
-    """Compare a file with the record of a part: the size, the hash and the digests of its pieces."""
+    """Return True if a file has the size of a part, and its bytes match the part's record."""
     if os.fstat(descriptor).st_size != part.num_bytes:
         return False
     buffer = np.empty(min(PIECE_BYTES, part.num_bytes), dtype=np.uint8)
-    whole = xxhash.xxh3_128()
-    digests = b""
-    for begin in range(part.body, part.num_bytes, PIECE_BYTES):  # in format 1, the whole part
-        piece = read_into(descriptor, buffer[: min(PIECE_BYTES, part.num_bytes - begin)], begin)
-        whole.update(piece.data)
-        digests += piece.tobytes() if part.body else b""
-    if whole.hexdigest() != part.xxh3:
+    try:
+        for _ in checked_pieces(lambda begin, end: _read_into(descriptor, buffer[: end - begin], begin), part):
+            pass
+    except CorruptPartError:
         return False
-    expected = np.frombuffer(digests, dtype=np.uint8)
-    for number in range(num_digests(part.body)) if part.body else ():
-        begin, end = piece_range(number, part.body)
-        if not is_piece(read_into(descriptor, buffer[: end - begin], begin), number, expected):
-            return False
     return True

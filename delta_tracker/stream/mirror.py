@@ -210,13 +210,9 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
             on_entry: function to call with each copied entry.
             once: True to return when the destination has all entries of the source, and to raise each StorageError.
         """
-        seconds, storage, runtime = self._pointer_seconds, self._to.storage, self._runtime
-        pause, pointed = poll_seconds, None
-        with (
-            nullcontext()
-            if seconds is None
-            else closing(PointerWriter(storage, seconds=seconds, runtime=runtime)) as pointer
-        ):
+        seconds, runtime, pause, pointed = self._pointer_seconds, self._runtime, poll_seconds, None
+        pointer = None if seconds is None else PointerWriter(self._to.storage, seconds=seconds, runtime=runtime)
+        with nullcontext() if pointer is None else closing(pointer):
             while not stop.is_set():
                 try:
                     has_copied, head = self.step(), self._head

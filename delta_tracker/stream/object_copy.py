@@ -1,10 +1,11 @@
-"""Copies of the objects of a stream from one store to another, checked by their records: :class:`ObjectCopier`."""
+"""Copies of the objects of a stream, checked by their records: :class:`ObjectCopier`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import xxhash
@@ -18,17 +19,12 @@ from delta_tracker.stream.storage.storage import Storage
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+ReadRange: TypeAlias = "Callable[[int, int], NDArray[np.uint8] | None]"
 _PIECE_BYTES = 8 << 20
 
 
 class ObjectCopier:
-    """Copier of the objects that entries name.
-
-    Args:
-        source: store to read from, through its caches. A corrupt object is read again past them.
-        destination: store of the copies.
-        memory_bytes: maximum size of an object that is held in memory. Larger ones are copied in pieces of 8 MiB.
-    """
+    """Copier of the objects that entries name. Those above ``memory_bytes`` are copied in pieces of 8 MiB."""
 
     def __init__(self, source: Storage, destination: Storage, memory_bytes: int) -> None:
         self._source = source
@@ -38,7 +34,8 @@ class ObjectCopier:
     def copy(self, stored: Part | Stored) -> None:
         """Copy an object unless the destination has it.
 
-        It becomes visible only if its bytes match its record; otherwise, CorruptPartError is raised.
+        It becomes visible only if its bytes match its record. A corrupt object is read again past the caches of the
+        source before CorruptPartError is raised.
         """
         if self._is_there(stored):
             return
@@ -87,20 +84,28 @@ class ObjectCopier:
             return
         if storage.size(stored.name) != stored.num_bytes:
             raise CorruptPartError(stored.name, f"it does not have {stored.num_bytes} bytes")
-        # In format 2, the hash covers the digests of the pieces of the body; in format 1, it covers the whole object.
-        whole, body = xxhash.xxh3_128(), PieceHasher()
-        digests = bytearray()
-        for begin in range(0, stored.num_bytes, _PIECE_BYTES):
-            end = min(begin + _PIECE_BYTES, stored.num_bytes)
-            piece = storage.read_range(stored.name, begin, end)
-            if piece is None:
-                raise CorruptPartError(stored.name, "it was deleted while it was read")
-            num_body = max(0, min(len(piece), stored.body - begin))
-            body.update(piece[:num_body].data)
-            whole.update(piece[num_body:].data)
-            digests += piece[num_body:].data if stored.body else b""
-            if end == stored.num_bytes:
-                is_body = not stored.body or body.digests().numpy().tobytes() == bytes(digests)
-                if whole.hexdigest() != stored.xxh3 or not is_body:
-                    raise CorruptPartError(stored.name, "its bytes do not match its record")
-            yield piece
+        yield from checked_pieces(partial(storage.read_range, stored.name), stored)
+
+
+def checked_pieces(read: ReadRange, stored: Part | Stored) -> Iterator[NDArray[np.uint8]]:
+    """Yield the bytes of an object in pieces. The last one is yielded only if all bytes match the record.
+
+    ``read`` returns the bytes from a position to another one, or None if the object was deleted.
+    """
+    # In format 2, the hash covers the digests of the pieces of the body; in format 1, it covers the whole object.
+    whole, body = xxhash.xxh3_128(), PieceHasher()
+    digests = bytearray()
+    for begin in range(0, stored.num_bytes, _PIECE_BYTES):
+        end = min(begin + _PIECE_BYTES, stored.num_bytes)
+        piece = read(begin, end)
+        if piece is None:
+            raise CorruptPartError(stored.name, "it was deleted while it was read")
+        num_body = max(0, min(len(piece), stored.body - begin))
+        body.update(piece[:num_body].data)
+        whole.update(piece[num_body:].data)
+        digests += piece[num_body:].data if stored.body else b""
+        if end == stored.num_bytes:
+            is_body = not stored.body or body.digests().numpy().tobytes() == bytes(digests)
+            if whole.hexdigest() != stored.xxh3 or not is_body:
+                raise CorruptPartError(stored.name, "its bytes do not match its record")
+        yield piece

@@ -128,7 +128,7 @@ def test_a_snapshot_follows_an_altered_entry(tmp_path: Path) -> None:
 
 @pytest.mark.advice(
     "StorageError: Storage._find_store Storage._read_file Storage._open_store Storage._translated "
-    "CachedStorage._translated_file Storage._download Storage._fill Storage._too_short"
+    "CachedStorage._from_file Storage._download Storage._fill Storage._too_short"
 )
 def test_a_store_is_repaired_and_the_call_made_again(tmp_path: Path) -> None:
     (tmp_path / "stream").write_text("")
@@ -238,7 +238,7 @@ def test_a_publisher_is_used_open_by_the_training_thread_and_with_a_cadence(tmp_
 
 
 @pytest.mark.advice(
-    "CorruptPartError: ObjectCopier._checked _check_objects _Check._check_size HostCache._download",
+    "CorruptPartError: ObjectCopier._checked checked_pieces _check_objects _Check._check_size HostCache._download",
 )
 def test_a_snapshot_passes_a_corrupt_part_of_a_mirrored_and_pinned_stream(tmp_path: Path) -> None:
     job, store = Job(tmp_path), Storage(f"file://{tmp_path}/stream")
