@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,32 +20,25 @@ class DoubtedStorage(Storage):
     Bytes that were read past the caches are kept, up to 64 MiB, so that a later read sends no further request.
     """
 
-    def __init__(self, storage: Storage, names: Iterable[str]) -> None:
-        self.__dict__.update(vars(storage))  # the methods that are not overridden are those of the store
+    def __init__(self, storage: Storage) -> None:
+        # The methods that are not overridden are those of the store.
+        vars(self).update(vars(storage), _uncached=storage.uncached)
         self._cached = storage
-        self._names = set(names)
+        self._names: set[str] = set()
         self._num_requests = 0  # past the caches
         self._num_kept_bytes = 0
         self._kept: dict[str, tuple[NDArray[np.uint8], float | None] | None] = {}
-
-    @property
-    def doubted(self) -> frozenset[str]:
-        """Names of the objects that are read past the caches."""
-        return frozenset(self._names)
-
-    @property
-    def uncached(self) -> Storage:
-        """The store, read past all caches."""
-        return self._cached.uncached
 
     def take_count(self) -> int:
         """Return the number of reads past the caches since the last call."""
         num_requests, self._num_requests = self._num_requests, 0
         return num_requests
 
-    def doubt(self, names: Iterable[str]) -> None:
-        """Read more objects past the caches."""
-        self._names.update(names)
+    def doubt(self, names: set[str]) -> bool:
+        """Read objects past the caches. Return False if all of them are already."""
+        is_new = not names <= self._names
+        self._names |= names
+        return is_new
 
     def read(
         self,
@@ -90,9 +82,7 @@ class DoubtedStorage(Storage):
     def size(self, name: str) -> int | None:
         """Return the size of an object in bytes, None if it does not exist."""
         kept = self._kept.get(name)
-        if kept is not None:
-            return len(kept[0])
-        return self._store_of(name).size(name)
+        return self._store_of(name).size(name) if kept is None else len(kept[0])
 
     def _store_of(self, name: str) -> Storage:
         if name not in self._names:

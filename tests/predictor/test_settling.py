@@ -380,7 +380,7 @@ def test_a_doubt_lasts_for_its_time_and_belongs_to_one_position() -> None:
 
 
 def test_a_view_is_not_for_writing() -> None:
-    view = DoubtedStorage(Storage("http://127.0.0.1:1"), ["a"])
+    view = DoubtedStorage(Storage("http://127.0.0.1:1"))
     with pytest.raises(StreamError):
         view.put("a", [])
     with pytest.raises(InvalidArgumentError):

@@ -63,10 +63,8 @@ class Settling:
         """
         if self._storage is None or self._position != position:
             self.clear()
-            self._position, self._began, self._storage = position, self._clock(), DoubtedStorage(storage, ())
-        names = _doubtful(fault, position) - self._storage.doubted
-        self._storage.doubt(names)
-        return self._storage if names else None
+            self._position, self._began, self._storage = position, self._clock(), DoubtedStorage(storage)
+        return self._storage if self._storage.doubt(_doubtful(fault, position)) else None
 
     def may_read_pointer(self) -> bool:
         """Return True once per doubt: the pointer may be read past the caches."""
