@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 import xxhash
-from msgspec.json import Decoder
+from msgspec.json import decode
 
 from delta_tracker.errors import (
     CorruptPartError,
@@ -28,7 +28,6 @@ from delta_tracker.errors import (
     NoSnapshotError,
     SourceGapError,
     StorageError,
-    StreamError,
 )
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.parse import parse_manifest
@@ -48,7 +47,6 @@ _logger = logging.getLogger(__name__)
 
 _MEMORY_BYTES = 256 << 20  # objects up to this size are held in memory while they are copied
 _PIN_SECONDS = 5.0  # interval of the copies of pins
-_PINS = Decoder(Pin)
 _CHECK_SECONDS = 60.0  # interval of the checks of the source, and of the copies of merged entries
 _RETENTION_ENTRIES = 16
 _MAX_BACK_OFF_SECONDS = 30.0
@@ -183,7 +181,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         while (data := read_bytes(source, pin_name(self._num_pins + len(found) + 1), MAX_PIN_BYTES)) is not None:
             found.append(data)
             with suppress(ValueError):  # readers ignore a malformed pin
-                pin = _PINS.decode(data)
+                pin = decode(data, type=Pin)
         entry = None if pin is None else self._to.read(pin.version)
         if pin is None or entry is None or (entry.stream, entry.xxh3) != (pin.stream, pin.xxh3):
             return 0
@@ -313,18 +311,14 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         return True
 
     def _copy_objects(self, entry: Manifest) -> None:
+        log = self._source
         for stored in entry.objects:
             try:
                 self._objects.copy(stored)
             except CorruptPartError as error:
-                raise self._explained(entry, error) from error
-
-    def _explained(self, entry: Manifest, error: CorruptPartError) -> StreamError:
-        """Return the error for an object that cannot be copied."""
-        log = self._source
-        if entry.merges is None and (log.read(entry.version) is None or log.precedes_claim(entry)):
-            return _emptied(log) or self._diverged(entry.version, _DELETED)
-        return error.advising(_REPAIR)
+                if entry.merges is None and (log.read(entry.version) is None or log.precedes_claim(entry)):
+                    raise (_emptied(log) or self._diverged(entry.version, _DELETED)) from error
+                raise error.advising(_REPAIR) from error
 
     def _create(self, data: bytes, version: int) -> None:
         if not self._to.create_copy(entry_name(version), data):
@@ -369,13 +363,10 @@ class _Seen:
 
 
 def decide(log: _Seen, head: Manifest | None, *, is_checked: bool, is_due: bool) -> Copy | Rest:
-    """Return what a mirror does next.
+    """Return what a mirror does next if ``head`` is the newest entry of the destination.
 
-    Args:
-        log: the source.
-        head: newest entry of the destination.
-        is_checked: False to check first that the destination is a prefix of the source.
-        is_due: True to check this if there is no next entry: the log may be another one, or have a gap.
+    Unless ``is_checked``, checks first that the destination is a prefix of the source. With ``is_due``, checks it if
+    there is no next entry: the log may be another one, or have a gap.
     """
     if head is None:
         return _first(log)
