@@ -11,7 +11,6 @@ import json
 import logging
 import threading
 from dataclasses import asdict, dataclass, replace
-from typing import TypeAlias
 
 import xxhash
 from msgspec import convert
@@ -36,6 +35,7 @@ _MAX_SHOWN_BYTES = 60
 _MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 _reported: set[str] = set()  # reasons of malformed pointers that were logged
 _MAX_REPORTED = 64
+_NEVER = float("-inf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +83,20 @@ class HeadPointer:
     def names(self, entry: Manifest) -> bool:
         """Return True if an entry that was read is the one that the pointer names."""
         return entry.merges is None and _link(self) == (entry.stream, entry.generation, entry.version, entry.xxh3)
+
+    def raised(self, head: Manifest) -> HeadPointer:
+        """Return the pointer to a newer entry of the same log."""
+        snapshot = self.snapshot if head.stream == self.stream else None
+        if head.snapshot is not None and (snapshot is None or head.snapshot > snapshot.version):
+            snapshot = PointedSnapshot(version=head.snapshot, merged=False)
+        return replace(
+            self,
+            stream=head.stream,
+            generation=head.generation,
+            version=head.version,
+            xxh3=head.xxh3,
+            snapshot=snapshot,
+        )
 
 
 def read_pointer(storage: Storage) -> HeadPointer | None:
@@ -157,9 +171,9 @@ class PointerView(Forkable):
         self._claimed: HeadPointer | None = None
         self._base: HeadPointer | None = None  # the confirmed pointer as it was read, before entries raised it
         # A pointer without its entry, the monotonic time of the last check, and the error to report.
-        self._refused: tuple[_Link, float, StaleCacheError] | None = None
-        self._read_at: float | None = None  # monotonic time of the last read
-        self._doubted_at: float | None = None  # monotonic time of the last check of a pointer against the entries
+        self._refused: tuple[HeadPointer, float, StaleCacheError] | None = None
+        self._read_at = _NEVER  # monotonic time of the last read
+        self._doubted_at = _NEVER  # monotonic time of the last check of a pointer against the entries
         self._lock = threading.Lock()  # for the fields
         self._reading = threading.Lock()  # one request at a time
         protect(self)
@@ -174,16 +188,14 @@ class PointerView(Forkable):
         Reads the object if the last read is at least ``seconds`` ago, and not at all with ``is_due=False``. With
         ``past_cache``, reads it now, past all caches.
         """
-        if not past_cache and not (is_due and self._is_due()):
-            return self._claimed or self.confirmed
-        if not self._reading.acquire(blocking=past_cache or (self._claimed or self.confirmed) is None):
-            return self._claimed or self.confirmed  # another thread is reading
-        try:
-            if past_cache or self._is_due():
-                self._read(past_cache=past_cache)
-            return self._claimed or self.confirmed
-        finally:
-            self._reading.release()
+        is_awaited = past_cache or (self._claimed or self.confirmed) is None  # also from another thread's read
+        if (past_cache or (is_due and self._is_due())) and self._reading.acquire(blocking=is_awaited):
+            try:
+                if past_cache or self._is_due():
+                    self._read(past_cache=past_cache)
+            finally:
+                self._reading.release()
+        return self._claimed or self.confirmed
 
     def saw(self, entry: Manifest) -> None:
         """Confirm the claimed pointer by an entry that was read, or raise the confirmed one to a newer entry."""
@@ -197,12 +209,7 @@ class PointerView(Forkable):
             return
         with self._lock:
             if self.confirmed is known:  # otherwise, the next entry or pointer raises it
-                snapshot = (
-                    PointedSnapshot(version=entry.version, merged=False) if entry.kind == "snapshot" else known.snapshot
-                )
-                raised = self.confirmed = replace(
-                    known, generation=entry.generation, version=entry.version, xxh3=entry.xxh3, snapshot=snapshot
-                )
+                raised = self.confirmed = known.raised(entry)
                 if self._claimed is not None and _order(self._claimed) <= _order(raised):
                     self._claimed = None
 
@@ -219,12 +226,12 @@ class PointerView(Forkable):
         """Ignore a pointer: past all caches, its entry is missing or another one. This is checked again every 10 s."""
         with self._lock:
             self.trouble = self.trouble or trouble
-            self._refused = _link(pointer), self._runtime.monotonic(), trouble
+            self._refused = pointer, self._runtime.monotonic(), trouble
             if self._claimed is not None and _link(self._claimed) == _link(pointer):
                 self._claimed = None
 
     def _is_due(self) -> bool:
-        return self._read_at is None or self._runtime.monotonic() - self._read_at >= self._seconds
+        return self._runtime.monotonic() - self._read_at >= self._seconds
 
     def _read(self, *, past_cache: bool) -> None:
         """Read the object, and take it into account."""
@@ -236,24 +243,21 @@ class PointerView(Forkable):
             self._read_at, self.trouble = now, unraised(error)
             return
         self._read_at = now
-        if pointer is not None and self._stays_refused(pointer):
-            return
-        self.trouble = None
-        if pointer is not None:
+        self.trouble = trouble = None if pointer is None else self._refusal(pointer)
+        if pointer is not None and trouble is None:
             self._take(pointer, is_uncached=past_cache)
 
-    def _stays_refused(self, pointer: HeadPointer) -> bool:
-        """Return True if a pointer was refused, and its entry is still missing. Looks for it every 10 s."""
+    def _refusal(self, pointer: HeadPointer) -> StaleCacheError | None:
+        """Return the error of a refused pointer whose entry is still missing. Looks for the entry every 10 s."""
         refused = self._refused
-        if refused is None or refused[0] != _link(pointer):
-            return False
+        if refused is None or _link(refused[0]) != _link(pointer):
+            return None
         if self._is_later(refused[1]):
-            self._refused = refused[0], self._runtime.monotonic(), refused[2]
+            self._refused = pointer, self._runtime.monotonic(), refused[2]
             if self._has_entry(pointer):
                 self._refused = None
-                return False
-        self.trouble = refused[2]
-        return True
+                return None
+        return refused[2]
 
     def _take(self, pointer: HeadPointer, *, is_uncached: bool) -> None:
         """Take a pointer into account that was read."""
@@ -276,8 +280,8 @@ class PointerView(Forkable):
             self.confirmed = self._base = pointer
             self._claimed = None
 
-    def _is_later(self, since: float | None) -> bool:
-        return since is None or self._runtime.monotonic() - since >= _DOUBT_SECONDS
+    def _is_later(self, since: float) -> bool:
+        return self._runtime.monotonic() - since >= _DOUBT_SECONDS
 
     def _replacement(self, known: HeadPointer, pointer: HeadPointer, *, is_uncached: bool) -> HeadPointer | None:
         """Return the pointer past all caches if the log now has its stream instead of that of ``known``."""
@@ -289,9 +293,8 @@ class PointerView(Forkable):
             if again is None or again.stream != pointer.stream:
                 return None
             pointer = again
-        if not self._has_entry(pointer):
-            return None
-        return pointer if pointer.generation > known.generation or not self._has_entry(known) else None
+        is_newer = self._has_entry(pointer) and (pointer.generation > known.generation or not self._has_entry(known))
+        return pointer if is_newer else None
 
     def _is_restored(self, known: HeadPointer, pointer: HeadPointer) -> bool:
         """Return True if the log was restored from a copy that has the entry of ``pointer``, but not of ``known``."""
@@ -316,10 +319,7 @@ class PointerView(Forkable):
             return True
 
 
-_Link: TypeAlias = tuple[str, int, int, str]
-
-
-def _link(pointer: HeadPointer) -> _Link:
+def _link(pointer: HeadPointer) -> tuple[str, int, int, str]:
     return pointer.stream, pointer.generation, pointer.version, pointer.xxh3
 
 

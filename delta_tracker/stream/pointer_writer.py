@@ -58,7 +58,14 @@ class PointerWriter:
         self._head = head
         self._wake.set()
         if self._thread is None:
-            self._start()
+            # A daemon: a write that hangs must not keep the process from ending. Nothing depends on the pointer.
+            thread = self._runtime.thread(target=self._run, name="head-pointer", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system cannot start a thread, or the interpreter shuts down
+                self._failed(error)
+            else:
+                self._thread = thread
 
     def rescan(self) -> None:
         """List the log before the next write, because entries were deleted or merged. Never blocks or raises."""
@@ -79,7 +86,7 @@ class PointerWriter:
                 except BaseException:
                     self._scanned_at = _NEVER
                     raise
-            pointer = _raised(self._scan, self._head)
+            pointer = self._scan if self._head.version <= self._scan.version else self._scan.raised(self._head)
             if pointer != self._written:
                 self._log.storage.replace(POINTER_NAME, replace(pointer, time=time.time()).to_json())
                 self._written = pointer
@@ -96,16 +103,6 @@ class PointerWriter:
             self._thread.join(0.75 * _CLOSE_SECONDS)
             self._abort.set()
             self._thread.join(0.25 * _CLOSE_SECONDS)
-
-    def _start(self) -> None:
-        # A daemon: a write that hangs must not keep the process from ending. No other object depends on the pointer.
-        thread = self._runtime.thread(target=self._run, name="head-pointer", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:  # the system cannot start a thread, or the interpreter shuts down
-            self._failed(error)
-        else:
-            self._thread = thread
 
     def _run(self) -> None:
         with suppress(Interrupted), interruptible(self._abort):
@@ -153,10 +150,9 @@ class PointerWriter:
 
     def _snapshot(self, head: Manifest, versions: list[int], merged: list[Merged]) -> PointedSnapshot | None:
         """Return the newest snapshot of the stream of ``head``."""
-        present = versions[:1]
-        in_log = head.snapshot if head.snapshot is not None and (not present or head.snapshot >= present[0]) else None
+        in_log = -1 if head.snapshot is None or head.snapshot < min(versions, default=0) else head.snapshot
         for each in reversed(merged):
-            if each.kind != "snapshot" or each.last > head.version or (in_log is not None and each.last <= in_log):
+            if each.kind != "snapshot" or not in_log < each.last <= head.version:
                 continue
             try:
                 manifest = self._log.read_merged(each)
@@ -165,7 +161,7 @@ class PointerWriter:
                 continue
             if manifest is not None and manifest.stream == head.stream:
                 return PointedSnapshot(version=each.last, merged=True)
-        return None if in_log is None else PointedSnapshot(version=in_log, merged=False)
+        return PointedSnapshot(version=in_log, merged=False) if in_log >= 0 else None
 
     def _failed(self, error: Exception) -> None:
         self._num_failures = min(self._num_failures + 1, 10)
@@ -182,29 +178,12 @@ class PointerWriter:
             _logger.warning("the pointer is written again: url=%s", self._log.storage.url)
 
 
-def _raised(scan: HeadPointer, head: Manifest) -> HeadPointer:
-    """Return the pointer of the last listing, raised to a newer head of the same log."""
-    if head.version <= scan.version:
-        return scan
-    snapshot = scan.snapshot
-    if head.stream != scan.stream:
-        snapshot = None
-    if head.snapshot is not None and (snapshot is None or head.snapshot > snapshot.version):
-        snapshot = PointedSnapshot(version=head.snapshot, merged=False)
-    return replace(
-        scan, stream=head.stream, generation=head.generation, version=head.version, xxh3=head.xxh3, snapshot=snapshot
-    )
-
-
 def _oldest(versions: list[int], head: int) -> int:
     """Return the lowest version from which the listed versions, ascending, have no gap up to ``head``."""
     # The publisher may have committed versions without a gap after the listing.
-    oldest = min(head, versions[-1]) if versions else head
-    for version in reversed(versions):
-        if version == oldest - 1:
-            oldest = version
-        elif version < oldest:
-            break
+    oldest, present = min([head, *versions[-1:]]), set(versions)
+    while oldest - 1 in present:
+        oldest -= 1
     return oldest
 
 

@@ -344,6 +344,11 @@ def test_an_entry_that_was_read_raises_the_version(writer: Writer) -> None:
     assert found.snapshot == PointedSnapshot(version=snapshot.version, merged=False)
     view.saw(replace(snapshot, stream="0" * 32, version=99))
     assert view.newest() == found
+    unseen = writer.snapshot()
+    view.saw(writer.delta([1]))
+    found = view.newest()
+    assert found is not None
+    assert found.snapshot == PointedSnapshot(version=unseen.version, merged=False)
 
 
 def _another_stream(replaced: Storage) -> HeadPointer:
