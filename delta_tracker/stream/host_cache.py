@@ -78,12 +78,8 @@ class HostCache:
         self._patience_seconds = patience_seconds
         self.counts = {"hits": 0, "misses": 0, "bypasses": 0}
         self._is_broken = False
-        try:
+        with self._own_errors():
             self._prepare()
-        except BrokenCacheError:
-            raise
-        except OSError as error:
-            raise BrokenCacheError(str(directory), f"{type(error).__name__}: {error}") from error
 
     def over(self, storage: Storage, manifest: Manifest) -> Storage:
         """Return a store that reads the parts of a version through the cache, and everything else from ``storage``.
@@ -96,20 +92,18 @@ class HostCache:
         """Return a descriptor of a verified file with the bytes of a part, fetched from ``storage`` if it is missing.
 
         The caller closes it. None means that the part must be read past the cache: it does not fit, the disk is full,
-        the directory fails (logged once until it works again), or the fetching process makes no progress.
-
-        Raises:
-            CorruptPartError: if the part in ``storage`` does not match its record. Nothing is kept.
+        the directory fails (logged once until it works again), or the fetching process makes no progress. Raises
+        CorruptPartError, and keeps nothing, if the part in ``storage`` does not match its record.
         """
         if part.num_bytes > self._max_bytes:
             self.counts["bypasses"] += 1
             return None
         try:
             descriptor = self._found(storage, part)
-        except _DirectoryError as error:
+        except BrokenCacheError as error:
             # The cache saves requests; without it, the predictor still gets its versions.
             if not self._is_broken:
-                _logger.warning("read past the host cache: directory=%s error=%s", self._directory, error)
+                _logger.warning("read past the host cache: directory=%s error=%s", self._directory, error.reason)
             self._is_broken = True
             self.counts["bypasses"] += 1
             return None
@@ -117,11 +111,11 @@ class HostCache:
         return descriptor
 
     def _found(self, storage: Storage, part: Part) -> int | None:
-        """Wait for the file of a part, or fetch it, as :meth:`open`. Raises errors of the directory."""
+        """Wait for the file of a part, or fetch it, as :meth:`open`. Raises BrokenCacheError if the directory fails."""
         seen: tuple[int, float] | None = None  # modification time of the draft, and when it was seen first
         while True:
             check()
-            with _own_errors():
+            with self._own_errors():
                 descriptor = self._hit(part)
                 draft = self._lock_draft(part) if descriptor is None else None
                 progress = self._progress(part)
@@ -142,7 +136,7 @@ class HostCache:
         """Fetch a part into its locked draft, verify it, and rename it. Return its descriptor as :meth:`open`."""
         with ExitStack() as stack:
             stack.callback(self._drop, part, draft)
-            with _own_errors():
+            with self._own_errors():
                 # Another process may have completed the file between the look for it and the lock.
                 descriptor = self._hit(part)
                 has_room = descriptor is None and self._make_room(part, draft)
@@ -150,7 +144,7 @@ class HostCache:
                 self.counts["bypasses" if descriptor is None else "hits"] += 1
                 return descriptor
             self._download(storage, part, draft)
-            with _own_errors():
+            with self._own_errors():
                 self._draft(part).rename(self._object(part))
             stack.pop_all()
         self.counts["misses"] += 1
@@ -169,9 +163,9 @@ class HostCache:
                 raise CorruptPartError(part.name, f"it has {size} bytes instead of {part.num_bytes}") from None
             if data is None:
                 raise CorruptPartError(part.name, "it does not exist")
-            with _own_errors():
+            with self._own_errors():
                 _write(draft, data.data, begin)
-        with _own_errors():
+        with self._own_errors():
             is_right = _is_right(draft, part)
         if not is_right:
             raise CorruptPartError(part.name, "its bytes do not match its record")
@@ -269,6 +263,16 @@ class HostCache:
             fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
+    @contextmanager
+    def _own_errors(self) -> Iterator[None]:
+        """Context manager that tells the errors of the directory from those of the stream's store."""
+        try:
+            yield
+        except BrokenCacheError:
+            raise
+        except OSError as error:
+            raise BrokenCacheError(str(self._directory), f"{type(error).__name__}: {error}") from error
+
     def _object(self, part: Part) -> Path:
         return self._directory / "objects" / _key(part)
 
@@ -348,19 +352,6 @@ class CachedStorage(Storage):
         except OSError as error:
             reason = f"{name} cannot be read from the host cache: {type(error).__name__}: {error}"
             raise StorageError(self.url, reason) from error
-
-
-class _DirectoryError(Exception):
-    """Failure of the directory of the cache."""
-
-
-@contextmanager
-def _own_errors() -> Iterator[None]:
-    """Context manager that tells the errors of the directory from those of the stream's store."""
-    try:
-        yield
-    except OSError as error:
-        raise _DirectoryError(f"{type(error).__name__}: {error}") from error
 
 
 def _key(part: Part) -> str:

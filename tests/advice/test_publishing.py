@@ -181,7 +181,7 @@ def test_the_url_of_the_bucket_is_used_to_write(tmp_path: Path) -> None:
         call(job.url)
 
 
-@pytest.mark.advice("BrokenCacheError: HostCache.__init__ HostCache._prepare")
+@pytest.mark.advice("BrokenCacheError: HostCache._own_errors HostCache._prepare")
 @pytest.mark.parametrize("kind", ["file", "open to all"])
 def test_a_private_directory_is_used_as_host_cache(tmp_path: Path, kind: str) -> None:
     shared = tmp_path / "shared"
