@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -26,43 +25,16 @@ class Interrupted(BaseException):
     """
 
 
-class _Scope:
-    """Stop flag of a thread, and the event loop in which the thread waits for responses."""
+class _Thread(threading.local):
+    """Stop flag of a thread, and the event loop in which it waits for responses; None outside interruptible()."""
 
-    def __init__(self, stop: threading.Event) -> None:
-        self._stop = stop
-        self.loop = asyncio.SelectorEventLoop()
+    loop: asyncio.SelectorEventLoop | None = None
 
-    def check(self) -> None:
-        if self._stop.is_set():
-            raise Interrupted
-
-    def checked(self, items: Iterable[T]) -> Iterator[T]:
-        for item in items:
-            self.check()
-            yield item
-
-    def wait(self, request: Callable[[], Awaitable[T]]) -> T:
-        self.check()
-        return self.loop.run_until_complete(self._result(request))
-
-    def sleep(self, seconds: float) -> None:
-        if self._stop.wait(seconds):
-            raise Interrupted
-
-    async def _result(self, request: Callable[[], Awaitable[T]]) -> T:
-        task = asyncio.ensure_future(request())
-        while not (await asyncio.wait({task}, timeout=_SLICE_SECONDS))[0]:
-            if self._stop.is_set():
-                task.cancel()
-                await asyncio.wait({task}, timeout=_CANCEL_SECONDS)
-                if task.done() and not task.cancelled():
-                    task.exception()  # otherwise asyncio logs that it was never retrieved
-                raise Interrupted
-        return task.result()
+    def __init__(self) -> None:
+        self.stop = threading.Event()
 
 
-_thread = threading.local()
+_thread = _Thread()
 
 
 @contextmanager
@@ -72,29 +44,25 @@ def interruptible(stop: threading.Event) -> Iterator[None]:
     Uploads of parts and access to local files stop between two pieces. Other requests to a remote store are abandoned
     within about a second.
     """
-    scope = _Scope(stop)
-    before, _thread.scope = _scope(), scope
+    before, loop = (_thread.stop, _thread.loop), asyncio.SelectorEventLoop()
+    _thread.stop, _thread.loop = stop, loop
     try:
         yield
     finally:
-        _thread.scope = before
-        scope.loop.close()
+        _thread.stop, _thread.loop = before
+        loop.close()
 
 
 def check() -> None:
     """Raise :class:`Interrupted` if the stop flag of this thread is set."""
-    scope = _scope()
-    if scope is not None:
-        scope.check()
+    if _thread.stop.is_set():
+        raise Interrupted
 
 
 def sleep(seconds: float) -> None:
     """Wait, and raise :class:`Interrupted` as soon as the stop flag of this thread is set."""
-    scope = _scope()
-    if scope is None:
-        time.sleep(seconds)
-    else:
-        scope.sleep(seconds)
+    if _thread.stop.wait(seconds):
+        raise Interrupted
 
 
 def checked(items: Iterable[T]) -> Iterator[T]:
@@ -102,8 +70,14 @@ def checked(items: Iterable[T]) -> Iterator[T]:
 
     The flag is that of the thread that called this function, even if another thread iterates.
     """
-    scope = _scope()
-    return iter(items) if scope is None else scope.checked(items)
+    return _checked(items, _thread.stop)
+
+
+def _checked(items: Iterable[T], stop: threading.Event) -> Iterator[T]:
+    for item in items:
+        if stop.is_set():
+            raise Interrupted
+        yield item
 
 
 def answer(blocking: Callable[[], T], request: Callable[[], Awaitable[T]]) -> T:
@@ -111,9 +85,19 @@ def answer(blocking: Callable[[], T], request: Callable[[], Awaitable[T]]) -> T:
 
     A thread without a stop flag calls ``blocking``; others await the same request, which can be cancelled.
     """
-    scope = _scope()
-    return blocking() if scope is None else scope.wait(request)
+    if _thread.loop is None:
+        return blocking()
+    check()
+    return _thread.loop.run_until_complete(_result(request, _thread.stop))
 
 
-def _scope() -> _Scope | None:
-    return getattr(_thread, "scope", None)
+async def _result(request: Callable[[], Awaitable[T]], stop: threading.Event) -> T:
+    task = asyncio.ensure_future(request())
+    while not (await asyncio.wait({task}, timeout=_SLICE_SECONDS))[0]:
+        if stop.is_set():
+            task.cancel()
+            await asyncio.wait({task}, timeout=_CANCEL_SECONDS)
+            if task.done() and not task.cancelled():
+                task.exception()  # otherwise asyncio logs that it was never retrieved
+            raise Interrupted
+    return task.result()
