@@ -13,6 +13,7 @@ import re
 import secrets
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -36,10 +37,9 @@ from delta_tracker.errors import (
     is_unknown,
     unraised,
 )
-from delta_tracker.stream.entry_names import MAX_ENTRY_BYTES, Merged, entry_name
+from delta_tracker.stream.entry_names import ENTRY_NAME, MAX_ENTRY_BYTES, Merged, entry_name, merged_after
 from delta_tracker.stream.format.manifest import Fork, Kind, Link, Manifest
 from delta_tracker.stream.format.parse import parse_manifest
-from delta_tracker.stream.log_index import ListedIndex, LogIndex, PointedIndex
 from delta_tracker.stream.pin import has_deletions
 from delta_tracker.stream.pointer import HeadPointer, PointerView, read_pointer
 from delta_tracker.stream.reading.runtime import REAL, Runtime
@@ -68,6 +68,7 @@ _LOOK_AHEAD = 4  # names above a new entry that are looked for in a directory, w
 _MAX_GUARDS = 32  # consecutive claims, and entries before them, that are read to find another entry
 _PROBE_SECONDS = 10.0  # after which a reader over http asks for an entry that the pointer does not show
 _DOUBT_SECONDS = 10.0  # between two reads of an entry past the caches, or of one that confirmed a pointer
+_MAX_POINTED = 1 << 20  # versions that are returned of a pointer: a forged one may have any version
 _SPREAD_SECONDS = 1.0  # readers that meet the same fault of a cache spread their requests over this time
 
 
@@ -83,7 +84,6 @@ class StreamLog:
         self._runtime = runtime
         self.is_listed = storage.lists
         self.pointer = PointerView(storage, runtime=runtime)
-        self._index: LogIndex = ListedIndex(storage) if self.is_listed else PointedIndex(self.pointed)
         self._known = -1  # newest version that was read or listed; a hint, because the store may be replaced
         self._awaited: tuple[int, float] | None = None  # version of may_have(), and monotonic time to ask for it
         self._doubted: tuple[str, float] | None = None  # entry read past the caches last, and the monotonic time
@@ -160,13 +160,36 @@ class StreamLog:
 
     def versions(self, *, after: int = -1) -> list[int]:
         """Return the versions above ``after``, ascending. Lists the log, which is slow in a remote store."""
-        versions = self._index.versions(after)
+        if self.is_listed:
+            found = self.storage.names("log", after=entry_name(after) if after >= 0 else None)
+            self._refuse_file(found)
+            versions = [int(match[1]) for match in map(ENTRY_NAME.fullmatch, found) if match is not None]
+        else:
+            versions = list(self.listed(after=after))
         self._known = max(versions[-1:], default=self._known)
         return versions
 
     def listed(self, *, after: int = -1) -> dict[int, float]:
-        """Return the versions above ``after`` with the modification times of their entries, in Unix seconds."""
-        return self._index.listed(after)
+        """Return the versions above ``after`` with the modification times of their entries, in Unix seconds.
+
+        Over http, they are those of :meth:`pointed`, and at most the newest 1,048,576. The times are unknown, and 0.
+        """
+        if self.is_listed:
+            found = self.storage.objects("log", after=entry_name(after) if after >= 0 else None)
+            self._refuse_file(found)
+            matches = [(ENTRY_NAME.fullmatch(stored.name), stored.modified) for stored in found]
+            return {int(match[1]): modified for match, modified in matches if match is not None}
+        if (pointer := self.pointed()) is None:
+            return {}
+        first = max(after + 1, pointer.oldest, pointer.version + 1 - _MAX_POINTED)
+        return dict.fromkeys(range(first, pointer.version + 1), 0.0)
+
+    def _refuse_file(self, found: Sequence[object]) -> None:
+        """Raise StorageError if a local store lists nothing because ``log`` is a file: it is not an empty stream."""
+        if found or self.storage.is_remote or (num_bytes := self.storage.size("log")) is None:
+            return
+        remedy = "Move it away and restore the directory, for example from a mirror; or correct the url"
+        raise StorageError(self.url, f"log is a file of {num_bytes} bytes instead of a directory", remedy)
 
     def head(self) -> Manifest | None:
         """Return the newest entry, None if the store is empty.
@@ -305,7 +328,15 @@ class StreamLog:
 
         Over http, only those that the pointer names.
         """
-        return self._index.merged(after)
+        if self.is_listed:
+            named = map(Merged.named, self.storage.names("merged", after=merged_after(after)))
+            return [merged for merged in named if merged is not None]
+        if (pointer := self.pointed()) is None:
+            return []
+        found = [Merged(last, first, "delta") for first, last in pointer.merged]
+        if pointer.snapshot is not None and pointer.snapshot.merged:
+            found.append(Merged(pointer.snapshot.version, 0, "snapshot"))
+        return sorted((each for each in found if each.last > after), key=lambda each: each.name)
 
     def read_merged(self, merged: Merged) -> Manifest | None:
         """Return the merged entry that ``merged`` refers to, None if it does not exist."""

@@ -1,4 +1,4 @@
-"""Ways to find the entries of a log: what a reader without listings finds, against one that lists."""
+"""What a reader of a log without listings finds, against one that lists."""
 
 from __future__ import annotations
 
