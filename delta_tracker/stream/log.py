@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -81,6 +82,7 @@ class StreamLog:
 
     def __init__(self, storage: Storage, runtime: Runtime = REAL) -> None:
         self.storage = storage
+        self.url = storage.url
         self._runtime = runtime
         self.is_listed = storage.lists
         self.pointer = PointerView(storage, runtime=runtime)
@@ -91,11 +93,6 @@ class StreamLog:
         self._parsed: tuple[str, Manifest] | None = None  # name and manifest of the entry that was read last
         # Names, hashes and errors of malformed entries, which readers read again and again.
         self._refused: deque[tuple[str, str, MalformedError]] = deque(maxlen=_MAX_REFUSED)
-
-    @property
-    def url(self) -> str:
-        """Url of the store."""
-        return self.storage.url
 
     def may_have(self, version: int) -> bool:
         """Return False if the entry of a version need not be requested yet, by the pointer.
@@ -276,7 +273,7 @@ class StreamLog:
         if head is None and known is not None and known is not pointer:
             head = self._confirmed_by(known)
         if head is None:
-            raise StaleCacheError(self.storage.url, entry_name(pointer.version), _DOUBT_SECONDS)
+            raise StaleCacheError(self.url, entry_name(pointer.version), _DOUBT_SECONDS)
         return head
 
     def _confirmed_by(self, pointer: HeadPointer) -> Manifest | None:
@@ -286,7 +283,7 @@ class StreamLog:
         """
         name = entry_name(pointer.version)
         is_only = self.pointer.confirmed in (None, pointer)
-        trouble = StaleCacheError(self.storage.url, name, _DOUBT_SECONDS)
+        trouble = StaleCacheError(self.url, name, _DOUBT_SECONDS)
         for past_cache in (False, True):
             if past_cache and not self._may_doubt(name):
                 self.pointer.trouble = self.pointer.trouble or trouble
@@ -437,31 +434,20 @@ class StreamLog:
         num_altered = 0  # consecutive altered claims
         for attempt in range(_CLAIM_ATTEMPTS):
             # A second attempt lists the log, in case entries are missing that retention has not deleted.
-            head = altered or (self._listed_head() if attempt else self.head())
-            if altered is None and head is not None and (head.kind, head.writer) == ("claim", writer):
-                adopted = _adopted(self, head)
-                if adopted is not None:
+            head = altered
+            if head is None:
+                head = self._listed_head() if attempt else self.head()
+                if head is not None and (adopted := _adopted(self, head, writer)) is not None:
                     return adopted
-            if altered is None and after is not None and (head is None or head.link != after):
-                if head is None:
-                    raise StreamReplacedError(self.storage.url, after.version)
-                raise LivePublisherError(self.storage.url, head.generation, head.version)
-            next_name = entry_name(0 if head is None else head.version + 1)
-            refused, name = (refused + 1 if name == next_name else 0), next_name
+                if after is not None and head is None:
+                    raise StreamReplacedError(self.url, after.version)
+                if after is not None and head is not None and head.link != after:
+                    raise LivePublisherError(self.url, head.generation, head.version)
+            entry = _claim_after(head, writer, forks=forks and altered is None)
+            refused = refused + 1 if name == entry_name(entry.version) else 0
+            name = entry_name(entry.version)
             if refused == _REFUSALS:
-                raise NameConflictError(self.storage.url, name, refused)
-            before = None if forks and altered is None else head  # the entry before, if it is of the same stream
-            entry = Manifest(
-                stream=secrets.token_hex(16) if before is None else before.stream,
-                generation=1 if head is None else head.generation + 1,
-                writer=writer,
-                version=0 if head is None else head.version + 1,
-                kind="claim",
-                parent=None if head is None else head.link,
-                snapshot=None if before is None else before.snapshot,
-                created=time.time(),
-                forked_from=None if head is None or before else Fork(head.stream, head.version, head.xxh3),
-            )
+                raise NameConflictError(self.url, name, refused)
             try:
                 claimed = _append(self, entry, set())
             except AlteredEntryError as error:
@@ -477,7 +463,7 @@ class StreamLog:
             altered, num_altered = None, 0
             back_off(refused + 1)
         reason = f"lost {_CLAIM_ATTEMPTS} claims to other publishers, the last for {name}"
-        raise StorageError(self.storage.url, reason, "Stop the other publishers of this stream, then try again")
+        raise StorageError(self.url, reason, "Stop the other publishers of this stream, then try again")
 
     def _read(self, name: str, *, past_cache: bool = False) -> Manifest | None:
         response = Transfer()
@@ -564,7 +550,7 @@ class Claim:
             except StorageError as error:
                 if created is None or isinstance(error, LostEntryError | AlteredEntryError) or is_unknown(error):
                     raise
-                raise UnknownOutcomeError(self._log.storage.url, created, error.reason) from error
+                raise UnknownOutcomeError(self._log.url, created, error.reason) from error
             else:
                 if committed is not None:
                     return committed
@@ -601,10 +587,13 @@ class Claim:
                 self._claim_again(entry.kind)
                 return None
             if taken.writer == head.writer and self._log.storage.is_remote and taken.xxh3 not in self._sent:
-                altered = AlteredEntryError(self._log.storage.url, entry_name(version), taken.xxh3)
+                altered = AlteredEntryError(self._log.url, entry_name(version), taken.xxh3)
         if altered is not None:  # continue after the stored bytes, but trust nothing that they say
             taken = replace(draft, snapshot=head.snapshot, xxh3=altered.xxh3)
-        self.head = self._checked(taken, head)
+        if taken.writer != head.writer or not _confirm(self._log, taken):
+            newest = (taken if taken.writer != head.writer else self._log.head()) or head
+            raise self._fence(newest.generation, newest.version)
+        self.head = taken
         self._sent.clear()
         if altered is not None:
             self.needs_snapshot = True
@@ -617,50 +606,40 @@ class Claim:
         The name of the claim was never used before: it is above all entries, and above a version whose outcome is
         unknown. The names of lost entries are not used again, because caches may have them.
         """
-        lost, altered_claims = entry_name(self.head.version), 0
-        for number in range(_CLAIM_ATTEMPTS):
-            if number:
-                back_off(min(number, _REFUSALS))
+        lost, num_altered = entry_name(self.head.version), 0
+        for attempt in range(_CLAIM_ATTEMPTS):
+            if attempt:
+                back_off(min(attempt, _REFUSALS))
             try:
                 claimed = self._claimed_again()
             except AlteredEntryError:
-                altered_claims += 1
-                if altered_claims >= _ALTERATIONS:
+                num_altered += 1
+                if num_altered == _ALTERATIONS:
                     raise
                 continue
             if claimed is not None:
                 self.head, self.data = claimed
                 self._sent.clear()
                 self.needs_snapshot = True
-                break
-        else:
-            raise NameConflictError(self._log.storage.url, lost, _CLAIM_ATTEMPTS)
-        if kind != "snapshot":
-            raise LostEntryError(self._log.storage.url, lost, self.data.decode())
+                if kind != "snapshot":
+                    raise LostEntryError(self._log.url, lost, self.data.decode())
+                return
+        raise NameConflictError(self._log.url, lost, _CLAIM_ATTEMPTS)
 
     def _claimed_again(self) -> tuple[Manifest, bytes] | None:
         """Create a claim after the newest entry; return None if another entry has its name."""
         head, writer = self.head, _next_writer(self.head.writer)
         top, data = self._check_owner(writer)
-        if data is None:
-            link, snapshot = head.link, head.snapshot
-            if self._sent:
-                link = Link(head.version + 1, max(self._sent))
-        else:
-            link, found = Link(top, xxhash.xxh3_128_hexdigest(data)), _parsed(top, data)
+        before = head
+        if data is not None:
+            found = _parsed(top, data)
             if found is not None and (found.writer, found.generation) == (writer, head.generation + 1):
                 return found, data  # an earlier call created the claim
             snapshot = head.snapshot if found is None or found.writer != head.writer else found.snapshot
-        claim = Manifest(
-            stream=head.stream,
-            generation=head.generation + 1,
-            writer=writer,
-            version=link.version + 1,
-            kind="claim",
-            parent=link,
-            snapshot=snapshot,
-            created=time.time(),
-        )
+            before = replace(head, version=top, xxh3=xxhash.xxh3_128_hexdigest(data), snapshot=snapshot)
+        elif self._sent:
+            before = replace(head, version=head.version + 1, xxh3=max(self._sent))
+        claim = _claim_after(before, writer)
         try:
             created = _append(self._log, claim, set())
         except AlteredEntryError as error:  # the next claim follows the stored bytes
@@ -679,8 +658,8 @@ class Claim:
         """
         log, head = self._log, self.head
         versions = log.versions()
-        asked = [version for version in versions if version >= head.version]
-        asked = [*versions[: len(versions) - len(asked)][-1:], *asked]  # the newest one below shows another stream
+        below = bisect_left(versions, head.version) - 1  # the newest one below shows another stream
+        asked = versions[max(0, below) :]
         read = {version: read_bytes(log.storage, entry_name(version)) for version in asked}
         parsed = [_parsed(version, data) for version, data in read.items() if data is not None]
         entries = [entry for entry in parsed if entry is not None and entry.xxh3 != head.xxh3]  # it may be altered
@@ -698,14 +677,6 @@ class Claim:
         self._fenced = FencedError(self.head.generation, owner, version)
         return unraised(self._fenced)
 
-    def _checked(self, taken: Manifest, head: Manifest) -> Manifest:
-        """Return the entry after ``head`` if this publisher created it in the log. Otherwise, raise FencedError."""
-        log = self._log
-        if taken.writer == head.writer and _confirm(log, taken):
-            return taken
-        newest = (taken if taken.writer != head.writer else log.head()) or head
-        raise self._fence(newest.generation, newest.version)
-
 
 def _has(storage: Storage, version: int) -> bool:
     return storage.size(entry_name(version)) is not None
@@ -716,11 +687,8 @@ def _last_present(storage: Storage, after: int) -> int:
     present, step = after, 1
     while _has(storage, after + step):
         present, step = after + step, 2 * step
-    missing = after + step
-    while missing - present > 1:
-        middle = (present + missing) // 2
-        present, missing = (middle, missing) if _has(storage, middle) else (present, middle)
-    return present
+    between = range(present + 1, after + step)
+    return present + bisect_left(between, True, key=lambda version: not _has(storage, version))
 
 
 def _follows_deletable(log: StreamLog, entry: Manifest) -> bool:
@@ -745,19 +713,34 @@ def _follows_deletable(log: StreamLog, entry: Manifest) -> bool:
     return False
 
 
-def _adopted(log: StreamLog, entry: Manifest) -> Claim | None:
+def _claim_after(head: Manifest | None, writer: str, *, forks: bool = False) -> Manifest:
+    """Return a claim that follows the newest entry. It starts a new stream if there is none, or with ``forks``."""
+    before = None if forks else head  # the entry before, if it is of the same stream
+    return Manifest(
+        stream=secrets.token_hex(16) if before is None else before.stream,
+        generation=1 if head is None else head.generation + 1,
+        writer=writer,
+        version=0 if head is None else head.version + 1,
+        kind="claim",
+        parent=None if head is None else head.link,
+        snapshot=None if before is None else before.snapshot,
+        created=time.time(),
+        forked_from=None if head is None or before else Fork(head.stream, head.version, head.xxh3),
+    )
+
+
+def _adopted(log: StreamLog, entry: Manifest, writer: str) -> Claim | None:
     """Return the claim that an earlier call created as ``entry``; None if its bytes may not be those that it sent."""
+    if (entry.kind, entry.writer) != ("claim", writer):
+        return None
     data = read_bytes(log.storage, entry_name(entry.version))
-    expected: tuple[int, int | None] = 1, None
     try:
-        if entry.parent is not None:
-            before = log.read(entry.parent.version)
-            if before is None or (before.stream, before.link) != (entry.stream, entry.parent):
-                return None
-            expected = before.generation + 1, before.snapshot
+        before = None if entry.parent is None else log.read(entry.parent.version)
     except MalformedError:
         return None
-    if data != entry.to_json() or (entry.generation, entry.snapshot) != expected:
+    stream = entry.stream if before is None else before.stream
+    sent = replace(_claim_after(before, writer), stream=stream, created=entry.created)
+    if data is None or not data == entry.to_json() == sent.to_json():
         return None
     log.storage.sync("log")
     return Claim(log, entry, data)
@@ -778,7 +761,7 @@ def _append(log: StreamLog, draft: Manifest, sent: set[str]) -> tuple[Manifest, 
     except _ParentLostError:
         raise
     except StorageError as error:
-        raise UnknownOutcomeError(log.storage.url, name, error.reason) from error
+        raise UnknownOutcomeError(log.url, name, error.reason) from error
 
 
 def _confirm(log: StreamLog, entry: Manifest) -> bool:
@@ -795,7 +778,7 @@ def _confirm(log: StreamLog, entry: Manifest) -> bool:
         return True
     if log.is_committed(entry):
         if is_lost and follows is not None and not _is_succeeded(log, entry):
-            raise _ParentLostError(log.storage.url, f"{entry_name(follows.version)} is missing")
+            raise _ParentLostError(log.url, f"{entry_name(follows.version)} is missing")
         return True
     log.storage.delete(entry_name(entry.version))
     return False
@@ -881,8 +864,7 @@ def _continues_after(log: StreamLog, version: int) -> bool:
     """
     if log.storage.lists_from:
         return bool(log.versions(after=version))
-    names = map(entry_name, range(version + 1, version + 1 + _LOOK_AHEAD))
-    return any(log.storage.size(name) is not None for name in names)
+    return any(_has(log.storage, version + 1 + ahead) for ahead in range(_LOOK_AHEAD))
 
 
 def _is_superseded(taken: Manifest, head: Manifest) -> bool:
