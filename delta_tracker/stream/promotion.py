@@ -9,7 +9,7 @@ from delta_tracker.stream.storage.storage import Storage
 
 
 def promote(storage: Storage) -> Manifest:
-    """Start a new stream after the newest entry of a log, so that a publisher can continue there.
+    """Start a new stream after the newest entry of a log, so that a publisher can continue there; return its claim.
 
     Stop the former trainer and the mirror first: this function does not look for the publisher of the source, as
     ``delta-tracker mirror --promote`` does. Restore the trainer from the mirror before the call: afterwards the log has
@@ -17,9 +17,6 @@ def promote(storage: Storage) -> Manifest:
     Predictors keep their rows until this snapshot, and continue from it.
 
     The call is idempotent: if the newest entry has started a stream after another one, it is returned.
-
-    Returns:
-        The claim that starts the stream. Its ``forked_from`` names the former stream and its last entry here.
 
     Raises:
         LivePublisherError: if an entry was appended during the call, by a mirror or a publisher that still runs.

@@ -5,9 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-SKEW_SECONDS = 60.0
-"""Differences of two clocks up to this value are not reported."""
-
+SKEW_SECONDS = 60.0  # differences of two clocks up to this value are not reported
 COARSE_SECONDS = 1.0  # S3 truncates modification times to whole seconds
 
 
@@ -26,6 +24,7 @@ class StoreClock:
 
     Attributes:
         offset: the store's time minus the reader's, in seconds; 0 unless the reader's clock is contradicted.
+        reader_time: returns the reader's time, to be passed to :meth:`saw` as the begin of a look.
 
     Example:
         >>> clock = StoreClock(lambda: 1000.0)
@@ -36,17 +35,13 @@ class StoreClock:
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self.offset = 0.0
-        self._clock = clock
+        self.reader_time = clock
         self._low, self._high = -float("inf"), float("inf")
         self._last: dict[str, tuple[float, float]] = {}  # newest modification time of each kind, and the last look
 
     def now(self) -> float:
         """Return the estimate of the store's time."""
-        return self._clock() + self.offset
-
-    def reader_time(self) -> float:
-        """Return the reader's time, to be passed to :meth:`saw` as the begin of a look."""
-        return self._clock()
+        return self.reader_time() + self.offset
 
     def saw(self, kind: str, modified: Iterable[float], *, began: float) -> None:
         """Use the modification times of a look, in Unix seconds, which began at the reader's time ``began``.
@@ -54,15 +49,15 @@ class StoreClock:
         ``kind`` names the set of objects: looks of the same kind must include all objects of the set that exist.
         """
         newest = max(modified, default=-float("inf"))
-        before = self._last.get(kind)
-        low = newest - self._clock()
+        seen, looked_at = self._last.get(kind, (-float("inf"), -float("inf")))
+        low = newest - self.reader_time()
         self._low = max(self._low, low)
-        if before is not None and newest > before[0]:
-            self._high = min(self._high, newest + COARSE_SECONDS - before[1])
+        if newest > seen:
+            self._high = min(self._high, newest + COARSE_SECONDS - looked_at)
         if self._low > self._high:  # a clock was set
             self._low, self._high = low, float("inf")
         self.offset = min(max(0.0, self._low), self._high)
-        self._last[kind] = newest if before is None else max(newest, before[0]), began
+        self._last[kind] = max(newest, seen), began
 
 
 def skew_problem(whose: str, seconds: float) -> str | None:

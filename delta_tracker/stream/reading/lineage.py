@@ -30,10 +30,8 @@ def forks(versions: list[int], stream: str, read: Callable[[int], Manifest | Non
     while versions:
 
         def is_of_stream(version: int, name: str = stream) -> bool:
-            entry = None
-            for above in range(version, version + _MAX_UNREADABLE + 1):
-                entry = entry or read(above)
-            return entry is not None and entry.stream == name
+            entries = map(read, range(version, version + _MAX_UNREADABLE + 1))
+            return next((entry.stream == name for entry in entries if entry is not None), False)
 
         first = bisect_left(versions, True, key=is_of_stream)
         claim = None if first == len(versions) else read(versions[first])
