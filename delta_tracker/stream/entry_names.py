@@ -42,8 +42,3 @@ class Merged:
 def entry_name(version: int) -> str:
     """Return the name of a version's entry in the store."""
     return f"log/{version:0{_DIGITS}d}.json"
-
-
-def merged_after(version: int) -> str:
-    """Return a name before which the names of all merged entries with a last version up to ``version`` sort."""
-    return f"merged/{version + 1:0{_DIGITS}d}"

@@ -19,10 +19,7 @@ _CANCEL_SECONDS = 1.0  # maximum wait for the cancellation of a request
 
 
 class Interrupted(BaseException):
-    """Raised when the stop flag of the thread is set.
-
-    Not an :class:`Exception`, so that ``except Exception`` does not catch it.
-    """
+    """Raised when the stop flag of the thread is set. ``except Exception`` does not catch it."""
 
 
 class _Thread(threading.local):

@@ -2,9 +2,6 @@
 
 FORMAT.md has the rules of a publisher, which :class:`Claim` and the functions below it follow. They leave a single
 history, even if publishers race, are killed or are suspended at any step. Readers ignore objects that no entry names.
-
-A compaction also creates merged entries, outside the log. They add no information: a reader may apply one instead of
-the versions that it replaces.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ from delta_tracker.errors import (
     is_unknown,
     unraised,
 )
-from delta_tracker.stream.entry_names import ENTRY_NAME, MAX_ENTRY_BYTES, Merged, entry_name, merged_after
+from delta_tracker.stream.entry_names import ENTRY_NAME, MAX_ENTRY_BYTES, Merged, entry_name
 from delta_tracker.stream.format.manifest import Fork, Kind, Link, Manifest
 from delta_tracker.stream.format.parse import parse_manifest
 from delta_tracker.stream.pin import has_deletions
@@ -47,7 +44,6 @@ from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.storage.storage import Storage, Transfer, back_off
 
 __all__ = [
-    "MAX_ENTRY_BYTES",
     "Claim",
     "Merged",
     "StreamLog",
@@ -97,9 +93,8 @@ class StreamLog:
     def may_have(self, version: int) -> bool:
         """Return False if the entry of a version need not be requested yet, by the pointer.
 
-        A request for an entry that does not exist yet leaves a "not found" in caches, which the next reader then gets
-        although the entry exists. Over http, the answer is True if the pointer reaches the version, and otherwise once
-        every 10 to 15 seconds, because the publisher may be unable to write the pointer.
+        A request for an entry that does not exist yet leaves a "not found" in caches. So over http, returns True if the
+        pointer reaches the version, and otherwise once every 10 to 15 s: the publisher may be unable to write it.
         """
         if self.is_listed:
             return True
@@ -116,8 +111,8 @@ class StreamLog:
         """Return the newest version at or above ``after``, a version of the log or -1.
 
         Over http, it is that of :meth:`pointed`. Otherwise, the entries above the pointer's are looked for by name: the
-        result is exact if no entry between is missing, and takes one or two requests if there is none. If there is no
-        pointer, and ``after`` is negative or its entry is missing, the log is listed.
+        result is exact if no entry between is missing. Without a pointer, the log is listed if ``after`` is negative or
+        its entry is missing.
         """
         pointer = self.pointer.newest()
         if not self.is_listed and pointer is not None and pointer.version > after:
@@ -191,18 +186,24 @@ class StreamLog:
     def head(self) -> Manifest | None:
         """Return the newest entry, None if the store is empty.
 
-        Its time does not depend on the length of the log: the search begins at the newest version that is known from
-        the pointer or an earlier call. The whole log is listed if no version is known, or if retention may have deleted
-        the entry after the one that was found. Over http, raises StaleCacheError if the entry is not the pointer's, and
-        UnreadablePointerError if there is something else than a pointer, and none was read before.
+        The search begins at the newest version that is known from the pointer or an earlier call. The whole log is
+        listed if none is known, or if retention may have deleted the entry after the one that was found. Over http,
+        raises StaleCacheError if the entry is not the pointer's, and UnreadablePointerError if there is something else
+        than a pointer, and none was read before.
         """
-        if not self.is_listed:
-            pointer = self.pointer.newest()
-            if pointer is None:
-                self.check_pointer()
-                return None
-            return self._pointed_head(pointer)
-        return self._known_head() or self._listed_head()
+        if self.is_listed:
+            return self._known_head() or self._listed_head()
+        pointer = self.pointer.newest()
+        if pointer is None:
+            self.check_pointer()
+            return None
+        head = self._confirmed_by(pointer)
+        known = self.pointer.confirmed
+        if head is None and known is not None and known is not pointer:
+            head = self._confirmed_by(known)
+        if head is None:
+            raise StaleCacheError(self.url, entry_name(pointer.version), _DOUBT_SECONDS)
+        return head
 
     def newest_readable(self) -> Manifest | None:
         """Return the newest entry that follows the format; None if there is none. Lists the log."""
@@ -213,10 +214,7 @@ class StreamLog:
         return None
 
     def _known_head(self) -> Manifest | None:
-        """Return the newest entry, found from a known version on; None if only a whole listing shows it.
-
-        An object store is listed from there on. In a local directory, successive names are looked up.
-        """
+        """Return the newest entry, found from a known version on; None if only a whole listing shows it."""
         pointer = read_pointer(self.storage)  # not the view, which would not look again for a second if it is missing
         known = max(self._known, -1 if pointer is None else pointer.version)
         if known < 0:
@@ -224,13 +222,12 @@ class StreamLog:
         if self.storage.lists_from:
             versions = self.versions(after=known - 1)
             return self.read(versions[-1]) if versions else None
-        if not _has(self.storage, known):
-            return None
-        try:
-            head = self.read(_last_present(self.storage, known))
-        except MalformedError:
-            return None
-        return head if head is not None and self.is_surely_newest(head) else None
+        if _has(self.storage, known):
+            with suppress(MalformedError):
+                head = self.read(_last_present(self.storage, known))
+                if head is not None and self.is_surely_newest(head):
+                    return head
+        return None
 
     def _listed_head(self) -> Manifest | None:
         """Return the newest entry by a listing of the whole log, None if the store is empty."""
@@ -266,21 +263,8 @@ class StreamLog:
         known = self.pointed(is_due=False)
         return known is not None and version < known.oldest
 
-    def _pointed_head(self, pointer: HeadPointer) -> Manifest:
-        """Return the entry of a pointer; that of the confirmed pointer if this one has none."""
-        head = self._confirmed_by(pointer)
-        known = self.pointer.confirmed
-        if head is None and known is not None and known is not pointer:
-            head = self._confirmed_by(known)
-        if head is None:
-            raise StaleCacheError(self.url, entry_name(pointer.version), _DOUBT_SECONDS)
-        return head
-
     def _confirmed_by(self, pointer: HeadPointer) -> Manifest | None:
-        """Read the entry that a pointer names. Confirm the pointer, or refuse it for a while and return None.
-
-        If no other pointer is confirmed, an entry of another generation is returned, too: the log was replaced.
-        """
+        """Read the entry that a pointer names. Confirm the pointer, or refuse it for a while and return None."""
         name = entry_name(pointer.version)
         is_only = self.pointer.confirmed in (None, pointer)
         trouble = StaleCacheError(self.url, name, _DOUBT_SECONDS)
@@ -299,7 +283,7 @@ class StreamLog:
             if pointer.names(entry):
                 self.pointer.confirm(pointer)
                 return entry
-            if is_only and entry.generation != pointer.generation:
+            if is_only and entry.generation != pointer.generation:  # the log was replaced
                 return entry
         self.pointer.refuse(pointer, trouble)
         return None
@@ -310,13 +294,11 @@ class StreamLog:
         return doubted is None or doubted[0] != name or self._runtime.monotonic() - doubted[1] >= _DOUBT_SECONDS
 
     def _read_past_cache(self, name: str) -> Manifest | None:
-        """Return an entry, read past the caches; None if it does not exist, or was read so less than 10 s ago.
-
-        Waits up to one second: the first answer replaces the copy in the cache for other readers with the same fault.
-        """
+        """Return an entry, read past the caches; None if it does not exist, or was read so less than 10 s ago."""
         if not self._may_doubt(name):
             return None
         self._doubted = name, self._runtime.monotonic()
+        # The first answer replaces the copy in the cache for other readers with the same fault.
         self._runtime.sleep(self._runtime.uniform(0, _SPREAD_SECONDS))
         return self._read(name, past_cache=True)
 
@@ -326,7 +308,8 @@ class StreamLog:
         Over http, only those that the pointer names.
         """
         if self.is_listed:
-            named = map(Merged.named, self.storage.names("merged", after=merged_after(after)))
+            # Names sort by the last version.
+            named = map(Merged.named, self.storage.names("merged", after=f"merged/{after + 1:020d}"))
             return [merged for merged in named if merged is not None]
         if (pointer := self.pointed()) is None:
             return []
@@ -699,17 +682,15 @@ def _follows_deletable(log: StreamLog, entry: Manifest) -> bool:
     after: Manifest | None = None
     link: Link | None = entry.link
     is_deletable = False
-    try:
+    with suppress(MalformedError):  # altered on the way to the store
         for _ in range(_MAX_GUARDS):
             found = None if link is None else log.read(link.version)
             if found is None or found.link != link:
-                return False
+                break
             is_deletable |= found.kind != "claim" and (after is None or after.kind != "claim")
             if is_deletable and after is not None:
                 return True
             after, link = found, found.parent
-    except MalformedError:  # altered on the way to the store
-        return False
     return False
 
 
