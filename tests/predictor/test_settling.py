@@ -209,7 +209,7 @@ def test_an_entry_that_confirmed_a_pointer_is_not_read_past_the_cache_again(serv
     assert served.cache.uncached[name] == 1
 
 
-@pytest.mark.advice("StaleCacheError: Reader._believe StreamLog._pointed_head StreamLog._confirmed_by")
+@pytest.mark.advice("StaleCacheError: Reader._believe StreamLog.head StreamLog._confirmed_by")
 @pytest.mark.parametrize("damage", ["delete", "alter"])
 def test_a_fault_of_the_origin_is_believed_after_a_while(served: Served, damage: str) -> None:
     now = [0.0]
