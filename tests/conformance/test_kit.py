@@ -78,7 +78,7 @@ _FAULTS: dict[str, tuple[Any, str, Any, list[str]]] = {
     "it does not check digests": (part_reader, "_check_piece", lambda *_: None, ["part format 2", "flipped"]),
     "it accepts a name twice": (parse, "_check_names", lambda _: None, ["manifest text", "twice"]),
     "it accepts blocks that overlap": (parse, "_check_overlaps", lambda _: None, ["form", "overlap"]),
-    "it accepts bytes in BOOL": (part_reader.PartReader, "_check_flags", lambda _: None, ["BOOL of"]),
+    "it accepts bytes in BOOL": (part_reader, "_check_flags", lambda *_: None, ["BOOL of"]),
     "it does not check owners": (part_reader, "check_owners", lambda *_, **__: None, ["raw ids an owner"]),
     "it accepts a raw id with two rows": (identities, "check_owners", lambda *_: None, ["raw ids a raw id with"]),
     "it writes listed rows first": (contents, "newest", _listed_first, ["listed rows"]),

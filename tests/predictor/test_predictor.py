@@ -31,7 +31,7 @@ from delta_tracker.stream import log as log_module
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block, Manifest
-from delta_tracker.stream.format.part_writer import PartWriter
+from delta_tracker.stream.format.part_writer import put_part
 from delta_tracker.stream.reading.runtime import Runtime
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableSpec
@@ -328,9 +328,8 @@ def _two_parts(writer: Writer) -> Manifest:
     for rows, row in (((0, 10), 1), ((10, 20), 15)):
         block = Block(FQN, rows, (0, 4), 1, "list", Encoding.F32)
         name = f"parts/{row}.safetensors"
-        part = PartWriter(name, [BlockRows.of(block, torch.tensor([row]), writer.table[[row]])])
-        writer.storage.put(name, part.buffers())
-        records.append(part.part)
+        listed = BlockRows.of(block, torch.tensor([row]), writer.table[[row]])
+        records.append(put_part(writer.storage, name, [listed], states_name=None))
     draft = Manifest(
         stream="", generation=0, writer="", version=0, kind="delta", created=0.0,
         tables={FQN: writer.spec}, parts=tuple(records),

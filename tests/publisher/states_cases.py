@@ -27,11 +27,10 @@ from delta_tracker.publisher import version_source
 from delta_tracker.publisher.cadence import Cadence
 from delta_tracker.recovery.restore import restore
 from delta_tracker.sharding.interrupted import mark, unmark
-from delta_tracker.state_tree import StateReader
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Manifest
-from delta_tracker.stream.format.part_reader import PartReader, TrainingReader
+from delta_tracker.stream.format.part_reader import PartReader, read_training
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.storage.storage import Storage
@@ -162,8 +161,7 @@ def training_states(url: str, entry: Manifest) -> list[dict[str, Any]]:
     """Return the training state of each rank of a version."""
     found = []
     for stored in entry.training:
-        reader = TrainingReader(Storage(url), stored)
-        tree = StateReader(reader.read, reader.num_bytes)
+        tree = read_training(Storage(url), stored)
         found.append({name: tree.load(name) for name in tree.keys()})  # noqa: SIM118  not a mapping
     return found
 

@@ -20,7 +20,7 @@ from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding, encode_rows
 from delta_tracker.stream.format.manifest import Block, DenseSpec, Manifest, Part
 from delta_tracker.stream.format.part_reader import read_parts
-from delta_tracker.stream.format.part_writer import PartWriter
+from delta_tracker.stream.format.part_writer import put_part
 from delta_tracker.stream.log import Merged, StreamLog, part_name
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableSpec
@@ -183,9 +183,7 @@ class History:
         parts: list[Part] = []
         for number, rows in enumerate(groups):
             name = part_name(head.version + 1, head.generation, f"r{number}")
-            writer = PartWriter(name, rows, dense if number == 0 else {})
-            self.storage.put(name, writer.buffers())
-            parts.append(writer.part)
+            parts.append(put_part(self.storage, name, rows, dense if number == 0 else {}, states_name=None))
         draft = Manifest(
             stream="",
             generation=0,

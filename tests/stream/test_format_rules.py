@@ -20,7 +20,7 @@ from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block, Manifest, Part
 from delta_tracker.stream.format.part_reader import read_parts
-from delta_tracker.stream.format.part_writer import PartWriter
+from delta_tracker.stream.format.part_writer import put_part
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from tests.stores.wrapped import WrappedStorage
@@ -385,9 +385,7 @@ def test_a_stream_that_breaks_every_habit_of_the_writer_is_read(monkeypatch: pyt
             )
             for within, ids in blocks
         ]
-        part = PartWriter(f"parts/{9 - number}.safetensors", rows)
-        writer.storage.put(f"parts/{9 - number}.safetensors", part.buffers())
-        parts.append(part.part)
+        parts.append(put_part(writer.storage, f"parts/{9 - number}.safetensors", rows, states_name=None))
     committed = writer.claim.commit(replace(empty, parts=tuple(parts)))
     assert [len(part.blocks) for part in committed.parts] == [2, 1, 0]
     assert predictor.sync() == committed.version == 4

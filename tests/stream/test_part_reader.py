@@ -19,7 +19,7 @@ from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding, encode_rows
 from delta_tracker.stream.format.manifest import Block, DenseSpec, Manifest, Part
 from delta_tracker.stream.format.part_reader import PartReader, read_parts
-from delta_tracker.stream.format.part_writer import PartWriter
+from delta_tracker.stream.format.part_writer import put_part
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableSpec
 from tests.stores.rules import calls, on
@@ -68,12 +68,10 @@ class Stored:
 
     def __init__(self, rows: list[BlockRows], dense: dict[str, Tensor] | None = None) -> None:
         self.storage = Storage("memory://")
-        writer = PartWriter(NAME, rows, dense)
-        self.data = b"".join(bytes(buffer) for buffer in writer.buffers())
-        self.part = writer.part
+        self.part = put_part(self.storage, NAME, rows, dense, states_name=None)
+        self.data = self.storage.read(NAME, max_bytes=1 << 30).tobytes()
         self.tables = TABLES
         self.dense = {name: DenseSpec(each.dtype, tuple(each.shape)) for name, each in (dense or {}).items()}
-        self.storage.put(NAME, [memoryview(self.data)])
 
     def replace(self, data: bytes, *, is_recorded: bool) -> None:
         """Change the object, and with ``is_recorded`` the size and hash in its record."""
@@ -292,7 +290,9 @@ def test_parts_together_stay_within_the_memory() -> None:
     manifest = replace(manifest, parts=(part, part))
     for memory_bytes in (0, part.num_bytes, 2 * part.num_bytes):
         readers = read_parts(writer.storage, manifest, memory_bytes=memory_bytes)
-        held = [not isinstance(getattr(reader._read, "__self__", None), part_module._Pieces) for reader in readers]
+        held = [
+            not isinstance(getattr(reader._file._read, "__self__", None), part_module._Pieces) for reader in readers
+        ]
         assert sum(held) == memory_bytes // part.num_bytes
         assert torch.equal(readers[0].dense()["w"], writer.dense["w"])
 

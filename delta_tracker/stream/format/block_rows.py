@@ -17,6 +17,7 @@ Column = int | Literal["values", "owners"]  # what is read of a row; an integer 
 CHUNK_BYTES = 4 << 20
 _VALUE_BYTES = 4  # encoding and decoding work in float32
 _ID_BYTES = 8
+_OWNERS_ROWS = 1 << 20  # raw ids in memory at once
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,6 +69,17 @@ class BlockRows:
         for begin in range(0, self.block.num_rows, step):
             yield read(begin, min(begin + step, self.block.num_rows))
 
+    def owned(self) -> Iterator[tuple[Tensor | slice, Tensor]]:
+        """Yield the ``n`` global ids of all rows, as a slice or as ascending int64, with their ``[n]`` int64 raw ids.
+
+        Yields nothing without owners. A large block is read in pieces.
+        """
+        for begin in range(0, self.block.num_rows, _OWNERS_ROWS) if self.owners else ():
+            end = min(begin + _OWNERS_ROWS, self.block.num_rows)
+            first = self.block.rows[0]
+            ids = slice(first + begin, first + end) if self.ids is None else self.ids[begin:end]
+            yield ids, self.reader("owners")(begin, end)[:, 0]
+
     def loaded(self) -> BlockRows:
         """Read the rows with their states and owners now and return them in memory."""
         return self._read_through(self.block, self.ids, lambda read: held_rows(read(0, self.block.num_rows)))
@@ -115,10 +127,6 @@ class BlockRows:
         ids = places + self.block.rows[0] if self.ids is None else self.ids[places]
         part = replace(self.block, num_rows=len(places), ids="list")
         return self._read_through(part, ids, lambda read: lambda begin, end: gather(read, places[begin:end]))
-
-    def gather(self, places: Tensor) -> Tensor:
-        """Return the rows at the given indices as they are stored, ``[M, width]``. See :func:`gather`."""
-        return gather(self.read, places)
 
     def _read_through(self, block: Block, ids: Tensor | None, change: Callable[[RowReader], RowReader]) -> BlockRows:
         """Return some of the rows: ``change`` is applied to the readers of values, states and owners."""

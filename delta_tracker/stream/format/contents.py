@@ -15,8 +15,6 @@ from delta_tracker.stream.format.part_buffer import PartBuffer
 from delta_tracker.stream.format.part_reader import MEMORY_BYTES, dense_of, read_parts
 from delta_tracker.stream.storage.storage import Storage
 
-_OWNERS_ROWS = 1 << 20  # raw ids in memory at once
-
 
 class Contents:
     """Rows and dense tensors of a version. The constructor reads and checks all parts, see :func:`read_parts`.
@@ -50,13 +48,8 @@ class Contents:
         raw ids, 2**63 - 1 for a row without one. Do not write to the tensors: they may be views of a part.
         """
         for rows in (*self.whole, *self.listed):
-            if rows.owners is None:
-                continue
-            for begin in range(0, rows.block.num_rows, _OWNERS_ROWS):
-                end = min(begin + _OWNERS_ROWS, rows.block.num_rows)
-                first = rows.block.rows[0]
-                ids = slice(first + begin, first + end) if rows.ids is None else rows.ids[begin:end]
-                yield rows.block.table, ids, rows.owners(begin, end)[:, 0]
+            for ids, owners in rows.owned():
+                yield rows.block.table, ids, owners
 
     def chunks(self, num_rows: int = 16_384) -> Iterator[tuple[str, Tensor]]:
         """Yield all rows as pairs of a table FQN and decoded values, ``[n, columns]`` with ``n <= num_rows``."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,20 +23,13 @@ from torch import Tensor
 from delta_tracker.errors import CorruptPartError, MalformedError, StorageError
 from delta_tracker.raw_ids import check_owners
 from delta_tracker.state_tree import StateReader
-from delta_tracker.stream.format.block_rows import BlockRows, RowReader
+from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.digests import DIGESTS_KEY, is_piece, num_digests, piece_at, piece_range, total_bytes
 from delta_tracker.stream.format.encoding import unpack_ids
 from delta_tracker.stream.format.manifest import DTYPE_NAMES, Block, Manifest, Part, Stored
 from delta_tracker.stream.format.parse import load_json, reason_of
 from delta_tracker.stream.format.part_buffer import PartBuffer, PartSource
-from delta_tracker.stream.format.part_writer import (
-    ALIGNMENT,
-    SIZE_BYTES,
-    TRAINING_KEY,
-    dense_key,
-    owners_key,
-    state_key,
-)
+from delta_tracker.stream.format.part_writer import ALIGNMENT, SIZE_BYTES, TRAINING_KEY
 from delta_tracker.stream.interruption import Interrupted, check
 from delta_tracker.stream.storage.storage import Storage, Transfer
 
@@ -45,10 +38,9 @@ if TYPE_CHECKING:
 
 # Parts up to this size are held in memory while they are applied. Larger ones are read twice, piece by piece.
 MEMORY_BYTES = 256 << 20
-_OWNERS_ROWS = 1 << 20  # raw ids that are checked at once
 _MAX_HEADER_BYTES = 64 << 20  # a header has some 200 bytes per table
 _FAULTS = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError)
-_Expected: TypeAlias = Mapping[str, tuple[torch.dtype, tuple[int, ...] | None]]
+_Expected: TypeAlias = dict[str, tuple[torch.dtype, tuple[int, ...] | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +70,7 @@ class _File:
 
     def tensor(self, key: str) -> Tensor:
         span = self.spans[key]
-        data = self._read(span.begin, span.end)
-        if len(data) == 0:
-            return torch.empty(span.shape, dtype=span.dtype)
-        return torch.from_numpy(data).view(span.dtype).view(span.shape)
+        return self._items(span, span.begin, span.end).view(span.shape)
 
     def rows(self, key: str, begin: int, end: int) -> Tensor:
         """Return the rows ``begin`` to ``end`` (exclusive) of a tensor with one or two dimensions, in two."""
@@ -89,10 +78,13 @@ class _File:
         _, *columns = span.shape
         width = columns[0] if columns else 1
         row_bytes = width * span.dtype.itemsize
-        data = self._read(span.begin + begin * row_bytes, span.begin + end * row_bytes)
-        if len(data) == 0:
-            return torch.empty(0, width, dtype=span.dtype)
-        return torch.from_numpy(data).view(span.dtype).view(end - begin, width)
+        items = self._items(span, span.begin + begin * row_bytes, span.begin + end * row_bytes)
+        return items.view(end - begin, width)
+
+    def _items(self, span: _Span, begin: int, end: int) -> Tensor:
+        if begin == end:
+            return torch.empty(0, dtype=span.dtype)
+        return torch.from_numpy(self._read(begin, end)).view(span.dtype)
 
     def _layout(self, stored: Part | Stored, expected: _Expected) -> dict[str, _Span]:
         """Read the header, and return the dtype, shape and byte range of each tensor, in the order of the file."""
@@ -136,10 +128,9 @@ class PartReader:
 
     Args:
         part: record of the part, from a checked manifest.
-        out: memory for the part's bytes; None allocates new memory.
-        source: source of the part's bytes, possibly partly read; None creates one with ``memory_bytes`` and ``out``.
-            With a :class:`Ranged`, the constructor reads and checks only the header and the row ids, and each later
-            read checks what it returns.
+        source: source of the part's bytes, possibly partly read; None creates one with ``memory_bytes``. With a
+            :class:`Ranged`, the constructor reads and checks only the header and the row ids, and each later read
+            checks what it returns.
         blocks: indices of the blocks to read; None for all. The ids of other blocks are neither read nor checked. The
             dense tensors are then checked when they are read, and owners are not checked.
 
@@ -155,7 +146,6 @@ class PartReader:
         manifest: Manifest,
         *,
         memory_bytes: int = MEMORY_BYTES,
-        out: NDArray[np.uint8] | None = None,
         source: PartSource | None = None,
         blocks: Collection[int] | None = None,
     ) -> None:
@@ -163,9 +153,7 @@ class PartReader:
         self._storage = storage
         self._memory_bytes = memory_bytes
         self._manifest = manifest
-        self._has_checked_flags = False
-        source = source or _source(storage, part, memory_bytes, out)
-        self._read = source.read
+        source = source or _source(storage, part, memory_bytes, None)
         with _refusals(part.name):
             # Check the header first: most invalid files are rejected before the rest of a large one is read.
             self._file = _File(part, self._expected(), source)
@@ -176,9 +164,15 @@ class PartReader:
                 if blocks is None or index in blocks
             }
             if blocks is None:
-                self._check_flags()
-                for index, ids in self._ids.items() if self._manifest.identities else ():
-                    self._check_owners(index, ids)
+                for index, name in enumerate(part.dense):
+                    if manifest.dense[name].dtype == torch.bool:
+                        self._dense(index, name)
+                for rows in self.rows if manifest.identities else ():
+                    for ids, owners in rows.owned():
+                        slots = torch.arange(ids.start, ids.stop) if isinstance(ids, slice) else ids
+                        # A raw id may be mapped to another row while a whole block is copied: then both rows have it.
+                        is_unique = rows.ids is not None
+                        check_owners(manifest.identities[rows.block.table], slots, owners, is_unique=is_unique)
 
     @property
     def rows(self) -> list[BlockRows]:
@@ -186,15 +180,14 @@ class PartReader:
 
         The rows have owners if their table has raw ids, but no states, see :meth:`with_states`.
         """
-        return [
-            BlockRows(
-                self.part.blocks[index],
-                ids,
-                partial(self.stored, index),
-                owners=self._owners(index) if self._manifest.identities else None,
-            )
-            for index, ids in self._ids.items()
-        ]
+        found = []
+        for index, ids in self._ids.items():
+            block = self.part.blocks[index]
+            read = partial(self._file.rows, f"{index}.values")
+            has_owners = block.table in self._manifest.identities
+            owners = partial(self._file.rows, f"{index}.owners") if has_owners else None
+            found.append(BlockRows(block, ids, read, owners=owners))
+        return found
 
     def with_states(self, source: PartSource | None = None) -> list[BlockRows]:
         """Return the same rows as :attr:`rows`, each with the states of its table.
@@ -205,36 +198,31 @@ class PartReader:
         if stored is None:
             return self.rows
         source = source or _source(self._storage, stored, self._memory_bytes, None)
-        expected: dict[str, tuple[torch.dtype, tuple[int, ...] | None]] = {}
-        keys: dict[int, list[str]] = {}
-        for index, block in enumerate(self.part.blocks):
-            states = self._manifest.states.get(block.table)
-            for number, state in enumerate(() if states is None else states.states):
-                width = block.num_columns if state.width == "columns" else 1
-                keys.setdefault(index, []).append(state_key(index, number))
-                expected[state_key(index, number)] = state.dtype, (block.num_rows, width)
+        expected: _Expected = {}
+        for index in range(len(self.part.blocks)):
+            expected |= self._states(index)
         with _refusals(stored.name):
             file = _File(stored, expected, source)
             source.finish()
         return [
-            replace(rows, states=tuple(partial(file.rows, key) for key in keys.get(index, ())))
+            replace(rows, states=tuple([partial(file.rows, key) for key in self._states(index)]))
             for index, rows in zip(self._ids, self.rows, strict=True)
         ]
-
-    def stored(self, index: int, begin: int, end: int) -> Tensor:
-        """Return rows of the ``index``-th block as they are stored, see :class:`BlockRows`."""
-        return self._file.rows(f"{index}.values", begin, end)
 
     def dense(self) -> dict[str, Tensor]:
         """Return the dense tensors of the part, by name."""
         with _refusals(self.part.name):
-            if not self._has_checked_flags:
-                self._check_flags()
-            return {name: self._file.tensor(dense_key(index)) for index, name in enumerate(self.part.dense)}
+            return {name: self._dense(index, name) for index, name in enumerate(self.part.dense)}
+
+    def _dense(self, index: int, name: str) -> Tensor:
+        tensor = self._file.tensor(f"dense.{index}")
+        if tensor.dtype == torch.bool:
+            _check_flags(name, tensor)
+        return tensor
 
     def _expected(self) -> _Expected:
         """Return the dtype and shape of each tensor, by name. A shape is None if the manifest does not imply it."""
-        expected: dict[str, tuple[torch.dtype, tuple[int, ...] | None]] = {}
+        expected: _Expected = {}
         for index, block in enumerate(self.part.blocks):
             if block.ids == "list":
                 expected[f"{index}.ids"] = torch.int64, (block.num_rows,)
@@ -244,34 +232,20 @@ class PartReader:
             width = block.encoding.width(block.num_columns)
             expected[f"{index}.values"] = block.encoding.dtype, (block.num_rows, width)
             if block.table in self._manifest.identities:
-                expected[owners_key(index)] = torch.int64, (block.num_rows,)
+                expected[f"{index}.owners"] = torch.int64, (block.num_rows,)
         for index, name in enumerate(self.part.dense):
-            expected[dense_key(index)] = self._manifest.dense[name].dtype, self._manifest.dense[name].shape
+            expected[f"dense.{index}"] = self._manifest.dense[name].dtype, self._manifest.dense[name].shape
         return expected
 
-    def _owners(self, index: int) -> RowReader | None:
-        has_owners = self.part.blocks[index].table in self._manifest.identities
-        return partial(self._file.rows, owners_key(index)) if has_owners else None
-
-    def _check_owners(self, index: int, ids: Tensor | None) -> None:
-        """Check the raw ids of a block in pieces, so that a large block does not take much memory."""
-        read, block = self._owners(index), self.part.blocks[index]
-        if read is None:
-            return
-        for begin in range(0, block.num_rows, _OWNERS_ROWS):
-            end = min(begin + _OWNERS_ROWS, block.num_rows)
-            slots = torch.arange(begin, end) + block.rows[0] if ids is None else ids[begin:end]
-            owners = read(begin, end)[:, 0]
-            # A raw id may be mapped to another row while a whole block is copied: then both rows have it.
-            check_owners(self._manifest.identities[block.table], slots, owners, is_unique=ids is not None)
-
-    def _check_flags(self) -> None:
-        """Check that bool tensors hold only the bytes 0 and 1. Torch does not check this."""
-        for index, name in enumerate(self.part.dense):
-            span = self._file.spans[dense_key(index)]
-            if span.dtype == torch.bool and (self._read(span.begin, span.end) > 1).any():
-                raise ValueError(f"the bool tensor {name!r} has bytes other than 0 and 1")
-        self._has_checked_flags = True
+    def _states(self, index: int) -> _Expected:
+        """Return the dtype and shape of each state of a block, by the name of its tensor."""
+        block = self.part.blocks[index]
+        states = self._manifest.states.get(block.table)
+        expected: _Expected = {}
+        for number, state in enumerate(() if states is None else states.states):
+            width = block.num_columns if state.width == "columns" else 1
+            expected[f"{index}.states.{number}"] = state.dtype, (block.num_rows, width)
+        return expected
 
     def _checked_ids(self, index: int, block: Block) -> Tensor | None:
         if block.ids == "all":
@@ -289,6 +263,12 @@ class PartReader:
         return ids
 
 
+def _check_flags(name: str, tensor: Tensor) -> None:
+    """Check that a bool tensor holds only the bytes 0 and 1. Torch does not check this."""
+    if (tensor.view(torch.uint8) > 1).any():
+        raise ValueError(f"the bool tensor {name!r} has bytes other than 0 and 1")
+
+
 @contextmanager
 def _refusals(name: str) -> Iterator[None]:
     """Raise the errors of malformed bytes of the object ``name`` as :class:`CorruptPartError`."""
@@ -300,27 +280,6 @@ def _refusals(name: str) -> Iterator[None]:
         raise CorruptPartError(name, reason_of(error)) from error
 
 
-class TrainingReader:
-    """Reader of ranges of the training state of a rank, as :class:`PartReader` with a :class:`Ranged`.
-
-    Attributes:
-        num_bytes: size of the training state in bytes.
-    """
-
-    def __init__(self, storage: Storage, stored: Stored) -> None:
-        source = Ranged(storage, stored)
-        self._read = source.read
-        with _refusals(stored.name):
-            span = _File(stored, {TRAINING_KEY: (torch.uint8, None)}, source).spans[TRAINING_KEY]
-        self._begin = span.begin
-        self.num_bytes = span.end - span.begin
-
-    def read(self, begin: int, end: int) -> NDArray[np.uint8]:
-        """Return the bytes ``begin`` to ``end`` (exclusive) of the training state, checked."""
-        assert 0 <= begin <= end <= self.num_bytes, "inside the training state"
-        return self._read(self._begin + begin, self._begin + end)
-
-
 def read_training(storage: Storage, stored: Stored) -> StateReader:
     """Return a reader of the training state of a rank. It reads and checks only what is loaded.
 
@@ -328,9 +287,10 @@ def read_training(storage: Storage, stored: Stored) -> StateReader:
         CorruptPartError: if the bytes do not match the record, or are not an encoded state. A load may raise it, too.
         StorageError: if the store cannot be read.
     """
-    reader = TrainingReader(storage, stored)
+    source = Ranged(storage, stored)
     with _refusals(stored.name):
-        return StateReader(reader.read, reader.num_bytes)
+        span = _File(stored, {TRAINING_KEY: (torch.uint8, None)}, source).spans[TRAINING_KEY]
+        return StateReader(lambda begin, end: source.read(span.begin + begin, span.begin + end), span.end - span.begin)
 
 
 def _source(storage: Storage, part: Part | Stored, memory_bytes: int, out: NDArray[np.uint8] | None) -> PartSource:
@@ -376,7 +336,6 @@ class _PieceReader(ABC):
         self._held: tuple[int, NDArray[np.uint8]] | None = None  # number and bytes of the piece that was read last
 
     def read(self, begin: int, end: int) -> NDArray[np.uint8]:
-        """See :meth:`PartSource.read`."""
         assert 0 <= begin <= end <= self._end, "inside the pieces"
         pieces = []
         while begin < end:
@@ -488,7 +447,7 @@ def check_object(stored: Part | Stored, data: NDArray[np.uint8] | None) -> NDArr
     assert data is not None, "it has a size"
     digests = data[stored.body :]  # in format 1, the whole object
     _check_hash(stored, xxhash.xxh3_128_hexdigest(digests.data))
-    for number in range(num_digests(stored.body)) if stored.body else ():
+    for number in range(num_digests(stored.body)):
         begin, end = piece_range(number, stored.body)
         _check_piece(stored, data[begin:end], number, digests)
     return data
@@ -509,27 +468,21 @@ def read_parts(
     are read again when their rows are needed. After a :class:`StorageError` or an interruption, ``buffer`` keeps what
     was read, and the next call for the same parts continues, except within a local file.
     """
-    sources = None if buffer is None else buffer.begun(manifest.parts)
+    parts = manifest.parts
+    sources = None if buffer is None else buffer.begun(parts)
     if sources is None:
-        sources = _sources(storage, manifest.parts, memory_bytes, buffer)
+        held: list[int] = []  # bytes of each part that is held in memory
+        for part in parts:
+            held.append(part.num_bytes if part.num_bytes <= memory_bytes else 0)
+            memory_bytes -= held[-1]
+        outs = [None] * len(held) if buffer is None else buffer.lend(held)
+        sources = [_source(storage, part, size, out) for part, size, out in zip(parts, held, outs, strict=True)]
     try:
-        return [
-            PartReader(storage, part, manifest, source=source)
-            for part, source in zip(manifest.parts, sources, strict=True)
-        ]
+        return [PartReader(storage, each, manifest, source=source) for each, source in zip(parts, sources, strict=True)]
     except (StorageError, Interrupted):
         if buffer is not None:
-            buffer.keep(manifest.parts, sources)
+            buffer.keep(parts, sources)
         raise
-
-
-def _sources(storage: Storage, parts: Sequence[Part], memory_bytes: int, buffer: PartBuffer | None) -> list[PartSource]:
-    held: list[int] = []  # bytes of each part that is held in memory
-    for part in parts:
-        held.append(part.num_bytes if part.num_bytes <= memory_bytes else 0)
-        memory_bytes -= held[-1]
-    outs = [None] * len(held) if buffer is None else buffer.lend(held)
-    return [_source(storage, part, size, out) for part, size, out in zip(parts, held, outs, strict=True)]
 
 
 def dense_of(readers: Iterable[PartReader]) -> dict[str, Tensor]:

@@ -11,7 +11,6 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 from delta_tracker.stream.format.block_rows import BlockRows, RowReader
 from delta_tracker.stream.format.digests import DIGEST_BYTES, DIGESTS_KEY, PieceHasher, num_digests, total_bytes
 from delta_tracker.stream.format.encoding import pack_ids
-from delta_tracker.stream.format.manifest import DTYPE_NAMES, Block, Part, Stored
+from delta_tracker.stream.format.manifest import DTYPE_NAMES, Part, Stored
 from delta_tracker.stream.storage.local import pieces
 from delta_tracker.stream.storage.storage import Repeatable, Storage
 
@@ -44,10 +43,6 @@ class _Entry:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-_ITEM_SIZE = attrgetter("dtype.itemsize")
-_NUM_BYTES = attrgetter("num_bytes")
-
-
 @dataclass(slots=True, eq=False)
 class _FileWriter:
     """Writer that yields the bytes of one safetensors file in a single pass, and again if the write is repeated."""
@@ -61,7 +56,7 @@ class _FileWriter:
 
     def buffers(self) -> Iterator[memoryview]:
         """Yield buffers whose concatenation is the file. Write each one before requesting the next."""
-        size = sum(map(_NUM_BYTES, self.entries))
+        size = sum(entry.num_bytes for entry in self.entries)
         head = self._header(size)
         body = len(head) + size
         hasher = PieceHasher() if self.has_digests else xxhash.xxh3_128()
@@ -101,57 +96,10 @@ def _header(entries: Sequence[_Entry]) -> bytes:
     end = 0
     for entry in entries:
         begin, end = end, end + entry.num_bytes
-        header[entry.key] = {
-            "dtype": DTYPE_NAMES[entry.dtype],
-            "shape": list(entry.shape),
-            "data_offsets": [begin, end],
-        }
+        header[entry.key] = {"dtype": DTYPE_NAMES[entry.dtype], "shape": entry.shape, "data_offsets": (begin, end)}
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % ALIGNMENT)
     return len(head).to_bytes(SIZE_BYTES, "little") + head
-
-
-class PartWriter:
-    """Writer of one part in a single pass, which then provides the part's record.
-
-    ``rows`` are written with their owners, without their states; each chunk is read after the preceding one was
-    written. With ``has_digests``, the part is of format 2, and ends with the digests of its pieces.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        rows: Sequence[BlockRows],
-        dense: Mapping[str, Tensor] | None = None,
-        *,
-        has_digests: bool = False,
-    ) -> None:
-        self._name = name
-        self._dense = tuple(dense or ())
-        blocks: list[Block] = []
-        entries: list[_Entry] = []
-        for index, each in enumerate(rows):
-            blocks.append(each.block)
-            entries += _entries(index, each)
-        self._blocks = tuple(blocks)
-        for index, tensor in enumerate((dense or {}).values()):
-            entries.append(_Entry(dense_key(index), tensor.dtype, tuple(tensor.shape), [tensor]))
-        # Wide items first, so that each tensor starts at a multiple of its item size.
-        self._file = _FileWriter(sorted(entries, key=_ITEM_SIZE, reverse=True), has_digests=has_digests)
-
-    @property
-    def part(self) -> Part:
-        """Record of the part for the manifest; available once :meth:`buffers` is exhausted."""
-        file = self._file
-        assert file.num_bytes, "buffers() is not exhausted"
-        return Part(self._name, file.num_bytes, file.xxh3, self._blocks, self._dense, file.body)
-
-    def buffers(self) -> Iterator[memoryview]:
-        """Yield buffers whose concatenation is the part.
-
-        The buffers are views of the tensors' memory: write each one before requesting the next.
-        """
-        return self._file.buffers()
 
 
 def put_part(
@@ -168,17 +116,20 @@ def put_part(
     store fails, either object may have been created. The object ``states_name`` is written only if any row has states;
     None means format 1.
     """
-    writer = PartWriter(name, rows, dense, has_digests=states_name is not None)
-    storage.put(name, Repeatable(writer.buffers))
+    dense = dense or {}
+    entries = [entry for index, each in enumerate(rows) for entry in _entries(index, each)]
+    for index, tensor in enumerate(dense.values()):
+        entries.append(_Entry(f"dense.{index}", tensor.dtype, tuple(tensor.shape), [tensor]))
+    stored = _put(storage, name, entries, has_digests=states_name is not None)
+    blocks = tuple([each.block for each in rows])
+    part = Part(name, stored.num_bytes, stored.xxh3, blocks, tuple(dense), stored.body)
     if states_name is None:
         for each in rows:
             assert not each.states, "format 1 has no states"
             assert each.owners is None, "format 1 has no owners"
-        return writer.part
+        return part
     entries = [entry for index, each in enumerate(rows) for entry in _state_entries(index, each)]
-    if not entries:
-        return writer.part
-    return replace(writer.part, states=_put(storage, states_name, sorted(entries, key=_ITEM_SIZE, reverse=True)))
+    return replace(part, states=_put(storage, states_name, entries)) if entries else part
 
 
 def put_training(storage: Storage, name: str, buffers: Iterable[memoryview], num_bytes: int) -> Stored:
@@ -190,25 +141,11 @@ def put_training(storage: Storage, name: str, buffers: Iterable[memoryview], num
     return _put(storage, name, [_Entry(TRAINING_KEY, torch.uint8, (num_bytes,), buffers)])
 
 
-def _put(storage: Storage, name: str, entries: Sequence[_Entry]) -> Stored:
-    file = _FileWriter(entries, has_digests=True)
+def _put(storage: Storage, name: str, entries: Iterable[_Entry], *, has_digests: bool = True) -> Stored:
+    # Wide items first, so that each tensor starts at a multiple of its item size.
+    file = _FileWriter(sorted(entries, key=lambda entry: entry.dtype.itemsize, reverse=True), has_digests)
     storage.put(name, Repeatable(file.buffers))
     return Stored(name, file.num_bytes, file.body, file.xxh3)
-
-
-def dense_key(index: int) -> str:
-    """Return the key of the ``index``-th dense tensor in a part's file."""
-    return f"dense.{index}"
-
-
-def state_key(index: int, number: int) -> str:
-    """Return the key of the ``number``-th state of the ``index``-th block in the object with states."""
-    return f"{index}.states.{number}"
-
-
-def owners_key(index: int) -> str:
-    """Return the key of the raw ids of the ``index``-th block's rows in a part's file."""
-    return f"{index}.owners"
 
 
 def _entries(index: int, rows: BlockRows) -> Iterator[_Entry]:
@@ -222,7 +159,7 @@ def _entries(index: int, rows: BlockRows) -> Iterator[_Entry]:
         yield _Entry(f"{index}.gaps", torch.uint8, tuple(packed.shape), [packed])
         yield _Entry(f"{index}.escapes", torch.int64, tuple(escapes.shape), [escapes])
     if rows.owners is not None:
-        yield _Entry(owners_key(index), torch.int64, (block.num_rows,), _chunks(rows, rows.owners))
+        yield _Entry(f"{index}.owners", torch.int64, (block.num_rows,), _chunks(rows, rows.owners))
     width = block.encoding.width(block.num_columns)
     yield _Entry(f"{index}.values", block.encoding.dtype, (block.num_rows, width), _chunks(rows, rows.read))
 
@@ -235,7 +172,7 @@ def _state_entries(index: int, rows: BlockRows) -> Iterator[_Entry]:
     for number, read in enumerate(rows.states):
         like = read(0, 0)
         shape = rows.block.num_rows, like.shape[1]
-        yield _Entry(state_key(index, number), like.dtype, shape, _chunks(rows, read))
+        yield _Entry(f"{index}.states.{number}", like.dtype, shape, _chunks(rows, read))
 
 
 def _bytes_of(tensor: Tensor, entry: _Entry) -> memoryview:

@@ -22,7 +22,7 @@ from torch import Tensor
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding, decode_rows, encode_rows
 from delta_tracker.stream.format.manifest import Block, DenseSpec, IdForm, Kind, Manifest, Part
-from delta_tracker.stream.format.part_writer import PartWriter
+from delta_tracker.stream.format.part_writer import put_part
 from delta_tracker.stream.log import Claim, StreamLog, part_name
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableSpec
@@ -107,11 +107,9 @@ class Maker:
 
     def part(self, author: str, rows: Sequence[BlockRows], dense: Mapping[str, Tensor] | None = None) -> Part:
         head = self._claim.head
-        writer = PartWriter(part_name(head.version + 1, head.generation, author), rows, dense)
-        data = b"".join(bytes(buffer) for buffer in writer.buffers())
-        self._storage.put(writer.part.name, [memoryview(data)])
         self.dense |= dense or {}
-        return writer.part
+        name = part_name(head.version + 1, head.generation, author)
+        return put_part(self._storage, name, rows, dense, states_name=None)
 
     def commit(self, kind: Kind, batches: tuple[int, int], parts: Sequence[Part], pending_rows: int = 0) -> Manifest:
         entry = self._claim.commit(self._draft(kind, batches, parts, pending_rows))
