@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import xxhash
+from msgspec import convert, to_builtins
 from torch import Tensor
 
 from delta_tracker.errors import InvalidArgumentError, LostEntryError
@@ -20,16 +21,8 @@ from delta_tracker.publisher.stored_rows import StoredRows
 from delta_tracker.publisher.training import TakenState
 from delta_tracker.stream.claimed import ClaimedStream
 from delta_tracker.stream.format.block_rows import BlockRows
-from delta_tracker.stream.format.manifest import (
-    FORMAT,
-    DenseSpec,
-    Kind,
-    Manifest,
-    Part,
-    Stored,
-    identity_record,
-)
-from delta_tracker.stream.format.parse import parse_manifest, parse_part, parse_stored
+from delta_tracker.stream.format.manifest import FORMAT, DenseSpec, Kind, Manifest, Part, Stored
+from delta_tracker.stream.format.parse import parse_manifest
 from delta_tracker.stream.format.part_writer import put_part, put_training
 from delta_tracker.stream.log import Claim, StreamLog, entry_name, part_name
 from delta_tracker.stream.storage.storage import Location, Repeatable, Storage, open_storage
@@ -314,7 +307,7 @@ class Coordinator:
         draft = share.draft
         assert self._claim is not None, "only rank 0 commits"
         assert not isinstance(draft, Exception), "a failed draft is never committed"
-        others = [parse_part(part) for message in messages[1:] for part in message["parts"]]
+        others = [convert(part, Part) for message in messages[1:] for part in message["parts"]]
         states = self.states
         if draft.training is not None and draft.kind == "snapshot":
             states = declared_states([message["states"] for message in messages], draft.tables)
@@ -471,7 +464,7 @@ class Coordinator:
 def _shown(named: tuple[str, Identity]) -> str:
     """Return a table and its identity as a short text with a hash of the identity, which may have 65,536 buckets."""
     fqn, identity = named
-    digest = xxhash.xxh3_64_hexdigest(json.dumps(identity_record(identity)).encode())
+    digest = xxhash.xxh3_64_hexdigest(json.dumps(to_builtins(identity)).encode())
     return f"{fqn}: {len(identity.buckets)} buckets of {identity.hash_size} ids, {digest}"
 
 
@@ -490,6 +483,6 @@ def _training_fields(messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the fields ``training`` and ``event_time`` of an entry of format 2, from the messages of all ranks."""
     times = [message["event_time"] for message in messages if message["event_time"] is not None]
     return {
-        "training": tuple([parse_stored(message["training"]) for message in messages]),
+        "training": tuple([convert(message["training"], Stored) for message in messages]),
         "event_time": min(times, default=None),
     }

@@ -13,19 +13,18 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
+from msgspec import convert
 
 from delta_tracker.errors import (
     DraftFormatError,
     MalformedError,
     NewerFormatError,
 )
-from delta_tracker.stream.format.manifest import states_record
+from delta_tracker.stream.format.manifest import Part, Stored, states_record
 from delta_tracker.stream.format.parse import (
     load_json,
     parse_manifest,
-    parse_part,
     parse_states,
-    parse_stored,
 )
 from tests.stream.manifests import HASH, parsed, some_entry, some_manifest, states_manifest
 
@@ -289,11 +288,11 @@ def test_records_in_messages_are_read_as_they_were_written() -> None:
         with pytest.raises(ValueError, match="optimizer"):
             parse_states(manifest.tables[fqn], record | {"optimizer": None})
     for part in manifest.parts:
-        assert parse_part(json.loads(json.dumps(asdict(part)))) == part
+        assert convert(json.loads(json.dumps(asdict(part))), Part) == part
     for stored in manifest.training:
-        assert parse_stored(json.loads(json.dumps(asdict(stored)))) == stored
+        assert convert(json.loads(json.dumps(asdict(stored))), Stored) == stored
     with pytest.raises(ValueError, match="body"):
-        parse_stored({"name": "parts/s.safetensors", "num_bytes": 66, "xxh3": HASH})
+        convert({"name": "parts/s.safetensors", "num_bytes": 66, "xxh3": HASH}, Stored)
 
 
 @pytest.mark.promise("unpickled")

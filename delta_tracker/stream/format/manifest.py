@@ -116,12 +116,14 @@ class Fork:
 class Manifest:
     """Manifest of one version in the log, or of the versions that a compaction merged."""
 
+    # The fields up to `forked_from` are in the order of their JSON.
+    # 1, or 2 for a version with the optimizer's states or with raw ids
+    format: int = FORMAT
     stream: str  # id of the stream, 32 hex digits
     generation: int  # generation of the publisher that wrote the version
     writer: str  # id of that publisher, 32 hex digits
     version: int  # index in the log
     kind: Kind
-    parent: Link | None = None  # link to the preceding entry; None at the start of a log and in a merged snapshot
     # version of the newest snapshot up to and including this version; None before the first
     snapshot: int | None = None
     # half-open range of the trainer's step counts that the version covers. The rows were read at its end.
@@ -129,27 +131,25 @@ class Manifest:
     cut: float = 0.0  # Unix time at which the rows were read, in seconds
     created: float  # Unix time of the commit by the publisher's clock, in seconds
     pending_rows: int = 0  # number of changed rows that are left for later versions
+    # in format 2, smallest event time of the batch that any rank trained last, in seconds; None if it is unknown
+    event_time: float | None = None
+    parent: Link | None = None  # link to the preceding entry; None at the start of a log and in a merged snapshot
+    # in a merged entry, which replaces the versions after `parent` up to `version`, link to the log entry of `version`
+    merges: Link | None = None
     tables: Mapping[str, TableSpec] = field(default_factory=dict)  # FQN to spec
     dense: Mapping[str, DenseSpec] = field(default_factory=dict)  # name to spec of the dense parameters and buffers
     # objects with the rows and dense tensors. Apply blocks with all rows of their range before blocks that list rows.
     parts: tuple[Part, ...] = ()
-    # in a merged entry, which replaces the versions after `parent` up to `version`, link to the log entry of `version`
-    merges: Link | None = None
-    # 1, or 2 for a version with the optimizer's states or with raw ids. The fields from `states` to `owner_changes` are
-    # empty in format 1.
-    format: int = FORMAT
-    # FQN to the states of the table's rows, for each table with a fused optimizer
-    states: Mapping[str, TableStates] = field(default_factory=dict)
-    training: tuple[Stored, ...] = ()  # records of the training states of all ranks, in their order
-    # smallest event time of the batch that any rank trained last, in seconds; None if it is unknown
-    event_time: float | None = None
-    # FQN to the rule for raw ids, for each table with managed collisions
-    identities: Mapping[str, Identity] = field(default_factory=dict)
-    # FQN to the numbers of rows that a raw id was admitted to, and evicted from, since the version before; informative.
-    # Empty in a merged entry.
-    owner_changes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    training: tuple[Stored, ...] = ()  # in format 2, records of the training states of all ranks, in their order
     # for a claim that starts a stream after the last entry of another one, reference to that entry
     forked_from: Fork | None = None
+    # FQN to the states of the table's rows, for each table with a fused optimizer; empty in format 1
+    states: Mapping[str, TableStates] = field(default_factory=dict)
+    # FQN to the rule for raw ids, for each table with managed collisions; empty in format 1
+    identities: Mapping[str, Identity] = field(default_factory=dict)
+    # FQN to the numbers of rows that a raw id was admitted to, and evicted from, since the version before; informative.
+    # Empty in format 1 and in a merged entry.
+    owner_changes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     # 128-bit xxh3 of the entry's bytes, in hex; empty before the entry is parsed from its bytes
     xxh3: str = field(default="", compare=False)
     # Unix time of the commit by the store's clock, in seconds; None if the entry was not read from a store
@@ -210,69 +210,34 @@ class Manifest:
 
     def to_json(self) -> bytes:
         """Return the bytes of the entry as they are stored in the log."""
+        entry = to_builtins(self, enc_hook=_to_builtins)
+        states, identities, owners = [entry.pop(name) for name in ("states", "identities", "owner_changes")]
+        del entry["xxh3"], entry["modified"]
+        if self.forked_from is None:
+            del entry["forked_from"]
         has_states = self.format == STATES_FORMAT
-        entry = {
-            "format": self.format,
-            **{name: getattr(self, name) for name in _PLAIN_FIELDS},
-            **({"event_time": self.event_time} if has_states else {}),
-            "parent": to_builtins(self.parent),
-            "merges": to_builtins(self.merges),
-            "tables": {fqn: self._table(table) for fqn, table in self.tables.items()},
-            "dense": {
-                name: {"dtype": DTYPE_NAMES[spec.dtype], "shape": spec.shape} for name, spec in self.dense.items()
-            },
-            "parts": to_builtins(self.parts),
-            **({"training": to_builtins(self.training), "owners": self._owners()} if has_states else {}),
-            **({} if self.forked_from is None else {"forked_from": to_builtins(self.forked_from)}),
-        }
-        if not has_states:
+        for table in entry["tables"].values():
+            fqn = table.pop("fqn")
+            if has_states:
+                table.update(columns=((0, table["dim"]),), optimizer=None, states=())
+                table.update(states.get(fqn, {}))
+                table["identity"] = {"dtype": "I64", **identities[fqn]} if fqn in identities else None
+        if has_states:
+            entry["owners"] = {
+                fqn: {"admitted": admitted, "evicted": evicted} for fqn, (admitted, evicted) in owners.items()
+            }
+        else:
+            del entry["event_time"], entry["training"]
             for part in entry["parts"]:
                 del part["body"], part["states"]
         return json.dumps(entry, separators=(",", ":")).encode()
 
-    def _table(self, table: TableSpec) -> dict[str, Any]:
-        record = {"num_rows": table.num_rows, "dim": table.dim, "dtype": DTYPE_NAMES[table.dtype]}
-        if self.format != STATES_FORMAT:
-            return record
-        identity = self.identities.get(table.fqn)
-        owned = {"identity": None if identity is None else identity_record(identity)}
-        found = self.states.get(table.fqn)
-        if found is None:
-            return {**record, "columns": ((0, table.dim),), "optimizer": None, "states": [], **owned}
-        return {**record, **states_record(found), **owned}
-
-    def _owners(self) -> dict[str, dict[str, int]]:
-        return {
-            fqn: {"admitted": admitted, "evicted": evicted} for fqn, (admitted, evicted) in self.owner_changes.items()
-        }
-
-
-_PLAIN_FIELDS = (
-    "stream",
-    "generation",
-    "writer",
-    "version",
-    "kind",
-    "snapshot",
-    "batches",
-    "cut",
-    "created",
-    "pending_rows",
-)
-
 
 def states_record(states: TableStates) -> dict[str, Any]:
     """Return the fields ``columns``, ``optimizer`` and ``states`` of a table's JSON object."""
-    return {
-        "columns": states.columns,
-        "optimizer": states.optimizer,
-        "states": [
-            {"name": each.name, "dtype": DTYPE_NAMES[each.dtype], "width": each.width} for each in states.states
-        ],
-    }
+    record: dict[str, Any] = to_builtins(states, enc_hook=_to_builtins)
+    return record
 
 
-def identity_record(identity: Identity) -> dict[str, Any]:
-    """Return the field ``identity`` of a table's JSON object."""
-    buckets = [{"rows": bucket.rows, "default": bucket.default} for bucket in identity.buckets]
-    return {"dtype": "I64", "hash_size": identity.hash_size, "buckets": buckets}
+def _to_builtins(value: torch.dtype | Mapping[str, object]) -> str | dict[str, object]:
+    return DTYPE_NAMES[value] if isinstance(value, torch.dtype) else dict(value)

@@ -17,12 +17,11 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 import xxhash
-from msgspec import Meta, Raw, Struct, ValidationError, convert, structs
+from msgspec import Meta, Raw, Struct, ValidationError, structs
 from msgspec.json import Decoder
 
 from delta_tracker.errors import DraftFormatError, MalformedError, NewerFormatError
@@ -171,18 +170,13 @@ class _Claim(Struct):
     forked_from: Fork | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Schema:
-    entries: Decoder[_Entry]
-    tables: Decoder[dict[str, _Table]]
-    parts: Decoder[_Part]
-
-
 _FORMATS = Decoder(_Format)
-_SCHEMAS: dict[int, _Schema] = {
-    FORMAT: _Schema(Decoder(_Entry), Decoder(dict[str, _Table]), Decoder(_Part)),
-    STATES_FORMAT: _Schema(Decoder(_StatesEntry), Decoder(dict[str, _StatesTable]), Decoder(_StatesPart)),
+_ENTRIES: dict[int, Decoder[_Entry]] = {FORMAT: Decoder(_Entry), STATES_FORMAT: Decoder(_StatesEntry)}
+_TABLES: dict[int, Decoder[dict[str, _Table]]] = {
+    FORMAT: Decoder(dict[str, _Table]),
+    STATES_FORMAT: Decoder(dict[str, _StatesTable]),
 }
+_PARTS: dict[int, Decoder[_Part]] = {FORMAT: Decoder(_Part), STATES_FORMAT: Decoder(_StatesPart)}
 _BLOCKS, _NAMES, _DENSES = Decoder(Block), Decoder(str), Decoder(dict[str, _Dense])
 _IDENTITIES, _BUCKETS, _OWNERS = Decoder(_Identity), Decoder(_Bucket), Decoder(dict[str, _Owners])
 _RANGES, _STATES, _STORED, _CLAIMS = Decoder(Range), Decoder(_State), Decoder(Stored), Decoder(_Claim)
@@ -225,16 +219,6 @@ def reason_of(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:_MAX_REASON]
 
 
-def parse_part(entry: object) -> Part:
-    """Return the record of a part, parsed from its JSON object. Raises ValueError if it is invalid."""
-    return convert(entry, Part)
-
-
-def parse_stored(entry: object) -> Stored:
-    """Return the record of an object that is not a part, parsed from its JSON object. Raises ValueError likewise."""
-    return convert(entry, Stored)
-
-
 def parse_states(table: TableSpec, record: object) -> TableStates:
     """Return the states of a table, parsed from a ``states_record``. Raises ValueError if it is invalid."""
     found = Decoder(_TableStates).decode(json.dumps(record))
@@ -246,12 +230,11 @@ def parse_states(table: TableSpec, record: object) -> TableStates:
 def _manifest(name: str, data: bytes) -> Manifest:
     text = data.decode()  # the decoders do not check the UTF-8 of unknown fields
     number = _format_of(name, data)
-    schema = _SCHEMAS[number]
-    entry = schema.entries.decode(data)
+    entry = _ENTRIES[number].decode(data)
     tables: dict[str, TableSpec] = {}
     states: dict[str, TableStates] = {}
     identities: dict[str, Identity] = {}
-    for fqn, table in _members(schema.tables, entry.tables, "$.tables"):
+    for fqn, table in _members(_TABLES[number], entry.tables, "$.tables"):
         tables[fqn] = spec = TableSpec(fqn, table.num_rows, table.dim, _TABLE_DTYPES[table.dtype])
         if isinstance(table, _StatesTable):
             found = _table_states(spec, table.optimizer, table.columns, table.states, f"$.tables.{fqn}")
@@ -262,30 +245,25 @@ def _manifest(name: str, data: bytes) -> Manifest:
                 if found is not None and len(found.columns) > 1:
                     raise ValueError(f"table {fqn!r} has raw ids and {len(found.columns)} column ranges")
     dense = {name: _dense(spec) for name, spec in _members(_DENSES, entry.dense, "$.dense")}
-    held: set[str] = set()
-    context = _Context(tables, {fqn: frozenset(each.columns) for fqn, each in states.items() if each.states}, dense)
-    parts = tuple(
-        [_part(part, f"$.parts[{i}]", context, held) for i, part in _elements(schema.parts, entry.parts, "$.parts")]
-    )
-    made: dict[str, Any] = {"tables": tables, "dense": dense, "parts": parts, "format": number, "states": states}
-    made["forked_from"] = _CLAIMS.decode(data).forked_from if entry.kind == "claim" else None
+    unheld = set(dense)  # names that no part has so far
+    columns = {fqn: frozenset(each.columns) for fqn, each in states.items() if each.states}
+    found_parts = _elements(_PARTS[number], entry.parts, "$.parts")
+    parts = [_part(part, f"$.parts[{i}]", tables, columns, unheld) for i, part in found_parts]
+    fields = structs.asdict(entry) | {"tables": tables, "dense": dense, "parts": tuple(parts), "states": states}
+    if entry.kind == "claim":
+        fields["forked_from"] = _CLAIMS.decode(data).forked_from
     if isinstance(entry, _StatesEntry):
-        made["training"] = tuple(
-            [_checked(stored, f"$.training[{i}]") for i, stored in _elements(_STORED, entry.training, "$.training")]
-        )
-        made["identities"] = identities
-        made["owner_changes"] = _owner_changes(entry.owners, identities)
+        training = _elements(_STORED, entry.training, "$.training")
+        fields["training"] = tuple([_checked(stored, f"$.training[{i}]") for i, stored in training])
+        fields["identities"] = identities
+        fields["owner_changes"] = _owner_changes(fields.pop("owners"), identities)
     _check_names(text)
-    fields = structs.asdict(entry)
-    if number == STATES_FORMAT:
-        del fields["owners"]
-    manifest = Manifest(**fields | made | {"xxh3": xxhash.xxh3_128_hexdigest(data)})
+    manifest = Manifest(**fields, format=number, xxh3=xxhash.xxh3_128_hexdigest(data))
     _check_place(manifest)
     _check_overlaps(manifest)
-    if identities:
-        _check_identities(manifest)
-    if len(held) != len(dense):
-        raise ValueError(f"its parts hold {len(held)} of its {len(dense)} dense tensors")
+    _check_identities(manifest)
+    if unheld:
+        raise ValueError(f"its parts hold {len(dense) - len(unheld)} of its {len(dense)} dense tensors")
     return manifest
 
 
@@ -385,42 +363,33 @@ def _check_names(data: str) -> None:
             names = outer.pop()
 
 
-@dataclass(frozen=True, slots=True)
-class _Context:
-    """Parsed fields of an entry, with which its parts must agree."""
-
-    tables: Mapping[str, TableSpec]
-    columns: Mapping[str, frozenset[tuple[int, int]]]
-    dense: Mapping[str, DenseSpec]
-
-
-def _part(part: _Part, path: str, context: _Context, held: set[str]) -> Part:
-    """Parse and check a part. Names of its dense tensors are added to ``held``, which has those in earlier parts."""
+def _part(
+    part: _Part, path: str, tables: dict[str, TableSpec], columns: dict[str, frozenset[Range]], unheld: set[str]
+) -> Part:
+    """Parse and check a part. ``columns`` has the tables with states. Removes its dense tensors from ``unheld``."""
     blocks: list[Block] = []
     has_states = False
     for _, block in _elements(_BLOCKS, part.blocks, f"{path}.blocks"):
-        table = context.tables[block.table]
+        table = tables[block.table]
         _check_block(block, table)
-        columns = context.columns.get(block.table)
-        if columns is not None:
+        if block.table in columns:
             has_states = True
-            if block.columns not in columns or block.encoding.is_quantized or block.encoding.dtype != table.dtype:
+            if block.columns not in columns[block.table] or block.encoding is not Encoding.of(table.dtype):
                 raise ValueError(f"block {block} of a table with states is not one of its column ranges in its dtype")
         blocks.append(block)
     dense: list[str] = []
     for _, name in _elements(_NAMES, part.dense, f"{path}.dense"):
-        if name not in context.dense or name in held:
+        if name not in unheld:
             raise ValueError(f"the dense tensor {name!r} is unknown, or two parts hold it")
-        held.add(name)
+        unheld.remove(name)
         dense.append(name)
-    if not isinstance(part, _StatesPart):
-        return Part(part.name, part.num_bytes, part.xxh3, tuple(blocks), tuple(dense))
-    _checked(part, path)
-    if part.states is not None:
-        _checked(part.states, f"{path}.states")
-    if (part.states is not None) != has_states:
-        raise ValueError(f"an object with states must be there exactly if a block has states - at `{path}`")
-    return Part(part.name, part.num_bytes, part.xxh3, tuple(blocks), tuple(dense), part.body, part.states)
+    if isinstance(part, _StatesPart):
+        _checked(part, path)
+        if part.states is not None:
+            _checked(part.states, f"{path}.states")
+        if (part.states is not None) != has_states:
+            raise ValueError(f"an object with states must be there exactly if a block has states - at `{path}`")
+    return Part(**structs.asdict(part) | {"blocks": tuple(blocks), "dense": tuple(dense)})
 
 
 def _elements(decoder: Decoder[_T], value: Raw, path: str) -> Iterator[tuple[int, _T]]:
@@ -519,14 +488,12 @@ def _check_identities(manifest: Manifest) -> None:
     Then the listed rows of a version can always be written over its whole blocks.
     """
     encodings: dict[str, Encoding] = {}
-    for part in manifest.parts:
-        for block in part.blocks:
-            if block.table not in manifest.identities:
-                continue
-            if block.columns != (0, manifest.tables[block.table].dim):
-                raise ValueError(f"block {block} of a table with raw ids does not have all columns")
-            if encodings.setdefault(block.table, block.encoding) is not block.encoding:
-                raise ValueError(f"table {block.table!r} has raw ids and blocks of several encodings")
+    owned = [block for part in manifest.parts for block in part.blocks if block.table in manifest.identities]
+    for block in owned:
+        if block.columns != (0, manifest.tables[block.table].dim):
+            raise ValueError(f"block {block} of a table with raw ids does not have all columns")
+        if encodings.setdefault(block.table, block.encoding) is not block.encoding:
+            raise ValueError(f"table {block.table!r} has raw ids and blocks of several encodings")
 
 
 def _cover(blocks: Sequence[Block], table: TableSpec) -> np.ndarray[Any, np.dtype[np.int64]]:
