@@ -105,7 +105,7 @@ def checked_pieces(read: ReadRange, stored: Part | Stored) -> Iterator[NDArray[n
         whole.update(piece[num_body:].data)
         digests += piece[num_body:].data if stored.body else b""
         if end == stored.num_bytes:
-            is_body = not stored.body or body.digests().numpy().tobytes() == bytes(digests)
+            is_body = not stored.body or body.digests() == bytes(digests)
             if whole.hexdigest() != stored.xxh3 or not is_body:
                 raise CorruptPartError(stored.name, "its bytes do not match its record")
         yield piece

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
 import xxhash
-from torch import Tensor
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
 PIECE_BYTES = 8 << 20
@@ -61,11 +59,11 @@ class PieceHasher:
             if not self._room:
                 self._end_piece()
 
-    def digests(self) -> Tensor:
-        """End the last piece, and return the digests, ``[16 * pieces]`` uint8. :meth:`update` must not follow."""
+    def digests(self) -> bytes:
+        """End the last piece, and return the digests of all pieces. :meth:`update` must not follow."""
         if self._room < PIECE_BYTES:
             self._end_piece()
-        return torch.from_numpy(np.frombuffer(b"".join(self._complete), dtype=np.uint8).copy())
+        return b"".join(self._complete)
 
     def _end_piece(self) -> None:
         self._complete.append(self._piece.digest())

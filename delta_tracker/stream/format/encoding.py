@@ -116,26 +116,22 @@ _DTYPES = {
 }
 
 
-def encode_rows(values: Tensor, encoding: Encoding, out: Tensor | None = None) -> Tensor:
+def encode_rows(values: Tensor, encoding: Encoding) -> Tensor:
     """Encode rows, ``[N, C]`` of a floating point dtype, to ``[N, encoding.width(C)]`` in ``encoding.dtype``.
 
-    ``values`` may be on any device and not contiguous; the result is ``out`` or on their device. Encode many rows in
-    chunks that fit the CPU cache, for example 16,384 x 64 values.
+    ``values`` may be on any device and not contiguous; the result is on their device. Encode many rows in chunks that
+    fit the CPU cache, for example 16,384 x 64 values.
 
     Raises:
-        InvalidArgumentError: if the encoding does not support ``C`` columns, or ``out`` has another shape or dtype.
+        InvalidArgumentError: if the encoding does not support ``C`` columns.
 
     Example:
         >>> stored = encode_rows(torch.tensor([[0.0, 1.0, 2.0, 255.0]]), Encoding.INT8)
         >>> stored[0, :4].tolist(), decode_rows(stored, Encoding.INT8, 4, torch.float32).tolist()
         ([0, 1, 2, 255], [[0.0, 1.0, 2.0, 255.0]])
     """
-    num_columns = values.shape[1]
-    shape = (values.shape[0], encoding.width(num_columns))
-    if out is None:
-        out = torch.empty(shape, dtype=encoding.dtype, device=values.device)
-    elif out.shape != shape or out.dtype != encoding.dtype:
-        raise InvalidArgumentError("out", (tuple(out.shape), out.dtype), f"Pass {shape} in {encoding.dtype}")
+    num_rows, num_columns = values.shape
+    out = torch.empty(num_rows, encoding.width(num_columns), dtype=encoding.dtype, device=values.device)
     values = values.detach()
     match encoding:
         case Encoding.F32 | Encoding.F16 | Encoding.BF16:

@@ -26,7 +26,7 @@ class Overlay:
     """
 
     def __init__(self, listed: Iterable[BlockRows]) -> None:
-        self._index = _Index((each.block, each) for each in listed if each.block.num_rows)
+        self._index = _Index((each.block, each) for each in listed)
 
     def over(self, whole: BlockRows) -> BlockRows:
         """Return the rows of a whole block with the listed rows, their states and their owners, written over them.
@@ -73,7 +73,7 @@ class WholeBlocks:
     """Index of whole blocks, which must not overlap, to find the listed rows that no whole block can take."""
 
     def __init__(self, blocks: Iterable[Block]) -> None:
-        self._index = _Index((block, block) for block in blocks if block.num_rows)
+        self._index = _Index((block, block) for block in blocks)
 
     def outside(self, listed: BlockRows) -> Iterator[BlockRows]:
         """Yield the rows of ``listed`` of which :meth:`Overlay.over` does not write all columns over one block."""
@@ -111,38 +111,24 @@ _T = TypeVar("_T")
 
 
 class _Index(Generic[_T]):
-    """Index of values by block, searchable by table, row range and column range. The blocks must not overlap."""
+    """Index of values by block, searchable by table, row range and column range. Leaves out empty blocks.
 
-    def __init__(self, entries: Iterable[tuple[Block, _T]]) -> None:
-        columns: defaultdict[str, defaultdict[tuple[int, int], list[tuple[Block, _T]]]]
-        columns = defaultdict(lambda: defaultdict(list))
-        for block, value in entries:
-            columns[block.table][block.columns].append((block, value))
-        self._columns: dict[str, list[_Column[_T]]] = {
-            table: [_Column(held) for held in by_columns.values()] for table, by_columns in columns.items()
-        }
-
-    def overlapping(self, table: str, rows: tuple[int, int], columns: tuple[int, int]) -> Iterator[_T]:
-        for each in self._columns.get(table, ()):
-            if each.columns[0] < columns[1] and columns[0] < each.columns[1]:
-                yield from each.overlapping(rows)
-
-
-class _Column(Generic[_T]):
-    """Index of the blocks of one column range, sorted by row range.
-
-    The blocks are nonempty and disjoint, so the start and end indices of their row ranges both ascend.
+    The blocks must not overlap. In each column range, the start and end indices of their row ranges then both ascend.
     """
 
-    def __init__(self, entries: list[tuple[Block, _T]]) -> None:
-        entries.sort(key=lambda entry: entry[0].rows)
-        self.columns = entries[0][0].columns
-        self._begins = [block.rows[0] for block, _ in entries]
-        self._ends = [block.rows[1] for block, _ in entries]
-        self._values = [value for _, value in entries]
+    def __init__(self, entries: Iterable[tuple[Block, _T]]) -> None:
+        self._tables: defaultdict[str, defaultdict[tuple[int, int], list[tuple[Block, _T]]]]
+        self._tables = defaultdict(lambda: defaultdict(list))
+        for block, value in sorted(entries, key=lambda entry: entry[0].rows):
+            if block.num_rows:
+                self._tables[block.table][block.columns].append((block, value))
 
-    def overlapping(self, rows: tuple[int, int]) -> list[_T]:
-        return self._values[bisect_right(self._ends, rows[0]) : bisect_left(self._begins, rows[1])]
+    def overlapping(self, table: str, rows: tuple[int, int], columns: tuple[int, int]) -> Iterator[_T]:
+        for held, entries in self._tables.get(table, {}).items():
+            if held[0] < columns[1] and columns[0] < held[1]:
+                first = bisect_right(entries, rows[0], key=lambda entry: entry[0].rows[1])
+                stop = bisect_left(entries, rows[1], key=lambda entry: entry[0].rows[0])
+                yield from [value for _, value in entries[first:stop]]
 
 
 def _fits(whole: Block, listed: Block) -> bool:

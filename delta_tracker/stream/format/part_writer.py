@@ -64,7 +64,7 @@ class _FileWriter:
             hasher.update(buffer)
             yield buffer
         if isinstance(hasher, PieceHasher):
-            digests = hasher.digests().numpy().data
+            digests = memoryview(hasher.digests())
             yield digests
             self.num_bytes, self.body, self.xxh3 = total_bytes(body), body, xxhash.xxh3_128_hexdigest(digests)
         else:
