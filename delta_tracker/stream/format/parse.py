@@ -261,7 +261,8 @@ def _manifest(name: str, data: bytes) -> Manifest:
     manifest = Manifest(**fields, format=number, xxh3=xxhash.xxh3_128_hexdigest(data))
     _check_place(manifest)
     _check_overlaps(manifest)
-    _check_identities(manifest)
+    if identities:
+        _check_identities(manifest)
     if unheld:
         raise ValueError(f"its parts hold {len(dense) - len(unheld)} of its {len(dense)} dense tensors")
     return manifest

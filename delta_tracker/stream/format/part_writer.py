@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ class _FileWriter:
 
     def buffers(self) -> Iterator[memoryview]:
         """Yield buffers whose concatenation is the file. Write each one before requesting the next."""
-        size = sum(entry.num_bytes for entry in self.entries)
+        size = sum(map(attrgetter("num_bytes"), self.entries))
         head = self._header(size)
         body = len(head) + size
         hasher = PieceHasher() if self.has_digests else xxhash.xxh3_128()
@@ -143,7 +144,7 @@ def put_training(storage: Storage, name: str, buffers: Iterable[memoryview], num
 
 def _put(storage: Storage, name: str, entries: Iterable[_Entry], *, has_digests: bool = True) -> Stored:
     # Wide items first, so that each tensor starts at a multiple of its item size.
-    file = _FileWriter(sorted(entries, key=lambda entry: entry.dtype.itemsize, reverse=True), has_digests)
+    file = _FileWriter(sorted(entries, key=attrgetter("dtype.itemsize"), reverse=True), has_digests)
     storage.put(name, Repeatable(file.buffers))
     return Stored(name, file.num_bytes, file.body, file.xxh3)
 
