@@ -313,8 +313,7 @@ def test_listing_bears_what_vanishes_meanwhile(storage: Storage) -> None:
 )
 def test_names_that_leave_the_root_are_refused_by_every_call(name: str) -> None:
     storage = Storage("memory://")
-    storage._store = None  # the store itself is never asked
-    storage._find_store = lambda: pytest.fail("the store was asked")
+    storage._object_store = lambda: pytest.fail("the store was asked")
     calls = [
         lambda: storage.put(name, [memoryview(b"x")]),
         lambda: storage.create(name, b"x"),

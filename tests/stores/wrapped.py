@@ -94,7 +94,7 @@ class WrappedStorage(Storage):
         self.inner = inner
         self.rules = list(rules)
         self.operations: list[Operation] = []
-        self._is_remote = inner.is_remote if is_remote is None else is_remote
+        self.is_remote = inner.is_remote if is_remote is None else is_remote
         self._numbering = threading.Lock()
 
     locals().update({kind: _delegated(kind) for kind in OPERATIONS})

@@ -66,7 +66,7 @@ class TrueStorage(Storage):
 
     def __init__(self, *, lists_from: bool) -> None:
         super().__init__("memory://")
-        self._lists_from = lists_from
+        self.lists_from = lists_from
         self.data: dict[str, bytes] = {}
         self.truth: dict[int, bytes] = {}
         self.before_each: Callable[[], None] = lambda: None
@@ -100,10 +100,6 @@ class TrueStorage(Storage):
     def size(self, name: str) -> int | None:
         self.before_each()
         return len(self.data[name]) if name in self.data else None
-
-    @property
-    def lists_from(self) -> bool:
-        return self._lists_from
 
     def objects(self, prefix: str, *, after: str | None = None) -> list[StoredObject]:
         self.before_each()

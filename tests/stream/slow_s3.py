@@ -17,8 +17,10 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
 import xxhash
+from obstore.store import from_url
 
 from delta_tracker.stream.storage.storage import Storage, Transfer
+from delta_tracker.stream.storage.url import connection
 
 _HOST = "127.0.0.1"
 _SEND_BYTES = 16 << 10
@@ -67,8 +69,8 @@ class SlowS3:
         }
         storage = Storage("s3://bucket", options=settings | options)
         if self.max_retries is not None:
-            storage._settings["retry_config"] = {"max_retries": self.max_retries}
-            storage._store = None  # made anew
+            retry = {"retry_config": {"max_retries": self.max_retries}}
+            storage._store = from_url(storage.url, **(connection(storage.url, settings | options) | retry))
         return storage
 
     def limit(self, name: str, length: int) -> tuple[int, str]:

@@ -109,7 +109,7 @@ def test_a_view_reads_at_most_once_in_its_interval(writer: Writer) -> None:
 def _served(storage: Storage) -> Storage:
     """Return a view of a store in memory that can neither list nor write, like the view through a web server."""
     view = Storage("memory://")
-    vars(view).update(_store=storage._store, _is_http=True, _uncached=view)
+    vars(view).update(_store=storage._store, is_read_only=True, lists=False, lists_from=False, _uncached=view)
     return view
 
 

@@ -22,6 +22,7 @@ from delta_tracker.stream.format.part_buffer import PartBuffer
 from delta_tracker.stream.maintenance.retention import Retention
 from delta_tracker.stream.maintenance.upkeep import Upkeep
 from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.stream.storage.url import connection
 from delta_tracker.types import TableSpec
 from tests.predictor.serving import eventually
 from tests.stream.slow_s3 import SlowS3, slow_s3
@@ -83,7 +84,7 @@ def test_a_part_arrives_however_slow_its_transfer_is(server: SlowS3, writer: Wri
     assert torch.equal(model[FQN], writer.table)
     assert server.sent[name] == size
     assert server.asked.count(f"GET {name}") == 1
-    settings = server.storage()._settings["client_options"]
+    settings = connection("s3://bucket", None)["client_options"]
     assert settings["timeout"] == "365days", "a request is limited by silence alone"
     assert settings["read_timeout"] == "30s"
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
 import numpy as np
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, NotSupportedError, UnknownConfigurationKeyError
-from obstore.store import LocalStore, from_url
+from obstore.store import from_url
 
 from delta_tracker.errors import (
     DirectoryReplacedError,
@@ -139,6 +139,10 @@ class Storage:
 
     Attributes:
         url: URL of the store.
+        is_remote: True if the store is accessed over a network, which may alter what is sent.
+        is_read_only: True if nothing can be written to the store, as at an http URL.
+        lists: True if the store can list its objects; False at an http URL.
+        lists_from: True if a listing after a name takes no time for the names before it, as in an object store.
         requests: number of operations so far, by kind: ``read``, ``size``, ``list``, ``write`` and ``delete``. One that
             takes several requests counts once.
 
@@ -169,19 +173,24 @@ class Storage:
         self.url = url
         self._fsync = fsync
         self.requests = dict.fromkeys(("read", "size", "list", "write", "delete"), 0)
-        self._is_remote = is_remote(url)
-        self._is_http = is_http(url)
+        self.is_remote = is_remote(url)
+        self.is_read_only = is_http(url)
+        self.lists = not self.is_read_only
+        self.lists_from = self.lists and self._directory is None
         self._uncached: Storage | None = None
         self._options = options
         self._identity: tuple[int, int] | None = None  # of the local directory, None until it is found
         self._has_written = False
-        self._settings = connection(url, options)
+        self._store: ObjectStore  # unless the store is a local directory
+        settings = connection(url, options)
         with self._translated():
-            if self._directory is not None and create:
-                make_directory(self._directory, fsync=fsync)
-            self._store: ObjectStore | None = None
+            if self._directory is not None:
+                if create:
+                    make_directory(self._directory, fsync=fsync)
+                self._find_directory()
+                return
             try:
-                self._find_store()
+                self._store = from_url(url, **settings)
             except UnknownConfigurationKeyError as error:
                 remedy = f"Use options of the store: {str(error).partition(chr(10))[0]}"
                 raise InvalidArgumentError("options", sorted(options or ()), remedy) from error
@@ -200,34 +209,15 @@ class Storage:
         return mine == others and not mine.startswith("memory:")
 
     @property
-    def is_remote(self) -> bool:
-        """True if the store is accessed over a network, which may alter what is sent."""
-        return self._is_remote
-
-    @property
-    def lists(self) -> bool:
-        """True if the store can list its objects; False at an http URL."""
-        return not self._is_http
-
-    @property
-    def lists_from(self) -> bool:
-        """True if a listing after a name takes no time for the names before it, as in an object store."""
-        return self.lists and self._directory is None
-
-    @property
-    def is_read_only(self) -> bool:
-        """True if nothing can be written to the store, as at an http URL."""
-        return self._is_http
-
-    @property
     def uncached(self) -> Storage:
         """The same store, read past all caches, which may ignore that; this object if it is not at an http URL."""
-        if not self._is_http:
+        if not self.is_read_only:
             return self
         if self._uncached is None:
             past = copy.copy(self)  # keeps the class and shares the counts
-            settings = connection(self.url, self._options, past_cache=True)
-            vars(past).update(_store=None, _settings=settings, _uncached=past)
+            with self._translated():
+                store = from_url(self.url, **connection(self.url, self._options, past_cache=True))
+            vars(past).update(_store=store, _uncached=past)
             self._uncached = past
         return self._uncached
 
@@ -286,7 +276,7 @@ class Storage:
             if self._directory is not None:
                 return self._write_file(name, [memoryview(data)], overwrite=False)
             try:
-                self._ask(obstore.put, obstore.put_async, self._open_store(), name, data, mode="create")
+                self._ask(obstore.put, obstore.put_async, self._object_store(), name, data, mode="create")
             except AlreadyExistsError:
                 return False
             return True
@@ -299,7 +289,7 @@ class Storage:
         self._begin("write", name, "replace()")
         with self._translated():
             if self._directory is None:
-                store = self._open_store()
+                store = self._object_store()
                 _repeated(lambda: self._ask(obstore.put, obstore.put_async, store, name, data, use_multipart=False))
             else:
                 self._write_file(name, [memoryview(data)], overwrite=True)
@@ -366,10 +356,10 @@ class Storage:
         with self._translated():
             try:
                 if self._directory is None:
-                    store = self._open_store()
+                    store = self._object_store()
                     meta = self._ask(obstore.head, obstore.head_async, store, name)
                     return StoredObject(name, meta["size"], meta["last_modified"].timestamp())
-                self._find_store()
+                self._find_directory()
                 status = (self._directory / name).stat()
             except (FileNotFoundError, NotADirectoryError):
                 return None
@@ -384,9 +374,9 @@ class Storage:
         with self._translated():
             try:
                 if self._directory is None:
-                    store = self._open_store()
+                    store = self._object_store()
                     _repeated(lambda: self._ask(obstore.delete, obstore.delete_async, store, name))
-                elif self._find_store() is not None:
+                elif self._find_directory():
                     self._check_directory()
                     (self._directory / name).unlink()
             except (FileNotFoundError, NotADirectoryError):
@@ -438,7 +428,7 @@ class Storage:
             return [StoredObject(name, each.st_size, each.st_mtime) for name, each in files if each is not None]
         self._begin_listing(prefix, after)
         with self._translated():
-            store = self._open_store()
+            store = self._object_store()
             pages = obstore.list(store, prefix, offset=after, chunk_size=PAGE_OBJECTS)
             found = self._ask(lambda: list(itertools.chain.from_iterable(pages)), lambda: _collected(pages))
             metas = sorted(found, key=operator.itemgetter("path"))
@@ -455,7 +445,7 @@ class Storage:
     ) -> list[tuple[str, os.stat_result | None]]:
         self._begin_listing(prefix, after)
         with self._translated():
-            if self._find_store() is None:
+            if not self._find_directory():
                 return []
             # obstore is not used here: it fails at a strange name or link, and takes longer.
             files = list_files(directory, prefix, after or "", needs_status=needs_status)
@@ -471,7 +461,7 @@ class Storage:
         """Check a name, reject a ``call`` that an http url does not support, and count the operation."""
         if not isinstance(name, str) or len(name) > _SHORT_NAME_LENGTH or _PLAIN_NAME.fullmatch(name) is None:
             check_name(argument, name)
-        if call and self._is_http:
+        if call and self.is_read_only:
             raise ReadOnlyStoreError(self.url, f"{call} of {name}")
         if kind is not None:
             self.requests[kind] += 1
@@ -498,42 +488,34 @@ class Storage:
         if second or there is None or there.tobytes() != b"first":
             raise UnsafeStoreError(self.url)
 
-    def _find_store(self) -> ObjectStore | None:
-        """Open the store if necessary and return it; return None while its directory does not exist."""
-        if self._directory is None:
-            if self._store is None:
-                self._store = from_url(self.url, **self._settings)
-            return self._store
+    def _find_directory(self) -> bool:
+        """Return True if the local directory exists, or existed before."""
+        assert self._directory is not None
         try:
             status = self._directory.stat()
         except (FileNotFoundError, NotADirectoryError):
-            return self._store
+            return self._identity is not None
         if not stat.S_ISDIR(status.st_mode):
             raise StorageError(self.url, "it is a file instead of a directory")
-        if self._store is None:
-            # obstore resolves `..`, backslashes and blanks of a file:// URL differently than the system: pass the path.
-            self._store = LocalStore(self._directory.resolve())
+        if self._identity is None:
             self._identity = identity(status)
-        return self._store
+        return True
 
-    def _open_store(self) -> ObjectStore:
-        self._refuse_after_fork()
-        store = self._find_store()
-        if store is None:
-            raise StorageError(self.url, "the directory does not exist")
-        return store
+    def _object_store(self) -> ObjectStore:
+        """Return the store, unless it is remote and this process is a forked child.
 
-    def _refuse_after_fork(self) -> None:
-        """Reject remote requests in a forked child: it lacks obstore's threads, so that they can hang or crash."""
+        A child lacks obstore's threads, so that its requests can hang or crash.
+        """
         if not _processes:
             _processes.append(os.getpid())
-        if self._is_remote and os.getpid() not in _processes:
+        if self.is_remote and os.getpid() not in _processes:
             reason = "this process was forked after obstore was used, and lacks its threads"
             raise StorageError(self.url, reason, "Start this process with spawn, or use no store before the fork")
+        return self._store
 
     def _upload(self, name: str, buffers: Iterable[memoryview]) -> None:
         """Write an object to a remote store: a single chunk with one request, several with a multipart upload."""
-        store = self._open_store()
+        store = self._object_store()
 
         def upload() -> None:
             chunks = checked(_chunks(buffers))
@@ -554,7 +536,7 @@ class Storage:
         self, blocking: Callable[P, T], request: Callable[P, Awaitable[T]], *args: P.args, **options: P.kwargs
     ) -> T:
         """Send a request and return the response. Only requests to a remote store can be interrupted."""
-        if not self._is_remote:
+        if not self.is_remote:
             return blocking(*args, **options)
         return answer(partial(blocking, *args, **options), partial(request, *args, **options))
 
@@ -570,7 +552,7 @@ class Storage:
             try:
                 result = self._request(name, begin + transfer.num_bytes, end)
                 found = result.meta["size"], result.meta["e_tag"], result.meta["last_modified"]
-                if self._is_http and transfer.source is not None:
+                if self.is_read_only and transfer.source is not None:
                     # Two caches of one object may differ in its ETag and date; its hash is checked in the end.
                     found = found[0], *transfer.source[1:]
                 if transfer.source not in (None, found):
@@ -578,14 +560,14 @@ class Storage:
                     raise StorageError(self.url, f"{name} changed while it was read")
                 if transfer.out is None:
                     transfer.out = self._allocate(wanted, found[0])
-                    seconds = found[2].timestamp()
+                    seconds = found[2].timestamp()  # 0 if the server sent none
                     transfer.source = found
-                    transfer.modified = None if self._is_http and seconds <= 0 else seconds  # 0: the server sent none
+                    transfer.modified = None if self.is_read_only and seconds <= 0 else seconds
                 self._fill(name, result, transfer, begin)
             except FileNotFoundError:
                 return None
             except NotSupportedError as error:
-                if not self._is_http:
+                if not self.is_read_only:
                     raise
                 reason = f"{name}: the server answers a range with the whole object"
                 raise StorageError(self.url, reason, "Make it pass ranges on, or cache slices") from error
@@ -597,7 +579,7 @@ class Storage:
 
     def _request(self, name: str, begin: int, end: int | None) -> GetResult:
         """Request the bytes ``[begin, end)`` of a remote object. An ``end`` of None means the end of the object."""
-        store = self._open_store()
+        store = self._object_store()
         options: GetOptions = {}
         if end is not None:
             options = {"range": (begin, end)}
@@ -628,7 +610,7 @@ class Storage:
             # Non-blocking, because a named pipe must not block the reader.
             descriptor = os.open(self._directory / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError):
-            self._find_store()
+            self._find_directory()
             return None
         try:
             status = os.fstat(descriptor)
@@ -665,8 +647,9 @@ class Storage:
         return StorageError(self.url, f"{name} ended after {num_bytes} of {expected} bytes")
 
     def _write_file(self, name: str, buffers: Iterable[memoryview], *, overwrite: bool) -> bool:
-        self._open_store()
         assert self._directory is not None
+        if not self._find_directory():
+            raise StorageError(self.url, "the directory does not exist")
         is_new = write_file(
             self._directory, name, buffers, overwrite=overwrite, fsync=self._fsync, check=self._check_directory
         )
@@ -686,15 +669,13 @@ class Storage:
             status = self._directory.stat()
         except (FileNotFoundError, NotADirectoryError):
             return False
-        # A new directory may have the inode number of a deleted one.
-        return identity(status) == self._identity and not (self._has_written and self._is_empty())
-
-    def _is_empty(self) -> bool:
-        assert self._directory is not None
-        if (self._directory / "drafts").is_dir():  # cheaper than a listing
+        if identity(status) != self._identity:
             return False
+        # A new directory may have the inode number of a deleted one, but is empty.
+        if not self._has_written or (self._directory / "drafts").is_dir():  # cheaper than a listing
+            return True
         with os.scandir(self._directory) as found:
-            return next(found, None) is None
+            return next(found, None) is not None
 
     def _sync(self, prefix: str, name: str) -> None:
         """Flush the names in the directory ``prefix`` of a local store to disk; ``name`` is for the error."""
