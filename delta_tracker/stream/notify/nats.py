@@ -7,7 +7,7 @@ import importlib
 import re
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -45,7 +45,7 @@ class NatsNotifier(Forkable):
     """
 
     def __init__(self, url: str, *, subject: str = "delta_tracker", timeout_seconds: float = 0.25) -> None:
-        if type(url) is not str or urlsplit(url).scheme not in ("nats", "tls") or not _has_port(url):
+        if not _is_url(url):
             # the URL may contain a password, so the error does not show it
             raise InvalidArgumentError("url", "...", "Write it as nats://host:port or tls://host:port")
         if type(subject) is not str or not _SUBJECT.fullmatch(subject):
@@ -53,12 +53,14 @@ class NatsNotifier(Forkable):
         if not 0 < timeout_seconds < float("inf"):
             raise InvalidArgumentError("timeout_seconds", timeout_seconds, "Pass a positive number of seconds")
         self._url, self._subject, self._timeout_seconds = url, subject, timeout_seconds
-        self._client, self._api = _imported()
+        self._nats = _imported()
         self._control = threading.Lock()  # held while the thread is started or ended
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._connection: _Connection | None = None  # used only in the thread
+        # The following are used only in the thread.
+        self._closing = asyncio.Event()
         self._connecting = asyncio.Lock()  # held while a connection is opened
+        self._connection: _Connection | None = None
         protect(self)
 
     def announce(self, stream: str, version: int) -> None:
@@ -76,22 +78,10 @@ class NatsNotifier(Forkable):
     def close(self) -> None:
         """Close the connection and end the thread."""
         with self._control:
-            loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
-        if loop is None or thread is None:
-            return
-
-        async def end() -> None:
-            connection, self._connection = self._connection, None
-            if connection is not None:
-                await connection.close()
-
-        ended = asyncio.run_coroutine_threadsafe(end(), loop)
-        try:
-            ended.result(2 * self._timeout_seconds)
-        except Exception:  # noqa: BLE001  the server may not answer; the connection ends with the thread
-            ended.cancel()
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(_JOIN_SECONDS)
+            if self._loop is not None and self._thread is not None:
+                self._loop.call_soon_threadsafe(self._closing.set)
+                self._thread.join(_JOIN_SECONDS)
+            self._loop = self._thread = None
 
     def after_fork_in_child(self) -> None:
         """Forget the thread and the connection, which belong to the parent process."""
@@ -100,22 +90,33 @@ class NatsNotifier(Forkable):
 
     def _run(self, call: Callable[[_Connection], Coroutine[Any, Any, T]]) -> T:
         """Make a call in the thread, and return its result."""
-        coroutine = self._called(call)
-        try:
-            with self._control:
-                if self._loop is None:
-                    self._loop, self._connecting = asyncio.new_event_loop(), asyncio.Lock()
-                    self._thread = threading.Thread(target=_serve, args=(self._loop,), name="nats hints", daemon=True)
-                    self._thread.start()
-                running: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        except BaseException:
-            coroutine.close()
-            raise
+        with self._control:
+            if self._loop is None:
+                loop = asyncio.new_event_loop()
+                self._closing, self._connecting = asyncio.Event(), asyncio.Lock()
+                self._thread = threading.Thread(target=self._serve, args=(loop,), name="nats hints", daemon=True)
+                self._thread.start()
+                self._loop = loop
+            running = asyncio.run_coroutine_threadsafe(self._called(call), self._loop)
         try:
             return running.result(2 * self._timeout_seconds)
-        except BaseException:
+        finally:
             running.cancel()
-            raise
+
+    def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Run an event loop until this object is closed, then close the connection."""
+
+        async def serve() -> None:
+            await self._closing.wait()
+            connection, self._connection = self._connection, None
+            # The server may not answer; the connection ends with the thread.
+            with suppress(Exception):
+                async with asyncio.timeout(2 * self._timeout_seconds):
+                    if connection is not None:
+                        await connection.client.close()
+
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            runner.run(serve())
 
     async def _called(self, call: Callable[[_Connection], Coroutine[Any, Any, T]]) -> T:
         """Make a call with the connection. Open a new one if there is none or it was lost.
@@ -123,85 +124,67 @@ class NatsNotifier(Forkable):
         A failed call closes the connection: the next one connects again, and creates a missing JetStream stream.
         """
         async with self._connecting:
-            if self._connection is None or self._connection.is_lost:
-                self._connection = None
-                connection = _Connection(self._subject, self._api, self._timeout_seconds)
-                await connection.open(self._client(), self._url)
-                self._connection = connection
+            if self._connection is None or self._connection.client.is_closed:
+                self._connection = await self._connected()
             connection = self._connection
         try:
             return await call(connection)
         except BaseException:
-            await connection.close()
+            await connection.client.close()
             raise
 
-
-class _Connection:
-    """Connection to the server, with the newest hints that it has received. Used in one thread."""
-
-    def __init__(self, subject: str, api: Any, seconds: float) -> None:  # noqa: ANN401  a module
-        self._subject, self._api, self._seconds = subject, api, seconds
-        self._client: Any = None
-        self._newest: dict[str, int] = {}  # stream id to the newest version that was announced
-        self._subscriptions: dict[str, Any] = {}
-        self._changed = asyncio.Condition()
-        self._subscribing = asyncio.Lock()
-
-    @property
-    def is_lost(self) -> bool:
-        return bool(self._client.is_closed)
-
-    async def open(self, client: Any, url: str) -> None:  # noqa: ANN401  a nats.aio.client.Client
+    async def _connected(self) -> _Connection:
         """Connect, and create the JetStream stream if it is missing."""
 
         async def ignore(_: Exception) -> None:
             """The next call raises the error."""
 
-        self._client = client
+        client = self._nats.NATS()
         try:
-            await client.connect(
-                url,
-                allow_reconnect=False,
-                connect_timeout=self._seconds,
-                max_reconnect_attempts=1,
-                reconnect_time_wait=0,
-                error_cb=ignore,
-            )
-            await self._client.jetstream(timeout=self._seconds).add_stream(
+            seconds = self._timeout_seconds
+            await client.connect(self._url, allow_reconnect=False, connect_timeout=seconds, error_cb=ignore)
+            connection = _Connection(client, client.jetstream(timeout=seconds), self._subject)
+            await connection.context.add_stream(
                 name=self._subject,
                 subjects=[f"{self._subject}.*"],
                 max_msgs_per_subject=1,
                 max_bytes=_MAX_BYTES,
-                storage=self._api.StorageType.MEMORY,
+                storage=self._nats.js.api.StorageType.MEMORY,
             )
         except BaseException:
-            await self._client.close()
+            await client.close()
             raise
+        return connection
+
+
+class _Connection:
+    """Connection to the server, with the newest hints that it has received. Used in one thread.
+
+    ``client`` is a ``nats.aio.client.Client``, and ``context`` its ``nats.js.JetStreamContext``.
+    """
+
+    def __init__(self, client: Any, context: Any, subject: str) -> None:  # noqa: ANN401
+        self.client = client
+        self.context = context
+        self._subject = subject
+        self._newest: dict[str, int] = {}  # stream id to the newest version that was announced
+        self._subscriptions: dict[str, Any] = {}
+        self._changed = asyncio.Condition()
+        self._subscribing = asyncio.Lock()
 
     async def announce(self, stream: str, version: int) -> None:
         await self._subscribe(stream)
         if version > self._newest[stream]:
-            context = self._client.jetstream(timeout=self._seconds)
-            await context.publish(f"{self._subject}.{stream}", str(version).encode(), timeout=self._seconds)
+            await self.context.publish(f"{self._subject}.{stream}", str(version).encode())
             await self._saw(stream, version)
 
     async def wait(self, stream: str, after: int, seconds: float) -> bool:
         await self._subscribe(stream)
-
-        async def changed() -> None:
-            async with self._changed:
-                await self._changed.wait_for(lambda: self._newest.get(stream, -1) > after)
-
-        if self._newest.get(stream, -1) > after:
-            return True
         try:
-            await asyncio.wait_for(changed(), seconds)
+            async with asyncio.timeout(seconds), self._changed:
+                return await self._changed.wait_for(lambda: self._newest.get(stream, -1) > after)
         except TimeoutError:
             return False
-        return True
-
-    async def close(self) -> None:
-        await self._client.close()
 
     async def _subscribe(self, stream: str) -> None:
         """Listen to the hints of a stream, and read its last one."""
@@ -214,10 +197,9 @@ class _Connection:
                 await self._saw(stream, _version(message.data))
 
             name = f"{self._subject}.{stream}"
-            subscription = await self._client.subscribe(name, cb=hear)
+            subscription = await self.client.subscribe(name, cb=hear)
             try:
-                context = self._client.jetstream(timeout=self._seconds)
-                last = _version((await context.get_last_msg(self._subject, name)).data)
+                last = _version((await self.context.get_last_msg(self._subject, name)).data)
             except importlib.import_module("nats.js.errors").NotFoundError:
                 last = -1
             await self._saw(stream, last)
@@ -233,40 +215,22 @@ class _Connection:
             self._changed.notify_all()
 
 
-def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    """Run an event loop until it is stopped, then cancel what is left and close it."""
-    asyncio.set_event_loop(loop)
-    try:
-        loop.run_forever()
-        left = asyncio.all_tasks(loop)
-        for task in left:
-            task.cancel()
-        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-        loop.run_until_complete(asyncio.sleep(0))  # a closed transport closes its socket in the next turn
-    finally:
-        asyncio.set_event_loop(None)
-        loop.close()
-
-
 def _version(data: bytes) -> int:
     """Return the version in a payload; -1 if the payload is no version."""
-    if not 1 <= len(data) <= _MAX_DIGITS or not data.isdigit():
-        return -1
-    version = int(data)
+    version = int(data) if len(data) <= _MAX_DIGITS and data.isdigit() else -1
     return version if version <= MAX_COUNT else -1
 
 
-def _has_port(url: str) -> bool:
-    parts = urlsplit(url)
+def _is_url(url: object) -> bool:
     try:
-        return bool(parts.hostname) and parts.port != 0
+        parts = urlsplit(url if type(url) is str else "")
+        return parts.scheme in ("nats", "tls") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         return False
 
 
-def _imported() -> tuple[Any, Any]:
+def _imported() -> Any:  # noqa: ANN401  a module
     try:
-        importlib.import_module("nats")
-        return importlib.import_module("nats.aio.client").Client, importlib.import_module("nats.js.api")
+        return importlib.import_module("nats")
     except ModuleNotFoundError as error:
         raise MissingExtraError("nats-py", "nats") from error
