@@ -13,14 +13,15 @@ import os
 import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 # Large enough for a negligible cost per chunk, small enough to stay in the cache while it is copied.
 CHUNK_BYTES = 4 << 20
 # Start writeback to the disk after this many bytes, which shortens the fsync at the end.
 _EARLY_BYTES = 16 << 20
-# Errors of a link that leads to no file: a circle, or a name that is too long.
-_NOWHERE = (errno.ELOOP, errno.ENAMETOOLONG)
+# Errors of a deleted file, and of a link that leads to no file, such as a circle.
+_NOWHERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
 def write_file(
@@ -74,11 +75,16 @@ def write_file(
         check()
         if overwrite:
             draft.replace(target)
-        elif not _link(draft, target):
+            return True
+        try:
+            target.hardlink_to(draft)
+        except FileExistsError:
+            if target.is_dir():
+                raise
             return False
+        return True
     finally:
         draft.unlink(missing_ok=True)
-    return True
 
 
 def sync_names(directory: Path, name: str) -> None:
@@ -149,63 +155,48 @@ def list_files(
     """
     root = os.fspath(directory)
     found: list[tuple[str, os.stat_result | None]] = []
-    try:
-        seen = {identity((directory / prefix).stat())}  # a bind mount may repeat a directory
-        waiting = [prefix]
-        while waiting:
-            folder = waiting.pop()
-            for name, status in _scan(root, folder, after, may_fail=folder != prefix, needs_status=needs_status):
-                if status is None or stat.S_ISREG(status.st_mode):
-                    if name > after:
-                        found.append((name, status))
-                elif stat.S_ISDIR(status.st_mode) and identity(status) not in seen:
-                    seen.add(identity(status))
-                    waiting.append(name)
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    return found
-
-
-def _scan(
-    root: str, folder: str, after: str, *, may_fail: bool, needs_status: bool
-) -> list[tuple[str, os.stat_result | None]]:
-    """Return the paths in a directory and their status, except links to directories.
-
-    If ``may_fail``, the result lacks what this process has no permission to read, and is empty if the directory is
-    missing.
-    """
-    found: list[tuple[str, os.stat_result | None]] = []
-    try:
-        entries = os.scandir(f"{root}/{folder}")
-    except (FileNotFoundError, NotADirectoryError, PermissionError):
-        if may_fail:
-            return found
-        raise
-    with entries:
-        for entry in entries:
+    seen: set[tuple[int, int]] = set()  # a bind mount may repeat a directory
+    with suppress(FileNotFoundError, NotADirectoryError):
+        seen.add(identity((directory / prefix).stat()))
+    waiting = [prefix]
+    while waiting:
+        folder = waiting.pop()
+        may_fail = folder != prefix
+        for entry in _entries(f"{root}/{folder}", may_fail=may_fail):
             name = f"{folder}/{entry.name}"
             if (name <= after or not needs_status) and entry.is_file(follow_symlinks=False):
                 if name > after:
                     found.append((name, None))
+            elif (status := _status(entry, may_fail=may_fail)) is None:
                 continue
-            status = _status(entry, may_fail=may_fail)
-            if status is None:
-                continue
-            if not (entry.is_symlink() and stat.S_ISDIR(status.st_mode)):
-                found.append((name, status))
+            elif stat.S_ISREG(status.st_mode):
+                if name > after:
+                    found.append((name, status))
+            elif stat.S_ISDIR(status.st_mode) and not entry.is_symlink() and identity(status) not in seen:
+                seen.add(identity(status))
+                waiting.append(name)
     return found
+
+
+def _entries(folder: str, *, may_fail: bool) -> Iterator[os.DirEntry[str]]:
+    """Yield the entries of a directory; none if it is missing or, with ``may_fail``, if it must not be read."""
+    try:
+        with os.scandir(folder) as entries:
+            yield from entries
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except PermissionError:
+        if not may_fail:
+            raise
 
 
 def _status(entry: os.DirEntry[str], *, may_fail: bool) -> os.stat_result | None:
     """Return the status of an entry of a directory. Return None if it was deleted or is a link that leads nowhere.
 
-    A link into a directory that may not be searched leads nowhere. Unless ``may_fail``, an entry that is no link raises
-    the error.
+    Also returns None if this process has no permission to read it, and it is a link or ``may_fail``.
     """
     try:
         return entry.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
     except PermissionError:
         if may_fail or entry.is_symlink():
             return None
@@ -242,25 +233,12 @@ def _make_parents(directory: Path, path: Path) -> None:
         (directory / parent).mkdir(exist_ok=True)
 
 
-def _link(draft: Path, target: Path) -> bool:
-    """Create ``target`` as a hard link to ``draft``; return False if ``target`` is an existing file."""
-    try:
-        target.hardlink_to(draft)
-    except FileExistsError:
-        if target.is_dir():
-            raise
-        return False
-    return True
-
-
 def _lock(descriptor: int, kind: int) -> bool:
     """Lock an open file until it is closed. Return False if another process holds a conflicting lock."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # the file system has no locks
-        return True
+    except OSError as error:  # other errors: the file system has no locks
+        return not isinstance(error, BlockingIOError)
     return True
 
 
