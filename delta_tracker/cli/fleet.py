@@ -41,10 +41,9 @@ def command(stream: Stream, limit: int, *, removes: bool) -> int:
     """Show the predictors with a heartbeat in the last hour. Return 1 if one needs attention, or all are silent."""
     before = sum(stream.storage.requests.values())
     head, clock, pin = stream.head(), StoreClock(), newest_pin(stream.storage)
-    listed = see_heartbeats(stream.storage, clock, max_age=GONE_SECONDS, limit=limit)
+    seen, num_unread = see_heartbeats(stream.storage, clock, max_age=GONE_SECONDS, limit=limit)
     num_removed = remove_heartbeats(stream.storage, clock) if removes else 0
     num_requests = sum(stream.storage.requests.values()) - before
-    seen = [each for each in listed if each is not None]
     states: list[tuple[SeenHeartbeat, State]] = [
         (each, evaluate(each.beat, max(0.0, clock.now() - each.modified), head, order=pin)) for each in seen
     ]
@@ -60,7 +59,7 @@ def command(stream: Stream, limit: int, *, removes: bool) -> int:
                 "hosts": hosts,
                 "shown": [{"state": state, **asdict(each.beat)} for each, state in shown],
                 "pin": None if pin is None else asdict(pin),
-                "left_out": len(listed) - len(seen),
+                "left_out": num_unread,
                 "removed": num_removed,
                 "requests": num_requests,
             }
@@ -69,8 +68,8 @@ def command(stream: Stream, limit: int, *, removes: bool) -> int:
         counts = ", ".join(f"{number} {state}" for state, number in totals.items()) or "none"
         age = duration(max(0.0, clock.now() - head.committed))
         stream.out.line(f"version {head.version}, committed {age} ago; predictors: {counts}; {num_requests} requests")
-        if len(listed) > len(seen):
-            stream.out.line(f"{len(listed) - len(seen)} heartbeats are older than an hour or above --limit")
+        if num_unread:
+            stream.out.line(f"{num_unread} heartbeats are older than an hour or above --limit")
         if removes:
             stream.out.line(f"removed {num_removed} heartbeats that are older than a day")
         if pin is not None:

@@ -86,9 +86,8 @@ def read_followers(
     Raises:
         StorageError: if the store cannot be read.
     """
-    seen = see_heartbeats(storage, clock, max_age=GONE_SECONDS)
-    found = [_follower(each, head, max(0.0, clock.now() - each.modified), order) for each in seen if each is not None]
-    return found, len(seen) - len(found)
+    seen, num_unread = see_heartbeats(storage, clock, max_age=GONE_SECONDS)
+    return [_follower(each, head, max(0.0, clock.now() - each.modified), order) for each in seen], num_unread
 
 
 def hosts_of(states: Sequence[tuple[Heartbeat, Health]]) -> dict[str, dict[str, int | None]]:

@@ -36,7 +36,7 @@ BEAT_SECONDS = 5.0  # between two heartbeats of a process, unless a publisher se
 _MAX_BYTES = 16 << 10
 _MAX_TEXT = 1000
 _OBJECT = re.compile(r"predictors/[A-Za-z0-9][A-Za-z0-9_-]{0,63}\.json")
-_MIN_REMOVED_SECONDS = 3600.0
+_REMOVED_SECONDS = 86_400.0
 _MAX_HOST = 253
 _NUM_READERS = 32  # threads that read heartbeats from a remote store
 _WINDOW = 10  # heartbeats in a window
@@ -163,23 +163,21 @@ class SeenHeartbeat:
 
 def see_heartbeats(
     storage: Storage, clock: StoreClock, *, max_age: float = float("inf"), limit: int | None = None
-) -> list[SeenHeartbeat | None]:
-    """Return the heartbeats of a stream's predictors, sorted by object name. Logs and skips malformed heartbeats.
+) -> tuple[list[SeenHeartbeat], int]:
+    """Return the heartbeats of a stream's predictors, sorted by object name, and the number of those that are not read.
 
-    The list contains None for those that are not read: those that are older than ``max_age`` seconds by the store's
-    clock, and all but the ``limit`` newest ones. Their modification times update ``clock``.
+    These are the ones that are older than ``max_age`` seconds by the store's clock, and all but the ``limit`` newest.
+    All modification times update ``clock``. Logs and skips malformed heartbeats.
     """
     listed, now = _listed(storage, clock), clock.now()
     young = sorted((each for each in listed if now - each.modified <= max_age), key=lambda each: -each.modified)
-    read = {each.name for each in young[:limit]}
-    wanted = [each for each in listed if each.name in read]
+    wanted = sorted(young[:limit], key=lambda each: each.name)
     if storage.is_remote and len(wanted) > 1:
         with ThreadPoolExecutor(_NUM_READERS) as pool:
-            answers = iter(list(pool.map(lambda each: _seen(storage, each), wanted)))
+            found = list(pool.map(lambda each: _seen(storage, each), wanted))
     else:
-        answers = iter([_seen(storage, each) for each in wanted])
-    found = [next(answers) if each.name in read else None for each in listed]
-    return [seen for seen, each in zip(found, listed, strict=True) if seen is not None or each.name not in read]
+        found = [_seen(storage, each) for each in wanted]
+    return [seen for seen in found if seen is not None], len(listed) - len(wanted)
 
 
 def _listed(storage: Storage, clock: StoreClock) -> list[StoredObject]:
@@ -206,18 +204,13 @@ def read_record(
         return None
 
 
-def remove_heartbeats(storage: Storage, clock: StoreClock, *, seconds: float = 86_400.0) -> int:
-    """Delete the heartbeats of predictors that are older than ``seconds`` by the store's clock. Return their number.
+def remove_heartbeats(storage: Storage, clock: StoreClock) -> int:
+    """Delete the heartbeats of predictors that are older than a day by the store's clock. Return their number.
 
-    A retention pass does the same; this function is for streams without one. ``seconds`` must be at least 3600.
+    A retention pass does the same; this function is for streams without one.
     """
-    if not seconds >= _MIN_REMOVED_SECONDS:
-        raise InvalidArgumentError("seconds", seconds, "Pass 3600 seconds or more")
-    old = [
-        each.name
-        for each in _listed(storage, clock)
-        if _OBJECT.fullmatch(each.name) and clock.now() - each.modified > seconds
-    ]
+    listed, now = _listed(storage, clock), clock.now()
+    old = [each.name for each in listed if _OBJECT.fullmatch(each.name) and now - each.modified > _REMOVED_SECONDS]
     for name in old:
         storage.delete(name)
     return len(old)
@@ -225,7 +218,7 @@ def remove_heartbeats(storage: Storage, clock: StoreClock, *, seconds: float = 8
 
 def read_heartbeats(storage: Storage) -> list[Heartbeat]:
     """Return the heartbeats of a stream's predictors, sorted by object name. Logs and skips malformed heartbeats."""
-    return [seen.beat for seen in see_heartbeats(storage, StoreClock()) if seen is not None]
+    return [seen.beat for seen in see_heartbeats(storage, StoreClock())[0]]
 
 
 def _parse(path: str, data: bytes) -> Heartbeat:

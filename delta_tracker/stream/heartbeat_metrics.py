@@ -40,30 +40,27 @@ class _Heartbeats(Source):
         clock = monitor.registry.progress.clock
         self._clock = StoreClock(lambda: clock.time_ns() / _NS_PER_SECOND)
         self._skewed: set[str] = set()  # predictors whose skew was logged
-        metrics = monitor.metrics
-        self._gauges: dict[str, Gauge] = {
-            "lag_versions": metrics.heartbeat_lag_versions,
-            "lag_seconds": metrics.heartbeat_lag_seconds,
-            "age": metrics.heartbeat_age_seconds,
-        }
-        self._shown: set[tuple[str, str]] = set()
+        self._metrics = monitor.metrics
+        self._shown: set[tuple[Gauge, str]] = set()
 
     def read(self, *, is_last: bool) -> None:
         """Set the gauges of each predictor from its heartbeat, and remove the values of those that are gone."""
         del is_last
-        readings: dict[tuple[str, str], float] = {}
-        for seen in see_heartbeats(self._storage, self._clock, max_age=self._gone_seconds, limit=_LIMIT):
-            if seen is None:
-                continue
-            beat, age = seen.beat, max(0.0, self._clock.now() - seen.modified)
+        metrics = self._metrics
+        readings: dict[tuple[Gauge, str], float] = {}
+        found, _ = see_heartbeats(self._storage, self._clock, max_age=self._gone_seconds, limit=_LIMIT)
+        for seen in found:
             self._log_skew(seen)
-            for gauge, value in (("lag_versions", beat.lag_versions), ("lag_seconds", beat.lag_seconds), ("age", age)):
-                if value is not None:
-                    readings[gauge, beat.name] = value
+            name = seen.beat.name
+            readings[metrics.heartbeat_age_seconds, name] = max(0.0, self._clock.now() - seen.modified)
+            if seen.beat.lag_versions is not None:
+                readings[metrics.heartbeat_lag_versions, name] = seen.beat.lag_versions
+            if seen.beat.lag_seconds is not None:
+                readings[metrics.heartbeat_lag_seconds, name] = seen.beat.lag_seconds
         for gauge, name in self._shown - readings.keys():
-            self._gauges[gauge].remove(predictor=name)
+            gauge.remove(predictor=name)
         for (gauge, name), value in readings.items():
-            self._gauges[gauge].set(value, predictor=name)
+            gauge.set(value, predictor=name)
         self._shown = set(readings)
 
     def _log_skew(self, seen: SeenHeartbeat) -> None:
