@@ -41,7 +41,6 @@ _MAX_HOST = 253
 _NUM_READERS = 32  # threads that read heartbeats from a remote store
 _WINDOW = 10  # heartbeats in a window
 _MAX_PAUSE_SECONDS = 300.0
-_MAX_FAILURES = 16  # so that the doubled time stays finite
 
 Look = tuple[Time, Count | None, Count | None]
 """Age in seconds by the predictor's monotonic clock, version and lag in versions of a heartbeat in a window."""
@@ -90,11 +89,11 @@ def leave_heartbeat(storage: Storage, beat: Heartbeat) -> None:
 
 @dataclass(slots=True)
 class _Target:
-    """Store for the heartbeats of a predictor, the time of the next one (monotonic), and the consecutive failures."""
+    """Store for the heartbeats of a predictor, and the monotonic time of the next one."""
 
     storage: Storage
     due: float = 0.0
-    num_failures: int = 0
+    pause: float = 0.0  # seconds from the last failure to the next heartbeat, 0 after a success
 
 
 class Pulse:
@@ -138,14 +137,14 @@ class Pulse:
         except StorageError as error:
             if fields["stream"] is None:
                 return  # a predictor may start before the stream's directory exists
-            if not target.num_failures:
+            if not target.pause:
                 _logger.warning("could not write the predictor's heartbeat: %s", error)
-            target.num_failures = min(target.num_failures + 1, _MAX_FAILURES)
-            target.due = time.monotonic() + min(_MAX_PAUSE_SECONDS, self._seconds * 2**target.num_failures)
+            target.pause = min(2 * (target.pause or self._seconds), _MAX_PAUSE_SECONDS)
+            target.due = time.monotonic() + target.pause
         else:
-            if target.num_failures:
+            if target.pause:
                 _logger.warning("the predictor's heartbeat is written again: name=%s", self._name)
-            target.num_failures = 0
+            target.pause = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,10 @@ class NatsNotifier(Forkable):
         if not 0 < timeout_seconds < float("inf"):
             raise InvalidArgumentError("timeout_seconds", timeout_seconds, "Pass a positive number of seconds")
         self._url, self._subject, self._timeout_seconds = url, subject, timeout_seconds
-        self._nats = _imported()
+        try:
+            self._nats: Any = importlib.import_module("nats")
+        except ModuleNotFoundError as error:
+            raise MissingExtraError("nats-py", "nats") from error
         self._control = threading.Lock()  # held while the thread is started or ended
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -227,10 +230,3 @@ def _is_url(url: object) -> bool:
         return parts.scheme in ("nats", "tls") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         return False
-
-
-def _imported() -> Any:  # noqa: ANN401  a module
-    try:
-        return importlib.import_module("nats")
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("nats-py", "nats") from error

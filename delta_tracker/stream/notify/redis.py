@@ -33,7 +33,10 @@ class RedisNotifier:
             raise InvalidArgumentError("timeout_seconds", timeout_seconds, "Pass a positive number of seconds")
         self._key = key
         self._timeout_seconds = timeout_seconds
-        redis = _imported()
+        try:
+            redis: Any = importlib.import_module("redis")
+        except ModuleNotFoundError as error:
+            raise MissingExtraError("redis", "redis") from error
         self._refused: type[Exception] = redis.ResponseError
         try:
             self._redis = redis.Redis.from_url(
@@ -73,10 +76,3 @@ class RedisNotifier:
 
 def _id(version: int) -> str:
     return f"{version}-1"  # Redis has no entry 0-0
-
-
-def _imported() -> Any:  # noqa: ANN401  a module
-    try:
-        return importlib.import_module("redis")
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("redis", "redis") from error

@@ -751,12 +751,11 @@ def open_storage(url: Location, *, create: bool = False) -> Storage:
 def _chunks(buffers: Iterable[memoryview]) -> Iterator[bytes]:
     """Yield copies of ``buffers`` in chunks of 8 MiB: obstore still uses a chunk while it requests the next one."""
     chunk = bytearray()
-    for piece in pieces(buffers):
-        room = UPLOAD_BYTES - len(chunk)
-        chunk += piece[:room]
+    for piece in pieces(buffers):  # no piece has bytes of two chunks
+        chunk += piece
         if len(chunk) == UPLOAD_BYTES:
             yield bytes(chunk)
-            chunk = bytearray(piece[room:])
+            chunk.clear()
     if chunk:
         yield bytes(chunk)
 
