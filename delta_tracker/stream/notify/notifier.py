@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from delta_tracker.errors import InvalidArgumentError
@@ -109,16 +111,12 @@ class Hints:
         """Announce that ``version`` of the stream with this id is committed. Never raises."""
         if self._notifier is None:
             return
-        if not self._is_due():
-            self.num_lost += 1
-            return
-        try:
-            self._notifier.announce(stream, version)
-        except Exception as error:  # noqa: BLE001  a lost hint must not fail a committed version
-            self.num_lost += 1
-            self._failed(error)
-        else:
-            self._worked()
+        if self._is_due():
+            with self._caught():
+                self._notifier.announce(stream, version)
+                self._worked()
+                return
+        self.num_lost += 1
 
     def wait(self, stream: str | None, after: int, timeout_seconds: float) -> bool:
         """Wait for a version above ``after``, the timeout or the stop flag. Return True after a hint. Never raises.
@@ -131,43 +129,39 @@ class Hints:
             left = deadline - self._runtime.monotonic()
             if left <= 0:
                 return False
-            if not self._is_due():
+            if self._notifier is None or not self._is_due():
                 break
-            if self._heard(stream, after, min(left, _SLICE_SECONDS)):
-                self._believed = (stream, after)
-                return True
+            with self._caught():
+                is_heard = self._notifier.wait(stream, after, min(left, _SLICE_SECONDS))
+                self._worked()
+                if is_heard:
+                    self._believed = (stream, after)
+                    return True
         self._runtime.wait(self._stop, max(0.0, deadline - self._runtime.monotonic()))
         return False
 
     def close(self) -> None:
         """Close the notifier. Never raises."""
         if self._notifier is not None:
-            try:
+            with self._caught():
                 self._notifier.close()
-            except Exception as error:  # noqa: BLE001  no caller can handle it
-                self._failed(error)
-
-    def _heard(self, stream: str, after: int, timeout_seconds: float) -> bool:
-        assert self._notifier is not None
-        try:
-            heard = self._notifier.wait(stream, after, timeout_seconds)
-        except Exception as error:  # noqa: BLE001  polling continues
-            self._failed(error)
-            return False
-        self._worked()
-        return heard
 
     def _is_due(self) -> bool:
-        return self._notifier is not None and self._runtime.monotonic() >= self._try_again
+        return self._runtime.monotonic() >= self._try_again
 
-    def _failed(self, error: Exception) -> None:
-        self.num_failures += 1
-        if self._pause_seconds == 0:
-            reason = f"{type(error).__name__}: {error}"
-            _logger.warning("hints of new versions failed, polling continues: error=%s", reason)
-        doubled = max(_FIRST_PAUSE_SECONDS, 2 * self._pause_seconds)
-        self._pause_seconds = min(doubled, _LONGEST_PAUSE_SECONDS)
-        self._try_again = self._runtime.monotonic() + self._pause_seconds
+    @contextmanager
+    def _caught(self) -> Iterator[None]:
+        """Context manager that catches and counts all errors of the notifier."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  a lost hint must not fail a committed version; polling continues
+            self.num_failures += 1
+            if self._pause_seconds == 0:
+                reason = f"{type(error).__name__}: {error}"
+                _logger.warning("hints of new versions failed, polling continues: error=%s", reason)
+            doubled = max(_FIRST_PAUSE_SECONDS, 2 * self._pause_seconds)
+            self._pause_seconds = min(doubled, _LONGEST_PAUSE_SECONDS)
+            self._try_again = self._runtime.monotonic() + self._pause_seconds
 
     def _worked(self) -> None:
         if self._pause_seconds:

@@ -140,18 +140,15 @@ def make_directory(directory: Path, *, fsync: bool) -> None:
 def list_files(
     directory: Path, prefix: str, after: str, *, needs_status: bool
 ) -> list[tuple[str, os.stat_result | None]]:
-    """Return the regular files below the directory ``prefix`` of a store, with their status, in no order.
+    """Return the regular files below the directory ``prefix`` of a store, in no order, and only paths after ``after``.
+
+    The paths are relative to ``directory``. Unless ``needs_status``, the status may be None, which is faster, because
+    most systems return none with a name.
 
     Reads each directory at most once. Follows links to files. Skips links to directories (except ``prefix``, which may
     be a link), links that lead nowhere, pipes, unreadable subdirectories, and files that are deleted meanwhile. The
     result is empty if ``prefix`` does not exist. Other failures raise OSError: if an entry of the log was missing from
     the result, the one before it would look like the head.
-
-    Args:
-        directory: directory of the store.
-        prefix: path of the listed directory, relative to ``directory``, as are the results.
-        after: only paths that sort after this one are returned.
-        needs_status: if False, the status may be None, which is faster, because most systems return none with a name.
     """
     root = os.fspath(directory)
     found: list[tuple[str, os.stat_result | None]] = []

@@ -120,7 +120,8 @@ class Storage:
     Names of objects are relative to the URL and use forward slashes. A name is invalid if it has an empty, ``.`` or
     ``..`` component, a backslash, a ``#`` or a control character, or more than 1,024 bytes. All methods reject an
     invalid name with :class:`InvalidArgumentError`, and raise :class:`StorageError` if the store fails. A local object
-    is on disk (fsync) before the call that wrote it returns. Remote stores guarantee the same.
+    is on disk (fsync) before the call that wrote it returns; :class:`NotDurableError` says that it was written, but
+    its name cannot be flushed. Remote stores guarantee durability.
 
     A web server or a cache at an http URL serves single objects: all methods that write, delete or list raise
     :class:`ReadOnlyStoreError`.
@@ -235,15 +236,12 @@ class Storage:
         """Write the concatenated ``buffers`` as an object, replacing one of the same name.
 
         Each buffer is written or copied before the next one is requested, so the caller may then reuse its memory. For
-        a remote store, the call needs up to 100 MB of memory, and an object may have up to 80 GB.
+        a remote store, the call needs up to 100 MB of memory, and an object may have up to 80 GB. No partial object is
+        visible after a failure.
 
         If a remote store refuses a request because of a concurrent one (409 on AWS), the object is written again for
         about a second. Unless it has at most 8 MiB, ``buffers`` must be iterable again for this, such as a
         :class:`Repeatable`.
-
-        Raises:
-            NotDurableError: if the object was written, but its name cannot be flushed to disk.
-            StorageError: if the object cannot be written; no partial object is visible then.
         """
         self._begin("write", name, "put()")
         with self._translated():
@@ -255,10 +253,8 @@ class Storage:
     def create(self, name: str, data: bytes) -> bool:
         """Write an object; return False if one of that name exists. If several writers race, only one succeeds.
 
-        Raises:
-            NameConflictError: if the store refused each attempt for a second (409 on AWS), and no such object exists.
-            NotDurableError: if the object exists, but its name cannot be flushed to disk.
-            StorageError: if the object cannot be written. If the response was lost, the object may exist.
+        If the response of a failed call was lost, the object may exist. Raises :class:`NameConflictError` if the store
+        refused each attempt for a second (409 on AWS), and no such object exists.
         """
         self._begin("write", name, "create()")
         for attempt in range(_CREATE_ATTEMPTS):
@@ -383,13 +379,10 @@ class Storage:
                 return
 
     def sync(self, prefix: str) -> None:
-        """Wait until all creations and deletions of objects in the directory ``prefix`` are on disk.
+        """Flush all creations and deletions of objects in ``prefix`` to disk, or raise :class:`NotDurableError`.
 
         Of the methods, only :meth:`delete` does not wait for its own change. No-op for remote stores, which guarantee
         durability, with ``fsync=False``, and if the directory does not exist.
-
-        Raises:
-            NotDurableError: if the system cannot flush the directory.
         """
         self._begin(None, prefix, "sync()", argument="prefix")
         with self._translated():
@@ -467,10 +460,9 @@ class Storage:
             self.requests[kind] += 1
 
     def probe(self) -> None:
-        """Check that the store rejects the second of two requests to create the same object. Deletes the test object.
+        """Check that the store rejects the second of two requests to create the same object, which is then deleted.
 
-        Raises:
-            UnsafeStoreError: if the store accepts both requests, or does not support exclusive creation.
+        Raises :class:`UnsafeStoreError` if it accepts both, or does not support exclusive creation.
         """
         name = f"probe/{secrets.token_hex(16)}"
         try:
