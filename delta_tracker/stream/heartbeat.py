@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Annotated, Any, TypeVar
 
 from msgspec import Meta, convert
@@ -187,7 +186,13 @@ def _listed(storage: Storage, clock: StoreClock) -> list[StoredObject]:
 
 
 def _seen(storage: Storage, stored: StoredObject) -> SeenHeartbeat | None:
-    beat = read_record(storage, stored.name, "heartbeat", partial(_parse, stored.name))
+    def parse(data: bytes) -> Heartbeat:
+        beat = convert(load_json(data), Heartbeat)
+        if heartbeat_path(beat.name) != stored.name:
+            raise MalformedError(stored.name, f"it is the heartbeat of {beat.name}")
+        return beat
+
+    beat = read_record(storage, stored.name, "heartbeat", parse)
     return None if beat is None else SeenHeartbeat(beat, stored.modified)
 
 
@@ -218,13 +223,6 @@ def remove_heartbeats(storage: Storage, clock: StoreClock) -> int:
 def read_heartbeats(storage: Storage) -> list[Heartbeat]:
     """Return the heartbeats of a stream's predictors, sorted by object name. Logs and skips malformed heartbeats."""
     return [seen.beat for seen in see_heartbeats(storage, StoreClock())[0]]
-
-
-def _parse(path: str, data: bytes) -> Heartbeat:
-    beat = convert(load_json(data), Heartbeat)
-    if heartbeat_path(beat.name) != path:
-        raise MalformedError(path, f"it is the heartbeat of {beat.name}")
-    return beat
 
 
 def heartbeat_path(name: str) -> str:

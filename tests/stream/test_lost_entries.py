@@ -295,9 +295,9 @@ def test_a_name_is_not_used_again_if_the_entries_above_it_are_lost_while_it_is_c
 
 
 @pytest.mark.parametrize("field", ["writer", "stream", "generation", "snapshot", "version", "created"])
-def test_a_claim_that_is_altered_on_the_way_is_followed_by_another(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_claim_that_is_altered_on_the_way_is_followed_by_another(field: str) -> None:
     storage, publisher = true_stream(is_directory=False)
-    monkeypatch.setattr(TrueStorage, "is_remote", True)
+    storage.is_remote = True
     storage.delete(entry_name(3))
     create = storage._create_once
     stream = publisher.head.stream

@@ -121,14 +121,11 @@ def delete_draft(draft: Path) -> bool:
 
 
 def make_directory(directory: Path, *, fsync: bool) -> None:
-    """Create a directory and its parents if they do not exist. With ``fsync``, their names are on disk then.
-
-    An existing directory may be from a process that was killed before its sync, so the name of the lowest existing one
-    is flushed too.
-    """
+    """Create a directory and its parents if they do not exist. With ``fsync``, their names are on disk then."""
     missing = list(itertools.takewhile(lambda path: not path.exists(), (directory, *directory.parents)))
     lowest = missing[-1].parent if missing else directory
-    # Flush each name before the next directory is created: if a directory exists, the names above it are on disk.
+    # Flush each name before the next directory is created: if a directory exists, the names above it are on disk. Its
+    # own name may not be, if the process that created it was killed.
     if fsync and not lowest.is_mount():  # a mount point was not created here
         _sync_name(lowest)
     for path in reversed(missing):

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 import obstore
@@ -62,6 +62,9 @@ if TYPE_CHECKING:
     from obstore import BytesStream, GetOptions, GetResult, ListStream, ObjectMeta
     from obstore.store import ObjectStore
 
+    # Function that checks the size of an object in bytes, and returns memory for the bytes that are read.
+    _Allocate: TypeAlias = Callable[[int], NDArray[np.uint8]]
+
 T = TypeVar("T")
 P = ParamSpec("P")
 # Hosts that obstore asks for credentials if none are configured.
@@ -102,16 +105,6 @@ class Transfer:
     # modification time of the object in Unix seconds, by the store's clock; None before the first response, and if a
     # web server sends none
     modified: float | None = None
-
-
-class _Range(NamedTuple):
-    """Bytes ``[begin, end)`` of an object that are read, into ``out`` if it is given."""
-
-    name: str
-    begin: int = 0
-    end: int | None = None  # None for the end of the object
-    max_bytes: int | None = None
-    out: NDArray[np.uint8] | None = None
 
 
 class Storage:
@@ -315,10 +308,16 @@ class Storage:
         self._begin("read", name)
         if out is not None and len(out) < max_bytes:
             raise InvalidArgumentError("out", len(out), f"Pass an array of {max_bytes} bytes")
+
+        def allocate(num_bytes: int) -> NDArray[np.uint8]:
+            if num_bytes > max_bytes:
+                raise MalformedError(name, f"it has {num_bytes} bytes, more than {max_bytes}")
+            return np.empty(num_bytes, dtype=np.uint8) if out is None else out[:num_bytes]
+
         with self._translated():
             if self._directory is None:
-                return self._download(_Range(name, max_bytes=max_bytes, out=out), transfer)
-            return self._read_file(_Range(name, max_bytes=max_bytes, out=out), transfer)
+                return self._download(name, allocate, transfer=transfer)
+            return self._read_file(name, allocate, transfer=transfer)
 
     def read_range(self, name: str, begin: int, end: int) -> NDArray[np.uint8] | None:
         """Return the bytes ``[begin, end)`` of an object, None if it does not exist.
@@ -328,15 +327,19 @@ class Storage:
         self._begin("read", name)
         if not 0 <= begin <= end:
             raise InvalidArgumentError("begin, end", (begin, end), "Pass 0 <= begin <= end")
+
+        def allocate(num_bytes: int) -> NDArray[np.uint8]:
+            if num_bytes < end:
+                raise self._too_short(name, num_bytes, end)
+            return np.empty(end - begin, dtype=np.uint8)
+
         with self._translated():
             if self._directory is not None:
-                return self._read_file(_Range(name, begin, end))
+                return self._read_file(name, allocate, begin)
             if begin < end:
-                return self._download(_Range(name, begin, end))
-        num_bytes = self.size(name)  # stores reject a request for an empty range
-        if num_bytes is not None and num_bytes < end:
-            raise self._too_short(name, num_bytes, end)
-        return None if num_bytes is None else np.empty(0, dtype=np.uint8)
+                return self._download(name, allocate, begin, end)
+            num_bytes = self.size(name)  # stores reject a request for an empty range
+            return None if num_bytes is None else allocate(num_bytes)
 
     def size(self, name: str) -> int | None:
         """Return the size of an object in bytes, None if it does not exist."""
@@ -367,16 +370,13 @@ class Storage:
         A local object may be there again after a power loss, unless :meth:`sync` is called afterwards.
         """
         self._begin("delete", name, "delete()")
-        with self._translated():
-            try:
-                if self._directory is None:
-                    store = self._object_store()
-                    _repeated(lambda: self._ask(obstore.delete, obstore.delete_async, store, name))
-                elif self._find_directory():
-                    self._check_directory()
-                    (self._directory / name).unlink()
-            except (FileNotFoundError, NotADirectoryError):
-                return
+        with self._translated(), suppress(FileNotFoundError, NotADirectoryError):
+            if self._directory is None:
+                store = self._object_store()
+                _repeated(lambda: self._ask(obstore.delete, obstore.delete_async, store, name))
+            elif self._find_directory():
+                self._check_directory()
+                (self._directory / name).unlink()
 
     def sync(self, prefix: str) -> None:
         """Flush all creations and deletions of objects in ``prefix`` to disk, or raise :class:`NotDurableError`.
@@ -403,10 +403,7 @@ class Storage:
             return delete_draft(self._directory / name)
 
     def has_directory(self, prefix: str) -> bool:
-        """Return False if the store is local and has no directory ``prefix``. Sends no request to a remote store.
-
-        The mount point of a volume that is not mounted has no directory of a stream.
-        """
+        """Return False if the store is local and lacks the directory ``prefix``, as if its volume is not mounted."""
         check_name("prefix", prefix)
         with self._translated():
             return self._directory is None or (self._directory / prefix).is_dir()
@@ -494,10 +491,7 @@ class Storage:
         return True
 
     def _object_store(self) -> ObjectStore:
-        """Return the store, unless it is remote and this process is a forked child.
-
-        A child lacks obstore's threads, so that its requests can hang or crash.
-        """
+        """Return the store. Refuse a remote one in a forked child: it lacks obstore's threads, so requests may hang."""
         if not _processes:
             _processes.append(os.getpid())
         if self.is_remote and os.getpid() not in _processes:
@@ -532,12 +526,13 @@ class Storage:
             return blocking(*args, **options)
         return answer(partial(blocking, *args, **options), partial(request, *args, **options))
 
-    def _download(self, wanted: _Range, transfer: Transfer | None = None) -> NDArray[np.uint8] | None:
-        """Return bytes of a remote object, None if it does not exist.
+    def _download(
+        self, name: str, allocate: _Allocate, begin: int = 0, end: int | None = None, transfer: Transfer | None = None
+    ) -> NDArray[np.uint8] | None:
+        """Return the bytes ``[begin, end)`` of a remote object, None if it does not exist.
 
         If a request ends before all bytes arrived, the remaining bytes are requested, as long as each brings some.
         """
-        name, begin, end, *_ = wanted
         transfer = Transfer() if transfer is None else transfer
         while transfer.out is None or transfer.num_bytes < len(transfer.out):
             before = transfer.num_bytes
@@ -551,7 +546,7 @@ class Storage:
                     transfer.out, transfer.num_bytes, transfer.source = None, 0, None
                     raise StorageError(self.url, f"{name} changed while it was read")
                 if transfer.out is None:
-                    transfer.out = self._allocate(wanted, found[0])
+                    transfer.out = allocate(found[0])
                     seconds = found[2].timestamp()  # 0 if the server sent none
                     transfer.source = found
                     transfer.modified = None if self.is_read_only and seconds <= 0 else seconds
@@ -593,10 +588,11 @@ class Storage:
         if transfer.num_bytes != len(out):
             raise self._too_short(name, begin + transfer.num_bytes, begin + len(out))
 
-    def _read_file(self, wanted: _Range, transfer: Transfer | None = None) -> NDArray[np.uint8] | None:
-        """Return bytes of a local file, None if it does not exist."""
+    def _read_file(
+        self, name: str, allocate: _Allocate, begin: int = 0, transfer: Transfer | None = None
+    ) -> NDArray[np.uint8] | None:
+        """Return the bytes of a local file from ``begin`` on, None if it does not exist."""
         # obstore is not used here: its stream of a local file takes 30 times as long.
-        name, begin = wanted.name, wanted.begin
         assert self._directory is not None
         try:
             # Non-blocking, because a named pipe must not block the reader.
@@ -612,7 +608,7 @@ class Storage:
                 raise StorageError(self.url, f"{name} is not a regular file", "Delete it: no publisher has written it")
             if transfer is not None:
                 transfer.modified = status.st_mtime
-            data = self._allocate(wanted, status.st_size)
+            data = allocate(status.st_size)
             view = data.data
             filled = 0
             while filled < len(data):
@@ -624,16 +620,6 @@ class Storage:
             return data
         finally:
             os.close(descriptor)
-
-    def _allocate(self, wanted: _Range, num_bytes: int) -> NDArray[np.uint8]:
-        """Check the size ``num_bytes`` of an object, then return memory for its bytes that are wanted."""
-        name, begin, end, max_bytes, out = wanted
-        if max_bytes is not None and num_bytes > max_bytes:
-            raise MalformedError(name, f"it has {num_bytes} bytes, more than {max_bytes}")
-        if end is not None and num_bytes < end:
-            raise self._too_short(name, num_bytes, end)
-        length = (num_bytes if end is None else end) - begin
-        return np.empty(length, dtype=np.uint8) if out is None else out[:length]
 
     def _too_short(self, name: str, num_bytes: int, expected: int) -> StorageError:
         return StorageError(self.url, f"{name} ended after {num_bytes} of {expected} bytes")
@@ -683,15 +669,13 @@ class Storage:
         """Context manager that converts errors of obstore and of the file system to :class:`StorageError`."""
         try:
             yield
-        except (StorageError, MalformedError):
+        except StorageError:
             raise
-        except (BaseError, OSError, NotImplementedError) as error:
+        except BaseException as error:
+            if not isinstance(error, BaseError | OSError | NotImplementedError) and not is_panic(error):
+                raise
             reason = str(error).split("\n", maxsplit=1)[0]
             raise StorageError(self.url, f"{type(error).__name__}: {reason}", _remedy_of(reason)) from error
-        except BaseException as error:
-            if not is_panic(error):
-                raise
-            raise StorageError(self.url, f"{type(error).__name__}: {error}") from error
 
 
 def _remedy_of(reason: str) -> str | None:

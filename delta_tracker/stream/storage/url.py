@@ -96,7 +96,7 @@ def default_poll_seconds(url: str) -> float:
     return REMOTE_POLL_SECONDS if is_remote(url) else 0.01
 
 
-def connection(url: str, options: Mapping[str, str] | None, *, past_cache: bool = False) -> dict[str, Any]:
+def connection(url: str, options: Mapping[Any, Any] | None, *, past_cache: bool = False) -> dict[str, Any]:
     """Return the keyword arguments for obstore's ``from_url``. ``past_cache`` asks caches for the origin's object.
 
     An error never shows the value of an option, which may be secret.
@@ -109,7 +109,7 @@ def connection(url: str, options: Mapping[str, str] | None, *, past_cache: bool 
     client: dict[str, str] = dict(_CLIENT_DEFAULTS)
     store: dict[str, str] = {}
     for key, value in (options or {}).items():
-        if not (_is_text(key) and _is_text(value)):
+        if not (isinstance(key, str) and isinstance(value, str)):
             raise InvalidArgumentError("options", key, "Pass names and values as strings, also true and false")
         plain = _OPTION_PREFIX.sub("", key.lower())
         if plain in _CLIENT_OPTIONS:
@@ -170,7 +170,3 @@ def _split(url: object) -> SplitResult:
     if parts.scheme == "file" and (parts.netloc or not parts.path.startswith("/")):
         raise InvalidArgumentError("url", url, "Write an absolute directory as file:///directory")
     return parts
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
