@@ -21,14 +21,13 @@ from delta_tracker.errors import (
 )
 from delta_tracker.stream.entry_names import Merged
 from delta_tracker.stream.format.manifest import Link, Manifest
-from delta_tracker.stream.log import StreamLog, generation_error
+from delta_tracker.stream.log import generation_error
 from delta_tracker.stream.reading.position import Position
-from delta_tracker.stream.reading.seen import SeenLog
+from delta_tracker.stream.reading.seen import Entries
 
 _MAX_UNREADABLE = 3
 _T = TypeVar("_T")
 
-Entries = StreamLog | SeenLog
 Allows = Callable[[Manifest], bool]
 ReadMerged = Callable[[Merged], Manifest | None]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from delta_tracker.errors import StreamError
 from delta_tracker.stream.entry_names import Merged
@@ -13,6 +13,39 @@ from delta_tracker.stream.reading.position import Position
 
 if TYPE_CHECKING:
     from delta_tracker.stream.reading.decisions import Order
+
+
+class Entries(Protocol):
+    """Entries of one log: those that were seen, or a :class:`~delta_tracker.stream.log.StreamLog`, which reads them.
+
+    The methods raise MalformedError for an entry that does not follow the format, and StorageError if the store cannot
+    be read.
+    """
+
+    @property
+    def url(self) -> str:
+        """Url of the store."""
+
+    def read(self, version: int) -> Manifest | None:
+        """Return the entry of a version, None if it does not exist."""
+
+    def read_merged(self, merged: Merged) -> Manifest | None:
+        """Return a merged entry, None if it does not exist."""
+
+    def merged(self, *, after: int = -1) -> list[Merged]:
+        """Return references to the merged entries with a last version above ``after``, ascending."""
+
+    def versions(self, *, after: int = -1) -> list[int]:
+        """Return the versions above ``after``, ascending."""
+
+    def head(self) -> Manifest | None:
+        """Return the newest entry, None if there is none."""
+
+    def newest_snapshot(self) -> Manifest | None:
+        """Return the newest snapshot that a reader can start from, of the log or merged; None if there is none."""
+
+    def is_committed(self, entry: Manifest) -> bool:
+        """Return True if an entry that was read, such as a claim, is part of the log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,31 +127,31 @@ class SeenLog:
         return cast("int | None", self._ask("generation", None, position))
 
     def read(self, version: int) -> Manifest | None:
-        """See :class:`~delta_tracker.stream.log.StreamLog`."""
+        """See :class:`Entries`."""
         return cast("Manifest | None", self._ask("read", version, version))
 
     def read_merged(self, merged: Merged) -> Manifest | None:
-        """See :class:`~delta_tracker.stream.log.StreamLog`."""
+        """See :class:`Entries`."""
         return cast("Manifest | None", self._ask("read_merged", merged, merged))
 
     def merged(self, *, after: int = -1) -> list[Merged]:
-        """See :class:`~delta_tracker.stream.log.StreamLog`."""
+        """See :class:`Entries`."""
         return cast("list[Merged]", self._ask("merged", after, after))
 
     def versions(self, *, after: int = -1) -> list[int]:
-        """See :class:`~delta_tracker.stream.log.StreamLog`."""
+        """See :class:`Entries`."""
         return cast("list[int]", self._ask("versions", after, after))
 
     def head(self) -> Manifest | None:
-        """See :class:`~delta_tracker.stream.log.StreamLog`."""
+        """See :class:`Entries`."""
         return cast("Manifest | None", self._ask("head"))
 
     def newest_snapshot(self) -> Manifest | None:
-        """See :class:`~delta_tracker.stream.log.StreamLog`."""
+        """See :class:`Entries`."""
         return cast("Manifest | None", self._ask("newest_snapshot"))
 
     def is_committed(self, entry: Manifest) -> bool:
-        """See :class:`~delta_tracker.stream.log.StreamLog`."""
+        """See :class:`Entries`."""
         return cast("bool", self._ask("is_committed", (entry.stream, entry.link), entry))
 
     def _ask(self, about: str, key: Hashable = None, subject: object = None) -> object:
