@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -58,7 +59,9 @@ def check() -> None:
 
 def sleep(seconds: float) -> None:
     """Wait, and raise :class:`Interrupted` as soon as the stop flag of this thread is set."""
-    if _thread.stop.wait(seconds):
+    if _thread.loop is None:
+        time.sleep(seconds)
+    elif _thread.stop.wait(seconds):
         raise Interrupted
 
 
