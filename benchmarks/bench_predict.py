@@ -79,7 +79,7 @@ class _Stream:
         """Return a writer of the table."""
         gauges = PredictorGauges(Recorder("predictor", self), REAL)
         model = ServedModel({FQN: self.table}, {}, raw_ids=None, takes_dense=False)
-        return ModelWriter(model, gauges, chunk_rows=chunk_rows, gate=None, cache=None)
+        return ModelWriter(model, gauges, chunk_rows=chunk_rows)
 
     def rewind(self, predictor: Predictor) -> None:
         """Reset a predictor to the position before the first delta."""

@@ -291,7 +291,7 @@ class Follower:
             _logger.info("the newest version was not checked before follow(): %s", error)
             return
         for manifest in newest:
-            self._writer.resolve(manifest)
+            self._writer.destination.resolve(manifest)
 
     @contextmanager
     def _held_lock(self) -> Iterator[None]:

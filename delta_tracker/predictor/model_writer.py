@@ -9,7 +9,7 @@ from dataclasses import replace
 import msgspec
 
 from delta_tracker.errors import ForkedError, InvalidArgumentError
-from delta_tracker.predictor.gate import GateKeeper
+from delta_tracker.forking import Forkable, protect
 from delta_tracker.predictor.gauges import PredictorGauges
 from delta_tracker.predictor.identities import OwnerChange, identities_after, owner_changes, version_owners
 from delta_tracker.predictor.lock import TableLock
@@ -17,28 +17,21 @@ from delta_tracker.predictor.placement import Chunk, Placement
 from delta_tracker.predictor.served_model import Receiver, ServedModel
 from delta_tracker.predictor.status import Served
 from delta_tracker.predictor.table_fence import TableFence
-from delta_tracker.predictor.version_writer import VersionWriter, replaces
+from delta_tracker.predictor.version_writer import replaces
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.manifest import Manifest
-from delta_tracker.stream.host_cache import HostCache
 from delta_tracker.stream.reading.orders import Followed
 from delta_tracker.stream.reading.position import Position, Rows
 from delta_tracker.types import Identity
 
 
-class ModelWriter(VersionWriter):
+class ModelWriter(Forkable):
     """Writer of versions to one model."""
 
-    def __init__(
-        self,
-        model: ServedModel,
-        gauges: PredictorGauges,
-        *,
-        chunk_rows: int,
-        gate: GateKeeper | None,
-        cache: HostCache | None,
-    ) -> None:
-        super().__init__(gauges, chunk_rows=chunk_rows, gate=gate, cache=cache)
+    def __init__(self, model: ServedModel, gauges: PredictorGauges, *, chunk_rows: int) -> None:
+        self.manifest: Manifest | None = None
+        self.identities: Mapping[str, Identity] = {}
+        self._gauges, self._chunk_rows = gauges, chunk_rows
         self.lock, self.fence, self.model = TableLock(), TableFence(), model
         self.fence.cover(model.first_devices)
         # After the last complete version; its rows are ahead until a snapshot replaces those that were saved with it.
@@ -48,6 +41,7 @@ class ModelWriter(VersionWriter):
         self._begun: Manifest | None = None  # newest version that may be partly written
         self._applying: int | None = None  # last version of which rows were written, until it is complete
         self._is_torn = False
+        protect(self)
 
     @property
     def is_reading(self) -> bool:
@@ -87,19 +81,22 @@ class ModelWriter(VersionWriter):
         """Return an order that was followed in the next :meth:`state_dict`."""
         self._followed = followed
 
+    def restore(self) -> None:
+        """No-op: the position is known."""
+
     def resolve(self, manifest: Manifest) -> Receiver:
         """Return the tables that the model has now."""
         return self.model.resolve(manifest)
 
     def leaves_rows(self, manifest: Manifest) -> bool:
-        """Return True if rows of a replaced version may remain; see :meth:`VersionWriter.leaves_rows`."""
+        """Return True if rows of a replaced version may remain; see :func:`replaces`."""
         begun = self._begun
         if begun is None or begun.stream != manifest.stream:
             return False
         return replaces(manifest, begun.link, begun.generation)
 
     def write(self, receiver: Receiver, contents: Contents, *, is_elsewhere: bool) -> None:
-        """Write a version to ``receiver``; see :meth:`VersionWriter.write`."""
+        """Write a version to ``receiver``; see :meth:`Destination.write`."""
         manifest = contents.manifest
         identities = identities_after(manifest, self.identities)
         placements = receiver.place(contents)

@@ -23,7 +23,7 @@ from delta_tracker.predictor.names import NameChoice
 from delta_tracker.predictor.served_model import Model, ServedModel
 from delta_tracker.predictor.sink_writer import SinkWriter
 from delta_tracker.predictor.status import Served, Status, error_text
-from delta_tracker.predictor.version_writer import VersionWriter
+from delta_tracker.predictor.version_writer import Destination, VersionWriter
 from delta_tracker.raw_id_index import RawIdIndex
 from delta_tracker.row_sink import RowSink
 from delta_tracker.stream.format.manifest import Manifest
@@ -124,18 +124,19 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         sources = Sources(url, canary, runtime=runtime)
         self._cache = HostCache(cache) if isinstance(cache, str | Path) else cache
         self._gate = None if gate is None else GateKeeper(gate)
-        self._writer: VersionWriter
+        self._destination: Destination
         if isinstance(model, RowSink):
             if names or raw_ids:
                 text = "Omit it: a row store keeps all tables under the stream's names, and the raw ids of their rows"
                 raise InvalidArgumentError("names" if names else "raw_ids", names or raw_ids, text)
-            self._writer = SinkWriter(model, self._gauges, chunk_rows=chunk_rows, gate=self._gate, cache=self._cache)
+            self._destination = SinkWriter(model, self._gauges, chunk_rows=chunk_rows)
         else:
             served = ServedModel(model, names or {}, raw_ids=raw_ids, takes_dense=dense)
-            self._writer = ModelWriter(served, self._gauges, chunk_rows=chunk_rows, gate=self._gate, cache=self._cache)
+            self._destination = ModelWriter(served, self._gauges, chunk_rows=chunk_rows)
+        writer = VersionWriter(self._destination, gate=self._gate, cache=self._cache)
         self._reader = Reader(
             sources,
-            self._writer,
+            writer,
             self._gauges,
             Policy(follows_pins=follows_pins, is_canary=canary is not None),
             # The norms of a merged version cannot show which of its versions violates a bound.
@@ -145,20 +146,19 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         self._syncing = threading.Lock()  # held while the version changes
         self._follower = Follower(
             self._reader,
-            self._writer,
+            writer,
             self._syncing,
             notifier=notifier,
             heartbeats=None if name is None else Heartbeats(self._reader, name, heartbeats),
             gauges=self._gauges,
         )
-        protect(self._writer)
         protect(self)
         self._gauges.begin(self._reader.storage.url, FAULTS)
 
     @property
     def manifest(self) -> Manifest | None:
         """Manifest of the last applied snapshot or delta; None before the first, and after :meth:`load_state_dict`."""
-        return self._writer.manifest
+        return self._destination.manifest
 
     @property
     def version(self) -> int | None:
@@ -188,7 +188,7 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
             ForkedError: if the process was forked during a long write, so that rows may be torn. :meth:`sync` writes
                 them again.
         """
-        return self._writer.reading()
+        return self._destination.reading()
 
     def status(self) -> Status:
         """Return the state of the predictor. Sends a few small requests to the store to find the lag."""
@@ -396,7 +396,7 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
             an interrupted call left rows of unrelated versions in the tables: after such a dict is loaded, only a
             snapshot can be applied.
         """
-        return self._writer.state_dict()
+        return self._destination.state_dict()
 
     def load_state_dict(self, state: Mapping[str, str | int]) -> None:
         """Restore the stream position of tables that were saved together with ``state``, also by an older release.
@@ -410,11 +410,11 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         """
         self._refuse_inside_reading("load_state_dict()")
         with self._syncing:
-            self._writer.load_state_dict(state)
+            self._destination.load_state_dict(state)
             self._gauges.loaded()
             self._reader.loaded()
         self._follower.moved()
 
     def _refuse_inside_reading(self, call: str) -> None:
-        if self._writer.is_reading:
+        if self._destination.is_reading:
             raise InvalidArgumentError(call, "inside reading()", "Leave the `with predictor.reading()` block first")

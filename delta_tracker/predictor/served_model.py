@@ -129,7 +129,7 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Receiver:
-    """Destination of one version: tables, dense tensors and mappings of raw ids in the model, by name in the stream."""
+    """Tables, dense tensors and mappings of raw ids that one version is written to, by name in the stream."""
 
     targets: Mapping[str, RowTarget]
     dense: Mapping[str, Tensor]

@@ -26,19 +26,18 @@ import torch
 from torch import Tensor
 
 from delta_tracker.errors import InvalidArgumentError, MalformedSinkError, TableMismatchError
-from delta_tracker.predictor.gate import GateKeeper
+from delta_tracker.forking import Forkable, protect
 from delta_tracker.predictor.gauges import PredictorGauges
 from delta_tracker.predictor.identities import VersionOwners, identities_after, version_owners
 from delta_tracker.predictor.placement import Placement
 from delta_tracker.predictor.served_model import Receiver
 from delta_tracker.predictor.status import Served
-from delta_tracker.predictor.version_writer import VersionWriter, replaces
+from delta_tracker.predictor.version_writer import replaces
 from delta_tracker.raw_ids import NO_OWNER, default_rows
 from delta_tracker.row_sink import RowSink, SinkState
 from delta_tracker.row_target import RowTarget
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.manifest import Link, Manifest
-from delta_tracker.stream.host_cache import HostCache
 from delta_tracker.stream.interruption import check
 from delta_tracker.stream.reading.orders import Followed
 from delta_tracker.stream.reading.position import Position, Rows
@@ -49,29 +48,26 @@ _logger = logging.getLogger(__name__)
 _SLOTS = 1 << 16  # owners that are read or written at once
 
 
-class SinkWriter(VersionWriter):
+class SinkWriter(Forkable):
     """Writer of versions to a row store, which also keeps the position in the stream.
 
     A version with raw ids takes up to 64 bytes of memory per row of its tables with raw ids. After each error, the
     position is read from the row store again, because a request may have been executed although its response was lost.
     """
 
-    def __init__(
-        self,
-        sink: RowSink,
-        gauges: PredictorGauges,
-        *,
-        chunk_rows: int,
-        gate: GateKeeper | None,
-        cache: HostCache | None,
-    ) -> None:
-        super().__init__(gauges, chunk_rows=chunk_rows, gate=gate, cache=cache)
+    is_reading = False  # lookups read the row store
+
+    def __init__(self, sink: RowSink, gauges: PredictorGauges, *, chunk_rows: int) -> None:
+        self.manifest: Manifest | None = None
+        self.identities: Mapping[str, Identity] = {}
+        self._gauges, self._chunk_rows = gauges, chunk_rows
         self._sink = sink
         self._position: Position | None = None  # of the state, with the generation if it is known
         self._state: SinkState | None = None  # of the stream that readers read
         self._is_known = False  # False if the row store may have another state
         self._has_logged_dense = False
         self.restore()
+        protect(self)
 
     @property
     def position(self) -> Position | None:
@@ -145,7 +141,7 @@ class SinkWriter(VersionWriter):
         return Receiver({fqn: _SinkTable(table) for fqn, table in manifest.tables.items()}, {}, {})
 
     def leaves_rows(self, manifest: Manifest) -> bool:
-        """Return True if rows of a replaced version may remain; see :meth:`VersionWriter.leaves_rows`."""
+        """Return True if rows of a replaced version may remain; see :func:`replaces`."""
         held = self._held(manifest)
         if held is None or held.applying is None or held.applying_xxh3 is None:
             return False
@@ -153,7 +149,7 @@ class SinkWriter(VersionWriter):
         return replaces(manifest, Link(held.applying, held.applying_xxh3), generation)
 
     def write(self, receiver: Receiver, contents: Contents, *, is_elsewhere: bool) -> None:
-        """Write a version; see :meth:`VersionWriter.write`."""
+        """Write a version; see :meth:`Destination.write`."""
         manifest = contents.manifest
         former, held = self._state, self._held(manifest)
         identities = identities_after(manifest, {} if held is None else held.identities)

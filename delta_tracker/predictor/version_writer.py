@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Protocol
 
 from delta_tracker.errors import StreamReplacedError
-from delta_tracker.forking import Forkable
 from delta_tracker.predictor.gate import GateKeeper
-from delta_tracker.predictor.gauges import PredictorGauges
 from delta_tracker.predictor.identities import identities_after, version_owners
 from delta_tracker.predictor.served_model import Receiver
 from delta_tracker.predictor.status import Served
@@ -17,76 +15,41 @@ from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.manifest import Link, Manifest
 from delta_tracker.stream.format.part_buffer import PartBuffer
 from delta_tracker.stream.host_cache import HostCache
-from delta_tracker.stream.reading.orders import Followed
-from delta_tracker.stream.reading.position import Position
+from delta_tracker.stream.reading.reader import Positioned
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import Identity
 
 
-class VersionWriter(Forkable):
-    """Target of a reader that validates each version completely before its first row; see :class:`Target`.
+class Destination(Positioned, Protocol):
+    """What versions are written to: a model in this process or a row store.
 
-    A subclass writes the versions to one destination, whose position it keeps. The methods are called in one thread at
-    a time, except :meth:`reading`. Any thread may read the attributes.
-
-    Attributes:
-        gate: checks the values of each version; None without a gate.
-        manifest: manifest of the last applied snapshot or delta; None before the first.
-        identities: table FQN to the buckets by which unknown raw ids are routed now.
+    The methods are called in one thread at a time, except :meth:`reading`. Any thread may read the attributes.
     """
 
-    def __init__(
-        self, gauges: PredictorGauges, *, chunk_rows: int, gate: GateKeeper | None, cache: HostCache | None
-    ) -> None:
-        self.gate = gate
-        self.manifest: Manifest | None = None
-        self.identities: Mapping[str, Identity] = {}
-        self._gauges = gauges
-        self._chunk_rows = chunk_rows
-        self._cache = cache
-        self._storage: Storage | None = None  # that the buffer was filled from
-        self._buffer = PartBuffer()
+    manifest: Manifest | None
+    """Manifest of the last applied snapshot or delta; None before the first."""
+    identities: Mapping[str, Identity]
+    """Table FQN to the buckets by which unknown raw ids are routed now."""
 
     @property
     def is_reading(self) -> bool:
         """True if this thread is inside :meth:`reading`."""
-        return False
 
-    @property
-    @abstractmethod
-    def position(self) -> Position | None:
-        """Position of the rows; None before the first version."""
-
-    @property
-    @abstractmethod
-    def followed(self) -> Followed | None:
-        """Last order that was followed, as it was saved with the position; None without one."""
-
-    @abstractmethod
-    def follow(self, followed: Followed) -> None:
-        """Save with the position which order was followed."""
-
-    @abstractmethod
     def reading(self) -> AbstractContextManager[Served]:
         """Return a context manager that blocks writes during lookups; see :meth:`Predictor.reading`."""
 
-    @abstractmethod
     def state_dict(self) -> dict[str, str | int]:
         """Return the stream position; see :meth:`Predictor.state_dict`."""
 
-    @abstractmethod
     def load_state_dict(self, state: Mapping[str, str | int]) -> None:
         """Restore the stream position; see :meth:`Predictor.load_state_dict`."""
 
-    @abstractmethod
     def resolve(self, manifest: Manifest) -> Receiver:
         """Return what a version is written to. Raise TableMismatchError or DenseMismatchError if it does not fit."""
 
-    @abstractmethod
     def leaves_rows(self, manifest: Manifest) -> bool:
         """Return True if rows of a replaced version may remain once ``manifest`` is applied; see :func:`replaces`."""
 
-    @abstractmethod
     def write(self, receiver: Receiver, contents: Contents, *, is_elsewhere: bool) -> None:
         """Check and write a version, and advance the position when it is complete.
 
@@ -94,8 +57,21 @@ class VersionWriter(Forkable):
         version or a snapshot can be applied next.
         """
 
-    def restore(self) -> None:
-        """Read the position that the destination stores, if it does and the position is unknown."""
+
+class VersionWriter:
+    """Target of a reader that validates each version completely before its first row; see :class:`Target`.
+
+    Attributes:
+        destination: what the versions are written to.
+        gate: checks the values of each version; None without a gate.
+    """
+
+    def __init__(self, destination: Destination, *, gate: GateKeeper | None, cache: HostCache | None) -> None:
+        self.destination = destination
+        self.gate = gate
+        self._cache = cache
+        self._storage: Storage | None = None  # that the buffer was filled from
+        self._buffer = PartBuffer()
 
     def restart(self) -> None:
         """Drop what was read from a store, because it is read again from another one."""
@@ -103,38 +79,38 @@ class VersionWriter(Forkable):
 
     def apply(self, entry: Manifest, storage: Storage, *, is_elsewhere: bool) -> None:
         """Read and validate a version, then write it."""
-        self.restore()  # an earlier attempt may have failed after its first row
-        if self.leaves_rows(entry):
+        self.destination.restore()  # an earlier attempt may have failed after its first row
+        if self.destination.leaves_rows(entry):
             raise StreamReplacedError(storage.url, entry.version)
         gate = self.gate if entry.kind != "claim" else None
-        receiver = self.resolve(entry)
+        receiver = self.destination.resolve(entry)
         if gate is not None:
             gate.recall(entry)
         contents = self._contents(entry, storage)
         measure = {} if gate is None else gate.check(entry, contents)
-        self.write(receiver, contents, is_elsewhere=is_elsewhere)
+        self.destination.write(receiver, contents, is_elsewhere=is_elsewhere)
         if gate is not None:
             gate.passed(entry, measure)
 
     def check_path(self, entries: Sequence[Manifest], storage: Storage) -> Iterator[Manifest]:
         """Read and validate the versions of a path. Yields each before its check. Nothing is written."""
-        self.restore()
-        identities = self.identities
+        self.destination.restore()
+        identities = self.destination.identities
         for entry in entries:
             yield entry
-            receiver, identities = self.resolve(entry), identities_after(entry, identities)
+            receiver, identities = self.destination.resolve(entry), identities_after(entry, identities)
             contents = self._contents(entry, storage)
             receiver.place(contents)
             version_owners(contents)
 
     def write_path(self, entries: Sequence[Manifest], storage: Storage) -> None:
         """Write the versions of a path that was checked. The gate only records their values."""
-        receivers = [self.resolve(entry) for entry in entries]
+        receivers = [self.destination.resolve(entry) for entry in entries]
         if self.gate is not None:
             self.gate.restart()
         for entry, receiver in zip(entries, receivers, strict=True):
             contents = self._contents(entry, storage)
-            self.write(receiver, contents, is_elsewhere=entry.kind == "snapshot")
+            self.destination.write(receiver, contents, is_elsewhere=entry.kind == "snapshot")
             if self.gate is not None:
                 self.gate.passed(entry, self.gate.measure(entry, contents)[0])
 

@@ -234,7 +234,7 @@ class Follower:
         self.kept: set[int] = set()
         self.kept_at: int | None = None
         self.num_checks = 0
-        writer = predictor._writer
+        writer = predictor._destination
         assert isinstance(writer, ModelWriter)
         begin = writer.begin
 

@@ -124,7 +124,7 @@ def test_an_index_may_not_serve_two_tables() -> None:
     tables = {fqn: torch.zeros(history.num_rows, DIM) for fqn in both.tables}
     shared = Predictor(tables, history.storage, raw_ids=dict.fromkeys(tables, index))
     with pytest.raises(TableMismatchError, match=f"shared with '{FQN}'"):
-        shared._writer.resolve(both)
+        shared._destination.resolve(both)
 
 
 @pytest.mark.advice("MalformedError: version_owners identities_after")

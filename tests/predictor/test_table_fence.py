@@ -185,7 +185,7 @@ def test_reading_records_nothing_on_the_cpu(stream: Any) -> None:
         with predictor.reading():
             pass
         assert torch.cuda.default_stream().query()
-        writer = predictor._writer
+        writer = predictor._destination
         assert isinstance(writer, ModelWriter)
         assert not writer.fence.devices
         assert not writer.fence._read

@@ -134,7 +134,7 @@ def test_the_last_error_is_in_the_message(writer: Writer) -> None:
     predictor.follow(poll_seconds=0.001)
     writer.snapshot()
     predictor.wait(1, timeout=_DEADLINE)
-    predictor._writer.resolve = _refuse  # type: ignore[method-assign]
+    predictor._destination.resolve = _refuse  # type: ignore[method-assign]
     writer.delta([1])
     eventually(lambda: predictor.error is not None)
     with pytest.raises(
@@ -156,7 +156,7 @@ def test_an_error_that_ends_the_thread_ends_it(writer: Writer) -> None:
     predictor = Predictor(writer.model(), writer.storage)
     predictor.follow(poll_seconds=0.001)
     predictor.wait(1, timeout=_DEADLINE)
-    predictor._writer.resolve = _exit  # type: ignore[method-assign]
+    predictor._destination.resolve = _exit  # type: ignore[method-assign]
     threading.Timer(0.05, writer.delta, args=[[1]]).start()
     with pytest.raises(FollowEndedError, match="SystemExit"):
         predictor.wait(2, timeout=_DEADLINE)

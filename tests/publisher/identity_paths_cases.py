@@ -68,7 +68,7 @@ class _Served:
         for fqn, each in owners.items():
             mappings = [self.index[fqn]]
             for predictor in self.predictors[1:]:
-                writer = predictor._writer
+                writer = predictor._destination
                 assert isinstance(writer, ModelWriter)
                 mappings += writer.model.raw_ids()[fqn]
             assert len(mappings) == 4

@@ -173,7 +173,7 @@ def test_tables_that_are_kept_while_the_buckets_change(monkeypatch: pytest.Monke
     history.snapshot()
     assert history.owners[3] != NO_OWNER
     with monkeypatch.context() as patch:
-        patch.setattr(predictor._writer, "_map", _fail)
+        patch.setattr(predictor._destination, "_map", _fail)
         with pytest.raises(MemoryError):
             predictor.sync()
     restarted.load_state_dict(model.state_dict())
@@ -197,7 +197,7 @@ def test_tables_that_are_kept_after_a_failed_rollback(monkeypatch: pytest.Monkey
     history.delta()
     predictor.sync()
     with monkeypatch.context() as patch:
-        patch.setattr(predictor._writer, "_map", _fail)
+        patch.setattr(predictor._destination, "_map", _fail)
         with pytest.raises(MemoryError):
             predictor.rollback(first)
     state = predictor.state_dict()
@@ -310,7 +310,7 @@ def test_one_module_of_two_tables_is_refused() -> None:
         }
     )
     with pytest.raises(TableMismatchError, match="shared with"):
-        predictor._writer.resolve(both_tables)
+        predictor._destination.resolve(both_tables)
 
 
 _ONE = Identity(100, (Bucket((0, 8), 7),))

@@ -20,6 +20,7 @@ class Nothing:
     def __init__(self, position: Position | None) -> None:
         self.position = position
         self.followed: Followed | None = None
+        self.destination = self
 
     def follow(self, followed: Followed) -> None:
         self.followed = followed

@@ -482,7 +482,7 @@ class Reader:
 
     def _watch(self) -> None:
         """Check all answers at each release of the lock; raise before a hold if asked to."""
-        writer = self.predictor._writer
+        writer = self.predictor._destination
         assert isinstance(writer, ModelWriter)
         begin, lock = writer.begin, writer.lock
         writing = lock.writing

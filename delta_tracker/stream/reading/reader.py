@@ -55,8 +55,8 @@ _IGNORED_SECONDS = 60.0  # between two looks for a pin that is not followed
 _SURVEY_SECONDS = 60.0  # between two looks at the other sources while the current one shows nothing new
 
 
-class Target(Protocol):
-    """What a reader applies versions to, such as the tables of a model."""
+class Positioned(Protocol):
+    """Rows with their position in a stream, such as the tables of a model."""
 
     @property
     def position(self) -> Position | None:
@@ -71,6 +71,14 @@ class Target(Protocol):
 
     def restore(self) -> None:
         """Read the position again if it is unknown, for example after an error of a row store."""
+
+
+class Target(Protocol):
+    """What a reader applies versions to."""
+
+    @property
+    def destination(self) -> Positioned:
+        """Rows that the versions change."""
 
     def apply(self, entry: Manifest, storage: Storage, *, is_elsewhere: bool) -> None:
         """Read and validate a version, then write it. Nothing is written if it is invalid."""
@@ -143,7 +151,7 @@ class Reader:
         self._in_a_row = _CATCH_UP  # versions applied since the end of the log was seen
         self._num_failures = 0  # consecutive rounds that failed
         self._surveyed_at = float("-inf")  # monotonic time of the last look at all sources
-        self.orders.load(target.followed, target.position)
+        self.orders.load(target.destination.followed, self.position)
 
     @property
     def source(self) -> Source:
@@ -158,12 +166,12 @@ class Reader:
     @property
     def position(self) -> Position | None:
         """Position of the target."""
-        return self._target.position
+        return self._target.destination.position
 
     @property
     def version(self) -> int | None:
         """Last applied version; None before the first."""
-        position = self._target.position
+        position = self.position
         return None if position is None else position.version
 
     def advance(self, *, looks_for_gap: bool) -> bool:
@@ -172,7 +180,7 @@ class Reader:
         With ``looks_for_gap``, checks if the next version is missing whether it was deleted or is not committed yet.
         Raises a StreamError if nothing can be applied because of a fault.
         """
-        self._target.restore()
+        self._target.destination.restore()
         settling = self.sources.current.settling
         try:
             has_moved = self._run(self._begin(looks_for_gap=looks_for_gap))
@@ -197,13 +205,13 @@ class Reader:
 
     def rollback(self, version: int) -> None:
         """Return to a version, and stay there until :meth:`release`. If this raises, nothing was changed."""
-        self._target.restore()
+        self._target.destination.restore()
         for source in self.sources.due()[1:]:
             with suppress(StorageError):
                 self.orders.newest(source, at_once=True)  # the rollback overrules it
         self.orders.newest(self.source, at_once=True)
         bound = self.source.bound
-        path = path_to(self.source.log, version, position=self._target.position)
+        path = path_to(self.source.log, version, position=self.position)
         if bound is not None and not bound.allows(path[-1]):
             text = f"Pass an older version: a canary stays {bound.canary.text} behind the newest one"
             raise InvalidArgumentError("version", version, text)
@@ -221,7 +229,7 @@ class Reader:
 
     def loaded(self) -> None:
         """Begin anew, because the target has another position."""
-        self.orders.load(self._target.followed, self._target.position)
+        self.orders.load(self._target.destination.followed, self.position)
         self._in_a_row = _CATCH_UP
         self.source.settling.clear()
 
@@ -244,7 +252,7 @@ class Reader:
     # One round
 
     def _begin(self, *, looks_for_gap: bool) -> _Round:
-        sources, position = self.sources.due(), self._target.position
+        sources, position = self.sources.due(), self.position
         for each in sources:
             each.has_listed = False  # a round at a pin checks for no gap
         is_usable = position is not None and position.rows is not Rows.MIXED
@@ -342,12 +350,12 @@ class Reader:
         elif decision.rule is not Rule.NEXT:
             self.resyncs.log_once(logging.WARNING, "cannot resync with version %d: %s", error, entry.version)
         view = state.view
-        if self._target.position != view.position:
+        if self.position != view.position:
             view = replace(view, logs=self._unseen(state.sources.values()))
         for log in view.logs:
             log.answers.pop(("order", None), None)  # one may have been made meanwhile, which comes before a resync
         faults = (*view.faults, Fault(decision.number, entry, error))
-        state.view = replace(view, faults=faults, position=self._target.position)
+        state.view = replace(view, faults=faults, position=self.position)
 
     def _applied(self, state: _Round, decision: Apply) -> None:
         """Record that entries were applied."""
@@ -399,9 +407,9 @@ class Reader:
     def _end(self, state: _Round) -> None:
         """Record which order was followed in a round."""
         if self.orders.policy.follows_pins:
-            followed = self.orders.record(state.order, self._target.position)
+            followed = self.orders.record(state.order, self.position)
             if followed is not None:
-                self._target.follow(followed)
+                self._target.destination.follow(followed)
 
     def _doubt(self, state: _Round, doubt: Doubt) -> None:
         """Read what may have caused a fault again: first from the cache, because another reader may have replaced it.
@@ -434,7 +442,7 @@ class Reader:
 
     def _is_retired(self) -> bool:
         """Return True if retention has deleted the next version, by the pointer past the caches."""
-        position, pointer = self._target.position, self.source.log.pointer
+        position, pointer = self.position, self.source.log.pointer
         if position is None or not self.source.settling.may_read_pointer():
             return False
         self._observer.read_past_cache(1)
