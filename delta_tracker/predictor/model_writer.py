@@ -106,9 +106,9 @@ class ModelWriter(Forkable):
             self.fence.enter_reading()  # the owners are read on the current stream
             changes = owner_changes(version_owners(contents), manifest.identities, receiver.raw_ids)
             default_rows = receiver.default_rows(contents, changes)
-        self._is_mixed = self._is_mixed or is_elsewhere
         with self.lock.writing():
             self.fence.cover(receiver.devices)
+            self._is_mixed = self._is_mixed or is_elsewhere
             self.begin(manifest)
             if changes:
                 self._unmap(changes, default_rows)
@@ -127,7 +127,7 @@ class ModelWriter(Forkable):
             self._finish(manifest)
             if manifest.kind != "claim":
                 self.manifest, self.identities = manifest, identities
-        self._is_mixed = False
+            self._is_mixed = False
         self._gauges.applied(manifest)
 
     def begin(self, manifest: Manifest) -> None:

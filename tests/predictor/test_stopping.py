@@ -12,6 +12,7 @@ import pytest
 
 from delta_tracker import Predictor
 from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.predictor.model_writer import ModelWriter
 from delta_tracker.stream.storage.storage import Storage
 from tests.predictor.serving import Breakable, eventually
 from tests.stream.streams import FQN, Writer
@@ -128,10 +129,9 @@ def test_an_interrupted_stop_leaves_one_thread_at_most(writer: Writer) -> None:
     stuck.predictor.stop()
 
 
-def test_stop_does_not_wait_for_a_lookup(writer: Writer) -> None:
-    predictor = Predictor(writer.model(), writer.storage)
-    predictor.sync()
-    predictor.follow(poll_seconds=0.001)
+@contextmanager
+def _looking_up(predictor: Predictor) -> Iterator[None]:
+    """Keep another thread inside ``predictor.reading()``."""
     inside, end = threading.Event(), threading.Event()
 
     def look_up() -> None:
@@ -142,17 +142,49 @@ def test_stop_does_not_wait_for_a_lookup(writer: Writer) -> None:
     reader = threading.Thread(target=look_up)
     reader.start()
     assert inside.wait(_LONG_SECONDS)
-    writer.delta([3])
-    time.sleep(0.1)
+    try:
+        yield
+    finally:
+        end.set()
+        reader.join()
+
+
+def _stop_while_it_waits(predictor: Predictor) -> None:
+    """Stop the predictor once its thread waits for a lookup to end."""
+    writer = predictor._destination
+    assert isinstance(writer, ModelWriter)
+    eventually(lambda: writer.lock._num_waiting == 1)
     begin = time.monotonic()
     predictor.stop()
-    seconds = time.monotonic() - begin
-    end.set()
-    reader.join()
-    assert seconds < _LONG_SECONDS / 2
+    assert time.monotonic() - begin < _LONG_SECONDS / 2
+
+
+def test_stop_does_not_wait_for_a_lookup(writer: Writer) -> None:
+    predictor = Predictor(writer.model(), writer.storage)
+    predictor.sync()
+    predictor.follow(poll_seconds=0.001)
+    with _looking_up(predictor):
+        writer.delta([3])
+        _stop_while_it_waits(predictor)
     predictor.sync()
     with predictor.reading() as served:
         assert (served.version, served.applying) == (2, None)
+
+
+def test_a_stop_before_the_first_row_of_another_stream_keeps_the_position(writer: Writer) -> None:
+    predictor = Predictor(writer.model(), writer.storage)
+    predictor.sync()
+    before = predictor.state_dict()
+    with _looking_up(predictor):
+        for name in (*writer.storage.names("log"), *writer.storage.names("control")):
+            writer.storage.delete(name)
+        other = Writer(writer.storage)
+        other.snapshot()
+        predictor.follow(poll_seconds=0.001)
+        _stop_while_it_waits(predictor)
+    assert predictor.state_dict() == before
+    predictor.sync()
+    assert predictor.status().stream == other.claim.head.stream
 
 
 @pytest.mark.advice("InvalidArgumentError: Follower.stop")
