@@ -746,3 +746,15 @@ def test_each_kind_of_write_is_repeated_and_gives_up_after_some_seconds(s3: S3, 
         with pytest.raises(StorageError):
             write()
         assert min(faults.busy.values()) > 80
+
+
+@pytest.mark.parametrize("kind", ["list", "repeatable", "iterator", "large"])
+def test_a_put_that_is_always_refused_sends_few_requests(s3: S3, kind: str) -> None:
+    pieces = [memoryview(bytes(9 << 20 if kind == "large" else 1))]
+    given = {"repeatable": Repeatable(lambda: iter(pieces)), "iterator": iter(pieces)}
+    with proxy(s3.port) as faults:
+        storage = Storage(f"{s3.url}/{secrets.token_hex(8)}", options=s3.through(faults.port))
+        faults.busy = {"PUT": 100, "POST": 100}
+        with pytest.raises(StorageError):
+            storage.put("parts/x", given.get(kind, pieces))
+    assert len(faults.seen) == 8

@@ -502,16 +502,17 @@ class Storage:
     def _upload(self, name: str, buffers: Iterable[memoryview]) -> None:
         """Write an object to a remote store: a single chunk with one request, several with a multipart upload."""
         store = self._object_store()
+        chunks = checked(_chunks(buffers))
+        first, second = next(chunks, b""), next(chunks, None)
+        if second is None:
+            _repeated(lambda: obstore.put(store, name, first, use_multipart=False))
+            return
+        parts: Iterator[bytes] = itertools.chain((first, second), chunks)
 
         def upload() -> None:
-            chunks = checked(_chunks(buffers))
-            first = next(chunks, b"")
-            second = next(chunks, None)
-            if second is None:
-                _repeated(lambda: obstore.put(store, name, first, use_multipart=False))
-            else:
-                parts = itertools.chain((first, second), chunks)
-                obstore.put(store, name, parts, chunk_size=UPLOAD_BYTES, max_concurrency=_UPLOADS)
+            nonlocal parts
+            sent, parts = parts, checked(_chunks(buffers))
+            obstore.put(store, name, sent, chunk_size=UPLOAD_BYTES, max_concurrency=_UPLOADS)
 
         if iter(buffers) is buffers:
             upload()
