@@ -6,6 +6,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import distributed as dist
@@ -21,6 +22,14 @@ _NATIVE: Any = torch._C._distributed_c10d
 
 class _NoGroup:
     """Stands for the process groups of NCCL, which a torch for the CPU does not have."""
+
+
+class _Memo(dict[int, Any]):
+    """What a copy has copied so far. To torch it is no container: it would visit all of it at each sharded tensor."""
+
+
+def _copy(value: Any) -> Any:
+    return copy.deepcopy(value, _Memo())
 
 
 @contextlib.contextmanager
@@ -45,10 +54,15 @@ def _torchrec_copy(model: Any) -> Any:
     return copied
 
 
+def _average(model: Any) -> Any:
+    with mock.patch("torch.optim.swa_utils.deepcopy", _copy):
+        return AveragedModel(model).module
+
+
 COPIES: dict[str, Callable[[Any], Any]] = {
-    "deepcopy": copy.deepcopy,
-    "twice": lambda model: copy.deepcopy(copy.deepcopy(model)),
-    "average": lambda model: AveragedModel(model).module,
+    "deepcopy": _copy,
+    "twice": lambda model: _copy(_copy(model)),
+    "average": _average,
     "torchrec": _torchrec_copy,
 }
 
@@ -164,7 +178,7 @@ def copied_collisions(rank: int, world_size: int) -> list[int]:
     for _ in range(5):
         model(collision_batch(draw)).backward()
     with _groups_are_shared():
-        copied = copy.deepcopy(model)
+        copied = _copy(model)
     tracker.get_delta()
     before = {fqn: owners.clone() for fqn, owners in tracker.owner_views().items()}
     again = ModelDeltaTracker(copied)
@@ -190,7 +204,7 @@ def copied_replicas(rank: int, world_size: int) -> int:
     model(batch(spec, draw)).backward()
     model.sync()
     with _groups_are_shared():
-        copied = copy.deepcopy(model)
+        copied = _copy(model)
     tracker.get_delta()
     copied(batch(spec, draw)).backward()
     copied.sync()
