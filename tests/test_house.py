@@ -70,22 +70,36 @@ _TESTS = [
 ]
 
 
-def _outside_functions(nodes: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements that run when a module is imported."""
+def _statements(nodes: Iterable[ast.AST], *, in_functions: bool) -> Iterator[ast.AST]:
+    """Yield the statements in some nodes, with those in functions or without."""
     for node in nodes:
         yield node
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            for field in ("body", "orelse", "handlers", "finalbody"):
-                yield from _outside_functions(getattr(node, field, []))
+        if in_functions or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            for field in ("body", "orelse", "handlers", "finalbody", "cases"):
+                yield from _statements(getattr(node, field, []), in_functions=in_functions)
 
 
-def _named(nodes: Iterable[ast.AST]) -> set[str]:
+@cache
+def _import_statements(path: Path) -> dict[bool, list[ast.Import | ast.ImportFrom]]:
+    """Return the import statements of a file: all, for True, and those that run when it is imported, for False."""
+    body = ast.parse(path.read_text()).body
+    return {
+        in_functions: [
+            each
+            for each in _statements(body, in_functions=in_functions)
+            if isinstance(each, ast.Import | ast.ImportFrom)
+        ]
+        for in_functions in (False, True)
+    }
+
+
+def _named(nodes: Iterable[ast.Import | ast.ImportFrom]) -> set[str]:
     """Return the modules, and the names in modules, that import statements name."""
     found = set()
     for node in nodes:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
+        else:
             assert node.level == 0, "relative import"
             homes = delta_tracker._HOMES if node.module == "delta_tracker" else {}
             found |= {node.module or "", *(homes.get(each.name, f"{node.module}.{each.name}") for each in node.names)}
@@ -95,14 +109,14 @@ def _named(nodes: Iterable[ast.AST]) -> set[str]:
 @cache
 def _loads(name: str) -> frozenset[str]:
     """Return what one of our modules loads at import, including its parent packages."""
-    found = _named(_outside_functions(ast.parse(_FILES[name].read_text()).body)) if name in _FILES else set()
+    found = _named(_import_statements(_FILES[name])[False]) if name in _FILES else set()
     return frozenset(found | {name.rpartition(".")[0]} - {""})
 
 
 @cache
 def _imports(path: Path) -> frozenset[str]:
     """Return what a file imports anywhere."""
-    return frozenset(_named(ast.walk(ast.parse(path.read_text()))))
+    return frozenset(_named(_import_statements(path)[True]))
 
 
 def _closure(names: Iterable[str], after: Callable[[str], Iterable[str]]) -> set[str]:
@@ -136,7 +150,7 @@ def test_the_core_is_given_its_monitor(name: str) -> None:
     """Only the monitor's modules use the default monitor; the others get a recorder, which is bound to a monitor."""
     names = {
         alias.name
-        for node in ast.walk(ast.parse(_MODULES[name].read_text()))
+        for node in _import_statements(_MODULES[name])[True]
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("delta_tracker.monitor")
         for alias in node.names
     }
