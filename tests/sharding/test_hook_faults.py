@@ -78,7 +78,7 @@ class _Plain(Training):
 @pytest.mark.parametrize("engine", ["torch", "numba"])
 @pytest.mark.parametrize("mode", ["ID_ONLY", "EMBEDDING"])
 def test_plain_tables(mode: str, engine: str) -> None:
-    _check(fail_at_every_point(_Plain(mode, engine), stride=_stride(11)))
+    _check(fail_at_every_point(_Plain(mode, engine), stride=_stride(23)))
 
 
 @pytest.mark.sweep("long")
@@ -92,14 +92,14 @@ def test_fused_tables(one_rank: RankPool, bag: bool, mode: str, record: str, eng
     if not SWEEPS_ARE_WHOLE and bag != (engine == "torch"):
         pytest.skip("the sweeps run this test")
     arguments = {"mode": mode, "record": record, "engine": engine}
-    _check(one_rank.run(f"{_CASES}:fused", bag=bag, stride=_stride(13, 3), **arguments)[0])
+    _check(one_rank.run(f"{_CASES}:fused", bag=bag, stride=_stride(29, 3), **arguments)[0])
 
 
 @pytest.mark.sweep("long")
 @pytest.mark.promise("lossless", "contained")
 @pytest.mark.parametrize("kind", ["fused", "evicting"])
 def test_every_line(one_rank: RankPool, kind: str) -> None:
-    _check(one_rank.run(f"{_CASES}:lines", kind=kind, stride=_stride(17, 2), mode="EMBEDDING", engine="numba")[0])
+    _check(one_rank.run(f"{_CASES}:lines", kind=kind, stride=_stride(37, 2), mode="EMBEDDING", engine="numba")[0])
 
 
 @pytest.mark.sweep("long")
@@ -108,7 +108,7 @@ def test_every_line(one_rank: RankPool, kind: str) -> None:
 @pytest.mark.parametrize(("sharding", "kernel"), [("row", "dense"), ("data", "fused")], ids=["dense", "data parallel"])
 def test_lookups_of_compared_tables(one_rank: RankPool, sharding: str, kernel: str, engine: str) -> None:
     arguments = {"mode": "EMBEDDING", "record": "lookups", "engine": engine}
-    _check(one_rank.run(f"{_CASES}:compared", sharding=sharding, kernel=kernel, stride=_stride(7), **arguments)[0])
+    _check(one_rank.run(f"{_CASES}:compared", sharding=sharding, kernel=kernel, stride=_stride(13), **arguments)[0])
 
 
 @pytest.mark.sweep("long")
@@ -122,14 +122,14 @@ def test_loads(one_rank: RankPool, mode: str) -> None:
 @pytest.mark.promise("lossless", "contained")
 @pytest.mark.parametrize("mode", ["ID_ONLY", "EMBEDDING"])
 def test_evictions(one_rank: RankPool, mode: str) -> None:
-    _check(one_rank.run(f"{_CASES}:evicting", stride=_stride(13, 2), mode=mode)[0])
+    _check(one_rank.run(f"{_CASES}:evicting", stride=_stride(29, 2), mode=mode)[0])
 
 
 @pytest.mark.sweep("long")
 @pytest.mark.promise("lossless", "contained")
 @pytest.mark.parametrize("mode", ["ID_ONLY", "EMBEDDING"])
 def test_replicas(two_ranks: RankPool, mode: str) -> None:
-    _check(two_ranks.run(f"{_CASES}:synced", stride=_stride(13, 2), mode=mode)[0])
+    _check(two_ranks.run(f"{_CASES}:synced", stride=_stride(29, 2), mode=mode)[0])
 
 
 @pytest.mark.promise("lossless", "contained")
