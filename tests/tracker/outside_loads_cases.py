@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from itertools import product
 from typing import Any
 
 import torch
@@ -159,19 +160,18 @@ def patterns(rank: int, world_size: int, path: str, kind: str, has_digests: bool
     state = state if has_digests else _without_digests(state)
     dcp.save({kind: state}, checkpoint_id=path)
     whole, counts = exchange(state), {"exact": 0, "refused": 0}
-    for name in trainer.loader(kind, path).state_dict():
-        for pattern in (0x00, 0x7F):
-            for fraction in (0, 0.5, 1):
-                loader = trainer.loader(kind, path)
-                wanted = loader.state_dict()
-                _fill(((wanted[each], whole[each], fraction if each == name else 1) for each in wanted), pattern)
-                is_saved = all(torch.equal(_bytes(wanted[each]), _bytes(whole[each])) for each in wanted)
-                trainer.change()
-                before = trainer.seen(kind)
-                message = attempt(lambda loader=loader, wanted=wanted: loader.load_state_dict(wanted))
-                is_exact = message == _FINE
-                assert is_exact or not is_saved, (name, pattern, fraction, message)
-                assert is_exact or name in message, (name, message)
-                assert _equal(trainer.seen(kind), saved if is_exact else before), (name, pattern, fraction)
-                counts["exact" if is_exact else "refused"] += 1
+    fills = [(0x00, 0), (0x00, 0.5), (0x7F, 0), (0x7F, 0.5), (0x7F, 1)]
+    for name, (pattern, fraction) in product(trainer.loader(kind, path).state_dict(), fills):
+        loader = trainer.loader(kind, path)
+        wanted = loader.state_dict()
+        _fill(((wanted[each], whole[each], fraction if each == name else 1) for each in wanted), pattern)
+        is_saved = all(torch.equal(_bytes(wanted[each]), _bytes(whole[each])) for each in wanted)
+        trainer.change()
+        before = trainer.seen(kind)
+        message = attempt(lambda loader=loader, wanted=wanted: loader.load_state_dict(wanted))
+        is_exact = message == _FINE
+        assert is_exact or not is_saved, (name, pattern, fraction, message)
+        assert is_exact or name in message, (name, message)
+        assert _equal(trainer.seen(kind), saved if is_exact else before), (name, pattern, fraction)
+        counts["exact" if is_exact else "refused"] += 1
     return counts

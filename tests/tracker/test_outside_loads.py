@@ -30,8 +30,7 @@ def test_a_planner_that_skips_tensors_is_found_out(
 
 
 @pytest.mark.parametrize("kind", ["tracker", "counters"])
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("has_digests", [True, False])
+@pytest.mark.parametrize(("world_size", "has_digests"), [(1, True), (1, False), (2, True)])
 def test_each_tensor_has_its_saved_bytes(
     one_rank: RankPool, two_ranks: RankPool, tmp_path: Path, kind: str, world_size: int, has_digests: bool
 ) -> None:
