@@ -11,6 +11,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import Phase, settings
 
 from tests.raise_sites import made
@@ -21,6 +22,11 @@ from tests.sweeps import is_selected, skip_if_only_a_sweep
 
 # Ranks inherit this. The order of sends in TorchRec's reshard depends on string hashes, and it hangs if ranks differ.
 os.environ.setdefault("PYTHONHASHSEED", "0")
+
+# The workers, and the programs that they start, have about one core each: threads of OpenMP would wait for each other.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A revert needs any failing example, not the smallest, and shrinking may take a minute.
 settings.register_profile(
