@@ -65,18 +65,31 @@ def test_many_random_worlds_break_no_rule_but_the_known_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    "texts",
+    ("texts", "settings"),
     [
         pytest.param(
             "publish 0 0, join 0 4492, publish 0 0, publish 0 0, compact 0 0, retain 0 0, pin 0 0",
+            {"has_web": True},
             id="only a merged snapshot leads to a pin, over http",
+        ),
+        pytest.param(
+            "join 0 17751, publish 0 0, spoil 2 0, mirror 0 0, publish 0 0, promote 0 1815",
+            {"states": True, "has_upkeep": True},
+            id="a former stream ends with a version that a gate holds",
+        ),
+        pytest.param(
+            "publish 0 0, join 0 5147, publish 0 17270, publish 0 0, publish 0 0, sync 0 0, publish 0 0, mirror 0 0, "
+            "sync 0 0, pin 0 0, roll_back 0 12632, settle 0 0",
+            {"has_upkeep": True},
+            id="a pin that a canary does not allow yet ends an own rollback",
         ),
     ],
 )
-def test_a_schedule_that_broke_a_rule_breaks_none(texts: str, tmp_path: Path) -> None:
-    made = generate(0).with_operations(list(operations(texts.split(", "))))
+def test_a_schedule_that_broke_a_rule_breaks_none(texts: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    plain = {"states": False, "encoding": None, "skips_unchanged": False, "has_raw_ids": False}
+    made = replace(generate(0), **{**plain, "has_web": False, "has_upkeep": False, **settings})
     file = tmp_path / "schedule.json"
-    file.write_text(replace(made, states=False, encoding=None, skips_unchanged=False, has_web=True).to_json())
+    file.write_text(made.with_operations(operations(texts.split(", "))).to_json())
     run_worlds("--replay", str(file))
 
 

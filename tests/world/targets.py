@@ -50,6 +50,8 @@ def targets(reader: Reader, history: History) -> set[Place] | None:
             return None  # a canary waits for the version of the order
         if not is_there and floor is not None:
             found |= _while_waiting(floor, number, history)
+            # A pin that a canary does not allow yet ends an own rollback, and leads up to what the canary allows.
+            found |= {each for each in newest if each[1] < order.version}
     return found or None
 
 

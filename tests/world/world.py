@@ -23,7 +23,7 @@ from delta_tracker.errors import DeltaTrackerError, FencedError, HeldVersionErro
 from delta_tracker.stream.maintenance.retention import retain
 from tests.world.clock import CLOCK, wait_for_threads
 from tests.world.disk import FAULTS, Fault, disk
-from tests.world.history import History, RuleError
+from tests.world.history import History, Key, RuleError
 from tests.world.reader import Reader, Saved, Settings
 from tests.world.rules import check
 from tests.world.served import InterruptionError, ServedRows, ServedTables
@@ -589,17 +589,17 @@ class World:
         """End all faults, and wait until each predictor reaches its target."""
         self._disk.fault = None
         self._repair_all()
-        self._wait_for_all(is_clean=False)
+        self._wait_for_all(None)
         return "all at their targets"
 
     def finish(self) -> None:
         """End all faults, publish once more, and wait until each predictor reaches its target."""
         self._disk.fault = None
         self._repair_all()
-        is_clean = self._publish_last()
-        self._wait_for_all(is_clean=is_clean)
+        clean = self._publish_last()
+        self._wait_for_all(clean)
         if not self._primary.is_lost and self._release_all():
-            self._wait_for_all(is_clean=is_clean)
+            self._wait_for_all(clean)
 
     def _repair_all(self) -> None:
         for store in self._stores:
@@ -608,8 +608,12 @@ class World:
         if self._web is not None:
             self._web.forget()
 
-    def _wait_for_all(self, *, is_clean: bool) -> None:
-        """Let the mirrors copy everything, and wait for each predictor."""
+    def _wait_for_all(self, clean: Key | None) -> None:
+        """Let the mirrors copy everything, and wait for each predictor.
+
+        One with a gate must reach the end only if one of its stores has ``clean``, the last snapshot without NaN: a
+        store of a former stream may end with a version that the gate holds for ever.
+        """
         mirrors = [each for each in self._stores if each is not self._primary and each.has_log() and not each.is_former]
         for store in mirrors if self._history.has_snapshot and not self._primary.is_lost else []:
             if not store.is_lost:
@@ -618,7 +622,8 @@ class World:
             store.date()
         for reader in list(self._readers):
             gate = reader.settings.gate
-            if gate is None or (is_clean and (gate.max_drift is None or not self._has_large_values)):
+            has_clean = clean is not None and any(store.has_entry(*clean) for store in reader.settings.stores)
+            if gate is None or (has_clean and (gate.max_drift is None or not self._has_large_values)):
                 self._wait(reader)
 
     def _release_all(self) -> bool:
@@ -638,17 +643,18 @@ class World:
             reader.released()
         return True
 
-    def _publish_last(self) -> bool:
-        """Publish a last version without NaN. Return False if no trainer can."""
+    def _publish_last(self) -> Key | None:
+        """Publish a last version without NaN, and return it; None if no trainer can."""
         if self._primary.is_lost:
-            return False
+            return None
         if not self.trainer.copy().is_healthy:
             self.trainer.discard()
             self.trainer = Trainer(self._schedule, self._schedule.seed + 1)
         has_lost_parts = any(store.has_lost_parts for store in self._stores)
         self._commit_last("snapshot" if self._has_bounds or has_lost_parts else "publish")
+        last = self._history.head
         self._publish_for_bounds()
-        return True
+        return last
 
     @property
     def _has_bounds(self) -> bool:
