@@ -83,6 +83,11 @@ def test_many_random_worlds_break_no_rule_but_the_known_ones() -> None:
             {"has_upkeep": True},
             id="a pin that a canary does not allow yet ends an own rollback",
         ),
+        pytest.param(
+            "join 0 12395, publish 0 8704, sync 0 0, interrupt 0 1757, settle 0 0",
+            {"encoding": "INT8", "has_raw_ids": True},
+            id="a row store fails after it has a version, and a restart finds an empty url first",
+        ),
     ],
 )
 def test_a_schedule_that_broke_a_rule_breaks_none(texts: str, settings: dict[str, Any], tmp_path: Path) -> None:

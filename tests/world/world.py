@@ -575,13 +575,21 @@ class World:
 
     def _check(self, reader: Reader, *, is_complete: bool) -> None:
         """Check a predictor after a call, and remove it if a rule does not hold."""
-        if reader.is_interrupted:
-            return  # there are rows of two versions
+        if reader.is_interrupted and not self._has_rows_of_one_version(reader):
+            return
         try:
             check(reader, self._history, self._schedule.encoding, is_complete=is_complete)
         except RuleError as error:
             self._readers.remove(reader)
             self.found(error.rule, error.text)
+
+    def _has_rows_of_one_version(self, reader: Reader) -> bool:
+        """Return True if a predictor has all rows of the version that it states: its interrupted call had ended."""
+        version, stream = reader.predictor.version, reader.predictor.status().stream
+        if version is None or stream is None:
+            return False
+        copy = self._history.copies.get((stream, version))
+        return copy is not None and copy.difference(reader.served.copy(), self._schedule.encoding) is None
 
     # The end
 
