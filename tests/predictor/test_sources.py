@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from delta_tracker import Predictor
+from delta_tracker import Gate, Predictor
 from delta_tracker.errors import (
     CorruptPartError,
+    HeldVersionError,
     InvalidArgumentError,
     MissingVersionError,
     NoSnapshotError,
@@ -24,8 +25,10 @@ from delta_tracker.errors import (
 )
 from delta_tracker.stream.heartbeat import Pulse, read_heartbeats
 from delta_tracker.stream.log import StreamLog, entry_name
+from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.mirror import Mirror
 from delta_tracker.stream.promotion import promote
+from delta_tracker.stream.reading import reader as reader_module
 from delta_tracker.stream.reading import sources as sources_module
 from delta_tracker.stream.reading.position import Position
 from delta_tracker.stream.reading.runtime import Runtime
@@ -444,6 +447,48 @@ def test_a_promoted_mirror_is_another_stream() -> None:
     second.snapshot()
     predictor.sync()
     assert torch.equal(table, second.table)
+
+
+def _held(writer: Writer, mirror: Storage) -> Predictor:
+    """Return a predictor of a source and a mirror, whose gate holds the newest version of the source, number 2."""
+    writer.snapshot()
+    mirrored(writer, mirror)
+    predictor = Predictor(writer.model(), [writer.storage, mirror], gate=Gate())
+    predictor.sync()
+    writer.table[3] = torch.nan
+    writer.write("delta", writer.blocks([3]))
+    with pytest.raises(HeldVersionError):
+        predictor.sync()
+    return predictor
+
+
+def test_a_snapshot_of_a_promoted_mirror_skips_a_held_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The former source can still be read, so that only a look at all urls finds the snapshot."""
+    writer, mirror = Writer(Storage("memory://")), flaky()
+    predictor = _held(writer, mirror)
+    promote(mirror)
+    newest = Writer(mirror).snapshot().version
+    mirror.take()
+    with pytest.raises(HeldVersionError):
+        predictor.sync()
+    assert not mirror.count(), "all urls are asked once a minute"
+    monkeypatch.setattr(reader_module, "_SURVEY_SECONDS", 0.0)
+    assert predictor.sync() == newest
+    assert predictor.status().stream != writer.claim.head.stream
+    assert predictor.status().error is None
+
+
+def test_a_merged_version_of_a_mirror_does_not_skip_a_held_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader_module, "_SURVEY_SECONDS", 0.0)
+    writer, mirror = Writer(Storage("memory://")), Storage("memory://")
+    predictor = _held(writer, mirror)
+    writer.delta([3])
+    mirrored(writer, mirror)
+    assert compact(mirror, fold=1e9) is not None
+    mirror.delete(entry_name(2))
+    with pytest.raises(HeldVersionError):
+        predictor.sync()
+    assert predictor.version == 1
 
 
 class Mirrored:

@@ -76,13 +76,14 @@ def _elsewhere(view: View, decision: Decision) -> Decision:
     """Return what to do by another log than the one that is followed; ``decision`` if no other is better."""
     lead, *others = view.logs
     # Another log at rest is better then. If it lacks a version too, the fault of that one must be seen.
-    is_unusable = isinstance(decision, Fail) and isinstance(decision.error, StorageError | OlderCopyError)
+    error = decision.error if isinstance(decision, Fail) else None
+    is_unusable = isinstance(error, StorageError | OlderCopyError)
     for other in others:
         try:
             found = _at(other, replace(view, looks_for_gap=True, surveys=False))
         except StreamError:
             continue
-        is_better = is_unusable or other.number < lead.number
+        is_better = is_unusable or (other.number < lead.number and not isinstance(error, HeldVersionError))
         if isinstance(found, Apply) or (isinstance(found, Stay) and is_better):
             return found
     return decision
@@ -93,6 +94,8 @@ def _asks_others(decision: Decision, view: View) -> bool:
     if not isinstance(decision, Fail):
         return isinstance(decision, Stay) and view.surveys
     error = decision.error
+    if isinstance(error, HeldVersionError):  # another log may have a newer snapshot, for example after a promotion
+        return view.surveys
     if isinstance(error, (StaleCacheError, *OF_ALL_URLS)):
         return False
     if isinstance(error, NoSnapshotError | StorageError):  # it may be over soon
@@ -363,14 +366,15 @@ def _around(log: SeenLog, view: View, position: Position, fault: StreamError, bo
         raise fault
     if (joined := _joins(log, view, position, fault)) is not None:
         return joined
-    if not isinstance(fault, StreamReplacedError | HeldVersionError):
-        # A merged entry would contain the rows of a held version.
+    # A merged entry would contain the rows of a held version, also at another url.
+    is_held = any(isinstance(each.error, HeldVersionError) and position.leads_to(each.entry) for each in view.faults)
+    if not (is_held or isinstance(fault, StreamReplacedError)):
         merged = merged_deltas(log, position, allows=_allows(log, view, bound), skips_unreadable=not view.is_patient)
         if (found := _first(log, view, merged, Rule.RESYNC, fault)) is not None:
             return found
     allowed = _snapshots(log, view, bound)
     newer: Iterator[Manifest] = takewhile(lambda each: _is_forward(log, view, position, each), allowed)
-    if isinstance(fault, HeldVersionError):
+    if is_held:
         newer = (snapshot for snapshot in newer if snapshot.merges is None)
     if (found := _first(log, view, newer, Rule.RESYNC, fault)) is not None:
         return found

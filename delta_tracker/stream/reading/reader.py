@@ -10,6 +10,7 @@ from typing import Protocol
 
 from delta_tracker.errors import (
     CorruptPartError,
+    HeldVersionError,
     InvalidArgumentError,
     MalformedError,
     MissingVersionError,
@@ -292,6 +293,8 @@ class Reader:
                     self._stay(state, decision)
                     return False
                 case Fail():
+                    if state.view.surveys and isinstance(decision.error, HeldVersionError):
+                        self._surveyed_at = self.runtime.monotonic()
                     self._log_skipped(state, decision.error)
                     raise decision.error
 
