@@ -269,6 +269,24 @@ def test_a_restart_at_a_pin_does_not_continue_the_former_stream(fleet: Fleet) ->
     fleet.assert_holds(after, newest)
 
 
+@pytest.mark.parametrize("damaged", [4, 5, 6])
+@pytest.mark.parametrize("fold", [0.01, 1e9], ids=["merged snapshot", "merged delta"])
+def test_a_damaged_version_on_the_way_to_a_pin_is_passed_over(fleet: Fleet, fold: float, damaged: int) -> None:
+    pin_version(fleet.storage, 3)
+    predictor = fleet.join()
+    predictor.sync()
+    fleet.deltas(1)
+    newest = fleet.newest
+    merged = compact(StreamLog(fleet.storage), fold=fold)
+    assert merged is not None
+    assert merged.version == newest
+    pin_version(fleet.storage, newest, replaces=True)
+    fleet.damage(damaged)
+    predictor.sync()
+    fleet.assert_holds(predictor, newest)
+    assert predictor.status().error is None
+
+
 def test_an_outage_of_the_pins_is_logged_less_and_less_often(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
     now = [1000.0]
     runtime = Runtime(monotonic=lambda: now[0], uniform=lambda low, high: (low + high) / 2)

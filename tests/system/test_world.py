@@ -84,6 +84,17 @@ def test_many_random_worlds_break_no_rule_but_the_known_ones() -> None:
             id="a pin that a canary does not allow yet ends an own rollback",
         ),
         pytest.param(
+            "publish 0 0, mirror 0 0, join 0 9928, spoil 4 0, publish 0 0, promote 0 17911",
+            {"states": True},
+            id="a gate holds the last version of a former stream, which can still be read",
+        ),
+        pytest.param(
+            "publish 0 0, join 0 13149, publish 0 0, fail 0 0, publish 0 0, repair 0 0, publish 0 10148, publish 0 0, "
+            "damage 0 15577, pin 0 3648, settle 0 0, pin 3 0",
+            {"seed": 11446, "encoding": "F16", "skips_unchanged": True, "has_upkeep": True},
+            id="only a merged snapshot leads to a pin past a damaged version",
+        ),
+        pytest.param(
             "join 0 12395, publish 0 8704, sync 0 0, interrupt 0 1757, settle 0 0",
             {"encoding": "INT8", "has_raw_ids": True},
             id="a row store fails after it has a version, and a restart finds an empty url first",

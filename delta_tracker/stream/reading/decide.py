@@ -24,6 +24,7 @@ from delta_tracker.errors import (
     StreamReplacedError,
     TableMismatchError,
 )
+from delta_tracker.stream.entry_names import Merged
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.reading.decisions import (
     CACHE_FAULTS,
@@ -42,6 +43,7 @@ from delta_tracker.stream.reading.decisions import (
 from delta_tracker.stream.reading.path import (
     Allows,
     check_is_newer,
+    committed_entry,
     has_other_entry,
     is_forward,
     merged_deltas,
@@ -211,15 +213,35 @@ def _to_pin(log: SeenLog, view: View, order: Order) -> Apply | Stay:
     if view.policy.is_canary and not log.allows(target):
         return _towards(log, view, order)
     is_whole = position is not None and position.rows is Rows.WHOLE
-    path = path_to_entry(log, target, order.newest, position=position if is_whole else None)
-    return _along(log, view, order, path)
+    start = position if is_whole else None
+    return _along(log, view, order, path_to_entry(log, target, order.newest, position=start), start)
 
 
-def _along(log: SeenLog, view: View, order: Order, path: Sequence[Manifest]) -> Apply:
-    for entry in path:
-        if (fault := view.fault_of(log, entry)) is not None:
+def _along(log: SeenLog, view: View, order: Order, path: Sequence[Manifest], start: Position | None = None) -> Apply:
+    """Follow a path, or another one to its last entry if an entry of it has a fault."""
+    if (fault := _first_fault(log, view, path)) is not None:
+        if (view.is_patient and isinstance(fault, StorageError)) or (
+            log.is_doubted and isinstance(fault, CACHE_FAULTS)
+        ):
+            raise fault
+        others = _without_faults(log, view)
+        with suppress(MalformedError, MissingVersionError, NoSnapshotError):
+            last = committed_entry(others, path[-1].version, path[-1], link=path[-1].link)
+            path = path_to_entry(others, last, order.newest, position=start)
+        if _first_fault(log, view, path) is not None:
             raise fault
     return Apply(log.number, tuple(path), Rule.PIN, order=order)
+
+
+def _first_fault(log: SeenLog, view: View, entries: Iterable[Manifest]) -> StreamError | None:
+    return next((fault for each in entries if (fault := view.fault_of(log, each)) is not None), None)
+
+
+def _without_faults(log: SeenLog, view: View) -> SeenLog:
+    """Return what was seen of a log, as if it lacked the entries that have a fault."""
+    faulty = [each.entry for each in view.faults if each.concerns(log.number, each.entry)]
+    lacks = {("read", e.version) if e.merges is None else ("read_merged", Merged.of(e)): None for e in faulty}
+    return replace(log, answers=log.answers | lacks)
 
 
 def _named(log: SeenLog, order: Order) -> Manifest:
