@@ -132,11 +132,11 @@ class StreamLog:
     def read(self, version: int) -> Manifest | None:
         """Return the entry of a version, None if it does not exist.
 
-        Over http, entries below the oldest one of the pointer do not exist: a cache may still have them, but not their
-        parts or successors. Raises MalformedError if the entry does not follow the format, belongs to another version,
-        or is a merged entry.
+        Over http, entries below the pointer's oldest one that it does not name do not exist: a cache may still have
+        them, but not their parts or successors. Raises MalformedError if the entry does not follow the format, belongs
+        to another version, or is a merged entry.
         """
-        if not self.is_listed and self._is_below_oldest(version):
+        if not self.is_listed and self._is_deleted(version):
             return None
         ahead = self._ahead
         if ahead is not None and ahead[0].version == version and self._runtime.monotonic() - ahead[1] < _DOUBT_SECONDS:
@@ -174,7 +174,8 @@ class StreamLog:
         if (pointer := self.pointed()) is None:
             return {}
         first = max(after + 1, pointer.oldest, pointer.version + 1 - _MAX_POINTED)
-        return dict.fromkeys(range(first, pointer.version + 1), 0.0)
+        older = (version for version in pointer.older if version > after)
+        return dict.fromkeys([*older, *range(first, pointer.version + 1)], 0.0)
 
     def _refuse_file(self, found: Sequence[object]) -> None:
         """Raise StorageError if a local store lists nothing because ``log`` is a file: it is not an empty stream."""
@@ -255,13 +256,13 @@ class StreamLog:
         if not self.is_listed and (trouble := self.pointer.trouble) is not None:
             raise unraised(trouble)
 
-    def _is_below_oldest(self, version: int) -> bool:
+    def _is_deleted(self, version: int) -> bool:
         """Return True if the log has no entry of a version any more, by a pointer whose entry was read."""
         seen = self.pointer.newest(is_due=False), self.pointer.confirmed
-        if all(each is None or version >= each.oldest for each in seen):
+        if all(each is None or each.may_have(version) for each in seen):
             return False
         known = self.pointed(is_due=False)
-        return known is not None and version < known.oldest
+        return known is not None and not known.may_have(version)
 
     def _confirmed_by(self, pointer: HeadPointer) -> Manifest | None:
         """Read the entry that a pointer names. Confirm the pointer, or refuse it for a while and return None."""

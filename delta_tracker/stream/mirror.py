@@ -242,7 +242,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
                 self._merged_at = now
                 is_changed = self.copy_merged() > 0
                 if not self._has_claims:
-                    self.copy_claims()
+                    is_changed |= self.copy_claims() > 0
                     self._has_claims = True
             if is_due or now - self._pinned_at >= _PIN_SECONDS:
                 self._pinned_at = now

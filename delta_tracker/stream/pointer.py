@@ -11,6 +11,7 @@ import json
 import logging
 import threading
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 
 import xxhash
 from msgspec import convert
@@ -28,7 +29,7 @@ _logger = logging.getLogger(__name__)
 
 POINTER_NAME = "control/head.json"
 MAX_POINTER_BYTES = 64 << 10
-MAX_POINTED_MERGED = 64
+MAX_POINTED_MERGED = MAX_POINTED_OLDER = 64
 _MAX_TEXT = 1000
 _DOUBT_SECONDS = 10.0  # between two checks of a pointer that contradicts the entries
 _MAX_SHOWN_BYTES = 60
@@ -61,6 +62,8 @@ class HeadPointer:
     """First and last version of each merged delta that no other one covers, ascending by the last."""
     time: Time
     """Unix time of the writer's host, in seconds; informative."""
+    older: tuple[Count, ...] = ()
+    """Versions below ``oldest`` that the log has, ascending: claims, by which a reader follows a promotion."""
 
     def to_json(self) -> bytes:
         """Return the bytes of the object."""
@@ -73,12 +76,18 @@ class HeadPointer:
             return f"oldest {self.oldest} is above version {self.version}"
         if self.snapshot is not None and self.snapshot.version > self.version:
             return f"snapshot {self.snapshot.version} is above version {self.version}"
-        if len(self.merged) > MAX_POINTED_MERGED:
-            return f"it has {len(self.merged)} merged deltas, more than {MAX_POINTED_MERGED}"
         lasts = [last for _, last in self.merged]
-        if any(first > last or last > self.version for first, last in self.merged) or lasts != sorted(lasts):
-            return f"its merged deltas are not ascending ranges up to version {self.version}"
+        is_ascending = lasts == sorted(lasts) and all(first <= last <= self.version for first, last in self.merged)
+        if not is_ascending or len(self.merged) > MAX_POINTED_MERGED:
+            return f"its merged deltas are not at most {MAX_POINTED_MERGED} ascending ranges up to {self.version}"
+        is_ascending = all(version < after for version, after in pairwise((*self.older, self.oldest)))
+        if not is_ascending or len(self.older) > MAX_POINTED_OLDER:
+            return f"its older versions are not at most {MAX_POINTED_OLDER} ascending ones below {self.oldest}"
         return None
+
+    def may_have(self, version: int) -> bool:
+        """Return False for a version that the log does not have any more."""
+        return version >= self.oldest or version in self.older
 
     def names(self, entry: Manifest) -> bool:
         """Return True if an entry that was read is the one that the pointer names."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
@@ -14,7 +15,14 @@ from delta_tracker.stream.entry_names import Merged
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.interruption import Interrupted, interruptible
 from delta_tracker.stream.log import StreamLog
-from delta_tracker.stream.pointer import MAX_POINTED_MERGED, POINTER_NAME, HeadPointer, PointedSnapshot, read_pointer
+from delta_tracker.stream.pointer import (
+    MAX_POINTED_MERGED,
+    MAX_POINTED_OLDER,
+    POINTER_NAME,
+    HeadPointer,
+    PointedSnapshot,
+    read_pointer,
+)
 from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.storage.storage import Storage
 
@@ -137,15 +145,17 @@ class PointerWriter:
         if found is None or replace(found, time=0.0) != self._written:
             self._written = None  # deleted, or replaced by another publisher
         deltas = uncovered_deltas(each for each in merged if each.last <= head.version)
+        oldest = _oldest(versions, head.version)
         return HeadPointer(
             stream=head.stream,
             generation=head.generation,
             version=head.version,
             xxh3=head.xxh3,
-            oldest=_oldest(versions, head.version),
+            oldest=oldest,
             snapshot=self._snapshot(head, versions, merged),
             merged=tuple((each.first, each.last) for each in deltas[-MAX_POINTED_MERGED:]),
             time=0.0,
+            older=tuple(versions[: bisect_left(versions, oldest)][-MAX_POINTED_OLDER:]),
         )
 
     def _snapshot(self, head: Manifest, versions: list[int], merged: list[Merged]) -> PointedSnapshot | None:

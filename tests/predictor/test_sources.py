@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -446,6 +447,26 @@ def test_a_promoted_mirror_is_another_stream() -> None:
     second.change(list(range(20)))
     second.snapshot()
     predictor.sync()
+    assert torch.equal(table, second.table)
+
+
+def test_a_promotion_is_followed_over_http_to_a_mirror_that_begins_later(tmp_path: Path) -> None:
+    """The mirror has the claim of the promotion, but not the version after it."""
+    writer = Writer(Storage("memory://"))
+    writer.snapshot()
+    promoted, mirror = Storage("memory://"), Storage(tmp_path.as_uri(), create=True)
+    mirrored(writer, promoted)
+    promote(promoted)
+    second = Writer(promoted)
+    second.change([5])
+    newest = second.snapshot().version
+    with cache_server(mirror) as cache:
+        Mirror(promoted, mirror).run(stop=threading.Event(), poll_seconds=0.001, once=True)
+        assert [version for version in StreamLog(mirror).versions() if version < newest] == [2]
+        table = torch.zeros(20, 4)
+        predictor = Predictor({FQN: table}, [writer.storage, cache.url])
+        assert predictor.sync(1) == 1
+        assert predictor.sync() == newest
     assert torch.equal(table, second.table)
 
 

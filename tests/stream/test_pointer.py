@@ -41,7 +41,8 @@ def test_a_pointer_is_read_as_it_was_written(writer: Writer) -> None:
     assert read_pointer(writer.storage) is None
     pointer = point_at_the_head(writer.storage)
     assert read_pointer(writer.storage) == pointer
-    pointer = replace(pointer, oldest=1, snapshot=PointedSnapshot(version=1, merged=True), merged=((0, 1), (1, 1)))
+    pointer = replace(pointer, oldest=1, older=(0,), merged=((0, 1), (1, 1)))
+    pointer = replace(pointer, snapshot=PointedSnapshot(version=1, merged=True))
     _written(writer.storage, pointer)
     assert read_pointer(writer.storage) == pointer
 
@@ -63,6 +64,11 @@ def test_a_pointer_is_read_as_it_was_written(writer: Writer) -> None:
         {"merged": [[0, 1], [0, 0]]},
         {"merged": [[0, 1, 2]]},
         {"merged": [[0, 1]] * 65},
+        {"oldest": 1, "older": [1]},
+        {"oldest": 1, "older": [0, 0]},
+        {"version": 9, "oldest": 9, "older": [3, 2]},
+        {"version": 99, "oldest": 99, "older": [*range(65)]},
+        {"older": None},
         {"time": float("nan")},
         {"time": float("inf")},
         {"padding": "x" * (64 << 10)},
@@ -84,6 +90,15 @@ def test_a_malformed_pointer_is_none_and_logged_once(
 def test_bytes_that_are_no_pointer_are_none(writer: Writer, data: bytes) -> None:
     writer.storage.replace(POINTER_NAME, data)
     assert read_pointer(writer.storage) is None
+
+
+def test_older_versions_may_be_missing(writer: Writer) -> None:
+    fields = json.loads(point_at_the_head(writer.storage).to_json())
+    del fields["older"]
+    writer.storage.replace(POINTER_NAME, json.dumps(fields).encode())
+    found = read_pointer(writer.storage)
+    assert found is not None
+    assert found.older == ()
 
 
 def test_unknown_fields_are_ignored(writer: Writer) -> None:

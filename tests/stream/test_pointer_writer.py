@@ -66,6 +66,7 @@ def _expected(storage: Storage) -> HeadPointer:
         else PointedSnapshot(version=snapshot.version, merged=snapshot.merges is not None),
         merged=tuple(sorted(kept, key=lambda each: each[1])[-64:]),
         time=0.0,
+        older=tuple(sorted(each for each in versions if each < oldest)[-64:]),
     )
 
 

@@ -73,6 +73,11 @@ def test_many_random_worlds_break_no_rule_but_the_known_ones() -> None:
             id="only a merged snapshot leads to a pin, over http",
         ),
         pytest.param(
+            "publish 0 0, join 0 1, sync 0 0, mirror 1 0, snapshot 0 0, mirror 0 0, lose 0 0, promote 1 0",
+            {"has_web": True},
+            id="a promotion before the first entry of a mirror over http",
+        ),
+        pytest.param(
             "join 0 17751, publish 0 0, spoil 2 0, mirror 0 0, publish 0 0, promote 0 1815",
             {"states": True, "has_upkeep": True},
             id="a former stream ends with a version that a gate holds",

@@ -450,10 +450,10 @@ class Reader:
             return False
         self._observer.read_past_cache(1)
         claimed = pointer.newest(past_cache=True)
-        if claimed is None or claimed.oldest <= position.version + 1:
+        if claimed is None or claimed.may_have(position.version + 1):
             return False
         confirmed = self.source.log.pointed(is_due=False)
-        return confirmed is not None and confirmed.oldest > position.version + 1
+        return confirmed is not None and not confirmed.may_have(position.version + 1)
 
     def _use(self, state: _Round, number: int) -> Source:
         """Follow the source that leads on from the position, and log what could not be read. Return the source."""
