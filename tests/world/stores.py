@@ -218,6 +218,11 @@ class Store:
         """Return the entries whose objects are there, by their versions."""
         return [each for each in self._entries() if each is not None]
 
+    def newest(self) -> Entry | None:
+        """Return the newest entry of the log, also if its objects are not there; None if there is none."""
+        path = max((self.path / "log").glob("*.json"), default=None)
+        return None if path is None else self._described(json.loads(path.read_bytes()), is_merged=False)
+
     def has_log(self) -> bool:
         return any((self.path / "log").glob("*.json"))
 

@@ -25,7 +25,10 @@ def targets(reader: Reader, history: History) -> set[Place] | None:
         return None  # a stream that a promotion has started waits for its first snapshot
     stream = history.streams[number]
     entries = [each for each in entries if each.stream == stream]
-    allowed = [each for each in entries if is_allowed(each, entries, reader.settings.canary)]
+    # A canary counts up to the newest entry, also if its parts are lost.
+    heads = [each for each in (store.newest() for store in stores) if each is not None and each.stream == stream]
+    head = max((*entries, *heads), key=lambda each: (not each.is_merged, each.version))
+    allowed = [each for each in entries if is_allowed(each, head, reader.settings.canary)]
     start = floor[1] if floor is not None and floor[0] == number else None
     ends = reached(allowed, start)
     newest = {history.without_claims((number, max(ends)))} if ends else set()
@@ -91,11 +94,10 @@ def _has_overruled(reader: Reader, order: Order) -> bool:
     return reader.own is not None and reader.knew_all and order.time + LOOK_SECONDS < reader.own_time
 
 
-def is_allowed(entry: Entry, entries: Sequence[Entry], canary: Canary | None) -> bool:
-    """Return True if a canary allows an entry of a stream."""
+def is_allowed(entry: Entry, head: Entry, canary: Canary | None) -> bool:
+    """Return True if a canary allows an entry of a stream with this newest one."""
     if canary is None:
         return True
-    head = max((each for each in entries if not each.is_merged), key=lambda each: each.version, default=entry)
     if canary.versions is not None:
         return entry.version + canary.versions <= head.version
     assert canary.seconds is not None, "one of both"

@@ -523,6 +523,7 @@ class World:
         if reader is None or reader.floor is None:
             return None
         before, version = reader.predictor.version, max(0, reader.floor[1] + 1 - choice % 5)
+        is_known = not reader.is_interrupted  # otherwise, the call first asks a row store which version it has
         with self._call() as errors:
             reader.predictor.rollback(version)
         if self._dies():
@@ -532,7 +533,7 @@ class World:
             reader.num_known = len(self._history.ordered)
             reader.floor, reader.may_serve_held, reader.pinned, reader.held = reader.own, True, None, None
             reader.knew_all = self._history.is_shown_by(reader.settings.stores)
-        elif not isinstance(errors[0], StorageError) and reader.predictor.version != before:
+        elif not isinstance(errors[0], StorageError) and reader.predictor.version != before and is_known:
             raise RuleError("failed call", f"rollback to {version} raised {errors[0]} and changed the version")
         elif reader.predictor.version != before or reader.predictor.status().pinned == version:
             return f"interrupted; {self._restarted(reader, None, turns=False)}"
