@@ -314,9 +314,10 @@ class StreamLog:
             return [merged for merged in named if merged is not None]
         if (pointer := self.pointed()) is None:
             return []
-        found = [Merged(last, first, "delta") for first, last in pointer.merged]
+        found = {Merged(last, first, "delta") for first, last in pointer.merged}
+        found |= {Merged(version, 0, "snapshot") for version in pointer.snapshots}
         if pointer.snapshot is not None and pointer.snapshot.merged:
-            found.append(Merged(pointer.snapshot.version, 0, "snapshot"))
+            found.add(Merged(pointer.snapshot.version, 0, "snapshot"))
         return sorted((each for each in found if each.last > after), key=lambda each: each.name)
 
     def read_merged(self, merged: Merged) -> Manifest | None:

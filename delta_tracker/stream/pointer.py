@@ -29,7 +29,7 @@ _logger = logging.getLogger(__name__)
 
 POINTER_NAME = "control/head.json"
 MAX_POINTER_BYTES = 64 << 10
-MAX_POINTED_MERGED = MAX_POINTED_OLDER = 64
+MAX_POINTED_MERGED = MAX_POINTED_OLDER = MAX_POINTED_SNAPSHOTS = 64
 _MAX_TEXT = 1000
 _DOUBT_SECONDS = 10.0  # between two checks of a pointer that contradicts the entries
 _MAX_SHOWN_BYTES = 60
@@ -64,6 +64,8 @@ class HeadPointer:
     """Unix time of the writer's host, in seconds; informative."""
     older: tuple[Count, ...] = ()
     """Versions below ``oldest`` that the log has, ascending: claims, by which a reader follows a promotion."""
+    snapshots: tuple[Count, ...] = ()
+    """Last versions of the merged snapshots, ascending: a pin or a canary may need another one than the newest."""
 
     def to_json(self) -> bytes:
         """Return the bytes of the object."""
@@ -83,6 +85,9 @@ class HeadPointer:
         is_ascending = all(version < after for version, after in pairwise((*self.older, self.oldest)))
         if not is_ascending or len(self.older) > MAX_POINTED_OLDER:
             return f"its older versions are not at most {MAX_POINTED_OLDER} ascending ones below {self.oldest}"
+        is_ascending = all(version < after for version, after in pairwise((*self.snapshots, self.version + 1)))
+        if not is_ascending or len(self.snapshots) > MAX_POINTED_SNAPSHOTS:
+            return f"its merged snapshots are not at most {MAX_POINTED_SNAPSHOTS} ascending ones up to {self.version}"
         return None
 
     def may_have(self, version: int) -> bool:

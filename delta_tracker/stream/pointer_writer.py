@@ -18,6 +18,7 @@ from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.pointer import (
     MAX_POINTED_MERGED,
     MAX_POINTED_OLDER,
+    MAX_POINTED_SNAPSHOTS,
     POINTER_NAME,
     HeadPointer,
     PointedSnapshot,
@@ -145,6 +146,7 @@ class PointerWriter:
         if found is None or replace(found, time=0.0) != self._written:
             self._written = None  # deleted, or replaced by another publisher
         deltas = uncovered_deltas(each for each in merged if each.last <= head.version)
+        snapshots = [each.last for each in merged if each.kind == "snapshot" and each.last <= head.version]
         oldest = _oldest(versions, head.version)
         return HeadPointer(
             stream=head.stream,
@@ -156,6 +158,7 @@ class PointerWriter:
             merged=tuple((each.first, each.last) for each in deltas[-MAX_POINTED_MERGED:]),
             time=0.0,
             older=tuple(versions[: bisect_left(versions, oldest)][-MAX_POINTED_OLDER:]),
+            snapshots=tuple(snapshots[-MAX_POINTED_SNAPSHOTS:]),
         )
 
     def _snapshot(self, head: Manifest, versions: list[int], merged: list[Merged]) -> PointedSnapshot | None:

@@ -153,6 +153,7 @@ _CONTROLS: dict[str, Callable[[Stream], None]] = {
     "a pointer to a version far away": _with_pointer(version=2**62, oldest=2**62, snapshot=None),
     "a pointer with an oldest version that is too high": _with_pointer(oldest=9),
     "a pointer with versions below its oldest one": _with_pointer(oldest=9, older=[0, 1, 4]),
+    "a pointer with merged snapshots that do not exist": _with_pointer(snapshots=[2, 5]),
     "a page instead of the pointer": lambda stream: stream.objects.update({"control/head.json": b"<html>"}),
     "a malformed pointer": lambda stream: stream.objects.update({"control/head.json": b"{"}),
     "a malformed pin": lambda stream: stream.objects.update({"control/pins/00000000000000000001.json": b"{"}),

@@ -20,8 +20,10 @@ from delta_tracker.stream.heartbeat import read_heartbeats
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
+from delta_tracker.stream.pointer_writer import PointerWriter
 from delta_tracker.stream.promotion import promote
 from delta_tracker.stream.reading.canary import CanaryBound
+from tests.predictor.cache_server import cache_server
 from tests.predictor.serving import empty_model, eventually, same
 from tests.stream.histories import Clock, History, clocked
 from tests.stream.streams import FQN, Writer
@@ -44,6 +46,24 @@ from tests.sweeps import SWEEPS_ARE_WHOLE
 def test_invalid_distances_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgumentError):
         Canary(**options)
+
+
+def test_a_canary_over_http_starts_from_a_merged_snapshot_below_the_newest_one(tmp_path: Path) -> None:
+    writer = Writer(Storage(tmp_path.as_uri(), create=True))
+    writer.snapshot()
+    for number in range(2):
+        writer.delta([number])
+    assert compact(writer.storage, fold=0.01) is not None
+    before = writer.delta([2])
+    retain(writer.storage, Retention(versions=1, grace_seconds=0.0))
+    assert 1 not in StreamLog(writer.storage).versions()
+    table = writer.table.clone()
+    writer.change([3])
+    PointerWriter(writer.storage).write_now(writer.snapshot())
+    with cache_server(writer.storage) as cache:
+        predictor = Predictor(model := writer.model(), cache.url, canary=Canary(versions=1))
+        assert predictor.sync() == before.version
+    assert torch.equal(model[FQN], table)
 
 
 def test_a_canary_counts_again_in_an_older_copy_of_the_log(tmp_path: Path) -> None:

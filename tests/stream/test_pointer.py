@@ -41,7 +41,7 @@ def test_a_pointer_is_read_as_it_was_written(writer: Writer) -> None:
     assert read_pointer(writer.storage) is None
     pointer = point_at_the_head(writer.storage)
     assert read_pointer(writer.storage) == pointer
-    pointer = replace(pointer, oldest=1, older=(0,), merged=((0, 1), (1, 1)))
+    pointer = replace(pointer, oldest=1, older=(0,), snapshots=(0, 1), merged=((0, 1), (1, 1)))
     pointer = replace(pointer, snapshot=PointedSnapshot(version=1, merged=True))
     _written(writer.storage, pointer)
     assert read_pointer(writer.storage) == pointer
@@ -69,6 +69,9 @@ def test_a_pointer_is_read_as_it_was_written(writer: Writer) -> None:
         {"version": 9, "oldest": 9, "older": [3, 2]},
         {"version": 99, "oldest": 99, "older": [*range(65)]},
         {"older": None},
+        {"snapshots": [2]},
+        {"snapshots": [0, 0]},
+        {"version": 99, "snapshots": [*range(65)]},
         {"time": float("nan")},
         {"time": float("inf")},
         {"padding": "x" * (64 << 10)},
@@ -92,13 +95,13 @@ def test_bytes_that_are_no_pointer_are_none(writer: Writer, data: bytes) -> None
     assert read_pointer(writer.storage) is None
 
 
-def test_older_versions_may_be_missing(writer: Writer) -> None:
+def test_older_versions_and_merged_snapshots_may_be_missing(writer: Writer) -> None:
     fields = json.loads(point_at_the_head(writer.storage).to_json())
-    del fields["older"]
+    del fields["older"], fields["snapshots"]
     writer.storage.replace(POINTER_NAME, json.dumps(fields).encode())
     found = read_pointer(writer.storage)
     assert found is not None
-    assert found.older == ()
+    assert (found.older, found.snapshots) == ((), ())
 
 
 def test_unknown_fields_are_ignored(writer: Writer) -> None:

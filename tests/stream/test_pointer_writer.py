@@ -67,6 +67,7 @@ def _expected(storage: Storage) -> HeadPointer:
         merged=tuple(sorted(kept, key=lambda each: each[1])[-64:]),
         time=0.0,
         older=tuple(sorted(each for each in versions if each < oldest)[-64:]),
+        snapshots=tuple(sorted(each.last for each in log.merged() if each.kind == "snapshot")[-64:]),
     )
 
 

@@ -73,6 +73,12 @@ def test_many_random_worlds_break_no_rule_but_the_known_ones() -> None:
             id="only a merged snapshot leads to a pin, over http",
         ),
         pytest.param(
+            "publish 0 0, join 0 8157, publish 0 0, publish 0 0, compact 0 0, publish 0 0, pin 0 0, snapshot 0 0, "
+            "retain 0 0, settle 0 0",
+            {"has_web": True},
+            id="a merged snapshot below the newest snapshot leads a canary, over http",
+        ),
+        pytest.param(
             "publish 0 0, join 0 1, sync 0 0, mirror 1 0, snapshot 0 0, mirror 0 0, lose 0 0, promote 1 0",
             {"has_web": True},
             id="a promotion before the first entry of a mirror over http",
