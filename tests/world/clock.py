@@ -22,12 +22,17 @@ def wait_for_threads() -> None:
     _real_sleep(0.001)
 
 
+def is_background() -> bool:
+    """Return True in a thread of a publisher that continues after the call that started it, at its own speed."""
+    return threading.current_thread().name in ("upkeep", "head-pointer")
+
+
 class Clock:
     """Time in seconds, which only ``advance`` and calls of ``time.sleep`` change."""
 
     def __init__(self) -> None:
         self.now = _EPOCH
-        self._ids = random.Random(0)
+        self._ids = self._background_ids = random.Random(0)
 
     def restart(self, seed: int) -> None:
         """Begin a run."""
@@ -36,7 +41,7 @@ class Clock:
 
     def draw_again(self, seed: int) -> None:
         """Begin the random numbers again, for example after a thread has drawn some."""
-        self._ids = random.Random(seed)
+        self._ids, self._background_ids = random.Random(seed), random.Random(~seed)
         random.seed(seed)
 
     def advance(self, seconds: float) -> None:
@@ -55,7 +60,8 @@ class Clock:
 
     def _token(self, num_bytes: int | None = None) -> str:
         count = 32 if num_bytes is None else num_bytes
-        return f"{self._ids.getrandbits(8 * count):0{2 * count}x}"
+        ids = self._background_ids if is_background() else self._ids
+        return f"{ids.getrandbits(8 * count):0{2 * count}x}"
 
 
 CLOCK = Clock()
@@ -66,7 +72,10 @@ def _wait(event: threading.Event, timeout: float | None = None) -> bool:
     if timeout is None or timeout <= _SHORT_SECONDS:
         return _real_wait(event, timeout)
     end = CLOCK.now + timeout
+    is_main = threading.current_thread() is threading.main_thread()
     while not _real_wait(event, 0.001):
+        if is_main:
+            CLOCK.now = end  # no other thread advances the clock meanwhile
         if end <= CLOCK.now:
             return False
     return True

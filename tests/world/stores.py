@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,10 +78,7 @@ class Store:
             return
         self.is_failing = True
         for name in _FOLDERS:
-            folder = self.path / name
-            if folder.exists():
-                folder.rename(folder.with_name(name + _AWAY))
-            folder.symlink_to(name)
+            _block(self.path / name)
 
     def unmount(self) -> None:
         """Remove the directory, as if its volume were not mounted."""
@@ -178,11 +175,7 @@ class Store:
             self.is_unmounted = False
         if self.is_failing:
             for name in _FOLDERS:
-                folder = self.path / name
-                folder.unlink()
-                away = folder.with_name(name + _AWAY)
-                if away.exists():
-                    away.rename(folder)
+                _unblock(self.path / name)
             self.is_failing = False
         pointer = self.path / "control" / "head.json"
         if self._wrong and pointer.is_file() and pointer.read_bytes() == self._wrong:
@@ -210,9 +203,9 @@ class Store:
         for folder, _, names in os.walk(self.path):
             for name in names:
                 path = os.path.join(folder, name)  # noqa: PTH118  called often
-                status = os.lstat(path)
-                if CLOCK.is_real(status.st_mtime):
-                    os.utime(path, (CLOCK.now, CLOCK.now), follow_symlinks=False)
+                with suppress(FileNotFoundError):  # the draft of a pointer, which a thread writes meanwhile
+                    if CLOCK.is_real(os.lstat(path).st_mtime):
+                        os.utime(path, (CLOCK.now, CLOCK.now), follow_symlinks=False)
 
     def entries(self) -> list[Entry]:
         """Return the entries whose objects are there, by their versions."""
@@ -263,3 +256,26 @@ class Store:
     def orders(self) -> list[dict[str, Any]]:
         """Return the pins and releases, the oldest first."""
         return [json.loads(path.read_bytes()) for path in sorted((self.path / "control" / "pins").glob("*.json"))]
+
+
+def _block(folder: Path) -> None:
+    """Replace a folder by a link to itself. The thread that writes a pointer may create the folder meanwhile."""
+    away = folder.with_name(folder.name + _AWAY)
+    while not folder.is_symlink():
+        if away.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+        elif folder.exists():
+            folder.rename(away)
+        with suppress(FileExistsError):
+            folder.symlink_to(folder.name)
+
+
+def _unblock(folder: Path) -> None:
+    """Put a folder back that :func:`_block` has replaced."""
+    away = folder.with_name(folder.name + _AWAY)
+    folder.unlink()
+    while away.exists():
+        try:
+            away.rename(folder)
+        except OSError:  # that thread has created it
+            shutil.rmtree(folder, ignore_errors=True)
