@@ -90,7 +90,11 @@ _RESYNC = {
     "gates": [
         Revert(
             "a merged delta contains a held version",
-            Replaces("decide._around", "StreamReplacedError | HeldVersionError", "StreamReplacedError"),
+            Replaces(
+                "decide._around",
+                "is_held or isinstance(fault, StreamReplacedError)",
+                "isinstance(fault, StreamReplacedError)",
+            ),
         ),
         Revert("a merged snapshot contains a held version", Loses("decide._around", "newer", nth=2)),
         Revert("a held version blocks newer snapshots", Replaces("decide._around", "takewhile(...)", "()")),
@@ -183,7 +187,7 @@ _NEWEST = {
         Revert("a deleted version is not missed", Replaces("decide._forward", "view.looks_for_gap", "False")),
     ],
     "two urls": [
-        Revert("a better url is never found at rest", Replaces("decide._asks_others", "view.surveys", "False")),
+        Revert("a better url is never found at rest", Replaces("decide._asks_others", "view.surveys", "False", nth=1)),
         Revert("the last url is asked no more", Replaces("decide._elsewhere", "others", "others[:-1]")),
         Revert(
             "a better url is found, but not used", Replaces("decide._elsewhere", "isinstance(found, Apply)", "False")

@@ -26,7 +26,7 @@ REVERTS = {
             "a merged delta leads past a held version",
             Replaces(
                 "_around",
-                "isinstance(fault, StreamReplacedError | HeldVersionError)",
+                "is_held or isinstance(fault, StreamReplacedError)",
                 "isinstance(fault, StreamReplacedError)",
             ),
         ),
