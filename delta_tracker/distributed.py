@@ -1,10 +1,10 @@
-"""Gloo process groups that contain all ranks and carry the library's messages. Only the training thread uses them."""
+"""Gloo process groups that contain all ranks and carry the library's messages. One thread uses each of them."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -113,6 +113,35 @@ class RankGroup:
         self._is_starting = False
         self.wait(work)
 
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """Return the tensors of all ranks on rank 0 in rank order, and nothing on other ranks. They send theirs only.
+
+        All tensors must have the same shape and dtype. Ctrl-C takes effect when the wait ends.
+
+        Raises:
+            RankLostError: if a rank died or did not answer in time.
+        """
+        tensors = [torch.empty_like(tensor) for _ in range(self.world_size)] if self.rank == 0 else []
+        with self._typed_errors():
+            options: Any = dist.GatherOptions()
+            options.rootRank = 0
+            self._group.gather([tensors] if tensors else [], [tensor], options).wait()
+        return tensors
+
+    def send_all(self, tensor: Tensor) -> None:
+        """Send ``tensor`` to all other ranks, which must call :meth:`receive` with the number of this rank.
+
+        A rank that is lost does not keep the others from receiving it. Ctrl-C takes effect when the wait ends.
+
+        Raises:
+            RankLostError: if a rank died or did not receive it in time.
+        """
+        with self._typed_errors(), ExitStack() as waits:
+            group = self._group
+            for rank in range(self.world_size):
+                if rank != self.rank:
+                    waits.callback(group.send([tensor], rank, 0).wait)
+
     def send(self, tensor: Tensor, rank: int) -> None:
         """Send ``tensor`` to ``rank``, which must call :meth:`receive` with the number of this rank.
 
@@ -178,6 +207,11 @@ class RankGroup:
         """
         if self._lost is None:
             self._lost = RankLostError(reason)
+
+    @property
+    def lost(self) -> RankLostError | None:
+        """Error of each later operation, because a rank was lost; None without it."""
+        return None if self._lost is None else unraised(self._lost)
 
     @property
     def _group(self) -> Any:  # noqa: ANN401  the type stubs lack the methods of ProcessGroupGloo

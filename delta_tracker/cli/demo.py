@@ -20,7 +20,7 @@ from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.predictor.predictor import Predictor
 from delta_tracker.publisher.coordinator import Coordinator, Draft
-from delta_tracker.publisher.exchange import Exchange
+from delta_tracker.publisher.exchange import Exchange, opened
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block, IdForm, Kind, Manifest
@@ -145,7 +145,11 @@ class _Trainer:
             tables=self._specs,
             rows=[self._rows(fqn, None if kind == "snapshot" else changed[fqn]) for fqn in self.tables],
         )
-        self.versions.append(self._writer.publish(draft))
+        share = self._writer.write(draft)
+        if share.message.failure is not None:
+            raise share.message.failure
+        self._writer.commit(share, [opened(0, share.message.data)])
+        self.versions.append(self._writer.follow({}))
         self._published = self._batch
         return self.versions[-1].version
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 
 from delta_tracker.arguments import is_number
 from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.tracker.tracker import ModelDeltaTracker
 
 _RANKS_PER_CALL = 16
@@ -81,7 +82,7 @@ class Pace:
         cadence: the bounds.
         tracker: tracker of the rows.
         consumer: name of the consumer whose pending rows are counted; None if the tracker has only one.
-        num_batches: number of batches from one check to the next.
+        num_batches: number of batches from a check to its effect.
     """
 
     def __init__(
@@ -104,8 +105,16 @@ class Pace:
         self._counted, self._counted_at = (0, 0), self._recorded()
         self._num_attached = self._tracker.num_attached
 
+    def wants_snapshot(self, head: Manifest) -> bool:
+        """Return True if ``snapshot_every`` demands that the version after ``head`` is a snapshot.
+
+        Earlier publishers' snapshots count: a trainer that resumes does not send all rows again.
+        """
+        every = self._cadence.snapshot_every
+        return every is not None and (head.snapshot is None or head.version + 1 - head.snapshot >= every)
+
     def is_due(self, *, is_clock: bool) -> bool:
-        """Return True if ``batches`` is reached at the next check, or another bound is already reached.
+        """Return True if ``batches`` is reached when the check takes effect, or another bound is already reached.
 
         Args:
             is_clock: True to check ``seconds`` too. Only rank 0 passes True.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -110,7 +110,7 @@ class Coordinator:
 
     def __init__(self, exchange: Exchange, recorder: Recorder) -> None:
         self._exchange = exchange
-        self._rank = exchange.rank
+        self.rank = exchange.rank
         self._write_timer = recorder.write_seconds.timer()
         self._commit_timer = recorder.commit_seconds.timer()
         self._claim: Claim | None = None
@@ -124,6 +124,11 @@ class Coordinator:
     def storage(self) -> Storage:
         """Store of the stream."""
         return self._storage
+
+    @property
+    def is_first(self) -> bool:
+        """True on rank 0, which commits."""
+        return self.rank == 0
 
     @property
     def needs_snapshot(self) -> bool:
@@ -162,7 +167,8 @@ class Coordinator:
         exchange = self._exchange.exchange
         claim = url.claim if isinstance(url, ClaimedStream) else None
         exchange(Phase.OPENING, Message.of(lambda: self._open(url.storage if isinstance(url, ClaimedStream) else url)))
-        self._follow(exchange(Phase.CLAIMING, Message.of(lambda: self._take_stream(claim) if self._rank == 0 else {})))
+        taken = exchange(Phase.CLAIMING, Message.of(lambda: self._take_stream(claim) if self.rank == 0 else {}))
+        self.follow(taken[0])
         exchange(Phase.CHECKING, Message.of(self._check_same_store))
 
     def release(self) -> None:
@@ -236,7 +242,7 @@ class Coordinator:
         Raises:
             StorageError: if the part cannot be written.
         """
-        name = part_name(self.head.version + 1, self.head.generation, f"r{self._rank}")
+        name = part_name(self.head.version + 1, self.head.generation, f"r{self.rank}")
         states_name = None if form == FORMAT else self._name("s")
         with self._write_timer():
             return put_part(self._storage, name, rows, dense, states_name=states_name)
@@ -260,7 +266,7 @@ class Coordinator:
             if rows or draft.dense:
                 parts.append(self.write_part(rows, draft.dense, form=draft.format))
             content: dict[str, Any] = {
-                "parts": [asdict(part) for part in parts] if self._rank else [],  # rank 0 has its own
+                "parts": [asdict(part) for part in parts] if self.rank else [],  # rank 0 has its own
                 "pending_rows": draft.pending_rows,
                 **self._place(draft.batches[1], draft.tables, draft.identities),
             }
@@ -275,22 +281,6 @@ class Coordinator:
 
         message = Message.of(act)
         return Share(draft, parts, message, training)
-
-    def tally(self, share: Share, num_bytes: int) -> list[dict[str, Any]]:
-        """Return the messages of all ranks' shares, in rank order. A collective.
-
-        Args:
-            share: share of this rank.
-            num_bytes: length in bytes of the longest message of any rank.
-
-        Raises:
-            PublishError: if another rank failed, or ranks are at different batches or have different tables.
-            Exception: the error of this rank.
-            RankLostError: if a rank dies or does not answer in time.
-        """
-        messages = self._exchange.gather(share.message, num_bytes)
-        check_alike(messages, "cut", "tables")
-        return messages
 
     def commit(self, share: Share, messages: Sequence[Mapping[str, Any]]) -> Manifest:
         """Create the manifest of a version, and return it. Only rank 0 may call this method.
@@ -335,64 +325,21 @@ class Coordinator:
         self.states = states
         return committed
 
-    def publish(self, draft: Draft) -> Manifest:
-        """Write and commit a version in one blocking call. A collective.
-
-        Returns:
-            The committed manifest, the same on every rank.
-
-        Raises:
-            FencedError: on every rank, if a newer publisher has claimed the stream.
-            LostEntryError: on every rank, if the newest entry was deleted, and the version is a delta.
-            PublishError: if another rank failed, or ranks are at different batches or have different tables.
-            StorageError: if this rank could not write its parts or the manifest.
-            RankLostError: if a rank dies or does not answer in time.
-        """
-        share = self.write(draft)
-        messages = self._exchange.exchange(Phase.WRITING, share.message)
-
-        def commit() -> dict[str, Any]:
-            if self._claim is not None:
-                self.commit(share, messages)
-            return self.answer()
-
-        check_alike(messages, "cut", "tables")
-        self._accept(lambda: self._exchange.exchange(Phase.COMMITTING, Message.of(commit)))
-        return self.head
-
     def answer(self) -> dict[str, Any]:
-        """Return this rank's fields for the exchange that sends rank 0's last entry to the other ranks.
-
-        Returns:
-            On rank 0, a dict with the text of the last entry that this publisher created, under the key ``entry``. On
-            the other ranks, an empty dict.
-        """
+        """Return the message to the other ranks with rank 0's last entry; an empty dict on the other ranks."""
         return {} if self._claim is None else {"entry": self._claim.data.decode()}
 
-    def accept(self, own: Message, num_bytes: int) -> Manifest:
-        """Return rank 0's manifest on every rank, or raise the error of :meth:`commit`. A collective.
-
-        Args:
-            own: message with the result of :meth:`answer`. On rank 0, :meth:`commit` must have been called before.
-            num_bytes: length in bytes of the longest message of any rank.
-
-        Raises:
-            Exception: the error of this rank.
-            FencedError: on every rank, if a newer publisher has claimed the stream.
-            LostEntryError: on every rank, if the newest entry was deleted, and the version is a delta.
-            PublishError: if another rank failed for another reason.
-            RankLostError: if a rank died or did not answer in time.
-        """
-        self._accept(lambda: self._exchange.gather(own, num_bytes))
+    def follow(self, message: Mapping[str, Any]) -> Manifest:
+        """Set :attr:`head` to rank 0's entry, which the other ranks parse from rank 0's :meth:`answer`. Return it."""
+        if self._claim is not None:
+            self.head = self._claim.head
+        else:
+            self.head = parse_manifest("entry of rank 0", message["entry"].encode())
         return self.head
 
-    def _accept(self, gather: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
-        """Set :attr:`head` to rank 0's entry, or to the claim that follows if its newest entry was lost."""
-        try:
-            self._follow(gather())
-        except LostEntryError as error:
-            self.head = parse_manifest("entry of rank 0", error.claim.encode())
-            raise
+    def lost(self, error: LostEntryError) -> None:
+        """Set :attr:`head` to the claim that follows an entry of rank 0 that was deleted."""
+        self.head = parse_manifest("entry of rank 0", error.claim.encode())
 
     def _rows(self, draft: Draft, stored: StoredRows) -> Sequence[BlockRows]:
         """Return the rows of a draft to write. They are recorded, and unchanged rows of a delta are left out."""
@@ -408,7 +355,7 @@ class Coordinator:
 
     def _name(self, role: str) -> str:
         """Return a new name of an object of the next version, with states (``s``) or a training state (``t``)."""
-        return part_name(self.head.version + 1, self.head.generation, f"r{self._rank}{role}")
+        return part_name(self.head.version + 1, self.head.generation, f"r{self.rank}{role}")
 
     def _open(self, url: Location) -> dict[str, Any]:
         self._storage = open_storage(url, create=True)
@@ -436,13 +383,6 @@ class Coordinator:
                 "url", self._storage.url, "Give all ranks the same store: this one lacks rank 0's claim"
             )
         return {}
-
-    def _follow(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Set :attr:`head` to rank 0's entry, which the other ranks parse from ``messages``."""
-        if self._claim is not None:
-            self.head = self._claim.head
-        else:
-            self.head = parse_manifest("entry of rank 0", messages[0]["entry"].encode())
 
     def _describe(self, tables: Mapping[str, TableSpec], identities: Identities) -> tuple[str, int]:
         """Return the tables as text, and the hash of this text as an int64. A worker may also call this method."""

@@ -43,19 +43,17 @@ class Phase(IntEnum):
     RESUMING = auto()
     """The ranks find the rows to republish after a resume from a checkpoint."""
     STEPPING = auto()
-    """No version is being published; ``step()`` was called."""
+    """``step()`` was called, and no snapshot is being copied."""
     PUBLISHING = auto()
     """No version is being published; ``publish()`` or ``snapshot()`` was called."""
+    FLUSHING = auto()
+    """No version is being published; ``flush()`` was called."""
     PLACING = auto()
     """The ranks compare their batches and tables, because their votes differ in these."""
     COPYING = auto()
     """The workers copy and write all rows of the tables with a fused optimizer, for a snapshot."""
-    WRITING = auto()
-    """The workers write the rows that were read from the tracker."""
-    COMMITTING = auto()
-    """The worker of rank 0 creates the manifest."""
     FAILED = auto()
-    """The version failed on this rank. It may not have failed on the other ranks."""
+    """``publish()``, ``snapshot()`` or ``flush()`` failed on this rank before its vote."""
     RESOLVING = auto()
     """The ranks of a restore validate their arguments, and rank 0 chooses the version."""
     FITTING = auto()
@@ -77,8 +75,8 @@ class Vote(NamedTuple):
         tables: hash of the rank's tables.
         is_due: True to start a version.
         wants_snapshot: True if the version must be a snapshot.
-        is_repairing: True if the next delta must have all pending rows, without ``top_k``.
-        is_working: True while the worker's task in this phase is running.
+        is_complete: True if the next delta must have all pending rows, without ``top_k``.
+        is_working: True while a snapshot is copied, or a version is written or committed.
         num_bytes: length in bytes of the rank's next message; 0 if the rank sends none.
     """
 
@@ -87,7 +85,7 @@ class Vote(NamedTuple):
     tables: int = 0
     is_due: bool = False
     wants_snapshot: bool = False
-    is_repairing: bool = False
+    is_complete: bool = False
     is_working: bool = False
     num_bytes: int = 0
 
@@ -131,6 +129,8 @@ class Message:
                 content["fenced"] = [error.generation, error.owner, error.version]
             if isinstance(error, LostEntryError):
                 content["lost"] = [error.url, error.name, error.claim]
+            if isinstance(error, PublishError):
+                content["rank"], content["error"] = error.rank, error.reason
             if is_unknown(error):
                 content["unknown"] = True
         return cls(json.dumps(content).encode(), failure)
@@ -224,22 +224,7 @@ class Exchange:
         tensors = gathering.result()
         if own.failure is not None:
             raise own.failure
-        messages = []
-        for rank, each in enumerate(tensors):
-            text = each.numpy().tobytes()
-            if text.isspace():
-                raise self._failed(rank, "an interrupt")
-            message = json.loads(text)
-            if "fenced" in message:
-                raise FencedError(*message["fenced"])
-            if "lost" in message:
-                raise LostEntryError(*message["lost"])
-            if "unknown" in message and self._failed is PublishError:
-                raise PublishError(rank, message["error"], is_unknown=True)
-            if "error" in message:
-                raise self._failed(rank, message["error"])
-            messages.append(message)
-        return messages
+        return [opened(rank, each.numpy().tobytes(), self._failed) for rank, each in enumerate(tensors)]
 
     def exchange(self, phase: Phase, own: Message) -> list[dict[str, Any]]:
         """Check that all ranks are in the same phase, and return their messages in rank order.
@@ -287,6 +272,28 @@ class Exchange:
 def _check_timeout(timeout: object) -> None:
     if not isinstance(timeout, timedelta) or timeout <= timedelta():
         raise InvalidArgumentError("timeout", timeout, "Pass a timedelta above 0, such as timedelta(seconds=30)")
+
+
+def opened(rank: int, data: bytes, failed: _Failed = PublishError) -> dict[str, Any]:
+    """Return the content of a message of ``rank``, or raise the error that it describes.
+
+    Raises:
+        FencedError, LostEntryError: if the rank failed with such an error.
+        PublishError: or another ``failed``, if it failed with another error or was interrupted.
+    """
+    if data.isspace():
+        raise failed(rank, "an interrupt")
+    message: dict[str, Any] = json.loads(data)
+    if "fenced" in message:
+        raise FencedError(*message["fenced"])
+    if "lost" in message:
+        raise LostEntryError(*message["lost"])
+    if "error" in message:
+        rank = message.get("rank", rank)
+        if failed is PublishError:
+            raise PublishError(rank, message["error"], is_unknown="unknown" in message)
+        raise failed(rank, message["error"])
+    return message
 
 
 def check_alike(messages: Sequence[Mapping[str, Any]], *names: str, failed: _Failed = PublishError) -> None:

@@ -1,81 +1,105 @@
-"""States of a version from its start to its commit."""
+"""States of a version from its start to its end, and the pure function that decides what is next: :func:`decide`."""
 
 from __future__ import annotations
 
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TypeAlias
 
-from delta_tracker.publisher.coordinator import Share
-from delta_tracker.publisher.exchange import Message, Phase, Vote
+from delta_tracker.publisher.delivery import Outcome
+from delta_tracker.publisher.exchange import Vote
 from delta_tracker.stream.format.manifest import Kind, Part
 from delta_tracker.types import Delta
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Flight:
-    """State of a version that is being published. All ranks enter a state at the same batch.
+@dataclass(frozen=True, slots=True)
+class Copying:
+    """Before the cut of a snapshot: all rows of the tables with a fused optimizer are copied and written.
+
+    The rows that change meanwhile are read at the cut.
 
     Args:
-        kind: ``"snapshot"`` or ``"delta"``.
-        job: task of the worker in this state.
-        read: uncommitted read of the tracker with the version's rows; None before the cut, or if the read failed.
-
-    Attributes:
-        phase: value that identifies the kind of state in votes.
+        after: number of the votes that began it.
+        job: future of the written copy.
     """
 
-    phase: ClassVar[Phase]
-
-    kind: Kind
-    job: Future[Any]
-    read: Delta | None = None
-
-    def vote(self) -> Vote:
-        """Return this rank's vote on whether to leave this state."""
-        if not self.job.done():
-            return Vote(self.phase, is_working=True)
-        return Vote(self.phase, num_bytes=self._message_bytes())
-
-    def _message_bytes(self) -> int:
-        """Return the length in bytes of the message that this rank has at the end of this state; 0 if it has none.
-
-        :attr:`job` must be done.
-        """
-        return 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Copying(Flight):
-    """State in which all rows of the tables with a fused optimizer are copied and written, for a snapshot.
-
-    The rows that change meanwhile are read at the end of this state.
-    """
-
-    phase = Phase.COPYING
+    after: int
     job: Future[Part | None]
 
+    @property
+    def is_working(self) -> bool:
+        """True until the copy is written."""
+        return not self.job.done()
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Writing(Flight):
-    """State in which the rows that were read from the tracker are written.
 
-    At the end of this state, the ranks exchange the descriptions of their parts.
+@dataclass(slots=True, kw_only=True)
+class Cut:
+    """After the cut: the threads of the publisher complete the version.
+
+    Args:
+        after: number of the votes that decided it.
+        number: number of the cut of this publisher, the same on all ranks.
+        kind: ``"snapshot"`` or ``"delta"``.
+        outcome: future of the result.
+        read: uncommitted read of the tracker with the version's rows; None if the read failed.
+        is_started: False until the threads have got this rank's contents. An interrupt may come before.
     """
 
-    phase = Phase.WRITING
-    job: Future[Share]
+    after: int
+    number: int
+    kind: Kind
+    outcome: Future[Outcome] = field(default_factory=Future)
+    read: Delta | None = None
+    is_started: bool = False
 
-    def _message_bytes(self) -> int:
-        return len(self.job.result().message.data)
+    @property
+    def is_working(self) -> bool:
+        """True until this rank knows the outcome."""
+        return not self.outcome.done()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Committing(Flight):
-    """State in which rank 0 creates the manifest. The other ranks receive the manifest at the end of this state."""
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The version ended on this rank. On other ranks, it may not have ended yet."""
 
-    phase = Phase.COMMITTING
-    job: Future[Message]
+    after: int
+    outcome: Outcome
 
-    def _message_bytes(self) -> int:
-        return len(self.job.result().data)
+    @property
+    def is_working(self) -> bool:
+        """False."""
+        return False
+
+
+Flight: TypeAlias = Copying | Cut | Ended
+"""State of a version that is being published."""
+
+
+class Step(Enum):
+    """What all ranks do after the same votes."""
+
+    WAIT = "a rank is still working"
+    CUT = "the copies of all ranks are written"
+    SNAPSHOT = "a snapshot is due"
+    DELTA = "a delta is due"
+    REST = "nothing is due"
+
+
+def decide(flight: Flight | None, votes: int, most: Vote) -> Step:
+    """Return what a rank does next, after the votes of all ranks.
+
+    Args:
+        flight: state of this rank.
+        votes: number of the votes.
+        most: maximum of each field of the votes.
+    """
+    if flight is not None and flight.after == votes:  # an interrupt came after these votes had been acted on
+        return Step.WAIT
+    if most.is_working or isinstance(flight, Cut):
+        return Step.WAIT
+    if isinstance(flight, Copying):
+        return Step.CUT
+    if not most.is_due:
+        return Step.REST
+    return Step.SNAPSHOT if most.wants_snapshot else Step.DELTA

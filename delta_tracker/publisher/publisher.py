@@ -6,8 +6,8 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal, Self
@@ -15,34 +15,31 @@ from typing import Any, Literal, Self
 from torch import nn
 
 from delta_tracker.arguments import is_number
-from delta_tracker.distributed import DEFAULT_TIMEOUT, Gathering
+from delta_tracker.distributed import DEFAULT_TIMEOUT, RankGroup
 from delta_tracker.errors import (
     FencedError,
     InvalidArgumentError,
-    LostEntryError,
-    NeedsSnapshotError,
-    PublishError,
-    RankLostError,
-    is_unknown,
-    kind_of,
     unraised,
 )
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.recorder import Recorder
+from delta_tracker.publisher.ballots import Ballots
 from delta_tracker.publisher.cadence import Cadence, Pace
-from delta_tracker.publisher.coordinator import Coordinator, Draft, Share
+from delta_tracker.publisher.coordinator import Coordinator
 from delta_tracker.publisher.declared_states import states_message
-from delta_tracker.publisher.exchange import Count, Exchange, Message, Phase, Vote, check_alike
-from delta_tracker.publisher.flight import Committing, Copying, Flight, Writing
+from delta_tracker.publisher.delivery import Delivery
+from delta_tracker.publisher.exchange import Exchange, Message, Phase, check_alike
 from delta_tracker.publisher.gauges import PublisherGauges
 from delta_tracker.publisher.heartbeats import Heartbeats
+from delta_tracker.publisher.reports import Reports
 from delta_tracker.publisher.row_gatherer import EncodingChoice, name_encodings
 from delta_tracker.publisher.stored_rows import StoredRows, UnchangedChoice
 from delta_tracker.publisher.training import Stateful
 from delta_tracker.publisher.version_source import Training, VersionSource
+from delta_tracker.publisher.versions import Versions
 from delta_tracker.sharding.interrupted import check_complete
 from delta_tracker.stream.claimed import ClaimedStream
-from delta_tracker.stream.format.manifest import Kind, Manifest, Part
+from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.heartbeat import BEAT_SECONDS
 from delta_tracker.stream.maintenance.retention import Retention
 from delta_tracker.stream.maintenance.upkeep import Upkeep
@@ -51,12 +48,12 @@ from delta_tracker.stream.pointer_writer import POINTER_SECONDS, PointerWriter
 from delta_tracker.stream.storage.storage import Location
 from delta_tracker.tracker.top_k import TopK
 from delta_tracker.tracker.tracker import ModelDeltaTracker
-from delta_tracker.types import Delta
 from delta_tracker.uncopied import Uncopied
 
 _logger = logging.getLogger(__name__)
 
 _STANDSTILL_CALLS = 20  # more than the micro-batches of an accumulated batch usually are
+_PATIENCE = 0.75  # wait for a sign of life of a rank, of the timeout; the rest is the time between two signs
 
 
 class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a new Publisher after it is loaded"):
@@ -192,101 +189,101 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         skip_unchanged: UnchangedChoice = None,
     ) -> None:
         _check_tracker(tracker)
-        self._tracker = tracker
+        self._caller = threading.get_ident(), os.getpid()
         self._still = _Standstill(tracker)
-        self._thread, self._process = threading.get_ident(), os.getpid()
-        self._upkeep: Upkeep | None = None
-        self._pointer: PointerWriter | None = None
-        self._beats: Heartbeats | None = None
+        self._closing = ExitStack()  # calls that free the resources, in reverse order
+        self._versions: Versions | None = None  # None until the publisher is built, and after close()
         self._source: VersionSource | None = None
         self._stored: StoredRows | None = None
-        self._flight: Flight | None = None
-        self._votes: Gathering | None = None  # started, not counted yet
-        self._error: Exception | None = None
-        self._failure: tuple[object, ...] | None = None  # kind of the last failure since the last version
-        self._num_steps = 0
-        self._num_owed = 0  # votes of calls of step() that failed or were interrupted before they voted
-        self._is_open = False
+        self._upkeep: Upkeep | None = None
+        source: VersionSource
+        recorder = Recorder("publisher", self, name=name, monitor=monitor)
+        self._closing.callback(recorder.close)
 
         def prepare() -> dict[str, Any]:
             _check(cadence, retention, heartbeat_seconds, pointer_seconds)
             _check_claim(url, states)
             if cadence is not None:
-                self._vote_every = cadence.calls_per_vote(self._exchange.group.world_size)
+                ballots.vote_every = cadence.calls_per_vote(exchange.group.world_size)
             check_complete(tracker.model)
             training = _training(states, training_state, rank_state)
             self._stored = None if skip_unchanged is None else StoredRows(skip_unchanged)
-            self._source = VersionSource(
+            nonlocal source
+            self._source = source = VersionSource(
                 tracker,
                 consumer,
                 top_k=top_k,
                 dense=dense,
                 encoding=encoding,
-                exchange=self._exchange,
-                recorder=self._recorder,
+                exchange=exchange,
+                recorder=recorder,
                 training=training,
             )
+            failing.callback(source.close, forgets=False)
             return {
                 "top_k": _budget(top_k),
                 "encoding": f"encoding={name_encodings(encoding)}",
                 # Compared before the cadence, which also contains it, because its error message is shorter.
-                "vote_every": f"vote_every={self._vote_every}",
+                "vote_every": f"vote_every={ballots.vote_every}",
                 "cadence": f"cadence={cadence}",
                 "kind": f"states={states!r} and skip_unchanged={skip_unchanged!r}",
-                "states": states_message(self._source.states),
+                "states": states_message(source.states),
             }
 
-        self._recorder = Recorder("publisher", self, name=name, monitor=monitor)
-        try:
-            self._exchange = Exchange(timeout)
-        except BaseException:
-            self._recorder.close()
-            raise
-        self._vote_every = 1
-        self._is_first = self._exchange.rank == 0
-        self._writer = Coordinator(self._exchange, self._recorder)
-        self._gauges = PublisherGauges(self._recorder, counts_versions=self._is_first)
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="publisher")
-        self._hints = Hints(notifier)
-        self._announces = notifier is not None
-        try:
-            messages = self._exchange.exchange(Phase.BUILDING, Message.of(prepare))
+        with ExitStack() as failing:
+            failing.push(self._closing)
+            exchange = Exchange(timeout)
+            self._closing.callback(exchange.close)
+            ballots = Ballots(exchange)
+            self._writer = writer = Coordinator(exchange, recorder)
+            failing.callback(writer.release)
+            gauges = PublisherGauges(recorder, counts_versions=writer.is_first)
+            self._reports = Reports(gauges)
+            hints = Hints(notifier)
+            workers = RankGroup("publisher's workers", "Publisher(...)", _PATIENCE * timeout)
+            self._closing.callback(workers.close)
+            messages = exchange.exchange(Phase.BUILDING, Message.of(prepare))
             check_alike(messages, "top_k", "encoding", "vote_every", "cadence", "kind")
             if states is not None:
-                self._writer.declare(messages, tracker.tables)
-            self._writer.stored = self._stored
-            self._writer.open(url)
-            self._checked_source().resume(self._exchange, self._writer)
-            self._start_heartbeats(None if states is None else heartbeat_seconds)
-            if pointer_seconds is not None and self._is_first:
-                self._pointer = PointerWriter(self._writer.storage, seconds=pointer_seconds)
-                # The thread of a publisher that is dropped without close() ends, too.
-                weakref.finalize(self, self._pointer.end).atexit = False
+                writer.declare(messages, tracker.tables)
+            writer.stored = self._stored
+            writer.open(url)
+            source.resume(exchange, writer)
+            pointer = self._start_pointer(pointer_seconds)
             if retention is not None or compact_every is not None:
-                pointer = self._pointer
                 on_pass = None if pointer is None else lambda has_changed: pointer.rescan() if has_changed else None
                 self._upkeep = Upkeep(
-                    self._writer.storage,
+                    writer.storage,
                     retention,
                     compact_every=compact_every,
                     on_pass=on_pass,
-                    on_failure=self._gauges.upkeep_failed,
+                    on_failure=gauges.upkeep_failed,
                 )
-        except BaseException:
-            self._writer.release()
-            self.close()
-            raise
-        self._is_open = True
-        self._gauges.begin(self._writer)
-        self._cadence = cadence
-        self._pace = None
+                self._closing.callback(self._upkeep.close)
+            self._closing.callback(hints.close)
+            beats = None
+            if states is not None and heartbeat_seconds is not None and writer.is_first:
+                beats = Heartbeats(writer.storage, heartbeat_seconds)
+                self._closing.callback(beats.close)
+            committed = _Committed(hints, pointer, self._upkeep)
+            delivery = Delivery(writer, workers, (1 - _PATIENCE) * timeout.total_seconds(), committed)
+            self._closing.callback(delivery.close)
+            failing.pop_all()
+        pace = None
         if cadence is not None:
-            name = self._checked_source().handle.name
-            self._pace = Pace(cadence, tracker, name, num_batches=self._vote_every)
+            lead = 0 if ballots.is_alone else ballots.vote_every
+            pace = Pace(cadence, tracker, source.handle.name, num_batches=lead)
+        self._versions = Versions(source, writer, ballots, delivery, self._reports, pace, beats)
+        gauges.begin(writer)
 
-    def _start_heartbeats(self, seconds: float | None) -> None:
-        if seconds is not None and self._is_first:
-            self._beats = Heartbeats(self._writer.storage, seconds)
+    def _start_pointer(self, seconds: float | None) -> PointerWriter | None:
+        if seconds is None or not self._writer.is_first:
+            return None
+        pointer = PointerWriter(self._writer.storage, seconds=seconds)
+        self._closing.callback(pointer.close)
+        # The thread of a publisher that is dropped without close() ends, too.
+        weakref.finalize(self, pointer.end).atexit = False
+        return pointer
 
     @property
     def generation(self) -> int:
@@ -306,7 +303,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
     @property
     def error(self) -> Exception | None:
         """Error of the last version, without a traceback, if the version was not published; None otherwise."""
-        return self._error
+        return self._reports.error
 
     @property
     def is_fenced(self) -> bool:
@@ -314,7 +311,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
 
         It becomes True on all ranks in the same call of :meth:`step`, so that all training loops end at one batch.
         """
-        return isinstance(self._error, FencedError)
+        return isinstance(self._reports.error, FencedError)
 
     @property
     def num_unchanged(self) -> int:
@@ -349,12 +346,11 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         Nor is a version if rows were updated since the last ``tracker.step()``. Updates of sharded tables without a
         fused optimizer are not observed.
 
-        Training waits while the rows are read, and twice per version for a short message from the other ranks. The
-        ranks vote on each state of a version. With ``Cadence.vote_every`` of k, every k-th call counts the votes that
-        the k-th call before it sent, and sends the next ones; the other calls do nothing. A version therefore takes at
-        least 4 k + 1 calls. It makes progress only in these calls: call :meth:`flush` before training pauses. Only one
-        version is published at a time. Rows that change while it is published stay pending in the tracker. A slow store
-        therefore makes the next version larger, but needs no additional memory.
+        Training waits only while the rows are read. The ranks vote at every :attr:`Cadence.vote_every`-th call, and act
+        on these votes at the next such call; a single rank acts at once. After the cut, other threads write and commit
+        the version, also if training pauses and calls nothing. Only one version is published at a time. Rows that
+        change while it is published stay pending in the tracker. A slow store therefore makes the next version larger,
+        but needs no additional memory. Call :meth:`flush` before a pause to publish the rows that are still pending.
 
         If a version cannot be published, this method does not raise the error. The error is logged and kept in
         :attr:`error`, all rows stay pending, and the next version contains them. After a
@@ -365,18 +361,16 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
             InvalidArgumentError: if the publisher has no cadence or is closed, or if called from another thread or
                 process than the one that built the publisher.
         """
-        self._checked_source()
-        if self._pace is None:
+        versions = self._checked()
+        if not versions.has_cadence:
             raise InvalidArgumentError("cadence", None, "Build the Publisher with cadence=Cadence(...)")
         try:
-            number = self._num_steps + 1
-            self._num_steps, self._num_owed = number, self._num_owed + (number % self._vote_every == 0)
+            versions.call()
             self._still.look()
-            while self._num_owed:  # more than one if the other ranks are ahead
-                self._count_and_vote()
-            self._beat()
+            versions.step()
+            versions.beat()
         except Exception as error:  # noqa: BLE001  it must not reach training
-            self._fail(error)
+            self._reports.failed(error, self.version + 1)
 
     def publish(self) -> Manifest:
         """Publish the rows that changed since the last version, or a snapshot if one is needed.
@@ -408,7 +402,8 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
             InvalidArgumentError: if the publisher is closed, if called from another thread or process than the one that
                 built the publisher, or if the read with ``top_k`` failed on another rank.
         """
-        return self._publish("delta")
+        self._checked().publish("delta")
+        return self._result()
 
     def snapshot(self) -> Manifest:
         """Publish every row of every table with its current value, for example after weights were loaded or edited.
@@ -418,18 +413,22 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         Returns:
             The committed manifest, the same on every rank.
         """
-        return self._publish("snapshot")
+        self._checked().publish("snapshot")
+        return self._result()
 
     def flush(self) -> None:
-        """Finish a version that :meth:`step` started. Every rank must call this method at the same batch.
+        """Publish all rows that have changed, so that a pause of training delays none of them.
 
-        Raises a copy of :attr:`error` if it is not None. The errors are those of :meth:`publish`.
+        When it returns, every row that changed before the call is in a committed version, also those that ``top_k`` has
+        left out. A version that :meth:`step` started is completed first. Without changed rows on any rank, no version
+        is published, and the call costs an exchange of votes. Tables without a fused optimizer, dense tensors, states
+        and raw ids are published if training has advanced since the last version.
+
+        Every rank must call this method at the same batch. The errors are those of :meth:`publish`: in particular, all
+        ranks raise FencedError once another publisher has claimed the stream, and RankLostError if a rank is dead.
         """
-        self._checked_source()
-        self._land()
-        self._exchange.send_owed_message()
-        if self._error is not None:
-            raise unraised(self._error)
+        self._checked().flush()
+        self._result()
 
     def close(self) -> None:
         """Finish a version that :meth:`step` started, release the consumer and leave the process group.
@@ -442,24 +441,13 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
             InvalidArgumentError: if called from another thread or process than the one that built the publisher. The
                 publisher then stays open.
         """
+        if self._versions is not None:
+            self._checked().land()
+        self._versions = None
         if self._source is not None:
-            self._checked_source()
-        if self._source is not None:
-            self._land()
-            if self._is_open:
-                self._exchange.send_owed_message()
-            self._source.close(forgets=self._is_open)
+            self._source.close(forgets=True)
         self._source = None
-        self._worker.shutdown()
-        if self._beats is not None:
-            self._beats.close()
-        self._hints.close()
-        if self._upkeep is not None:
-            self._upkeep.close()
-        if self._pointer is not None:
-            self._pointer.close()
-        self._exchange.close()
-        self._recorder.close()
+        self._closing.close()
 
     def __enter__(self) -> Self:
         return self
@@ -472,287 +460,45 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         head = self._writer.head
         return f"Publisher({self._writer.storage.url!r}, generation={head.generation}, version={head.version})"
 
-    def _checked_source(self) -> VersionSource:
-        """Return the source of the rows, after checking that the publisher is open.
+    def _checked(self) -> Versions:
+        """Return the versions, after checking that the publisher is open.
 
         Raises:
             InvalidArgumentError: if the publisher is closed, or if called from another thread or process than the one
                 that built the publisher.
         """
-        if self._source is None:
+        if self._versions is None:
             raise InvalidArgumentError("publisher", "closed", "Build a new Publisher")
-        if os.getpid() != self._process:
+        thread, process = self._caller
+        if os.getpid() != process:
             raise InvalidArgumentError(
                 "process", os.getpid(), "Publish in the process that built it, not in a fork of it"
             )
-        if threading.get_ident() != self._thread:
+        if threading.get_ident() != thread:
             raise InvalidArgumentError("thread", threading.current_thread().name, "Publish from the training thread")
-        return self._source
+        return self._versions
 
-    # All ranks change ``_flight`` at the same batch, because they count the same votes.
-
-    def _publish(self, kind: Kind) -> Manifest:
-        source = self._checked_source()
-        self._land()
-        for each in (kind, "snapshot"):
-            self._error = None
-            try:
-                vote = self._writer.vote(Phase.PUBLISHING, *source.place())
-                needs_snapshot = source.needs_snapshot or self._writer.needs_snapshot
-                wants_snapshot = needs_snapshot or each == "snapshot"
-                vote = vote._replace(is_due=True, wants_snapshot=wants_snapshot, is_repairing=source.is_repairing)
-            except Exception as error:  # noqa: BLE001  raised below, after the vote for which the other ranks wait
-                self._fail(error)
-                self._votes = self._start_votes(Vote(Phase.FAILED))
-                self._drop_votes()
-                break
-            self._votes = self._start_votes(vote)
-            self._complete()
-            if not isinstance(self._error, LostEntryError):  # otherwise all ranks repeat it
-                break
-        if self._error is not None:
-            raise unraised(self._error)
-        if self._beats is not None:
-            self._beat()
+    def _result(self) -> Manifest:
+        """Return the newest entry, or raise the error of the last version."""
+        if self.error is not None:
+            raise unraised(self.error)
         return self._writer.head
 
-    def _beat(self) -> None:
-        """Write a heartbeat if one is due, unless this publisher is fenced or has lost a rank."""
-        if self._beats is not None and not isinstance(self._error, FencedError | RankLostError):
-            self._beats.beat(self._writer.head)
 
-    def _land(self) -> None:
-        """Finish the version that is being published, if there is one. If it fails, set :attr:`error`."""
-        while self._num_owed:
-            self._count_and_vote()
-        if self._flight is None:
-            self._drop_votes()
-        self._complete()
+class _Committed:
+    """What rank 0 starts after each commit."""
 
-    def _complete(self) -> None:
-        """Vote and count votes until no version is being published."""
-        while (flight := self._flight) is not None or self._votes is not None:
-            if self._votes is None and flight is not None:
-                if self._beats is not None:
-                    self._beats.wait(flight.job, self._writer.head)
-                flight.job.exception()  # waits, and costs less than futures.wait()
-                self._votes = self._start_votes(flight.vote())
-            # While another rank writes, this publisher is alive. Before a version is begun, the other ranks may hang.
-            if self._count_votes(None if flight is None or self._beats is None else self._beat):
-                continue
-            # If the version failed only on this rank, the other ranks wait for its next message or vote.
-            if isinstance(flight, Committing):
-                self._exchange.send_owed_message()
-            else:
-                self._votes = self._start_votes(Vote(Phase.FAILED))
-                self._drop_votes()
+    def __init__(self, hints: Hints, pointer: PointerWriter | None, upkeep: Upkeep | None) -> None:
+        self._hints = hints
+        self._pointer = pointer
+        self._upkeep = upkeep
 
-    def _count_and_vote(self) -> None:
-        """Count the votes that the previous call started, enter the next state, and start the next votes."""
-        self._count_votes()
-        if isinstance(self._error, FencedError | RankLostError):
-            self._num_owed = 0
-            return
-        vote = self._step_vote() if self._flight is None else self._flight.vote()
-        # One statement, so that an interrupt cannot come between the two assignments.
-        self._votes, self._num_owed = self._start_votes(vote), self._num_owed - 1
-
-    def _start_votes(self, vote: Vote) -> Gathering:
-        """Send this rank's vote. If the other ranks still wait for this rank in a read, the read fails first."""
-        if self._source is not None:
-            self._source.fail_expected_read()
-        return self._exchange.start_votes(vote)
-
-    def _step_vote(self) -> Vote:
-        """Return this rank's vote while no version is being published."""
-        source = self._checked_source()
-        vote = self._writer.vote(Phase.STEPPING, *source.place())._replace(is_repairing=source.is_repairing)
-        pace = self._pace
-        if pace is None:
-            return vote
-        try:
-            assert self._cadence is not None, "there is a pace"
-            every = self._cadence.snapshot_every
-            wants_snapshot = (
-                source.needs_snapshot
-                or self._writer.needs_snapshot
-                or (every is not None and self._is_snapshot_due(every))
-            )
-            return vote._replace(is_due=pace.is_due(is_clock=self._is_first), wants_snapshot=wants_snapshot)
-        except Exception as error:  # noqa: BLE001  step() must not raise it, and the other ranks wait for a vote
-            self._fail(error)
-            return vote
-
-    def _is_snapshot_due(self, every: int) -> bool:
-        """Return True if ``cadence.snapshot_every`` demands that the next version is a snapshot.
-
-        Earlier publishers' snapshots count: a trainer that resumes does not send all rows again.
-        """
-        head = self._writer.head
-        return head.snapshot is None or head.version + 1 - head.snapshot >= every
-
-    def _drop_votes(self) -> None:
-        """Wait for the last votes, and begin no version."""
-        try:
-            if self._votes is not None:
-                count = self._exchange.count(self._votes)
-                if count.most.phase == Phase.PUBLISHING and count.is_alike:  # the other ranks begin the version
-                    self._expect_read(count)
-        except PublishError:
-            pass  # raised on the other ranks, too: no rank begins a version
-        except RankLostError as error:
-            self._fail(error)
-        self._votes = None
-
-    def _expect_read(self, count: Count) -> None:
-        """Note that the other ranks wait for this one in the read of a delta, if the votes start a delta."""
-        if self._source is not None and not count.most.wants_snapshot:
-            self._source.expect_read(is_repairing=count.most.is_repairing)
-
-    def _count_votes(self, meanwhile: Callable[[], None] | None = None) -> bool:
-        """Wait for the votes that were started last, and enter the next state. An interrupted wait changes nothing.
-
-        Args:
-            meanwhile: called several times per second during the wait; None for no calls.
-
-        Returns:
-            The result of :meth:`_advance`; True if no votes were started. Also True if the votes could not be counted,
-            because ranks called different methods or a rank was lost: the version then failed on every rank.
-        """
-        if self._votes is None:
-            return True
-        try:
-            count = self._exchange.count(self._votes, meanwhile)
-        except (PublishError, RankLostError) as error:
-            self._votes = None
-            self._fail(error)
-            return True
-        if count.most.is_due and count.is_alike:
-            self._expect_read(count)
-        self._votes = None
-        return self._advance(count)
-
-    def _advance(self, count: Count) -> bool:
-        """Enter the next state, according to the votes of all ranks.
-
-        Returns:
-            False if the version failed, on all ranks or only on this rank; else True.
-        """
-        flight = self._flight
-        if count.most.is_working:
-            return True
-        try:
-            match flight:
-                case None if count.most.is_due:
-                    if not count.is_alike:
-                        self._writer.compare_places(*self._checked_source().place())
-                        self._expect_read(count)
-                    kind: Kind = "snapshot" if count.most.wants_snapshot else "delta"
-                    self._begin(kind, is_repairing=count.most.is_repairing)
-                case Copying():
-                    self._cut(flight.kind, flight.job, is_repairing=False)
-                case Writing():
-                    share = flight.job.result()
-                    job = self._start_commit(share, self._writer.tally(share, count.most.num_bytes))
-                    self._flight = Committing(kind=flight.kind, read=flight.read, job=job)
-                case Committing():
-                    self._flight = None  # if this rank is interrupted here, the others have finished the version
-                    try:
-                        committed = self._writer.accept(flight.job.result(), count.most.num_bytes)
-                    except Exception:
-                        self._flight = flight
-                        raise
-                    self._finish(flight.read, committed)
-        except Exception as error:  # noqa: BLE001  kept: publish() raises it, step() must not
-            self._fail(error)
-            return False
-        return True
-
-    def _begin(self, kind: Kind, *, is_repairing: bool) -> None:
-        if kind == "delta":
-            # Not deferred: with top_k its read is a collective, which the other ranks have started.
-            self._cut(kind, None, is_repairing=is_repairing)
-        else:
-            self._copy(kind)
-        if self._pace is not None:
-            self._pace.restart()
-
-    def _copy(self, kind: Kind) -> None:
-        """Start to track changes, and to copy and write all rows of the tables with a fused optimizer in the worker."""
-        job: Future[Part | None]
-        try:
-            source = self._checked_source()
-            rows, form = source.copy(), source.format
-            _, tables, _ = source.place()
-            layout = source.layout
-            job = self._worker.submit(lambda: self._writer.write_copy(rows, tables=tables, layout=layout, form=form))
-        except Exception as error:  # noqa: BLE001  raised at the cut, which sends it to the other ranks
-            job = Future()
-            job.set_exception(error)
-        self._flight = Copying(kind=kind, job=job)
-
-    def _cut(self, kind: Kind, copied: Future[Part | None] | None, *, is_repairing: bool) -> None:
-        """Read the rows of a version, and start a worker task that writes them.
-
-        Args:
-            kind: ``"snapshot"`` or ``"delta"``.
-            copied: result of the copy for a snapshot; None for a delta.
-            is_repairing: for a delta, True to read all rows, without ``top_k``.
-        """
-        read: Delta | None = None
-        draft: Draft | Exception
-        try:
-            part = None if copied is None else copied.result()
-            draft, read = self._checked_source().cut(kind, part, is_repairing=is_repairing)
-        except NeedsSnapshotError as error:  # dropped since the vote
-            draft = error.advising("Publish again: the next version is a snapshot")
-        except Exception as error:  # noqa: BLE001  sent to the other ranks with the share, then raised
-            draft = error
-        self._flight = Writing(kind=kind, read=read, job=self._worker.submit(self._writer.write, draft))
-
-    def _start_commit(self, share: Share, messages: Sequence[Mapping[str, Any]]) -> Future[Message]:
-        """Start to commit a version in rank 0's worker. Return a future of this rank's message to the other ranks."""
-
-        def commit() -> dict[str, Any]:
-            manifest = self._writer.commit(share, messages)
-            if self._announces:
-                self._hints.announce(manifest.stream, manifest.version)
-            if self._pointer is not None:
-                self._pointer.after(manifest)
-            if self._upkeep is not None:
-                self._upkeep.after(manifest.version)
-            return self._writer.answer()
-
-        if self._is_first:
-            return self._worker.submit(Message.of, commit)
-        job: Future[Message] = Future()
-        job.set_result(Message.of(self._writer.answer))
-        return job
-
-    def _finish(self, read: Delta | None, committed: Manifest) -> None:
-        """Record that a version was published, and commit its read in the tracker."""
-        self._checked_source().end(read, committed)
-        if self._stored is not None:
-            self._gauges.left_out(self._stored.commit())
-        self._gauges.published(committed)
-        if self._failure is not None:
-            _logger.warning("publishing recovered at version %d", committed.version)
-        self._error = self._failure = None
-
-    def _fail(self, error: Exception) -> None:
-        """Record an error. If a version is being published, abort it; its rows stay pending."""
-        flight, self._flight = self._flight, None
-        former, self._failure = self._failure, kind_of(error)
-        self._error = unraised(error)
-        if self._failure != former:
-            level = logging.ERROR if isinstance(error, FencedError) else logging.WARNING  # it ends training
-            _logger.log(level, "%s: %s", _outcome(error, self.version + 1), error)
-        self._gauges.failed(error)
-        if flight is not None:
-            try:
-                self._checked_source().end(flight.read, None)
-            except Exception:
-                _logger.exception("the read of a version that failed could not be aborted: the next one replaces it")
+    def __call__(self, manifest: Manifest) -> None:
+        self._hints.announce(manifest.stream, manifest.version)
+        if self._pointer is not None:
+            self._pointer.after(manifest)
+        if self._upkeep is not None:
+            self._upkeep.after(manifest.version)
 
 
 class _Standstill:
@@ -775,17 +521,6 @@ class _Standstill:
                 "each batch, before Publisher.step(), because a cadence counts its calls"
             )
             _logger.warning(text, self._num_calls)
-
-
-def _outcome(error: Exception, version: int) -> str:
-    """Return a text that says what became of a version."""
-    if isinstance(error, LostEntryError):
-        return f"the next version, {version}, must be a snapshot"
-    return (
-        f"whether version {version} was published is unknown"
-        if is_unknown(error)
-        else f"version {version} was not published"
-    )
 
 
 def _check_tracker(tracker: object) -> None:

@@ -137,6 +137,7 @@ class VersionSource:
         self._waited_in_vain = False
         # Updates before the first step, such as a warm-up, belong to the state from which training begins.
         self._start = tracker.num_batches, tracker.num_unstepped
+        self._trained: tuple[int, int] | None = None  # the same numbers at the cut of the last version
         # The schema of the last snapshot, and of the one that is being copied.
         self._published = self._copying = self.schema
         if untested := sorted({each.optimizer for each in self.states.values()} - _TESTED):
@@ -167,6 +168,19 @@ class VersionSource:
     def is_repairing(self) -> bool:
         """True if the next delta must have all pending rows, without ``top_k``, because it repairs earlier versions."""
         return self._is_repairing
+
+    @property
+    def has_changes(self) -> bool:
+        """True if the stream lacks something of this rank: a snapshot, pending rows, or what only a cut can compare.
+
+        Tables without a fused optimizer, dense tensors and states are compared by the next cut, if training advanced.
+        Waits for the device.
+        """
+        if self.needs_snapshot or any(self._tracker.num_pending(self.handle.name).values()):
+            return True
+        is_compared = self._dense_choice is not None or self._has_states or bool(self._schema[1])
+        is_compared = is_compared or self._tracker.fused_tables != self._tracker.tables.keys()
+        return is_compared and self._trained != (self._tracker.num_batches, self._tracker.num_unstepped)
 
     @property
     def format(self) -> int:
@@ -236,7 +250,7 @@ class VersionSource:
         with one_cut():
             return self._gatherer.whole(self._tracker.fused_tables, self._owners())
 
-    def cut(self, kind: Kind, copied: Part | None, *, is_repairing: bool = False) -> tuple[Draft, Delta]:
+    def cut(self, kind: Kind, copied: Part | None, *, is_complete: bool = False) -> tuple[Draft, Delta]:
         """Read the rows of a version with their current values.
 
         The read of a delta with ``top_k`` is a collective. If a rank raises before it reaches the read, it must call
@@ -245,7 +259,7 @@ class VersionSource:
         Args:
             kind: ``"snapshot"`` or ``"delta"``.
             copied: for a snapshot, the part with the rows that :meth:`copy` returned; None if there are no such rows.
-            is_repairing: for a delta, True to read all rows, without ``top_k``. It must be the same on every rank.
+            is_complete: for a delta, True to read all rows, without ``top_k``. It must be the same on every rank.
 
         Returns:
             The contents of the version, and the uncommitted read for :meth:`end`.
@@ -257,6 +271,7 @@ class VersionSource:
                 version was copied.
         """
         tracker = self._tracker
+        self._trained = tracker.num_batches, tracker.num_unstepped
         schema = self.schema
         if schema != (self._copying if kind == "snapshot" else self._published):
             raise InvalidArgumentError("tracker", "resharded", "Publish again: the next version is a snapshot")
@@ -283,7 +298,7 @@ class VersionSource:
                 owners = self._owners() if schema[1] else {}
                 gathered = self._gatherer.gather(changed, whole=compared, dense=dense, extra=extra, owners=owners)
             else:
-                top_k = None if is_repairing else self._top_k
+                top_k = None if is_complete else self._top_k
                 with self._read_timer():
                     read = self.handle.read(commit=False, with_states=False, top_k=top_k, ranks=self._ranks)
                 with self._encode_timer():
@@ -314,13 +329,13 @@ class VersionSource:
         )
         return draft, read
 
-    def expect_read(self, *, is_repairing: bool) -> None:
+    def expect_read(self, *, is_complete: bool) -> None:
         """Note that all ranks begin a delta, so that they wait for this rank in a read with ``top_k``.
 
         Args:
-            is_repairing: as in :meth:`cut`.
+            is_complete: as in :meth:`cut`.
         """
-        self._ranks.is_expected = self._top_k is not None and not is_repairing
+        self._ranks.is_expected = self._top_k is not None and not is_complete
 
     def fail_expected_read(self) -> None:
         """Fail the read with ``top_k`` in which the other ranks wait for this one. No-op if they do not wait.
@@ -339,7 +354,9 @@ class VersionSource:
             read: the read that :meth:`cut` returned; None if the version failed earlier.
             committed: manifest of the version; None if the version failed, so that its rows stay pending.
         """
-        if committed is not None:  # first, so that the flags are equal on all ranks even if the code below fails
+        if committed is None:
+            self._trained = None
+        else:  # first, so that the flags are equal on all ranks even if the code below fails
             self._has_snapshot, self._is_repairing = True, False
             if committed.kind == "snapshot":
                 self._published = self._copying

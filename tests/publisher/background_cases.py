@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from concurrent import futures
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from delta_tracker.stream.notify.notifier import LocalNotifier
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import DeltaRows
 from tests.models import Spec, Table, batch, ordinary_optimizer, shard
+from tests.publisher.flights import finish
 from tests.publisher.publishing_cases import attempt, empty_model
 from tests.stores.rules import fails, on, trickles
 from tests.stores.wrapped import WrappedStorage
@@ -238,7 +238,11 @@ def seldom_votes(rank: int, world_size: int, url: str, fails: bool) -> dict[str,
     with trainer.tracker:
         cadence = Cadence(batches=3, vote_every=4)
         publisher = Publisher(trainer.tracker, url, dense=trainer.model.module.dense, cadence=cadence)
-        start, sent, broken = publisher._exchange.start_votes, [], [9, 21] if fails and rank == 1 else []
+        start, sent, broken = (
+            publisher._versions._ballots._exchange.start_votes,
+            [],
+            [9, 21] if fails and rank == 1 else [],
+        )
 
         def start_votes(vote: Vote) -> Gathering:
             sent.append(trainer.tracker.num_batches)
@@ -246,11 +250,10 @@ def seldom_votes(rank: int, world_size: int, url: str, fails: bool) -> dict[str,
                 raise RuntimeError("no memory")
             return start(vote)
 
-        publisher._exchange.start_votes = start_votes  # type: ignore[method-assign]
+        publisher._versions._ballots._exchange.start_votes = start_votes  # type: ignore[method-assign]
         for _ in range(4 * 24):
             trainer.step(publisher)
-            if publisher._flight is not None:
-                futures.wait([publisher._flight.job])  # the result must not depend on the worker's speed
+            finish(publisher)
         calls, error = list(sent), str(publisher.error)
         publisher.flush()
         trainer.remember()
@@ -348,8 +351,7 @@ def bounds(rank: int, world_size: int, url: str) -> dict[str, Any]:
             publisher.snapshot()
             for _ in range(20):
                 trainer.step(publisher)
-                if publisher._flight is not None:
-                    futures.wait([publisher._flight.job])  # the result must not depend on the worker's speed
+                finish(publisher)
             publisher.flush()
             cuts[name] = publisher.version
             pending = trainer.tracker.num_pending()  # does not read, so the reservation does not matter

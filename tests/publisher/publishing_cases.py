@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import itertools
 import logging
 import os
 import signal
@@ -13,7 +12,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent import futures
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -27,10 +25,12 @@ from delta_tracker.errors import DeltaTrackerError, FencedError, PublishError, R
 from delta_tracker.publisher import coordinator
 from delta_tracker.publisher.cadence import Cadence
 from delta_tracker.publisher.coordinator import Draft
+from delta_tracker.publisher.flight import Step
 from delta_tracker.publisher.version_source import VersionSource
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.storage.storage import Storage
 from tests.models import Spec, Table, batch, ordinary_optimizer, shard
+from tests.publisher.flights import finish, flight
 from tests.raised import frames_of_each, has_frames
 from tests.stores.rules import alters, calls, disconnects, fails, nth, on
 from tests.stores.wrapped import Operation, Rule, WrappedStorage
@@ -650,20 +650,19 @@ def fails_between_collectives(rank: int, world_size: int, url: str) -> list[str]
         publisher = Publisher(tracker, url, cadence=Cadence(batches=1))
         held = empty_model(tracker)
         predictor = Predictor(held, url)
-        for name, exception in itertools.product(["from_numpy", "frombuffer"], [MemoryError, KeyboardInterrupt]):
+        for exception in (MemoryError, KeyboardInterrupt):
             model(batch(spec, generator)).backward()
-            once = _Once(getattr(torch, name), exception)
+            once = _Once(torch.from_numpy, exception)
             num_interrupts = 0
-            with mock.patch.object(torch, name, once if rank == 1 else getattr(torch, name)):
+            with mock.patch.object(torch, "from_numpy", once if rank == 1 else torch.from_numpy):
                 for number in range(30):
                     tracker.step()
                     try:
                         publisher.step()
                     except KeyboardInterrupt:
                         num_interrupts += 1
-                    flight = publisher._flight
-                    if flight is not None and number % 2:
-                        futures.wait([flight.job])  # so that each state comes, whatever the worker's pace
+                    if number % 2:
+                        finish(publisher)  # so that each state comes, whatever the worker's pace
             assert once.has_raised == (rank == 1)
             assert num_interrupts == (rank == 1 and exception is KeyboardInterrupt)
             attempt(publisher.flush)
@@ -677,8 +676,8 @@ def fails_between_collectives(rank: int, world_size: int, url: str) -> list[str]
             predictor.sync()
             assert_equal(tracker, held)
             dist.barrier()
-        once = _Once(torch.frombuffer, MemoryError)
-        with mock.patch.object(torch, "frombuffer", once if rank == 1 else torch.frombuffer):
+        once = _Once(coordinator.put_part, MemoryError)
+        with mock.patch.object(coordinator, "put_part", once if rank == 1 else coordinator.put_part):
             try:
                 publisher.publish()
             except (MemoryError, DeltaTrackerError) as error:
@@ -710,8 +709,7 @@ def interrupted_cut(rank: int, world_size: int, url: str) -> None:
                 tracker.step()
                 with contextlib.suppress(KeyboardInterrupt):
                     publisher.step()
-                if publisher._flight is not None:
-                    futures.wait([publisher._flight.job])
+                finish(publisher)
         assert once.has_raised
         publisher.flush()
         held = empty_model(tracker)
@@ -801,9 +799,7 @@ def counted_steps(rank: int, world_size: int, url: str) -> list[int]:
         for _ in range(14):
             tracker.step()
             publisher.step()
-            flight = publisher._flight
-            if flight is not None:
-                futures.wait([flight.job])  # the number of calls must not depend on the worker's speed
+            finish(publisher)
             dist.barrier()
             versions.append(log.head().version)
         publisher.flush()
@@ -828,8 +824,7 @@ def interrupted_step(rank: int, world_size: int, url: str) -> list[int]:
                 tracker.step()
                 with contextlib.suppress(KeyboardInterrupt):
                     publisher.step()
-                if publisher._flight is not None:
-                    futures.wait([publisher._flight.job])  # the number of calls must not depend on the worker's speed
+                finish(publisher)
                 dist.barrier()
                 versions.append(publisher.version)
         assert once.has_raised
@@ -944,13 +939,13 @@ def dropped(rank: int, world_size: int, url: str, during: str) -> None:
         model(batch(spec, generator)).backward()
         before = tracker.num_pending()
         if during == "a copy":
-            while publisher._flight is None:
+            while flight(publisher) is None:
                 tracker.step()
                 publisher.step()
             assert len(tracker.consumers) == 2
             assert (tracker.num_pending(), tracker.needs_snapshot()) == (tracker.num_pending("default"), False)
         elif during == "a delta":
-            publisher._begin("delta", is_repairing=False)
+            publisher._versions._begin(Step.DELTA, is_complete=False)
         dist.barrier()
         alive = weakref.ref(publisher)
         del publisher

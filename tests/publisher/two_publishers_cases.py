@@ -17,6 +17,7 @@ from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage
 from tests.models import Spec
+from tests.publisher.flights import finish, flight
 from tests.publisher.publishing_cases import empty_model
 from tests.recovery import restore_cases
 from tests.recovery.restore_cases import Trainer, same, spec_of, warm
@@ -134,10 +135,9 @@ class _Job:
         for _ in range(self._draw.choice([2, 3, 4, 5])):
             for publisher in self._publishers.values():
                 publisher.step()
-                if publisher._flight is not None:  # a process is killed with its worker
-                    publisher._flight.job.exception()
+                finish(publisher)  # a process is killed with its worker
             dist.barrier()
-        self.num_killed += sum(publisher._flight is not None for publisher in self._publishers.values())
+        self.num_killed += sum(flight(publisher) is not None for publisher in self._publishers.values())
         self._resume()
 
     def _resume(self) -> None:
