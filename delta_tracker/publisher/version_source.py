@@ -170,6 +170,11 @@ class VersionSource:
         return self._is_repairing
 
     @property
+    def num_batches(self) -> int:
+        """Number of batches of this rank."""
+        return self._tracker.num_batches
+
+    @property
     def has_changes(self) -> bool:
         """True if the stream lacks something of this rank: a snapshot, pending rows, or what only a cut can compare.
 

@@ -61,6 +61,7 @@ class Versions:
         self._beats = beats
         self._flight: Flight | None = None
         self._num_cuts = 0
+        self._call: tuple[object, ...] | None = None  # call that waits for a version, unless it ended
 
     @property
     def has_cadence(self) -> bool:
@@ -88,32 +89,39 @@ class Versions:
         """Complete the version that has begun, if there is one. Its result is reported."""
         self.step()
         self._complete()
+        self._call = None
         self._ballots.settle()
 
     def publish(self, kind: Kind) -> None:
         """Publish a version, and report its result. A version that has begun is completed first."""
-        self.land()
-        self._publish(lambda: self._vote(Phase.PUBLISHING, is_due=True, wants_snapshot=kind == "snapshot"))
+        self._publish(lambda: self._vote(Phase.PUBLISHING, is_due=True, wants_snapshot=kind == "snapshot"), kind)
         self.beat()
 
     def flush(self) -> None:
         """Publish all rows that have changed, if there are any on a rank, and report the result."""
-        self.land()
-        if not self._reports.is_over:
-            source = self._source
-            self._publish(lambda: self._vote(Phase.FLUSHING, is_due=source.has_changes, is_complete=True))
+        source = self._source
+        self._publish(lambda: self._vote(Phase.FLUSHING, is_due=source.has_changes, is_complete=True), "flush")
 
     def beat(self) -> None:
         """Write a heartbeat if one is due, unless this publisher can publish no more."""
         if self._beats is not None and not self._reports.is_over:
             self._beats.beat(self._writer.head)
 
-    def _publish(self, vote: Callable[[], Vote]) -> None:
-        self._reports.begin()
-        self._begin_by(vote)
+    def _publish(self, vote: Callable[[], Vote], name: str) -> None:
+        call = name, self._source.num_batches
+        if self._call == call:  # it was interrupted, and called again: the other ranks wait for the same version
+            self._complete()
+        else:
+            self.land()
+            if self._reports.is_over:  # on all ranks, or this one is lost to the others
+                return
+            self._reports.begin()
+            self._call = call
+            self._begin_by(vote)
         if isinstance(self._reports.error, LostEntryError):  # all ranks repeat it
             self._reports.begin()
             self._begin_by(lambda: self._vote(Phase.PUBLISHING, is_due=True, wants_snapshot=True))
+        self._call = None
 
     def _begin_by(self, vote: Callable[[], Vote]) -> None:
         """Vote to begin a version, and complete it."""

@@ -238,11 +238,8 @@ def seldom_votes(rank: int, world_size: int, url: str, fails: bool) -> dict[str,
     with trainer.tracker:
         cadence = Cadence(batches=3, vote_every=4)
         publisher = Publisher(trainer.tracker, url, dense=trainer.model.module.dense, cadence=cadence)
-        start, sent, broken = (
-            publisher._versions._ballots._exchange.start_votes,
-            [],
-            [9, 21] if fails and rank == 1 else [],
-        )
+        exchange = publisher._versions._ballots._exchange
+        start, sent, broken = exchange.start_votes, [], [9, 21] if fails and rank == 1 else []
 
         def start_votes(vote: Vote) -> Gathering:
             sent.append(trainer.tracker.num_batches)
@@ -250,7 +247,7 @@ def seldom_votes(rank: int, world_size: int, url: str, fails: bool) -> dict[str,
                 raise RuntimeError("no memory")
             return start(vote)
 
-        publisher._versions._ballots._exchange.start_votes = start_votes  # type: ignore[method-assign]
+        exchange.start_votes = start_votes  # type: ignore[method-assign]
         for _ in range(4 * 24):
             trainer.step(publisher)
             finish(publisher)
@@ -352,8 +349,8 @@ def bounds(rank: int, world_size: int, url: str) -> dict[str, Any]:
             for _ in range(20):
                 trainer.step(publisher)
                 finish(publisher)
-            publisher.flush()
             cuts[name] = publisher.version
+            publisher.flush()
             pending = trainer.tracker.num_pending()  # does not read, so the reservation does not matter
             publisher.close()
             delta = trainer.tracker.get_delta()
