@@ -49,12 +49,9 @@ class Ballots:
 
     def send(self, vote: Vote) -> None:
         """Send this rank's vote, which does not wait for those of other ranks."""
+        number, num_owed = self.number + 1, max(self._num_owed - 1, 0)
         # One statement, so that an interrupt cannot come between the assignments.
-        self._votes, self.number, self._num_owed = (
-            self._exchange.start_votes(vote),
-            self.number + 1,
-            max(self._num_owed - 1, 0),
-        )
+        self._votes, self.number, self._num_owed = self._exchange.start_votes(vote), number, num_owed
 
     def count(self, meanwhile: Callable[[], None] | None = None) -> Count:
         """Wait for the votes that were sent, and combine them. Repeat it after an interrupt.

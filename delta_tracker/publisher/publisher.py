@@ -197,7 +197,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         self._stored: StoredRows | None = None
         self._upkeep: Upkeep | None = None
         source: VersionSource
-        recorder = Recorder("publisher", self, name=name, monitor=monitor)
+        self._recorder = recorder = Recorder("publisher", self, name=name, monitor=monitor)
         self._closing.callback(recorder.close)
 
         def prepare() -> dict[str, Any]:

@@ -108,22 +108,22 @@ class Versions:
             self._beats.beat(self._writer.head)
 
     def _publish(self, vote: Callable[[], Vote], name: str) -> None:
-        call = name, self._source.num_batches
-        if self._call == call:  # it was interrupted, and called again: the other ranks wait for the same version
+        is_begun = self._flight is not None or self._ballots.is_pending
+        if is_begun and self._call == (name, self._source.num_batches):
+            # The call was interrupted, and is made again: the other ranks wait for the same version.
             self._complete()
         else:
             self.land()
             if self._reports.is_over:  # on all ranks, or this one is lost to the others
                 return
             self._reports.begin()
-            self._call = call
-            self._begin_by(vote)
+            self._begin_by(vote, name)
         if isinstance(self._reports.error, LostEntryError):  # all ranks repeat it
             self._reports.begin()
-            self._begin_by(lambda: self._vote(Phase.PUBLISHING, is_due=True, wants_snapshot=True))
+            self._begin_by(lambda: self._vote(Phase.PUBLISHING, is_due=True, wants_snapshot=True), name)
         self._call = None
 
-    def _begin_by(self, vote: Callable[[], Vote]) -> None:
+    def _begin_by(self, vote: Callable[[], Vote], name: str) -> None:
         """Vote to begin a version, and complete it."""
         try:
             own = vote()
@@ -134,6 +134,7 @@ class Versions:
             self._ballots.clear()
             self._failed(error)
         else:
+            self._call = name, own.batch
             self._ballots.send(own)
             self._complete()
 

@@ -676,11 +676,10 @@ def fails_between_collectives(rank: int, world_size: int, url: str) -> list[str]
             predictor.sync()
             assert_equal(tracker, held)
             dist.barrier()
-        model(batch(spec, generator)).backward()
         once = _Once(coordinator.put_part, MemoryError)
         with mock.patch.object(coordinator, "put_part", once if rank == 1 else coordinator.put_part):
             try:
-                publisher.publish()
+                publisher.snapshot()
             except (MemoryError, DeltaTrackerError) as error:
                 messages.append(f"{type(error).__name__}: {error}")
         publisher.publish()
@@ -896,7 +895,11 @@ def lost_entry(rank: int, world_size: int, url: str, call: str) -> list[str]:
                 messages.append(f"{type(publisher.error).__name__}: {publisher.error}")
                 assert sum(tracker.num_pending().values()) > 0
             entry = publisher.snapshot() if (step, call) == (1, "snapshot") else publisher.publish()
-            kinds = ("delta", "delta" if call == "step" else "snapshot", "delta")  # the vote of a step is acted on first
+            kinds = (
+                "delta",
+                "delta" if call == "step" else "snapshot",
+                "delta",
+            )  # the vote of a step is acted on first
             assert (entry.kind, entry.generation) == (kinds[step], min(step + 1, 2))
             assert (publisher.version, publisher.generation) == (entry.version, entry.generation)
         for reader, rows in ((ahead, held), (late, behind)):

@@ -42,8 +42,12 @@ from tests.ranks import RankFailureError, RankPool
 _PACKAGE = Path(delta_tracker.__file__).parent
 _TRACED = tuple(str(_PACKAGE / name) for name in ("publisher", "tracker", "distributed.py"))
 # Files whose lines allocate too little memory to fail on their own.
-_NO_MEMORY = ("tracker/tracker.py", "publisher.py", "exchange.py", "distributed.py", "flight.py")
-_ENTRIES = ("step", "_checked_source", "publish", "snapshot", "flush")
+_NO_MEMORY = (
+    "tracker/tracker.py",
+    *(f"publisher/{name}.py" for name in ("publisher", "versions", "ballots", "reports", "exchange", "flight")),
+    "distributed.py",
+)
+_ENTRIES = ("step", "call", "_checked", "publish", "snapshot", "flush")
 _CALLS = {
     "step": ["step"] * 10 + ["flush"],
     "publish": ["publish", "publish", "snapshot"],
