@@ -40,18 +40,22 @@ class RankPool:
         self._backend = backend
         self._ranks: list[tuple[BaseProcess, Connection]] = []
 
-    def run(self, case: str, *, timeout_seconds: float = _ANSWER_SECONDS, **kwargs: Any) -> list[Any]:
-        """Run a case on every rank; return the results by rank."""
+    def run(
+        self, case: str, *, timeout_seconds: float = _ANSWER_SECONDS, dies: int | None = None, **kwargs: Any
+    ) -> list[Any]:
+        """Run a case on every rank; return the results by rank, None for a rank that ``dies``."""
         if not self._ranks:
             self._start()
         order = json.dumps({"case": case, "kwargs": kwargs}).encode()
         for _, pipe in self._ranks:
             pipe.send_bytes(order)
         try:
-            answers = self._answers(time.monotonic() + timeout_seconds)
+            answers = self._answers(time.monotonic() + timeout_seconds, dies)
         except BaseException:
             self.stop()
             raise
+        if dies is not None:
+            self.stop()
         errors = [f"rank {rank}:\n{answer['error']}" for rank, answer in enumerate(answers) if "error" in answer]
         if errors:
             self.stop()  # the group may be out of step
@@ -85,7 +89,7 @@ class RankPool:
             self._ranks.append((forked.start(_serve, theirs, self._backend, environ=environ), pipe))
             theirs.close()
 
-    def _answers(self, deadline: float) -> list[dict[str, Any]]:
+    def _answers(self, deadline: float, dies: int | None) -> list[dict[str, Any]]:
         answers: dict[int, dict[str, Any]] = {}
         pipes = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks)}
         while pipes:
@@ -99,7 +103,9 @@ class RankPool:
                 try:
                     answer = answers[rank] = json.loads(pipe.recv_bytes())
                 except (EOFError, ConnectionResetError) as error:
-                    raise RankFailureError(f"rank {rank} died") from error
+                    if rank != dies:
+                        raise RankFailureError(f"rank {rank} died") from error
+                    answer = answers[rank] = {"result": None}
                 if "error" in answer:
                     deadline = min(deadline, time.monotonic() + _SECONDS_AFTER_AN_ERROR)
         return [answers[rank] for rank in range(self.world_size)]
