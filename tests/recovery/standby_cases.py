@@ -803,8 +803,8 @@ def beating(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> int:
         for publish in (publisher.snapshot, publisher.publish):
             trainer.train(1)
             publish()
-    if publisher._beats is not None:
-        publisher._beats._job.result()  # the last heartbeat may be in progress
+    if publisher._versions._beats is not None:
+        publisher._versions._beats._job.result()  # the last heartbeat may be in progress
     barrier()
     found = len(times(0.5, 100)) if rank else 1
     publisher.publish()
@@ -817,8 +817,8 @@ def beating_without_threads(rank: int, world_size: int, path: str, spec: dict[st
     trainer = Job(spec_of(**spec), rank)
     publisher = trainer.publisher(path, heartbeat_seconds=1e9)
     publisher.snapshot()
-    assert publisher._beats is not None
-    publisher._beats._pulse._next = 0.0
+    assert publisher._versions._beats is not None
+    publisher._versions._beats._pulse._next = 0.0
     with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread")):
         publisher.publish()
     publisher.close()
