@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
@@ -61,7 +61,8 @@ class Versions:
         self._beats = beats
         self._flight: Flight | None = None
         self._num_cuts = 0
-        self._call: tuple[object, ...] | None = None  # call that waits for a version, unless it ended
+        self._call: tuple[str, int] | None = None  # call that waits for a version, and its batch, unless it ended
+        self._begun = 0, Step.REST  # the last beginning of a version, and the number of the votes for it
 
     @property
     def has_cadence(self) -> bool:
@@ -85,36 +86,43 @@ class Versions:
             if ballots.is_alone:
                 self._count()
 
-    def land(self) -> None:
-        """Complete the version that has begun, if there is one. Its result is reported."""
+    def land(self) -> Step:
+        """Complete the version that has begun, if there is one, and report its result.
+
+        Returns:
+            What the votes of the last step have begun in this call, and so at this batch, on all ranks.
+        """
         self.step()
+        last = self._ballots.number if self._ballots.is_pending else None
         self._complete()
         self._call = None
         self._ballots.settle()
+        return self._begun[1] if self._begun[0] == last else Step.REST
 
     def publish(self, kind: Kind) -> None:
         """Publish a version, and report its result. A version that has begun is completed first."""
-        self._publish(lambda: self._vote(Phase.PUBLISHING, is_due=True, wants_snapshot=kind == "snapshot"), kind)
+        wants_snapshot = kind == "snapshot"
+        enough = {Step.SNAPSHOT} if wants_snapshot else {Step.SNAPSHOT, Step.DELTA}
+        self._publish(lambda: self._vote(Phase.PUBLISHING, is_due=True, wants_snapshot=wants_snapshot), kind, enough)
         self.beat()
 
     def flush(self) -> None:
         """Publish all rows that have changed, if there are any on a rank, and report the result."""
         source = self._source
-        self._publish(lambda: self._vote(Phase.FLUSHING, is_due=source.has_changes, is_complete=True), "flush")
+        self._publish(lambda: self._vote(Phase.FLUSHING, is_due=source.has_changes, is_complete=True), "flush", ())
 
     def beat(self) -> None:
         """Write a heartbeat if one is due, unless this publisher can publish no more."""
         if self._beats is not None and not self._reports.is_over:
             self._beats.beat(self._writer.head)
 
-    def _publish(self, vote: Callable[[], Vote], name: str) -> None:
+    def _publish(self, vote: Callable[[], Vote], name: str, enough: Collection[Step]) -> None:
         is_begun = self._flight is not None or self._ballots.is_pending
         if is_begun and self._call == (name, self._source.num_batches):
             # The call was interrupted, and is made again: the other ranks wait for the same version.
             self._complete()
         else:
-            self.land()
-            if self._reports.is_over:  # on all ranks, or this one is lost to the others
+            if self.land() in enough or self._reports.is_over:  # on all ranks, or this one is lost to the others
                 return
             self._reports.begin()
             self._begin_by(vote, name)
@@ -218,6 +226,7 @@ class Versions:
             self._beats.wait(job, self._writer.head)
 
     def _begin(self, step: Step, *, is_complete: bool) -> None:
+        self._begun = self._ballots.number, step
         if step is Step.DELTA:
             # Not deferred: with top_k its read is a collective, which the other ranks have started.
             self._source.expect_read(is_complete=is_complete)

@@ -121,6 +121,7 @@ def cadence(rank: int, world_size: int, url: str) -> dict[str, Any]:
             trainer.step(publisher)
             if number % world_size == rank:
                 threading.Event().wait(0.01)
+        stepped = publisher.version
         publisher.flush()
         trainer.remember()
         last = publisher.publish()
@@ -128,7 +129,12 @@ def cadence(rank: int, world_size: int, url: str) -> dict[str, Any]:
         seen = follow(trainer, url)
         publisher.close()
         assert publisher.error is None
-        return {"kinds": [each.kind for each in seen], "cuts": [each.batches for each in seen], "last": last.version}
+        return {
+            "kinds": [each.kind for each in seen],
+            "cuts": [each.batches for each in seen],
+            "last": last.version,
+            "stepped": stepped,
+        }
 
 
 def slow_store(rank: int, world_size: int, url: str) -> dict[str, Any]:

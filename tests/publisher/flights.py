@@ -19,5 +19,5 @@ def finish(publisher: Publisher) -> None:
     found = flight(publisher)
     if isinstance(found, Copying):
         futures.wait([found.job])
-    elif isinstance(found, Cut):
+    elif isinstance(found, Cut) and found.is_started:
         futures.wait([found.outcome])

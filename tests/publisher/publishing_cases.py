@@ -895,12 +895,7 @@ def lost_entry(rank: int, world_size: int, url: str, call: str) -> list[str]:
                 messages.append(f"{type(publisher.error).__name__}: {publisher.error}")
                 assert sum(tracker.num_pending().values()) > 0
             entry = publisher.snapshot() if (step, call) == (1, "snapshot") else publisher.publish()
-            kinds = (
-                "delta",
-                "delta" if call == "step" else "snapshot",
-                "delta",
-            )  # the vote of a step is acted on first
-            assert (entry.kind, entry.generation) == (kinds[step], min(step + 1, 2))
+            assert (entry.kind, entry.generation) == (("delta", 1), ("snapshot", 2), ("delta", 2))[step]
             assert (publisher.version, publisher.generation) == (entry.version, entry.generation)
         for reader, rows in ((ahead, held), (late, behind)):
             reader.sync()

@@ -1,4 +1,4 @@
-"""After its cut, a version needs no call of the training thread; a lost rank is noticed, and a slow store is not one."""
+"""After its cut, a version needs no call of the training thread; lost ranks are noticed, and a slow store is none."""
 
 from __future__ import annotations
 
