@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from delta_tracker.arguments import is_number
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.tracker.tracker import ModelDeltaTracker
 
 _RANKS_PER_CALL = 16
@@ -86,14 +86,21 @@ class Pace:
     """
 
     def __init__(
-        self, cadence: Cadence, tracker: ModelDeltaTracker, consumer: str | None, *, num_batches: int = 1
+        self,
+        cadence: Cadence,
+        tracker: ModelDeltaTracker,
+        consumer: str | None,
+        *,
+        num_batches: int = 1,
+        runtime: Runtime = REAL,
     ) -> None:
+        self._monotonic = runtime.monotonic
         self._cadence = cadence
         self._num_batches = num_batches
         self._tracker = tracker
         self._consumer = consumer
         self._batch = 0
-        self._time = time.monotonic()
+        self._time = self._monotonic()
         self._counted = (0, 0)
         self._counted_at = self._recorded()
         self._num_attached = tracker.num_attached
@@ -101,7 +108,7 @@ class Pace:
     def restart(self) -> None:
         """Restart all counts at the start of a version."""
         self._batch = self._tracker.num_batches
-        self._time = time.monotonic()
+        self._time = self._monotonic()
         self._counted, self._counted_at = (0, 0), self._recorded()
         self._num_attached = self._tracker.num_attached
 
@@ -122,7 +129,7 @@ class Pace:
         cadence, num_batches = self._cadence, self._tracker.num_batches + self._num_batches - self._batch
         if cadence.batches is not None and num_batches >= cadence.batches:
             return True
-        if is_clock and cadence.seconds is not None and time.monotonic() - self._time >= cadence.seconds:
+        if is_clock and cadence.seconds is not None and self._monotonic() - self._time >= cadence.seconds:
             return True
         bounds = (cadence.rows, cadence.num_bytes)
         if self._num_attached != self._tracker.num_attached:  # the counts may include tables that have left the model

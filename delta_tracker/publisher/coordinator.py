@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -25,6 +24,7 @@ from delta_tracker.stream.format.manifest import FORMAT, DenseSpec, Kind, Manife
 from delta_tracker.stream.format.parse import parse_manifest
 from delta_tracker.stream.format.part_writer import put_part, put_training
 from delta_tracker.stream.log import Claim, StreamLog, entry_name, part_name
+from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.storage.storage import Location, Repeatable, Storage, open_storage
 from delta_tracker.types import Identity, TableSpec, TableStates
 
@@ -108,8 +108,9 @@ class Coordinator:
         stored: record by which unchanged rows are left out; None to write all rows. Set it before the first version.
     """
 
-    def __init__(self, exchange: Exchange, recorder: Recorder) -> None:
+    def __init__(self, exchange: Exchange, recorder: Recorder, runtime: Runtime = REAL) -> None:
         self._exchange = exchange
+        self._runtime = runtime
         self.rank = exchange.rank
         self._write_timer = recorder.write_seconds.timer()
         self._commit_timer = recorder.commit_seconds.timer()
@@ -309,7 +310,7 @@ class Coordinator:
             kind=draft.kind,
             batches=draft.batches,
             cut=draft.cut,
-            created=time.time(),
+            created=self._runtime.clock(),
             pending_rows=sum([message["pending_rows"] for message in messages]),
             tables=dict(draft.tables),
             dense={name: DenseSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in draft.dense.items()},
@@ -363,7 +364,7 @@ class Coordinator:
 
     def _take_stream(self, claim: Claim | None) -> dict[str, Any]:
         self._storage.probe()
-        claim = StreamLog(self._storage).claim() if claim is None else claim
+        claim = StreamLog(self._storage, self._runtime).claim() if claim is None else claim
         claim.use()
         self._claim = claim
         return self.answer()
@@ -377,7 +378,7 @@ class Coordinator:
         Raises:
             InvalidArgumentError: if the store lacks the claim.
         """
-        seen = StreamLog(self._storage).read(self.head.version)
+        seen = StreamLog(self._storage, self._runtime).read(self.head.version)
         if seen is None or seen.writer != self.head.writer:
             raise InvalidArgumentError(
                 "url", self._storage.url, "Give all ranks the same store: this one lacks rank 0's claim"

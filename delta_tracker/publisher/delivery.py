@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
+from concurrent.futures import Future, InvalidStateError, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -13,6 +13,7 @@ from delta_tracker.publisher.coordinator import Coordinator, Draft, Share
 from delta_tracker.publisher.exchange import Message, check_alike, opened
 from delta_tracker.publisher.rounds import Letter, Rounds, Sign
 from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.reading.runtime import Runtime
 
 _T = TypeVar("_T")
 
@@ -41,15 +42,20 @@ class Delivery:
     """
 
     def __init__(
-        self, writer: Coordinator, group: RankGroup, seconds: float, committed: Callable[[Manifest], None]
+        self,
+        writer: Coordinator,
+        group: RankGroup,
+        seconds: float,
+        committed: Callable[[Manifest], None],
+        runtime: Runtime,
     ) -> None:
         self._writer = writer
         self._group = group
         self._rounds = Rounds(group)
         self._seconds = seconds
         self._committed = committed
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="publisher")
-        self._messenger = ThreadPoolExecutor(1, thread_name_prefix="publisher-exchange")
+        self._worker = runtime.executor("publisher")
+        self._messenger = runtime.executor("publisher-exchange")
 
     def submit(self, action: Callable[[], _T]) -> Future[_T]:
         """Run an action in the thread that writes."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum, auto
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from delta_tracker.errors import (
     is_unknown,
 )
 
+Join: TypeAlias = Callable[[str, str, timedelta], RankGroup]
 _Failed = type[PublishError] | type[RestoreFailedError]
 
 
@@ -148,6 +149,7 @@ class Exchange:
         call: text of the call that every rank must make, for error messages.
         failed: class of the error for a failure of another rank. Where the methods below raise PublishError, they raise
             this error.
+        join: makes the group, from its name, the call and the timeout.
 
     Raises:
         InvalidArgumentError: if ``timeout`` is not a positive ``timedelta``.
@@ -160,9 +162,10 @@ class Exchange:
         name: str = "publisher",
         call: str = "Publisher(...)",
         failed: _Failed = PublishError,
+        join: Join = RankGroup,
     ) -> None:
         _check_timeout(timeout)
-        self.group = RankGroup(name, call, timeout)
+        self.group = join(name, call, timeout)
         self._failed = failed
         self.rank = self.group.rank
         self._exchanged: Gathering | None = None  # votes of exchange(), not counted yet

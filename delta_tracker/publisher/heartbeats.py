@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.heartbeat import PublisherPulse
+from delta_tracker.stream.reading.runtime import Runtime
 from delta_tracker.stream.storage.storage import Storage
 
 
@@ -22,10 +23,10 @@ class Heartbeats:
         seconds: time between two heartbeats. The first is written this long after the claim.
     """
 
-    def __init__(self, storage: Storage, seconds: float) -> None:
+    def __init__(self, storage: Storage, seconds: float, runtime: Runtime) -> None:
         self._seconds = seconds
         self._pulse = PublisherPulse(storage, seconds)
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="publisher-heartbeat")
+        self._worker = runtime.executor("publisher-heartbeat")
         # Start the thread now: a system that has no more threads must not fail training later.
         self._job: Future[None] = self._worker.submit(lambda: None)
 

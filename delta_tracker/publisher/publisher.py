@@ -28,7 +28,7 @@ from delta_tracker.publisher.cadence import Cadence, Pace
 from delta_tracker.publisher.coordinator import Coordinator
 from delta_tracker.publisher.declared_states import states_message
 from delta_tracker.publisher.delivery import Delivery
-from delta_tracker.publisher.exchange import Exchange, Message, Phase, check_alike
+from delta_tracker.publisher.exchange import Exchange, Join, Message, Phase, check_alike
 from delta_tracker.publisher.gauges import PublisherGauges
 from delta_tracker.publisher.heartbeats import Heartbeats
 from delta_tracker.publisher.reports import Reports
@@ -45,6 +45,7 @@ from delta_tracker.stream.maintenance.retention import Retention
 from delta_tracker.stream.maintenance.upkeep import Upkeep
 from delta_tracker.stream.notify.notifier import Hints, Notifier
 from delta_tracker.stream.pointer_writer import POINTER_SECONDS, PointerWriter
+from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.storage.storage import Location
 from delta_tracker.tracker.top_k import TopK
 from delta_tracker.tracker.tracker import ModelDeltaTracker
@@ -126,6 +127,8 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
             again, and after a resharding all changed rows. All changed rows are sent of a table whose columns are on
             several ranks, and of a version with ``states`` while the tracker has other consumers. None sends all
             changed rows.
+        runtime: clock, waits and threads of the publisher, which a simulation replaces.
+        join: makes a process group of all ranks, see :class:`~delta_tracker.distributed.RankGroup`.
         name: label ``publisher`` of the metrics; None for ``"publisher"``. If another publisher of this process has the
             same name, a suffix ``-2``, ``-3``, ... is added.
 
@@ -187,6 +190,8 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         heartbeat_seconds: float | None = BEAT_SECONDS,
         pointer_seconds: float | None = POINTER_SECONDS,
         skip_unchanged: UnchangedChoice = None,
+        runtime: Runtime = REAL,
+        join: Join = RankGroup,
     ) -> None:
         _check_tracker(tracker)
         self._caller = threading.get_ident(), os.getpid()
@@ -232,15 +237,15 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
 
         with ExitStack() as failing:
             failing.push(self._closing)
-            exchange = Exchange(timeout)
+            exchange = Exchange(timeout, join=join)
             self._closing.callback(exchange.close)
             ballots = Ballots(exchange)
-            self._writer = writer = Coordinator(exchange, recorder)
+            self._writer = writer = Coordinator(exchange, recorder, runtime)
             failing.callback(writer.release)
             gauges = PublisherGauges(recorder, counts_versions=writer.is_first)
             self._reports = Reports(gauges)
-            hints = Hints(notifier)
-            workers = RankGroup("publisher's workers", "Publisher(...)", _PATIENCE * timeout)
+            hints = Hints(notifier, runtime=runtime)
+            workers = join("publisher's workers", "Publisher(...)", _PATIENCE * timeout)
             self._closing.callback(workers.close)
             messages = exchange.exchange(Phase.BUILDING, Message.of(prepare))
             check_alike(messages, "top_k", "encoding", "vote_every", "cadence", "kind")
@@ -249,7 +254,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
             writer.stored = self._stored
             writer.open(url)
             source.resume(exchange, writer)
-            pointer = self._start_pointer(pointer_seconds)
+            pointer = self._start_pointer(pointer_seconds, runtime)
             if retention is not None or compact_every is not None:
                 on_pass = None if pointer is None else lambda has_changed: pointer.rescan() if has_changed else None
                 self._upkeep = Upkeep(
@@ -263,23 +268,23 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
             self._closing.callback(hints.close)
             beats = None
             if states is not None and heartbeat_seconds is not None and writer.is_first:
-                beats = Heartbeats(writer.storage, heartbeat_seconds)
+                beats = Heartbeats(writer.storage, heartbeat_seconds, runtime)
                 self._closing.callback(beats.close)
             committed = _Committed(hints, pointer, self._upkeep)
-            delivery = Delivery(writer, workers, (1 - _PATIENCE) * timeout.total_seconds(), committed)
+            delivery = Delivery(writer, workers, (1 - _PATIENCE) * timeout.total_seconds(), committed, runtime)
             self._closing.callback(delivery.close)
             failing.pop_all()
         pace = None
         if cadence is not None:
             lead = 0 if ballots.is_alone else ballots.vote_every
-            pace = Pace(cadence, tracker, source.handle.name, num_batches=lead)
+            pace = Pace(cadence, tracker, source.handle.name, num_batches=lead, runtime=runtime)
         self._versions = Versions(source, writer, ballots, delivery, self._reports, pace, beats)
         gauges.begin(writer)
 
-    def _start_pointer(self, seconds: float | None) -> PointerWriter | None:
+    def _start_pointer(self, seconds: float | None, runtime: Runtime) -> PointerWriter | None:
         if seconds is None or not self._writer.is_first:
             return None
-        pointer = PointerWriter(self._writer.storage, seconds=seconds)
+        pointer = PointerWriter(self._writer.storage, seconds=seconds, runtime=runtime)
         self._closing.callback(pointer.close)
         # The thread of a publisher that is dropped without close() ends, too.
         weakref.finalize(self, pointer.end).atexit = False

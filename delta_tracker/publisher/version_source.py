@@ -120,6 +120,7 @@ class VersionSource:
         self._gatherer = Gatherer(tracker, encodings, writes_replicas=self._is_first, with_states=has_states)
         self._dense()
         self._num_attached = 0
+        self._is_compared = True  # only a cut finds some of the changes
         self._schema: _Schema = {}, {}, {}
         self._collisions: Mapping[str, nn.Module] = {}
         self.handle = tracker.reserve(consumer, holder="Publisher")
@@ -137,7 +138,7 @@ class VersionSource:
         self._waited_in_vain = False
         # Updates before the first step, such as a warm-up, belong to the state from which training begins.
         self._start = tracker.num_batches, tracker.num_unstepped
-        self._trained: tuple[int, int] | None = None  # the same numbers at the cut of the last version
+        self._trained: tuple[int, int] | None = None  # the same numbers at the cut of the last version, if it compares
         # The schema of the last snapshot, and of the one that is being copied.
         self._published = self._copying = self.schema
         if untested := sorted({each.optimizer for each in self.states.values()} - _TESTED):
@@ -183,9 +184,7 @@ class VersionSource:
         """
         if self.needs_snapshot or any(self._tracker.num_pending(self.handle.name).values()):
             return True
-        is_compared = self._dense_choice is not None or self._has_states or bool(self._schema[1])
-        is_compared = is_compared or self._tracker.fused_tables != self._tracker.tables.keys()
-        return is_compared and self._trained != (self._tracker.num_batches, self._tracker.num_unstepped)
+        return self._is_compared and self._trained != (self._tracker.num_batches, self._tracker.num_unstepped)
 
     @property
     def format(self) -> int:
@@ -276,7 +275,7 @@ class VersionSource:
                 version was copied.
         """
         tracker = self._tracker
-        self._trained = tracker.num_batches, tracker.num_unstepped
+        self._trained = (tracker.num_batches, tracker.num_unstepped) if self._is_compared else None
         schema = self.schema
         if schema != (self._copying if kind == "snapshot" else self._published):
             raise InvalidArgumentError("tracker", "resharded", "Publish again: the next version is a snapshot")
@@ -462,6 +461,8 @@ class VersionSource:
             chosen = {fqn: each for fqn, each in chosen.items() if fqn in tracker.tables}
         self._gatherer.encodings = choose_encodings(chosen, tracker)
         self._schema = states, dict(tracker.identities), dict(tracker.tables)
+        has_others = self._dense_choice is not None or self._has_states or bool(tracker.identities)
+        self._is_compared = has_others or len(tracker.fused_tables) < len(tracker.tables)
         self._num_attached = tracker.num_attached
 
     def _training_source(self, training: Training) -> TrainingSource:

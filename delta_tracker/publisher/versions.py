@@ -77,7 +77,8 @@ class Versions:
         """Send the votes that this rank owes, and act on those before them."""
         ballots = self._ballots
         while ballots.is_owed:  # several votes if the other ranks are ahead
-            self._count()
+            if ballots.is_pending:
+                self._count()
             if self._reports.is_over:
                 ballots.cancel_owed()
                 return
@@ -171,10 +172,8 @@ class Versions:
             return Vote(Phase.STEPPING)
 
     def _count(self) -> None:
-        """Count the votes that were sent, if there are any, and do what they decide."""
+        """Count the votes that were sent, and do what they decide."""
         ballots = self._ballots
-        if not ballots.is_pending:
-            return
         # While another rank writes, this publisher is alive. Before a version is begun, the other ranks may hang.
         meanwhile = None if self._flight is None or self._beats is None else self.beat
         try:

@@ -1,4 +1,4 @@
-"""Clock, waits, random numbers and threads of a reader: :class:`Runtime`."""
+"""Clock, waits, random numbers and threads: :class:`Runtime`."""
 
 from __future__ import annotations
 
@@ -6,19 +6,26 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from delta_tracker.stream.interruption import sleep
 
 
+def one_thread(name: str) -> Executor:
+    """Return an executor with one thread, which ends when the executor is deleted."""
+    return ThreadPoolExecutor(1, thread_name_prefix=name)
+
+
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """Functions of a reader that depend on time and chance. A simulation replaces them.
+    """Functions of a reader or a publisher that depend on time and chance. A simulation replaces them.
 
     Args:
         sleep: waits for a number of seconds. A thread of a reader is interruptible meanwhile.
         wait: waits for an event, or for a number of seconds. Returns True if the event is set.
         clock: returns the Unix time of this host in seconds.
+        executor: returns an executor that runs one action at a time, from the prefix of its thread's name.
     """
 
     monotonic: Callable[[], float] = time.monotonic
@@ -27,6 +34,7 @@ class Runtime:
     wait: Callable[[threading.Event, float], bool] = threading.Event.wait
     thread: Callable[..., threading.Thread] = threading.Thread
     clock: Callable[[], float] = time.time
+    executor: Callable[[str], Executor] = one_thread
 
 
 REAL = Runtime()
