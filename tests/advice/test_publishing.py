@@ -46,7 +46,7 @@ def _is_served(job: Job) -> bool:
         return job.is_served_by(model, predictor.version)
 
 
-@pytest.mark.advice("FencedError: Claim._fence Exchange.gather ServingStreams._newest")
+@pytest.mark.advice("FencedError: Claim._fence opened ServingStreams._newest")
 def test_a_fenced_publisher_is_built_again(tmp_path: Path) -> None:
     job = Job(tmp_path)
     with Publisher(ModelDeltaTracker(small_model()), job.url):
@@ -213,7 +213,7 @@ def test_a_step_of_the_tracker_follows_that_of_the_optimizer(tmp_path: Path) -> 
             publisher.publish()
 
 
-@pytest.mark.advice("InvalidArgumentError: Publisher._checked_source Publisher.step")
+@pytest.mark.advice("InvalidArgumentError: Publisher._checked Publisher.step")
 def test_a_publisher_is_used_open_by_the_training_thread_and_with_a_cadence(tmp_path: Path) -> None:
     job = Job(tmp_path)
     errors: list[InvalidArgumentError] = []

@@ -36,7 +36,7 @@ def test_one_rank_publishes_too(one_rank: RankPool, url: str) -> None:
     one_rank.run(f"{_CASES}:equal", url=url, spec={})
 
 
-@pytest.mark.advice("PublishError: declared_states Exchange.gather")
+@pytest.mark.advice("PublishError: declared_states opened")
 @pytest.mark.promise("lossless")
 @pytest.mark.parametrize(("broken_rank", "operation"), [(0, "put"), (1, "put"), (0, "create")])
 def test_a_failing_rank_loses_nothing(two_ranks: RankPool, url: str, broken_rank: int, operation: str) -> None:
@@ -71,7 +71,7 @@ def test_after_an_entry_that_the_store_altered_a_snapshot_follows(two_ranks: Ran
     assert other.startswith("PublishError: the version was not published: rank 0 failed with AlteredEntryError")
 
 
-@pytest.mark.advice("LostEntryError: Exchange.gather")
+@pytest.mark.advice("LostEntryError: opened")
 @pytest.mark.parametrize("call", ["publish", "snapshot", "step"])
 def test_after_the_newest_entry_was_deleted_all_ranks_continue_with_a_snapshot(
     two_ranks: RankPool, url: str, call: str
@@ -210,6 +210,7 @@ def test_a_rank_that_is_interrupted_before_it_selects_rows_lets_the_others_go_on
 
 
 @pytest.mark.promise("lossless")
+@pytest.mark.advice("PublishError: Versions._start Versions._copy")
 @pytest.mark.parametrize("then", ["publish", "close"])
 def test_a_share_that_was_not_sent_is_sent_by_the_next_call(two_ranks: RankPool, url: str, then: str) -> None:
     first, second = two_ranks.run(f"{_CASES}:interrupted_message", url=url, then=then)
