@@ -22,10 +22,11 @@ class Cadence:
     Rows and bytes are counted on each rank separately. Tables without a fused optimizer are not counted, because only a
     read finds their changed rows.
 
-    The ranks exchange their votes at every ``vote_every``-th call of :meth:`Publisher.step`, at the same calls on all
-    ranks. A version therefore starts up to ``vote_every - 1`` batches after ``batches`` is reached, and up to
-    ``2 * vote_every - 1`` batches after another bound is reached. It is committed after four more exchanges or later,
-    and applied by predictors that much later. A version never misses a row for this reason.
+    The ranks vote at every ``vote_every``-th call of :meth:`Publisher.step`, at the same calls on all ranks, and act on
+    the votes at the next such call; a single rank acts at once. Whichever bound is reached first, a version therefore
+    starts up to ``vote_every - 1`` calls late on a single rank and for ``batches``, and up to ``2 * vote_every - 1``
+    calls late for the other bounds on several ranks, unless the version before it is not finished yet. It is committed
+    without further calls.
 
     Args:
         batches: number of batches since the last version.
@@ -36,9 +37,9 @@ class Cadence:
             the stream's newest snapshot, by any publisher and any method. Claims count; merged snapshots of a
             compaction do not. A publisher whose tracker state was restored therefore does not begin with a snapshot if
             the stream has a recent one. None to publish a snapshot only if one is needed.
-        vote_every: number of calls of :meth:`Publisher.step` from one exchange of votes to the next, the same on every
-            rank. None for 1 with up to 16 ranks, and otherwise one more for each further 16 ranks, up to 16: the time
-            of an exchange grows with the number of ranks.
+        vote_every: number of calls of :meth:`Publisher.step` from one vote to the next, the same on every rank. None for
+            1 with up to 16 ranks, and otherwise one more for each further 16 ranks, up to 16: the time of a vote grows
+            with the number of ranks.
 
     Raises:
         InvalidArgumentError: if an argument is not a positive finite number, if an argument other than ``seconds`` is
