@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -15,6 +17,8 @@ from torch import distributed as dist
 
 from delta_tracker.errors import RankLostError, unraised
 
+_logger = logging.getLogger(__name__)
+
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 TORCH_TIMEOUT = timedelta(minutes=30)  # default of torch's gloo groups, for calls without a timeout argument
 
@@ -22,6 +26,11 @@ _GO = "go"
 _FIRST_PAUSE_SECONDS = 0.001
 _LONGEST_PAUSE_SECONDS = 0.1
 _INTERRUPT_PAUSE = timedelta(seconds=0.2)
+_QUIET_SECONDS = 5.0  # after which a wait for other ranks is logged
+_ANSWER_SECONDS = 3.0  # after a timeout, for the store's last answers
+_LEAVING_SECONDS = 0.5  # in which an interrupted rank ends its attempt, before the interrupt is raised
+_TRYING_SECONDS = 1.0  # after which a rank fails to connect later than others
+_STORE = "the store of the default process group"
 
 
 class RankGroup:
@@ -31,8 +40,8 @@ class RankGroup:
 
     The constructor, :meth:`start_all_gather`, :meth:`all_gather` and :meth:`add` are collectives: all ranks call them
     in the same order, from one thread. Groups with different names may be created in any order. All ranks wait for each
-    other in the default group's store before the group is created. If a rank is missing, the others raise after
-    ``timeout``. All ranks may then try again.
+    other in the default group's store before the group is created. After some seconds, the missing ranks are logged. If
+    a rank is missing or the store does not answer, the others raise after ``timeout``. All ranks may then try again.
 
     After a rank is lost, every later operation of the group fails too, because the other ranks may have made different
     numbers of calls.
@@ -60,13 +69,7 @@ class RankGroup:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         with self._typed_errors():
-            store = _own_store(timeout)
-            meeting = _Meeting(dist.PrefixStore(f"delta_tracker/{name}/", store), call, timeout)
-            number = meeting.attend(self.rank, self.world_size)
-            prefixed = dist.PrefixStore(f"delta_tracker/{name}/{number}/", store)
-            self._gloo = dist.ProcessGroupGloo(prefixed, self.rank, self.world_size, timeout)
-            options: Any = self._gloo.options
-            options.group_name = f"delta_tracker/{name}/{number}"
+            self._gloo = _Meeting(name, call, timeout, self.rank, self.world_size).group()
 
     def start_all_gather(self, tensor: Tensor) -> Gathering:
         """Start an asynchronous all-gather and return its handle. All tensors must have the same shape and dtype.
@@ -263,91 +266,149 @@ class Gathering:
         return self.tensors
 
 
-def _own_store(timeout: timedelta) -> dist.Store:
-    """Return a new connection to the default group's store.
-
-    The connection has its own timeout. A blocking call on the new connection does not block other threads that use the
-    default connection.
-    """
-    default: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001  there is no public name for it
-    before = default.timeout
-    default.set_timeout(timeout)  # clone() retries until this timeout if the rank that hosts the store is dead
-    try:
-        store: dist.Store = default.clone()
-    finally:
-        default.set_timeout(before)
-    store.set_timeout(timeout)
-    return store
-
-
 class _Meeting:
-    """Barrier of all ranks that is implemented with keys of a torch store.
+    """Creation of one gloo group, for which all ranks first wait for each other by keys of the default group's store.
 
-    Attempts to pass the barrier are numbered. An attempt ends when the last rank arrives or when the first rank times
-    out, with the same result on all ranks: ``go`` after a success, otherwise the reason for the failure. A rank skips
-    attempts that ended before it arrived.
+    Attempts to meet are numbered. An attempt ends when the last rank arrives or when the first rank gives up, with the
+    same result on all ranks: ``go`` after a success, otherwise the reason for the failure. A rank skips attempts that
+    ended before it arrived.
 
-    Args:
-        store: store with the keys of this barrier only.
-        call: text of the call that every rank must make, for error messages.
-        timeout: maximum wait for the other ranks.
+    A thread makes the calls of the store, because they block without a timeout while the process that hosts it is
+    stopped. If the caller gives up before, the thread ends its attempt when the store answers, so that the other ranks
+    do not count this one.
     """
 
-    def __init__(self, store: dist.Store, call: str, timeout: timedelta) -> None:
-        self._store = store
+    def __init__(self, name: str, call: str, timeout: timedelta, rank: int, world_size: int) -> None:
+        self._name = f"delta_tracker/{name}"
         self._call = call
         self._timeout = timeout
+        self._rank = rank
+        self._world_size = world_size
+        default: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001  there is no public name for it
+        self._default, self._default_timeout = default, default.timeout
+        self._begin = time.monotonic()
+        self._deadline = self._begin + timeout.total_seconds()
+        self._silent = self._awaited = _STORE  # for the error, if there is no answer, and for the log
+        self._has_left = threading.Event()
+        self._has_ended = threading.Event()  # Thread.join() believes that the thread has ended if it is interrupted
+        self._result: Any = None  # the group, or the error for the caller
 
-    def attend(self, rank: int, world_size: int) -> int:
-        """Wait for all ranks and return the number of the attempt, which is the same on every rank.
+    def group(self) -> Any:  # noqa: ANN401  the type stubs lack the methods of ProcessGroupGloo
+        """Wait for all ranks and return their group. Call it once.
 
         Raises:
-            RankLostError: if a rank does not arrive in time.
+            RankLostError: if a rank does not arrive in time, or the store does not answer.
         """
-        store = self._store
-        number = store.add(f"attempts of rank {rank}", 1)
-        while store.check([f"{number}/ended"]):
-            number = store.add(f"attempts of rank {rank}", 1)
-        ended = f"{number}/ended"
         try:
-            store.set(f"{number}/{rank}", "here")
-            if store.add(f"{number}/count", 1) == world_size:
-                reason = self._end(ended, _GO)
-            elif self._waits(ended):
-                reason = store.get(ended).decode()
-            else:
-                missing = [str(each) for each in range(world_size) if not store.check([f"{number}/{each}"])]
-                who = f"rank {', '.join(missing)}" if missing else "a rank"
-                waited = f"within {self._timeout.total_seconds():g} s of rank {rank}"
-                reason = self._end(ended, f"{who} did not call {self._call} {waited}")
+            # clone() retries until this timeout if the process that hosts the store is dead.
+            self._default.set_timeout(self._timeout)
+            thread = threading.Thread(target=self._run, name="delta_tracker-meeting", daemon=True)
+            thread.start()
+            self._wait()
+            thread.join()
         except BaseException:
-            # The other ranks have counted this one. End the attempt, so that they do not continue without it.
-            with suppress(RuntimeError):
-                self._end(ended, f"rank {rank} was interrupted while it waited for the others")
+            self._has_left.set()
+            self._default.set_timeout(self._default_timeout)
+            self._has_ended.wait(_LEAVING_SECONDS)
             raise
-        if reason != _GO:
-            raise RankLostError(reason, f"Call {self._call} on every rank; if a rank died, restart the job")
+        if isinstance(self._result, Exception):
+            raise unraised(self._result)
+        return self._result
+
+    def _wait(self) -> None:
+        """Wait for the thread in steps, because Python may miss a signal that arrives as a wait begins."""
+        logged = None
+        while not self._has_ended.wait(_INTERRUPT_PAUSE.total_seconds()):
+            now = time.monotonic()
+            if now >= self._deadline + _ANSWER_SECONDS:
+                seconds = self._timeout.total_seconds()
+                raise RankLostError(
+                    f"{self._silent} did not answer rank {self._rank} within {seconds:g} s",
+                    "Check the process that hosts the store, rank 0 or its launcher; if it died, restart the job",
+                )
+            if now >= self._begin + _QUIET_SECONDS and self._awaited not in ("", logged):
+                logged = self._awaited
+                _logger.warning("%s waits for %s: rank=%d", self._call, logged, self._rank)
+
+    def _run(self) -> None:
+        try:
+            self._result = self._create()
+        except Exception as error:  # noqa: BLE001  raised by group()
+            is_of_torch = isinstance(error, RuntimeError) and not isinstance(error, RankLostError)
+            self._result = RuntimeError(f"{self._silent} failed: {error}") if is_of_torch else unraised(error)
+        finally:
+            self._has_ended.set()
+
+    def _create(self) -> Any:  # noqa: ANN401
+        """Connect to the store, meet the other ranks and return the group."""
+        # A connection of its own has its own timeout, and does not block other threads that use the default one.
+        try:
+            store: dist.Store = self._default.clone()
+        finally:
+            self._default.set_timeout(self._default_timeout)
+        store.set_timeout(self._timeout)
+        self._awaited = ""
+        keys = dist.PrefixStore(f"{self._name}/", store)
+        number = self._attend(keys)
+        self._deadline = time.monotonic() + self._timeout.total_seconds()
+        self._silent = self._awaited = f"another rank or {_STORE}"
+        prefixed = dist.PrefixStore(f"{self._name}/{number}/", store)
+        try:
+            # Also if the caller has left: the others find the connections closed, and do not wait for this rank.
+            group: Any = dist.ProcessGroupGloo(prefixed, self._rank, self._world_size, self._timeout)
+        except RuntimeError as error:
+            keys.set(f"{number}/tried/{self._rank}", "")
+            self._has_left.wait(_TRYING_SECONDS)
+            who = self._missing(keys, f"{number}/tried") or "a rank"
+            raise RuntimeError(f"{who} did not connect to rank {self._rank}: {error}") from error
+        keys.set(f"{number}/tried/{self._rank}", "")
+        group.options.group_name = f"{self._name}/{number}"
+        return group
+
+    def _attend(self, store: dist.Store) -> int:
+        """Wait for all ranks and return the number of the attempt, which is the same on every rank."""
+        number = 0
+        while number == 0 or store.check([f"{number}/ended"]):
+            if self._has_left.is_set():
+                raise RankLostError(f"rank {self._rank} has left")  # not seen by a caller
+            number = store.add(f"attempts of rank {self._rank}", 1)
+        # Sets the result of the attempt unless it has one, and returns it.
+        result = store.compare_set(f"{number}/ended", "", self._meet(store, number)).decode()
+        if result != _GO:
+            raise RankLostError(result, f"Call {self._call} on every rank; if a rank died, restart the job")
         return number
 
-    def _end(self, ended: str, reason: str) -> str:
-        """End an attempt unless it has ended already, and return its result.
-
-        Args:
-            ended: key of the result in the store.
-            reason: result to set if the attempt has not ended: ``go`` or the reason for the failure.
-        """
-        return self._store.compare_set(ended, "", reason).decode()
-
-    def _waits(self, ended: str) -> bool:
-        """Wait until the key ``ended`` exists in the store. Return True if it exists, False after the timeout."""
-        deadline = time.monotonic() + self._timeout.total_seconds()
-        pause = _FIRST_PAUSE_SECONDS
-        while not self._store.check([ended]):  # store.wait() blocks signal handlers
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(pause)
+    def _meet(self, store: dist.Store, number: int) -> str:
+        """Wait until the attempt has ended or this rank has to end it, and return the result to set then."""
+        has_left = self._has_left.is_set
+        store.set(f"{number}/{self._rank}", "here")
+        if not has_left() and store.add(f"{number}/count", 1) == self._world_size and not has_left():
+            return _GO
+        num_known, pause = 0, _FIRST_PAUSE_SECONDS
+        while not self._has_left.wait(pause):  # store.wait() cannot be ended
+            if store.check([f"{number}/ended"]):
+                return _GO  # not set
+            now = time.monotonic()
+            if now >= self._deadline:
+                who, seconds = self._missing(store, number) or "a rank", self._timeout.total_seconds()
+                return f"{who} did not call {self._call} within {seconds:g} s of rank {self._rank}"
+            if now >= self._begin + _QUIET_SECONDS:
+                num_missing = self._world_size - store.add(f"{number}/count", 0)
+                if 0 < num_missing != num_known:
+                    first = self._missing(store, number) if num_known == 0 else ""
+                    self._awaited = first or f"{num_missing} of {self._world_size} ranks"
+                    num_known = num_missing
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-        return True
+        return f"rank {self._rank} was interrupted or gave up while it waited for the others"
+
+    def _missing(self, store: dist.Store, number: int | str) -> str:
+        """Return the ranks without a key after ``number``, such as ``rank 1, 3``; empty without any."""
+        missing = []
+        for rank in range(self._world_size):
+            if not store.check([f"{number}/{rank}"]):
+                missing.append(str(rank))
+            self._deadline = max(self._deadline, time.monotonic())  # the store answers
+        return f"rank {', '.join(missing)}" if missing else ""
 
 
 def rank_and_world_size() -> tuple[int, int]:
