@@ -12,7 +12,7 @@ from tests import distributed_cases, forked
 from tests.ranks import RankPool
 
 _CASES = "tests.distributed_cases"
-_PHASES = ["before", "call 0", "call 3", "call 5", "call 12", "created"]
+_PHASES = ["before", "call 3", "call 12", "created"]
 
 
 @pytest.mark.parametrize("phase", _PHASES)
@@ -77,7 +77,7 @@ def test_a_long_wait_logs_the_missing_ranks_once_and_then_their_number(four_rank
     assert [result["again"] for result in results] == ["4 ranks"] * 4
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_ranks_that_gave_up_at_random_are_never_counted(four_ranks: RankPool, seed: int) -> None:
     results = four_ranks.run(f"{_CASES}:attempts", seed=seed, num_rounds=4)
     rounds = [each for result in results for each in result]
