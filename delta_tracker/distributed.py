@@ -321,9 +321,8 @@ class _Meeting:
         while not self._has_ended.wait(_INTERRUPT_PAUSE.total_seconds()):
             now = time.monotonic()
             if now >= self._deadline + _ANSWER_SECONDS:
-                seconds = self._timeout.total_seconds()
                 raise RankLostError(
-                    f"{self._silent} did not answer rank {self._rank} within {seconds:g} s",
+                    f"{self._silent} did not answer rank {self._rank} within {self._timeout.total_seconds():g} s",
                     "Check the process that hosts the store, rank 0 or its launcher; if it died, restart the job",
                 )
             if now >= self._begin + _QUIET_SECONDS and self._awaited not in ("", logged):
