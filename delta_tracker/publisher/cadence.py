@@ -37,9 +37,9 @@ class Cadence:
             the stream's newest snapshot, by any publisher and any method. Claims count; merged snapshots of a
             compaction do not. A publisher whose tracker state was restored therefore does not begin with a snapshot if
             the stream has a recent one. None to publish a snapshot only if one is needed.
-        vote_every: number of calls of :meth:`Publisher.step` from one vote to the next, the same on every rank. None for
-            1 with up to 16 ranks, and otherwise one more for each further 16 ranks, up to 16: the time of a vote grows
-            with the number of ranks.
+        vote_every: number of calls of :meth:`Publisher.step` from one vote to the next, the same on every rank. None
+            for 1 with up to 16 ranks, and otherwise one more for each further 16 ranks, up to 16: the time of a vote
+            grows with the number of ranks.
 
     Raises:
         InvalidArgumentError: if an argument is not a positive finite number, if an argument other than ``seconds`` is
