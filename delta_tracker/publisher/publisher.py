@@ -35,7 +35,8 @@ from delta_tracker.publisher.reports import Reports
 from delta_tracker.publisher.row_gatherer import EncodingChoice, name_encodings
 from delta_tracker.publisher.stored_rows import StoredRows, UnchangedChoice
 from delta_tracker.publisher.training import Stateful
-from delta_tracker.publisher.version_source import Training, VersionSource
+from delta_tracker.publisher.training_cuts import Training
+from delta_tracker.publisher.version_source import VersionSource
 from delta_tracker.publisher.versions import Versions
 from delta_tracker.sharding.interrupted import check_complete
 from delta_tracker.stream.claimed import ClaimedStream

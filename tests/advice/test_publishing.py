@@ -197,7 +197,7 @@ def test_a_private_directory_is_used_as_host_cache(tmp_path: Path, kind: str) ->
     assert job.is_served_by(model, job.serve(model, cache=HostCache(private)).sync())
 
 
-@pytest.mark.advice("MissingStepError: VersionSource._prepare")
+@pytest.mark.advice("MissingStepError: TrainingCuts.begin")
 def test_a_step_of_the_tracker_follows_that_of_the_optimizer(tmp_path: Path) -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

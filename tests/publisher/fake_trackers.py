@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.publisher.coordinator import Draft
+from delta_tracker.publisher.dense_tensors import DenseTensors
 from delta_tracker.publisher.exchange import Exchange
 from delta_tracker.publisher.row_gatherer import EncodingChoice
 from delta_tracker.publisher.version_source import VersionSource
@@ -94,6 +95,16 @@ class FakeTracker:
         self.log.applied(self._num_writes, tuple(ids))
 
 
+class _HeldTensors(DenseTensors):
+    """Dense tensors on any device, which no model has."""
+
+    def __init__(self, held: Mapping[str, Tensor]) -> None:
+        self._held = held
+
+    def find(self) -> dict[str, Tensor]:
+        return dict(self._held)
+
+
 def version_source(
     tracker: FakeTracker, *, encoding: EncodingChoice = None, dense: Mapping[str, Tensor] | None = None
 ) -> VersionSource:
@@ -108,7 +119,7 @@ def version_source(
     recorder = Recorder("publisher", tracker, monitor=Monitor())
     exchange = Exchange(timedelta(seconds=60))
     source = VersionSource(every, None, top_k=None, dense=None, encoding=encoding, exchange=exchange, recorder=recorder)
-    source._dense = lambda: dict(dense or {})  # type: ignore[method-assign]  # the choice of tensors needs TorchRec
+    source.dense = _HeldTensors(dense or {})
     return source
 
 

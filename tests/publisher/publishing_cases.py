@@ -978,10 +978,8 @@ def unable_to_vote(rank: int, world_size: int, url: str, broken_rank: int) -> li
     with Publisher(tracker, url, timeout=timedelta(seconds=12)) as publisher:
         messages = []
         for call in (publisher.publish, publisher.snapshot):
-            tables = mock.patch.object(
-                ModelDeltaTracker, "tables", mock.PropertyMock(side_effect=StorageError(url, "x"))
-            )
-            with tables if rank == broken_rank else contextlib.nullcontext():
+            failing = mock.patch.object(VersionSource, "place", side_effect=StorageError(url, "x"))
+            with failing if rank == broken_rank else contextlib.nullcontext():
                 messages.append(attempt(call))
             assert call().version == publisher.version
         return messages

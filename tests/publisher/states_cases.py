@@ -23,7 +23,7 @@ from delta_tracker.errors import (
     UpdateInProgressError,
 )
 from delta_tracker.monitor import Monitor
-from delta_tracker.publisher import version_source
+from delta_tracker.publisher import training_cuts
 from delta_tracker.publisher.cadence import Cadence
 from delta_tracker.recovery.restore import restore
 from delta_tracker.sharding.interrupted import mark, unmark
@@ -299,7 +299,7 @@ def in_progress(rank: int, world_size: int, root: str) -> None:
     assert figures.of("publish_failures", **failures) == 1
     failed = _raised(trainer.publisher.publish, seconds=0.01)
     assert isinstance(failed, UpdateInProgressError)
-    assert failed.seconds == version_source._AGAIN_SECONDS, "this thread holds the graph while it waits"
+    assert failed.seconds == training_cuts._AGAIN_SECONDS, "this thread holds the graph while it waits"
     del output
     gc.collect()
     failed = _raised(trainer.publisher.publish, seconds=0.01)
@@ -324,10 +324,12 @@ def in_progress(rank: int, world_size: int, root: str) -> None:
     # As after a reshard: only a snapshot may have other column ranges.
     source = trainer.publisher._source
     assert source is not None
-    source._published = {} if rank else source._published
+    schemas = source.schemas
+    if rank:
+        schemas.published = schemas.published._replace(states={})
     assert source.needs_snapshot == bool(rank)
     assert trainer.publisher.publish().kind == "snapshot"
-    source._published = {}
+    schemas.published = schemas.published._replace(states={})
     with mock.patch.object(type(source), "needs_snapshot", False):
         failed = _raised(trainer.publisher.publish, seconds=1)
     assert isinstance(failed, InvalidArgumentError)
@@ -376,7 +378,7 @@ def wrong_order(rank: int, world_size: int, root: str) -> None:
 
 
 def _raised(action: Callable[[], object], *, seconds: float) -> DeltaTrackerError:
-    with mock.patch.object(version_source, "_UPDATE_SECONDS", seconds), pytest.raises(DeltaTrackerError) as raised:
+    with mock.patch.object(training_cuts, "_UPDATE_SECONDS", seconds), pytest.raises(DeltaTrackerError) as raised:
         action()
     return raised.value
 

@@ -1,0 +1,82 @@
+"""What must be equal in a version and the one before it: the tracker's schema, and those of the last snapshots."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch import nn
+
+from delta_tracker.publisher.row_gatherer import EncodingChoice, Gatherer, choose_encodings
+from delta_tracker.stream.format.manifest import FORMAT, STATES_FORMAT
+from delta_tracker.tracker.tracker import ModelDeltaTracker
+from delta_tracker.types import Identity, TableSpec, TableStates
+
+
+class RankSchema(NamedTuple):
+    """Schema of this rank's versions. A version with another schema than the version before must be a snapshot.
+
+    Args:
+        format: format of the versions.
+        states: FQN to the states of this rank's column ranges; empty if the versions have no states.
+        identities: FQN to the rule of each table with managed collisions.
+        tables: FQN to table.
+    """
+
+    format: int
+    states: Mapping[str, TableStates]
+    identities: Mapping[str, Identity]
+    tables: Mapping[str, TableSpec]
+
+
+class Schemas:
+    """Schema of a tracker, and those of the snapshots of its publisher.
+
+    Args:
+        tracker: tracker of the rows.
+        gatherer: gatherer of the rows. Its encodings follow the tracker's tables.
+        encoding: encodings, see :func:`choose_encodings`, which has accepted them.
+        has_states: True if the versions have states.
+
+    Attributes:
+        latest: schema of the tracker at the last call of :meth:`current`.
+        copying: schema of the snapshot that is being copied.
+        published: schema of the last snapshot.
+        layout: number that changes when the shards of this rank may have changed.
+        unfused: FQNs of the tables without a fused optimizer.
+    """
+
+    def __init__(
+        self, tracker: ModelDeltaTracker, gatherer: Gatherer, encoding: EncodingChoice, *, has_states: bool
+    ) -> None:
+        self._tracker = tracker
+        self._gatherer = gatherer
+        self._encoding = encoding
+        self._has_states = has_states
+        self._attach()
+        self.copying = self.published = self.latest
+
+    def current(self) -> RankSchema:
+        """Return the schema of the tracker."""
+        if self.layout != self._tracker.num_attached:
+            self._attach()
+        return self.latest
+
+    def collisions(self) -> Mapping[str, nn.Module]:
+        """Return this rank's managed-collision modules, by table FQN."""
+        self.current()
+        return self._collisions
+
+    def _attach(self) -> None:
+        """Find what depends on the tracker's shards."""
+        tracker = self._tracker
+        tables, identities, chosen = dict(tracker.tables), dict(tracker.identities), self._encoding
+        states = dict(tracker.table_states) if self._has_states else {}
+        if isinstance(chosen, Mapping):  # a table may have left the model since the encodings were checked
+            chosen = {fqn: each for fqn, each in chosen.items() if fqn in tables}
+        self._gatherer.encodings = choose_encodings(chosen, tracker)
+        self._collisions = tracker.collision_modules if self._has_states else {}
+        self.unfused = frozenset(tables) - tracker.fused_tables
+        form = STATES_FORMAT if self._has_states or identities else FORMAT
+        self.latest = RankSchema(form, states, identities, tables)
+        self.layout = tracker.num_attached  # last: an interrupted call is repeated

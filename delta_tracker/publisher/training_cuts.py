@@ -1,0 +1,160 @@
+"""Training state at each cut, and the positions of the other consumers relative to the earlier cuts."""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_right
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from delta_tracker.errors import InvalidArgumentError, MissingStepError
+from delta_tracker.publisher.schemas import Schemas
+from delta_tracker.publisher.training import ConsumerState, Stateful, TakenState, TrainingSource
+from delta_tracker.sharding.dense import dense_tensors
+from delta_tracker.stream.format.encoding import Encoding
+from delta_tracker.tracker.consumer_handle import ConsumerHandle
+from delta_tracker.tracker.top_k import TopK
+from delta_tracker.tracker.tracker import ModelDeltaTracker
+
+_logger = logging.getLogger(__name__)
+
+_TESTED = frozenset({"EXACT_SGD", "EXACT_ADAGRAD", "EXACT_ROWWISE_ADAGRAD"})
+# Longest waits of training for an update in progress: the first one, and those after a wait that was in vain. A graph
+# that the training thread itself holds does not end while it waits.
+_UPDATE_SECONDS = 5.0
+_AGAIN_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """The user's objects whose states are in each version.
+
+    Args:
+        shared: name to object with the same state on every rank, of which rank 0's state is written.
+        per_rank: name to object with a state of its own on each rank.
+    """
+
+    shared: Mapping[str, Stateful]
+    per_rank: Mapping[str, Stateful]
+
+
+class TrainingCuts:
+    """Training states of this rank at the cuts of its versions.
+
+    Args:
+        tracker: tracker of the model.
+        handle: the publisher's consumer.
+        training: objects whose states are in each version.
+        schemas: schemas of the versions.
+        is_first: True on rank 0.
+
+    Raises:
+        InvalidArgumentError: if an object has no state that can be published.
+        UnsupportedTableError: if an unfused table has no optimizer among the objects.
+    """
+
+    def __init__(
+        self,
+        tracker: ModelDeltaTracker,
+        handle: ConsumerHandle,
+        training: Training,
+        schemas: Schemas,
+        *,
+        is_first: bool,
+    ) -> None:
+        self._tracker = tracker
+        self._handle = handle
+        self._source = TrainingSource(
+            tracker,
+            training.shared,
+            training.per_rank,
+            dense=lambda: dense_tensors(tracker.model, tracker.model, tables=tracker.tables),
+            unfused=tracker.unfused_storages(),
+            collisions=schemas.collisions,
+            is_first=is_first,
+            publisher=handle.name,
+        )
+        self._watch = tracker.watch_states()
+        self._waited_in_vain = False
+        # Updates before the first step, such as a warm-up, belong to the state from which training begins.
+        self._start = tracker.num_batches, tracker.num_unstepped
+        self._cuts: list[tuple[int, int]] = []  # log position and version of earlier cuts, ascending
+        if untested := sorted({each.optimizer for each in schemas.latest.states.values()} - _TESTED):
+            _logger.warning("the published states of these optimizers have not been tested: %s", ", ".join(untested))
+
+    def begin(self, meanwhile: ConsumerHandle | None) -> None:
+        """Wait for updates in progress, and find states that were written in place since the last cut.
+
+        Their rows become pending.
+
+        Args:
+            meanwhile: second consumer for which they become pending; None without one.
+
+        Raises:
+            UpdateInProgressError: if an update is still in progress after the wait.
+            MissingStepError: if rows were updated since the last step of the tracker.
+            InvalidArgumentError: if the data position does not follow training.
+        """
+        tracker = self._tracker
+        seconds = _AGAIN_SECONDS if self._waited_in_vain else _UPDATE_SECONDS
+        self._waited_in_vain = True
+        self._handle.wait_for_updates(seconds)
+        self._waited_in_vain = False
+        num_batches, num_before = self._start
+        if tracker.num_unstepped > (num_before if tracker.num_batches == num_batches else 0):
+            raise MissingStepError(tracker.num_batches)
+        if tracker.data_position is not None:
+            tracker.data_position.check()
+        for fqn in self._watch.written():
+            shard = tracker.shards[fqn]
+            every = torch.arange(shard.num_rows, device=tracker.state_views(fqn)[0][0].device)
+            for handle in (self._handle, meanwhile):
+                if handle is not None:
+                    handle.distrust(fqn, every)
+
+    def take(self, published: Collection[str]) -> TakenState:
+        """Return the training state of this rank. The arguments and errors are those of :meth:`TrainingSource.take`."""
+        return self._source.take(self._consumers(), published)
+
+    def add(self, position: int, version: int) -> None:
+        """Note the log position of the cut of a committed version."""
+        self._cuts.append((position, version))
+
+    def _consumers(self) -> dict[str, ConsumerState]:
+        """Return the pending rows of the other consumers, relative to the versions of this publisher.
+
+        The position of a consumer's own stream is of the same time.
+        """
+        others = self._handle.others()
+        oldest = min((position for position, _ in others.values()), default=self._handle.position)
+        del self._cuts[: max(0, self._num_cuts(oldest) - 1)]
+        found = {}
+        for name, (position, carried) in others.items():
+            number = self._num_cuts(position)
+            left_out = {fqn: ids + self._tracker.shards[fqn].row_offset for fqn, ids in carried.items()}
+            note = self._handle.note_of(name)
+            place = note if isinstance(note, Mapping) else None
+            found[name] = ConsumerState(self._cuts[number - 1][1] if number else None, left_out, place)
+        return found
+
+    def _num_cuts(self, position: int) -> int:
+        """Return the number of known cuts up to a position of the log."""
+        return bisect_right(self._cuts, position, key=lambda cut: cut[0])
+
+
+def check_recoverable(tracker: ModelDeltaTracker, encodings: Mapping[str, Encoding], top_k: TopK | None) -> None:
+    """Check that the versions of a publisher can have the complete training state.
+
+    Raises:
+        InvalidArgumentError: if rows are encoded, or left out by ``top_k``.
+        UnsupportedModuleError, UnsupportedOptimizerError, UnsupportedTableError: if a table's state is not supported.
+    """
+    if top_k is not None:
+        raise InvalidArgumentError("top_k", top_k, "Pass None: a version with states has all changed rows")
+    for fqn, table in tracker.tables.items():
+        if encodings[fqn] is not Encoding.of(table.dtype):
+            remedy = f"Leave {fqn!r} out: a version with states has the rows in the table's dtype"
+            raise InvalidArgumentError("encoding", str(encodings[fqn]), remedy)
+    tracker.check_recoverable()
