@@ -103,29 +103,30 @@ class Gatherer:
 
     Rows of a table in 2D parallelism are copied on the ranks of the first replica only.
 
+    Call :meth:`attach` first, and when the tracker has other shards.
+
     Args:
         tracker: tracker of the rows.
-        encodings: FQN to encoding.
         writes_replicas: True if this rank writes replicated tables.
         with_states: True to copy the optimizer's states of the rows, too.
-
-    Attributes:
-        encodings: FQN to encoding. Replace it when the tracker has other tables.
     """
 
-    def __init__(
-        self,
-        tracker: ModelDeltaTracker,
-        encodings: Mapping[str, Encoding],
-        *,
-        writes_replicas: bool,
-        with_states: bool = False,
-    ) -> None:
+    def __init__(self, tracker: ModelDeltaTracker, *, writes_replicas: bool, with_states: bool = False) -> None:
         self._tracker = tracker
-        self.encodings = encodings
         self._writes_replicas = writes_replicas
         self._with_states = with_states
         self._copier = HostCopier()
+        self._encodings: Mapping[str, Encoding] = {}
+        self._shards: Mapping[str, ShardSpec] = {}  # those whose rows this rank writes
+
+    def attach(self, encodings: Mapping[str, Encoding]) -> None:
+        """Copy the rows of the tracker's present shards from now on, with an encoding for each table by FQN."""
+        self._encodings = encodings
+        self._shards = {
+            fqn: shard
+            for fqn, shard in self._tracker.shards.items()
+            if shard.replica == 0 and (self._writes_replicas or not shard.is_replicated)
+        }
 
     def gather(
         self,
@@ -154,11 +155,11 @@ class Gatherer:
         """
         sources: list[Source] = []
         places: list[_Place] = []
-        for fqn, shard in self._shards():
+        for fqn, shard in self._shards.items():
             ids = delta[fqn].ids
             if fqn not in whole and len(ids):
                 self._add(sources, places, shard, ids, owners.get(fqn))
-        for fqn, shard in self._shards() if whole else ():
+        for fqn, shard in self._shards.items() if whole else ():
             if fqn in whole and shard.num_rows:
                 self._add(sources, places, shard, None, owners.get(fqn))
         num_blocks = len(sources)
@@ -196,7 +197,7 @@ class Gatherer:
         """
         blocks = []
         readers: dict[torch.device, Callable[[Tensor], Tensor]] = {}
-        for fqn, shard in self._shards():
+        for fqn, shard in self._shards.items():
             if fqn not in tables or shard.num_rows == 0:
                 continue
             for columns, view, states in self._columns(fqn, shard):
@@ -224,7 +225,7 @@ class Gatherer:
             owners: ``[R]`` raw ids of the shard's rows; None for a table without managed collisions.
         """
         fqn = shard.table.fqn
-        form: IdForm = "all" if ids is None else self.encodings[fqn].listed_form
+        form: IdForm = "all" if ids is None else self._encodings[fqn].listed_form
         num_rows = shard.num_rows if ids is None else len(ids)
         ids_at = owners_at = None
         if ids is not None:
@@ -242,12 +243,6 @@ class Gatherer:
             if num_states:
                 sources += [Source(state, ids) for state in held]
 
-    def _shards(self) -> Iterator[tuple[str, ShardSpec]]:
-        """Yield (table FQN, shard) for the shards whose rows this rank writes."""
-        for fqn, shard in self._tracker.shards.items():
-            if shard.replica == 0 and (self._writes_replicas or not shard.is_replicated):
-                yield fqn, shard
-
     def _columns(self, fqn: str, shard: ShardSpec) -> Iterator[tuple[tuple[int, int], Tensor, Sequence[Tensor]]]:
         """Yield each column range of a shard, the live view of its rows, and those of its states to copy."""
         states: Sequence[Sequence[Tensor]] = [()] * len(shard.columns)
@@ -257,7 +252,7 @@ class Gatherer:
 
     def _block(self, fqn: str, shard: ShardSpec, columns: tuple[int, int], num_rows: int, ids: IdForm) -> Block:
         rows = (shard.row_offset, shard.row_offset + shard.num_rows)
-        return Block(fqn, rows, columns, num_rows, ids, self.encodings[fqn])
+        return Block(fqn, rows, columns, num_rows, ids, self._encodings[fqn])
 
 
 def _encoded(held: Tensor, block: Block, begin: int, end: int) -> Tensor:

@@ -34,7 +34,7 @@ class Schemas:
 
     Args:
         tracker: tracker of the rows.
-        gatherer: gatherer of the rows. Its encodings follow the tracker's tables.
+        gatherer: gatherer of the rows, which is attached to the tracker's shards.
         encoding: encodings, see :func:`choose_encodings`, which has accepted them.
         has_states: True if the versions have states.
 
@@ -74,7 +74,7 @@ class Schemas:
         states = dict(tracker.table_states) if self._has_states else {}
         if isinstance(chosen, Mapping):  # a table may have left the model since the encodings were checked
             chosen = {fqn: each for fqn, each in chosen.items() if fqn in tables}
-        self._gatherer.encodings = choose_encodings(chosen, tracker)
+        self._gatherer.attach(choose_encodings(chosen, tracker))
         self._collisions = tracker.collision_modules if self._has_states else {}
         self.unfused = frozenset(tables) - tracker.fused_tables
         form = STATES_FORMAT if self._has_states or identities else FORMAT

@@ -88,7 +88,7 @@ class VersionSource:
         self._tracker = tracker
         self._top_k = top_k
         self._ranks = AllRanks(exchange.group)
-        self._gatherer = Gatherer(tracker, encodings, writes_replicas=is_first, with_states=training is not None)
+        self._gatherer = Gatherer(tracker, writes_replicas=is_first, with_states=training is not None)
         self.dense = None if dense is None else DenseTensors(tracker, dense, is_first=is_first)
         self.handle = tracker.reserve(consumer, holder="Publisher")
         try:
