@@ -17,20 +17,17 @@ class Ballots:
     Attributes:
         vote_every: number of calls of ``step()`` from one vote to the next.
         number: number of votes of this rank so far.
+        is_pending: True if votes were sent and not counted. Not a property, because it is read often.
     """
 
     def __init__(self, exchange: Exchange) -> None:
         self.vote_every = 1
         self.number = 0
+        self.is_pending = False
         self._exchange = exchange
         self._votes: Gathering | None = None
         self._num_calls = 0
         self._num_owed = 0
-
-    @property
-    def is_pending(self) -> bool:
-        """True if votes were sent and not counted."""
-        return self._votes is not None
 
     @property
     def is_owed(self) -> bool:
@@ -49,9 +46,9 @@ class Ballots:
 
     def send(self, vote: Vote) -> None:
         """Send this rank's vote, which does not wait for those of other ranks."""
-        number, num_owed = self.number + 1, max(self._num_owed - 1, 0)
-        # One statement, so that an interrupt cannot come between the assignments.
-        self._votes, self.number, self._num_owed = self._exchange.start_votes(vote), number, num_owed
+        number, owed = self.number + 1, max(self._num_owed - 1, 0)
+        # One line, so that an interrupt cannot come between the assignments.
+        self._votes, self.is_pending, self.number, self._num_owed = self._exchange.start_votes(vote), True, number, owed
 
     def count(self, meanwhile: Callable[[], None] | None = None) -> Count:
         """Wait for the votes that were sent, and combine them. Repeat it after an interrupt.
@@ -68,7 +65,7 @@ class Ballots:
 
     def clear(self) -> None:
         """Forget the votes that were counted."""
-        self._votes = None
+        self._votes, self.is_pending = None, False
 
     def cancel_owed(self) -> None:
         """Owe no vote any more, because this rank takes no part in versions any more."""
