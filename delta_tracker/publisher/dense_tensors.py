@@ -13,16 +13,7 @@ from delta_tracker.tracker.tracker import ModelDeltaTracker
 
 
 class DenseTensors:
-    """Choice of dense tensors, which only rank 0 writes.
-
-    Args:
-        tracker: tracker of the model.
-        choice: module whose dense tensors are chosen, or names of dense tensors in the model's ``state_dict``.
-        is_first: True on rank 0.
-
-    Raises:
-        InvalidArgumentError: as :meth:`find`.
-    """
+    """Choice of dense tensors: those of a module, or names of some in the model's ``state_dict``."""
 
     def __init__(self, tracker: ModelDeltaTracker, choice: nn.Module | Iterable[str], *, is_first: bool) -> None:
         self._tracker = tracker
@@ -34,8 +25,8 @@ class DenseTensors:
         """Return the tensors that this rank writes, by name, without copying them; empty on ranks other than 0.
 
         Raises:
-            InvalidArgumentError: if the model has no dense tensor with a given name, or if a tensor has an unsupported
-                dtype or number of dimensions.
+            InvalidArgumentError: if the model has no such tensor, or if it has an unsupported dtype or number of
+                dimensions. Raised by the constructor, too.
         """
         if not self._is_first:
             return {}

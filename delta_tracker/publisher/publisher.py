@@ -34,8 +34,7 @@ from delta_tracker.publisher.heartbeats import Heartbeats
 from delta_tracker.publisher.reports import Reports
 from delta_tracker.publisher.row_gatherer import EncodingChoice, name_encodings
 from delta_tracker.publisher.stored_rows import StoredRows, UnchangedChoice
-from delta_tracker.publisher.training import Stateful
-from delta_tracker.publisher.training_cuts import Training
+from delta_tracker.publisher.training import Stateful, Training
 from delta_tracker.publisher.version_source import VersionSource
 from delta_tracker.publisher.versions import Versions
 from delta_tracker.sharding.interrupted import check_complete
@@ -233,7 +232,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
                 "vote_every": f"vote_every={ballots.vote_every}",
                 "cadence": f"cadence={cadence}",
                 "kind": f"states={states!r} and skip_unchanged={skip_unchanged!r}",
-                "states": states_message(source.states),
+                "states": states_message(source.schemas.latest.states),
             }
 
         with ExitStack() as failing:

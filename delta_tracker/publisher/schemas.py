@@ -14,13 +14,9 @@ from delta_tracker.types import Identity, TableSpec, TableStates
 
 
 class RankSchema(NamedTuple):
-    """Schema of this rank's versions. A version with another schema than the version before must be a snapshot.
+    """Schema of this rank's versions, by FQN. A version with another schema than the version before must be a snapshot.
 
-    Args:
-        format: format of the versions.
-        states: FQN to the states of this rank's column ranges; empty if the versions have no states.
-        identities: FQN to the rule of each table with managed collisions.
-        tables: FQN to table.
+    The states are those of this rank's column ranges, and are empty if the versions have no states.
     """
 
     format: int
@@ -32,11 +28,7 @@ class RankSchema(NamedTuple):
 class Schemas:
     """Schema of a tracker, and those of the snapshots of its publisher.
 
-    Args:
-        tracker: tracker of the rows.
-        gatherer: gatherer of the rows, which is attached to the tracker's shards.
-        encoding: encodings, see :func:`choose_encodings`, which has accepted them.
-        has_states: True if the versions have states.
+    Attaches ``gatherer`` to the tracker's shards. ``encoding`` is a choice that :func:`choose_encodings` has accepted.
 
     Attributes:
         latest: schema of the tracker at the last call of :meth:`current`.

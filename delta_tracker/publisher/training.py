@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from delta_tracker.errors import InvalidArgumentError, UnsupportedTableError
 from delta_tracker.publisher.host_copies import Source
 from delta_tracker.sharding.collision_states import collision_state
+from delta_tracker.sharding.dense import dense_tensors
 from delta_tracker.sharding.torchrec_api import known_torchrec
 from delta_tracker.state_tree import StateTree, flatten
 from delta_tracker.tracker.tracker import ModelDeltaTracker
@@ -50,6 +51,19 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: Any, /) -> Any:  # noqa: ANN401
         """Restore a state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """The user's objects whose states are in each version.
+
+    Args:
+        shared: name to object with the same state on every rank, of which rank 0's state is written.
+        per_rank: name to object with a state of its own on each rank.
+    """
+
+    shared: Mapping[str, Stateful]
+    per_rank: Mapping[str, Stateful]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +104,8 @@ class TrainingSource:
 
     Args:
         tracker: tracker of the model. The position in the training data is that of its ``attach_data``.
-        training_state: objects whose state is the same on all ranks, by name. Only rank 0 saves their states.
-        rank_state: objects whose state each rank saves, by name.
-        dense: function that returns the dense tensors of the model by name. Ranks other than 0 save only buffers,
-            because parameters are equal on all ranks.
-        unfused: FQN of each table whose optimizer is not fused, to the addresses of the storages of its weights on this
-            rank, and True if all ranks have the whole table. Updates of such a table's optimizer state cannot be found
-            by comparing rows, so its optimizer must be among the objects.
+        training: objects of the user. The optimizers of tables that are not fused must be among them, because updates
+            of their states cannot be found by comparing rows.
         collisions: function that returns this rank's managed-collision modules by table FQN.
         is_first: True on rank 0.
         publisher: name of the publisher's consumer.
@@ -104,35 +113,32 @@ class TrainingSource:
     Raises:
         InvalidArgumentError: if a name is used twice or is reserved, if an object has no ``state_dict`` and
             ``load_state_dict``, if a state cannot be encoded, or if an optimizer does not save its parameter groups.
-        UnsupportedTableError: if the optimizer of a table in ``unfused`` is missing.
+        UnsupportedTableError: if the optimizer of a table that is not fused is missing.
     """
 
     def __init__(
         self,
         tracker: ModelDeltaTracker,
-        training_state: Mapping[str, Stateful],
-        rank_state: Mapping[str, Stateful],
+        training: Training,
         *,
-        dense: Callable[[], Mapping[str, Tensor]],
-        unfused: Mapping[str, tuple[AbstractSet[int], bool]],
         collisions: Callable[[], Mapping[str, nn.Module]],
         is_first: bool,
         publisher: str,
     ) -> None:
+        training_state, rank_state = training.shared, training.per_rank
         _check_objects("training_state", training_state)
         _check_objects("rank_state", rank_state)
         if twice := sorted(training_state.keys() & rank_state.keys()):
             raise InvalidArgumentError("rank_state", twice, "Use other names than in training_state")
-        _check_unfused(unfused, training_state, rank_state)
+        _check_unfused(tracker.unfused_storages(), training_state, rank_state)
         self._tracker = tracker
         self._training = dict(training_state) if is_first else {}
         self._rank = dict(rank_state)
-        self._dense = dense
         self._collisions = collisions
         self._is_first = is_first
         self._publisher = publisher
         if is_first:
-            _warn_of_unoptimized(tracker.model, dense(), [training_state, rank_state])
+            _warn_of_unoptimized(tracker.model, self._dense(), [training_state, rank_state])
         self.take({})
 
     def take(self, consumers: Mapping[str, ConsumerState], published: Collection[str] = ()) -> TakenState:
@@ -158,11 +164,14 @@ class TrainingSource:
         sources = [Source(tensor.reshape(-1)) for tensor in tree.tensors]
         return TakenState(tree, None if position is None else position.event_time, sources)
 
+    def _dense(self) -> dict[str, Tensor]:
+        return dense_tensors(self._tracker.model, self._tracker.model, tables=self._tracker.tables)
+
     def _library(self, consumers: Mapping[str, ConsumerState], published: Collection[str]) -> dict[str, object]:
         """Return what the library itself restores."""
         tracker = self._tracker
         dense = {name: tensor for name, tensor in self._dense().items() if name not in published}
-        if not self._is_first:
+        if not self._is_first:  # parameters are equal on all ranks
             buffers = _buffers(tracker.model)
             dense = {name: tensor for name, tensor in dense.items() if tensor.untyped_storage().data_ptr() in buffers}
         return {

@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 from bisect import bisect_right
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 
 import torch
 
 from delta_tracker.errors import InvalidArgumentError, MissingStepError
 from delta_tracker.publisher.schemas import Schemas
-from delta_tracker.publisher.training import ConsumerState, Stateful, TakenState, TrainingSource
-from delta_tracker.sharding.dense import dense_tensors
+from delta_tracker.publisher.training import ConsumerState, TakenState, Training, TrainingSource
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.tracker.consumer_handle import ConsumerHandle
 from delta_tracker.tracker.top_k import TopK
@@ -27,54 +25,19 @@ _UPDATE_SECONDS = 5.0
 _AGAIN_SECONDS = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class Training:
-    """The user's objects whose states are in each version.
-
-    Args:
-        shared: name to object with the same state on every rank, of which rank 0's state is written.
-        per_rank: name to object with a state of its own on each rank.
-    """
-
-    shared: Mapping[str, Stateful]
-    per_rank: Mapping[str, Stateful]
-
-
 class TrainingCuts:
-    """Training states of this rank at the cuts of its versions.
+    """Training states of this rank at the cuts of its versions. ``handle`` is that of the publisher's consumer.
 
-    Args:
-        tracker: tracker of the model.
-        handle: the publisher's consumer.
-        training: objects whose states are in each version.
-        schemas: schemas of the versions.
-        is_first: True on rank 0.
-
-    Raises:
-        InvalidArgumentError: if an object has no state that can be published.
-        UnsupportedTableError: if an unfused table has no optimizer among the objects.
+    The constructor raises the errors of :class:`TrainingSource`.
     """
 
     def __init__(
-        self,
-        tracker: ModelDeltaTracker,
-        handle: ConsumerHandle,
-        training: Training,
-        schemas: Schemas,
-        *,
-        is_first: bool,
+        self, tracker: ModelDeltaTracker, handle: ConsumerHandle, objects: Training, schemas: Schemas, *, is_first: bool
     ) -> None:
         self._tracker = tracker
         self._handle = handle
         self._source = TrainingSource(
-            tracker,
-            training.shared,
-            training.per_rank,
-            dense=lambda: dense_tensors(tracker.model, tracker.model, tables=tracker.tables),
-            unfused=tracker.unfused_storages(),
-            collisions=schemas.collisions,
-            is_first=is_first,
-            publisher=handle.name,
+            tracker, objects, collisions=schemas.collisions, is_first=is_first, publisher=handle.name
         )
         self._watch = tracker.watch_states()
         self._waited_in_vain = False
@@ -87,10 +50,7 @@ class TrainingCuts:
     def begin(self, meanwhile: ConsumerHandle | None) -> None:
         """Wait for updates in progress, and find states that were written in place since the last cut.
 
-        Their rows become pending.
-
-        Args:
-            meanwhile: second consumer for which they become pending; None without one.
+        Their rows become pending for the publisher's consumer and for ``meanwhile``.
 
         Raises:
             UpdateInProgressError: if an update is still in progress after the wait.
@@ -127,30 +87,25 @@ class TrainingCuts:
 
         The position of a consumer's own stream is of the same time.
         """
+
+        def num_cuts(position: int) -> int:
+            return bisect_right(self._cuts, position, key=lambda cut: cut[0])
+
         others = self._handle.others()
         oldest = min((position for position, _ in others.values()), default=self._handle.position)
-        del self._cuts[: max(0, self._num_cuts(oldest) - 1)]
+        del self._cuts[: max(0, num_cuts(oldest) - 1)]
         found = {}
         for name, (position, carried) in others.items():
-            number = self._num_cuts(position)
+            number = num_cuts(position)
             left_out = {fqn: ids + self._tracker.shards[fqn].row_offset for fqn, ids in carried.items()}
             note = self._handle.note_of(name)
             place = note if isinstance(note, Mapping) else None
             found[name] = ConsumerState(self._cuts[number - 1][1] if number else None, left_out, place)
         return found
 
-    def _num_cuts(self, position: int) -> int:
-        """Return the number of known cuts up to a position of the log."""
-        return bisect_right(self._cuts, position, key=lambda cut: cut[0])
-
 
 def check_recoverable(tracker: ModelDeltaTracker, encodings: Mapping[str, Encoding], top_k: TopK | None) -> None:
-    """Check that the versions of a publisher can have the complete training state.
-
-    Raises:
-        InvalidArgumentError: if rows are encoded, or left out by ``top_k``.
-        UnsupportedModuleError, UnsupportedOptimizerError, UnsupportedTableError: if a table's state is not supported.
-    """
+    """Raise an error if the versions of a publisher cannot have the complete training state."""
     if top_k is not None:
         raise InvalidArgumentError("top_k", top_k, "Pass None: a version with states has all changed rows")
     for fqn, table in tracker.tables.items():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from delta_tracker.publisher.host_copies import Source
 from delta_tracker.publisher.repair import rows_to_repair
 from delta_tracker.publisher.row_gatherer import EncodingChoice, Gatherer, choose_encodings
 from delta_tracker.publisher.schemas import Schemas
-from delta_tracker.publisher.training_cuts import Training, TrainingCuts, check_recoverable
+from delta_tracker.publisher.training import Training
+from delta_tracker.publisher.training_cuts import TrainingCuts, check_recoverable
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.sharding.kernel_memory import one_cut
 from delta_tracker.stream.format.block_rows import BlockRows
@@ -31,7 +32,7 @@ from delta_tracker.tracker.checkpoint.tracker_checkpoint import Restored
 from delta_tracker.tracker.consumer_handle import ConsumerHandle
 from delta_tracker.tracker.top_k import AllRanks, TopK, choose
 from delta_tracker.tracker.tracker import ModelDeltaTracker
-from delta_tracker.types import Delta, Identity, TableSpec, TableStates
+from delta_tracker.types import Delta, Identity, TableSpec
 
 _logger = logging.getLogger(__name__)
 
@@ -39,27 +40,13 @@ _logger = logging.getLogger(__name__)
 class VersionSource:
     """Component that reserves a consumer of a tracker and reads the rows of each version.
 
-    Only the training thread may call the methods.
+    Only the training thread may call the methods. The other arguments and the errors are those of ``Publisher(...)``.
 
     Args:
-        tracker: tracker of the rows.
-        consumer: name of the consumer; None if the tracker has only one.
-        top_k: bound on the rows of a delta; None for all changed rows.
-        dense: module whose dense tensors are in each version, or names of dense tensors in the model's ``state_dict``;
-            None for no dense tensors.
-        encoding: encoding of all tables, or FQN to encoding. Tables without an encoding are stored in their own dtype.
-        exchange: communication with the other ranks. All ranks share the budget of ``top_k``. Only rank 0 writes
-            replicated tables and dense tensors.
+        exchange: communication with the other ranks. Only rank 0 writes replicated tables and dense tensors.
         recorder: records the time of reads and encodings.
         training: objects whose states are in each version, together with the states of the fused optimizers; None for
             versions of values only.
-
-    Raises:
-        UnknownConsumerError: if the tracker has no such consumer, or ``consumer`` is None and it has several.
-        ReservedConsumerError: if the consumer is already reserved.
-        DetachedError: if the tracker is detached.
-        InvalidArgumentError: if ``dense`` or ``encoding`` is invalid for the model, or if ``top_k`` has no score
-            function and the tracking mode has no default score.
 
     Attributes:
         handle: the consumer.
@@ -107,11 +94,6 @@ class VersionSource:
         self._progress_at_cut: tuple[int, int] | None = None  # of the last version
 
     @property
-    def states(self) -> Mapping[str, TableStates]:
-        """States of this rank's column ranges, by FQN; empty if the versions have no states."""
-        return self.schemas.current().states
-
-    @property
     def needs_snapshot(self) -> bool:
         """True if the next version must be a snapshot. Call :meth:`place` first, which finds new shards."""
         return not self._has_snapshot or self.handle.needs_snapshot or self.schemas.latest != self.schemas.published
@@ -130,18 +112,7 @@ class VersionSource:
         """
         if self.needs_snapshot or any(self._tracker.num_pending(self.handle.name).values()):
             return True
-        progress = self._progress()
-        return progress is not None and progress != self._progress_at_cut
-
-    @property
-    def format(self) -> int:
-        """Format of the next version."""
-        return self.schemas.current().format
-
-    @property
-    def layout(self) -> int:
-        """Number that changes when the shards of this rank may have changed."""
-        return self.schemas.layout
+        return self._progress() != self._progress_at_cut
 
     def place(self) -> tuple[int, Mapping[str, TableSpec], Mapping[str, Identity]]:
         """Return the number of batches of this rank, its tables, and their identities."""
@@ -158,11 +129,6 @@ class VersionSource:
         Args:
             exchange: communication with the other ranks.
             writer: coordinator that has claimed the stream, and that knows the states of all ranks.
-
-        Raises:
-            StorageError: if this rank cannot read the store.
-            PublishError: if another rank failed.
-            RankLostError: if a rank died or did not answer in time.
         """
         tracker = self._tracker
         rows: dict[str, Tensor] | None = None
@@ -218,10 +184,8 @@ class VersionSource:
             The contents of the version, and the uncommitted read for :meth:`end`.
 
         Raises:
-            UpdateInProgressError: if the version has states and an update is still in progress after the wait.
-            MissingStepError: if it has states and rows were updated since the last step of the tracker.
-            InvalidArgumentError: if an object's state cannot be published, or if the tables were resharded while the
-                version was copied.
+            InvalidArgumentError: if the tables were resharded while the version was copied. The errors of the objects'
+                states are those of :meth:`TrainingCuts.begin` and :meth:`TrainingCuts.take`.
         """
         tracker, schemas, training = self._tracker, self.schemas, self._training
         schema = schemas.current()
@@ -239,8 +203,6 @@ class VersionSource:
             taken = None if training is None else training.take(dense)
             extra = [] if taken is None else [*taken.sources]
             num_taken = len(extra)
-            compared: frozenset[str] = frozenset()
-            timer: Callable[[], AbstractContextManager[object]] = self._encode_timer
             if kind == "snapshot":
                 # The rows that changed during the copy. Tables without a fused optimizer are copied whole only now:
                 # their changes are found by comparison, which misses a value that changed and then changed back.
@@ -248,13 +210,13 @@ class VersionSource:
                 # Not committed, because an interrupted cut is repeated and must find the same rows.
                 changed = self._meanwhile.read(commit=False, with_states=False)
                 read = self.handle.read(commit=False, with_states=False)
-                compared, timer = schemas.unfused, nullcontext
             else:
                 top_k = None if is_complete else self._top_k
                 with self._read_timer():
                     read = self.handle.read(commit=False, with_states=False, top_k=top_k, ranks=self._ranks)
                 changed = read
-            with timer():
+            compared = schemas.unfused if kind == "snapshot" else frozenset[str]()
+            with nullcontext() if kind == "snapshot" else self._encode_timer():
                 counts = _count_owner_changes(read, counted) if counted else {}
                 extra.extend(map(Source, counts.values()))
                 owners = tracker.owner_views() if schema.identities else {}
@@ -283,11 +245,7 @@ class VersionSource:
         return draft, read
 
     def expect_read(self, *, is_complete: bool) -> None:
-        """Note that all ranks begin a delta, so that they wait for this rank in a read with ``top_k``.
-
-        Args:
-            is_complete: as in :meth:`cut`.
-        """
+        """Note that all ranks begin a delta, so that they wait for this rank in a read with ``top_k``."""
         self._ranks.is_expected = self._top_k is not None and not is_complete
 
     def fail_expected_read(self) -> None:
@@ -347,10 +305,7 @@ class VersionSource:
         return None
 
     def _note(self, head: Manifest) -> None:
-        """Save the stream position of ``head`` in the tracker's state.
-
-        Saves None instead if the next version must be a snapshot.
-        """
+        """Save the stream position of ``head`` in the tracker's state; None if the next version must be a snapshot."""
         place = Position(head.stream, head.link).to_dict() if self._has_snapshot else None
         self.handle.annotate(place)
 

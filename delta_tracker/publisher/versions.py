@@ -243,9 +243,9 @@ class Versions:
         self._flight = Copying(number, failed)  # until the copy has started
         try:
             source = self._source
-            rows, form = source.copy(), source.format
+            rows, form = source.copy(), source.schemas.copying.format
             _, tables, _ = source.place()
-            layout = source.layout
+            layout = source.schemas.layout
             writer = self._writer
             job = self._delivery.submit(lambda: writer.write_copy(rows, tables=tables, layout=layout, form=form))
         except Exception as error:  # noqa: BLE001  raised at the cut, which sends it to the other ranks

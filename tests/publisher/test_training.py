@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.publisher.host_copies import HostCopier
-from delta_tracker.publisher.training import ConsumerState, TakenState, TrainingSource
+from delta_tracker.publisher.training import ConsumerState, TakenState, Training, TrainingSource
 from delta_tracker.state_tree import unpack
 from delta_tracker.tracker.data_position import DataPosition
 from delta_tracker.types import ShardSpec, TableSpec
@@ -52,7 +52,9 @@ def _tracker(data: DataPosition[int] | None = None) -> Any:
             "fused": ShardSpec(table, 5, 5, ((0, 4),)),
             "whole": ShardSpec(whole, 1, 2, ((0, 1), (2, 4)), is_replicated=True),
         },
+        tables={"fused": table, "whole": whole},
         fused_tables=frozenset(["fused"]),
+        unfused_storages=dict,
         kernel_scalars=lambda: {"fused": {"iter": 3, "lr": 0.1}},
     )
 
@@ -60,10 +62,7 @@ def _tracker(data: DataPosition[int] | None = None) -> Any:
 def _source(tracker: Any, *, training: Any = None, rank: Any = None, is_first: bool = True) -> TrainingSource:
     return TrainingSource(
         tracker,
-        training or {},
-        rank or {},
-        dense=lambda: {name: tensor.detach() for name, tensor in tracker.model.state_dict().items()},
-        unfused={},
+        Training(training or {}, rank or {}),
         collisions=dict,
         is_first=is_first,
         publisher="pub",

@@ -15,28 +15,14 @@ import tests.models
 from delta_tracker import ModelDeltaTracker
 from delta_tracker.errors import InvalidArgumentError, UnsupportedTableError
 from delta_tracker.publisher.host_copies import HostCopier
-from delta_tracker.publisher.training import TakenState, TrainingSource
-from delta_tracker.sharding.dense import dense_tensors
-from delta_tracker.sharding.optimizer_rows import unfused_storages
+from delta_tracker.publisher.training import TakenState, Training, TrainingSource
 from delta_tracker.state_tree import unpack
 from tests.models import Spec, Table, batch, ordinary_optimizer, shard
 
 
 def _source(tracker: ModelDeltaTracker, rank: int, training: Any, ranks: Any) -> TrainingSource:
-    shards = tracker._model.shards
-    return TrainingSource(
-        tracker,
-        training,
-        ranks,
-        dense=dict,
-        unfused={
-            fqn: (unfused_storages(shards[fqn]), shards[fqn].spec.is_replicated)
-            for fqn in tracker.tables.keys() - tracker.fused_tables
-        },
-        collisions=dict,
-        is_first=rank == 0,
-        publisher="default",
-    )
+    objects = Training(training, ranks)
+    return TrainingSource(tracker, objects, collisions=dict, is_first=rank == 0, publisher="default")
 
 
 def _stored(taken: TakenState) -> Any:
@@ -156,16 +142,7 @@ def buffers(rank: int, world_size: int) -> None:
     finally:
         tests.models.Model = plain  # type: ignore[misc]
     with ModelDeltaTracker(outer) as tracker:
-        source = TrainingSource(
-            tracker,
-            {},
-            {},
-            dense=lambda: dense_tensors(outer, outer, skip_sharded=True),
-            unfused={},
-            collisions=dict,
-            is_first=rank == 0,
-            publisher="default",
-        )
+        source = _source(tracker, rank, {}, {})
         library = _stored(source.take({}))["library"]
     own = {"running_mean", "running_var", "num_batches_tracked"}
     expected = {f"{layer}.{name}" for layer in ("norm", "inner.layers.1") for name in own} | {"inner.shared"}
