@@ -127,7 +127,7 @@ def test_a_snapshot_follows_an_altered_entry(tmp_path: Path) -> None:
 
 
 @pytest.mark.advice(
-    "StorageError: Storage._find_directory Storage._read_file Storage._write_file Storage._translated "
+    "StorageError: Storage._find_directory Storage._read_file Storage._write_file _Translation.__exit__ "
     "CachedStorage._from_file Storage._download Storage._fill Storage._too_short"
 )
 def test_a_store_is_repaired_and_the_call_made_again(tmp_path: Path) -> None:

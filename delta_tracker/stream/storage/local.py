@@ -57,14 +57,17 @@ def write_file(
         try:
             _lock(descriptor, fcntl.LOCK_EX)
             begin = end = 0
-            for piece in pieces(buffers):
-                end += len(piece)
-                while piece:
-                    piece = piece[os.write(descriptor, piece) :]  # noqa: PLW2901  the bytes not yet written
-                if fsync and end - begin >= _EARLY_BYTES:
-                    # Linux then starts to write the dirty pages without waiting. It drops only clean pages.
-                    os.posix_fadvise(descriptor, begin, end - begin, os.POSIX_FADV_DONTNEED)
-                    begin = end
+            for buffer in buffers:
+                rest = memoryview(buffer).cast("B")
+                while rest:
+                    # Writes that end at multiples of this size let a file system use large pages.
+                    written = os.write(descriptor, rest[: CHUNK_BYTES - end % CHUNK_BYTES])
+                    rest = rest[written:]
+                    end += written
+                    if fsync and end - begin >= _EARLY_BYTES:
+                        # Linux then starts to write the dirty pages without waiting. It drops only clean pages.
+                        os.posix_fadvise(descriptor, begin, end - begin, os.POSIX_FADV_DONTNEED)
+                        begin = end
             if fsync:
                 os.fsync(descriptor)
                 # Date the file after a long flush: a reader that saw no such file looked before its modification time.

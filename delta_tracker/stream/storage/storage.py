@@ -13,7 +13,7 @@ import secrets
 import stat
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -40,7 +40,6 @@ from delta_tracker.stream.interruption import answer, check, checked
 from delta_tracker.stream.storage.local import (
     CHUNK_BYTES,
     delete_draft,
-    identity,
     list_files,
     make_directory,
     pieces,
@@ -58,6 +57,8 @@ from delta_tracker.stream.storage.url import (
 )
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from numpy.typing import NDArray
     from obstore import BytesStream, GetOptions, GetResult, ListStream, ObjectMeta
     from obstore.store import ObjectStore
@@ -173,11 +174,12 @@ class Storage:
         self.lists_from = self.lists and self._directory is None
         self._uncached: Storage | None = None
         self._options = options
-        self._identity: tuple[int, int] | None = None  # of the local directory, None until it is found
+        self._translated = _Translation(url)
+        self._found: os.stat_result | None = None  # status of the local directory, None until it is found
         self._has_written = False
         self._store: ObjectStore  # unless the store is a local directory
         settings = connection(url, options)
-        with self._translated():
+        with self._translated:
             if self._directory is not None:
                 if create:
                     make_directory(self._directory, fsync=fsync)
@@ -194,9 +196,9 @@ class Storage:
         if self is other:
             return True
         if self._directory is not None and other._directory is not None:
-            with self._translated():
+            with self._translated:
                 try:
-                    return identity(self._directory.stat()) == identity(other._directory.stat())
+                    return self._directory.samefile(other._directory)
                 except (FileNotFoundError, NotADirectoryError):
                     return self._directory.resolve() == other._directory.resolve()
         mine, others = self.url.rstrip("/"), other.url.rstrip("/")
@@ -209,7 +211,7 @@ class Storage:
             return self
         if self._uncached is None:
             past = copy.copy(self)  # keeps the class and shares the counts
-            with self._translated():
+            with self._translated:
                 store = from_url(self.url, **connection(self.url, self._options, past_cache=True))
             vars(past).update(_store=store, _uncached=past)
             self._uncached = past
@@ -220,7 +222,7 @@ class Storage:
 
         A publisher must not use this method: its claim is in the directory that it opened.
         """
-        with self._translated():
+        with self._translated:
             if self._directory is None or not self._directory.is_dir() or self._is_current():
                 return self
         return Storage(self.url, fsync=self._fsync)
@@ -237,7 +239,7 @@ class Storage:
         :class:`Repeatable`.
         """
         self._begin("write", name, "put()")
-        with self._translated():
+        with self._translated:
             if self._directory is None:
                 self._upload(name, buffers)
             else:
@@ -261,7 +263,7 @@ class Storage:
 
     def _create_once(self, name: str, data: bytes) -> bool:
         """Try once to create an object. False does not prove that it exists, see :meth:`create`."""
-        with self._translated():
+        with self._translated:
             if self._directory is not None:
                 return self._write_file(name, [memoryview(data)], overwrite=False)
             try:
@@ -276,7 +278,7 @@ class Storage:
         If the response of a failed call was lost, the object may have been written.
         """
         self._begin("write", name, "replace()")
-        with self._translated():
+        with self._translated:
             if self._directory is None:
                 store = self._object_store()
                 _repeated(lambda: self._ask(obstore.put, obstore.put_async, store, name, data, use_multipart=False))
@@ -314,7 +316,7 @@ class Storage:
                 raise MalformedError(name, f"it has {num_bytes} bytes, more than {max_bytes}")
             return np.empty(num_bytes, dtype=np.uint8) if out is None else out[:num_bytes]
 
-        with self._translated():
+        with self._translated:
             if self._directory is None:
                 return self._download(name, allocate, transfer=transfer)
             return self._read_file(name, allocate, transfer=transfer)
@@ -333,7 +335,7 @@ class Storage:
                 raise self._too_short(name, num_bytes, end)
             return np.empty(end - begin, dtype=np.uint8)
 
-        with self._translated():
+        with self._translated:
             if self._directory is not None:
                 return self._read_file(name, allocate, begin)
             if begin < end:
@@ -352,7 +354,7 @@ class Storage:
         A web server that sends no modification time is given the time 0.
         """
         self._begin("size", name)
-        with self._translated():
+        with self._translated:
             try:
                 if self._directory is None:
                     store = self._object_store()
@@ -370,7 +372,7 @@ class Storage:
         A local object may be there again after a power loss, unless :meth:`sync` is called afterwards.
         """
         self._begin("delete", name, "delete()")
-        with self._translated(), suppress(FileNotFoundError, NotADirectoryError):
+        with self._translated, suppress(FileNotFoundError, NotADirectoryError):
             if self._directory is None:
                 store = self._object_store()
                 _repeated(lambda: self._ask(obstore.delete, obstore.delete_async, store, name))
@@ -385,7 +387,7 @@ class Storage:
         durability, with ``fsync=False``, and if the directory does not exist.
         """
         self._begin(None, prefix, "sync()", argument="prefix")
-        with self._translated():
+        with self._translated:
             self._check_directory()
         self._sync(prefix, f"what was created or deleted in {prefix}/")
 
@@ -398,14 +400,14 @@ class Storage:
         if self._directory is None:
             self.delete(name)  # another program's object: remote stores have no temporary files
             return True
-        with self._translated():
+        with self._translated:
             self._check_directory()
             return delete_draft(self._directory / name)
 
     def has_directory(self, prefix: str) -> bool:
         """Return False if the store is local and lacks the directory ``prefix``, as if its volume is not mounted."""
         check_name("prefix", prefix)
-        with self._translated():
+        with self._translated:
             return self._directory is None or (self._directory / prefix).is_dir()
 
     def objects(self, prefix: str, *, after: str | None = None) -> list[StoredObject]:
@@ -417,7 +419,7 @@ class Storage:
             files = self._list_files(self._directory, prefix, after, needs_status=True)
             return [StoredObject(name, each.st_size, each.st_mtime) for name, each in files if each is not None]
         self._begin_listing(prefix, after)
-        with self._translated():
+        with self._translated:
             store = self._object_store()
             pages = obstore.list(store, prefix, offset=after, chunk_size=PAGE_OBJECTS)
             found = self._ask(lambda: list(itertools.chain.from_iterable(pages)), lambda: _collected(pages))
@@ -434,7 +436,7 @@ class Storage:
         self, directory: Path, prefix: str, after: str | None, *, needs_status: bool
     ) -> list[tuple[str, os.stat_result | None]]:
         self._begin_listing(prefix, after)
-        with self._translated():
+        with self._translated:
             if not self._find_directory():
                 return []
             # obstore is not used here: it fails at a strange name or link, and takes longer.
@@ -483,11 +485,10 @@ class Storage:
         try:
             status = self._directory.stat()
         except (FileNotFoundError, NotADirectoryError):
-            return self._identity is not None
+            return self._found is not None
         if not stat.S_ISDIR(status.st_mode):
             raise StorageError(self.url, "it is a file instead of a directory")
-        if self._identity is None:
-            self._identity = identity(status)
+        self._found = self._found or status
         return True
 
     def _object_store(self) -> ObjectStore:
@@ -638,7 +639,7 @@ class Storage:
         return is_new
 
     def _check_directory(self) -> None:
-        if self._identity is not None and not self._is_current():
+        if self._found is not None and not self._is_current():
             raise DirectoryReplacedError(self.url)
 
     def _is_current(self) -> bool:
@@ -648,7 +649,7 @@ class Storage:
             status = self._directory.stat()
         except (FileNotFoundError, NotADirectoryError):
             return False
-        if identity(status) != self._identity:
+        if self._found is None or not os.path.samestat(status, self._found):
             return False
         # A new directory may have the inode number of a deleted one, but is empty.
         if not self._has_written or (self._directory / "drafts").is_dir():  # cheaper than a listing
@@ -665,16 +666,19 @@ class Storage:
         except OSError as error:
             raise NotDurableError(self.url, prefix or ".", name, f"{type(error).__name__}: {error}") from error
 
-    @contextmanager
-    def _translated(self) -> Iterator[None]:
-        """Context manager that converts errors of obstore and of the file system to :class:`StorageError`."""
-        try:
-            yield
-        except StorageError:
-            raise
-        except BaseException as error:
-            if not isinstance(error, BaseError | OSError | NotImplementedError) and not is_panic(error):
-                raise
+
+@dataclass(frozen=True, slots=True)
+class _Translation(AbstractContextManager[None]):
+    """Context manager that converts errors of obstore and of the file system to :class:`StorageError`."""
+
+    url: str
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or isinstance(error, StorageError):
+            return
+        if isinstance(error, BaseError | OSError | NotImplementedError) or is_panic(error):
             reason = str(error).split("\n", maxsplit=1)[0]
             raise StorageError(self.url, f"{type(error).__name__}: {reason}", _remedy_of(reason)) from error
 
