@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import ParamSpec, Self, TypeVar, cast
 
@@ -16,6 +17,7 @@ _T = TypeVar("_T")
 _NS = 1e-9
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Timer:
     """Context manager and decorator that records the duration of its body, even if the body raises.
 
@@ -34,21 +36,18 @@ class Timer:
         True
     """
 
-    __slots__ = ("_begin_ns", "_clock", "_record")
-
-    def __init__(self, record: Callable[[float], None], clock: Clock) -> None:
-        self._record = record
-        self._clock = clock
-        self._begin_ns = 0
+    record: Callable[[float], None]
+    clock: Clock
+    _begin_ns: int = field(default=0, init=False)
 
     def __enter__(self) -> Self:
-        self._begin_ns = self._clock.monotonic_ns()
+        self._begin_ns = self.clock.monotonic_ns()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._record((self._clock.monotonic_ns() - self._begin_ns) * _NS)
+        self.record((self.clock.monotonic_ns() - self._begin_ns) * _NS)
 
     def __call__(self, function: Callable[_P, _T]) -> Callable[_P, _T]:
         """Wrap ``function`` so that the duration of each call is recorded. Coroutine functions are supported."""
@@ -56,14 +55,14 @@ class Timer:
 
             @functools.wraps(function)
             async def timed_coroutine(*args: _P.args, **kwargs: _P.kwargs) -> object:
-                with Timer(self._record, self._clock):
+                with Timer(self.record, self.clock):
                     return await function(*args, **kwargs)
 
             return cast("Callable[_P, _T]", timed_coroutine)
 
         @functools.wraps(function)
         def timed(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-            with Timer(self._record, self._clock):
+            with Timer(self.record, self.clock):
                 return function(*args, **kwargs)
 
         return timed

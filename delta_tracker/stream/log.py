@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import xxhash
 
@@ -847,7 +848,7 @@ def _continues_after(log: StreamLog, version: int) -> bool:
     """
     if log.storage.lists_from:
         return bool(log.versions(after=version))
-    return any(_has(log.storage, version + 1 + ahead) for ahead in range(_LOOK_AHEAD))
+    return any(map(partial(_has, log.storage), range(version + 1, version + 1 + _LOOK_AHEAD)))
 
 
 def _is_superseded(taken: Manifest, head: Manifest) -> bool:

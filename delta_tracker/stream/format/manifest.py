@@ -190,7 +190,7 @@ class Manifest:
     @property
     def num_bytes(self) -> int:
         """Size in bytes of all parts, without the states of their rows."""
-        return sum(part.num_bytes for part in self.parts)
+        return sum([part.num_bytes for part in self.parts])
 
     @property
     def objects(self) -> tuple[Part | Stored, ...]:

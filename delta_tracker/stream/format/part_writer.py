@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -30,7 +31,7 @@ ALIGNMENT = 8
 TRAINING_KEY = "state"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Entry:
     """Tensor in the file. Its bytes are the concatenation of ``chunks``."""
 
@@ -38,24 +39,24 @@ class _Entry:
     dtype: torch.dtype
     shape: tuple[int, ...]
     chunks: Iterable[Tensor | memoryview]
+    num_bytes: int = field(init=False)
 
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+    def __post_init__(self) -> None:
+        self.num_bytes = math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(slots=True, eq=False)
-class _FileWriter:
+class _FileWriter(Iterable[memoryview]):
     """Writer that yields the bytes of one safetensors file in a single pass, and again if the write is repeated."""
 
     # tensors in the order of the file. The chunks of each are read once per iteration of the file
     entries: Sequence[_Entry]
     has_digests: bool  # True for a file of format 2, which ends with the digests of the pieces before them
-    num_bytes: int = 0  # size of the file in bytes; 0 until :meth:`buffers` is exhausted
+    num_bytes: int = 0  # size of the file in bytes; 0 until an iteration is complete
     body: int = 0  # number of bytes before the digests; 0 without digests
-    xxh3: str = ""  # 128-bit xxh3 of the bytes from `body` on, in hex; empty until :meth:`buffers` is exhausted
+    xxh3: str = ""  # 128-bit xxh3 of the bytes from `body` on, in hex; empty until an iteration is complete
 
-    def buffers(self) -> Iterator[memoryview]:
+    def __iter__(self) -> Iterator[memoryview]:
         """Yield buffers whose concatenation is the file. Write each one before requesting the next."""
         size = sum(map(attrgetter("num_bytes"), self.entries))
         head = self._header(size)
@@ -122,7 +123,7 @@ def put_part(
     for index, tensor in enumerate(dense.values()):
         entries.append(_Entry(f"dense.{index}", tensor.dtype, tuple(tensor.shape), [tensor]))
     stored = _put(storage, name, entries, has_digests=states_name is not None)
-    blocks = tuple([each.block for each in rows])
+    blocks = tuple(map(attrgetter("block"), rows))
     part = Part(name, stored.num_bytes, stored.xxh3, blocks, tuple(dense), stored.body)
     if states_name is None:
         for each in rows:
@@ -145,28 +146,29 @@ def put_training(storage: Storage, name: str, buffers: Iterable[memoryview], num
 def _put(storage: Storage, name: str, entries: Iterable[_Entry], *, has_digests: bool = True) -> Stored:
     # Wide items first, so that each tensor starts at a multiple of its item size.
     file = _FileWriter(sorted(entries, key=attrgetter("dtype.itemsize"), reverse=True), has_digests)
-    storage.put(name, Repeatable(file.buffers))
+    storage.put(name, file)
     return Stored(name, file.num_bytes, file.body, file.xxh3)
 
 
-def _entries(index: int, rows: BlockRows) -> Iterator[_Entry]:
-    block = rows.block
+def _entries(index: int, rows: BlockRows) -> list[_Entry]:
+    block, found = rows.block, []
     if block.ids == "list":
         assert rows.ids is not None, "a list of ids"
-        yield _Entry(f"{index}.ids", torch.int64, (block.num_rows,), [rows.ids])
+        found.append(_Entry(f"{index}.ids", torch.int64, (block.num_rows,), [rows.ids]))
     elif block.ids == "gaps":
         assert rows.ids is not None, "a list of ids"
         packed, escapes = pack_ids(rows.ids)
-        yield _Entry(f"{index}.gaps", torch.uint8, tuple(packed.shape), [packed])
-        yield _Entry(f"{index}.escapes", torch.int64, tuple(escapes.shape), [escapes])
+        found.append(_Entry(f"{index}.gaps", torch.uint8, tuple(packed.shape), [packed]))
+        found.append(_Entry(f"{index}.escapes", torch.int64, tuple(escapes.shape), [escapes]))
     if rows.owners is not None:
-        yield _Entry(f"{index}.owners", torch.int64, (block.num_rows,), _chunks(rows, rows.owners))
+        found.append(_Entry(f"{index}.owners", torch.int64, (block.num_rows,), _chunks(rows, rows.owners)))
     width = block.encoding.width(block.num_columns)
-    yield _Entry(f"{index}.values", block.encoding.dtype, (block.num_rows, width), _chunks(rows, rows.read))
+    found.append(_Entry(f"{index}.values", block.encoding.dtype, (block.num_rows, width), _chunks(rows, rows.read)))
+    return found
 
 
 def _chunks(rows: BlockRows, read: RowReader) -> Repeatable[Tensor]:
-    return Repeatable(lambda: rows.chunks(read=read))
+    return Repeatable(partial(rows.chunks, read=read))
 
 
 def _state_entries(index: int, rows: BlockRows) -> Iterator[_Entry]:

@@ -360,9 +360,13 @@ class Storage:
                     store = self._object_store()
                     meta = self._ask(obstore.head, obstore.head_async, store, name)
                     return StoredObject(name, meta["size"], meta["last_modified"].timestamp())
-                self._find_directory()
+                if self._found is None:
+                    self._find_directory()
                 status = (self._directory / name).stat()
-            except (FileNotFoundError, NotADirectoryError):
+            except FileNotFoundError:
+                return None
+            except NotADirectoryError:
+                self._find_directory()  # raises an error if the store itself is a file
                 return None
             return StoredObject(name, status.st_size, status.st_mtime) if stat.S_ISREG(status.st_mode) else None
 
