@@ -10,7 +10,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -25,7 +25,7 @@ from delta_tracker.rows import ChangedRows, merge_first
 from delta_tracker.sharding.kernel_hooks import UNSEEN, is_capturing
 from delta_tracker.sharding.kernel_memory import one_cut, reading_in_place
 from delta_tracker.tracker.consumer_lag import Lag, LagClock
-from delta_tracker.tracker.consumer_positions import ConsumerPositions, check_name
+from delta_tracker.tracker.consumer_positions import Consumer, ConsumerPositions, check_name
 from delta_tracker.tracker.log_state import LogState, PendingState
 from delta_tracker.tracker.profiling import profiler_range
 from delta_tracker.tracker.store.owners import OwnerStore
@@ -35,11 +35,6 @@ from delta_tracker.types import Delta, Memory
 
 _logger = logging.getLogger(__name__)
 _Context = Callable[[], AbstractContextManager[None]]
-_NOTHING_IS_READ = nullcontext()
-
-
-def _reading_nothing() -> AbstractContextManager[None]:
-    return _NOTHING_IS_READ
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -184,7 +179,7 @@ class ChangeLog:
     def batches(self) -> dict[str, int]:
         """Mapping from consumer to :attr:`num_batches` at its last committed read."""
         with self.lock:
-            return {name: self._consumers.start(name)[1] for name in self._consumers.names}
+            return {name: self._consumers[name].batch for name in self._consumers.names}
 
     @property
     def log_bytes(self) -> int:
@@ -233,9 +228,9 @@ class ChangeLog:
     def _num_pending(self, name: str) -> dict[str, int]:
         with self.lock:
             self._fence.enter()
-            start, _ = self._consumers.start(name)
-            carried = self._consumers.carried(name)
-            return num_changed_in_each(self._stores, start, {fqn: rows.ids for fqn, rows in carried.items()})
+            consumer = self._consumers[name]
+            carried = {fqn: rows.ids for fqn, rows in consumer.carried.items()}
+            return num_changed_in_each(self._stores, consumer.position, carried)
 
     def standings(self, *, counts: bool) -> dict[str, Standing]:
         """Return the lag and the number of pending rows of each consumer, by name.
@@ -251,15 +246,16 @@ class ChangeLog:
             self._release_abandoned()
             found: dict[str, Standing] = {}
             for name in self._consumers.names:
-                if self._consumers.is_transient(name):
+                consumer = self._consumers[name]
+                if consumer.is_transient:
                     continue
                 pending: Mapping[str, int] = {}
-                if self._consumers.is_behind(name):
+                if consumer.is_behind:
                     pending = {fqn: store.num_rows for fqn, store in self._stores.items()}
                 elif counts:
                     # No notice_writes() here: a hook in another thread may not have acknowledged its write yet.
                     pending = self._num_pending(name)
-                lag = self._lag.lag(name, self._num_batches - self._consumers.start(name)[1])
+                lag = self._lag.lag(name, self._num_batches - consumer.batch)
                 found[name] = Standing(lag, pending)
             return found
 
@@ -298,7 +294,7 @@ class ChangeLog:
     def position(self, consumer: str) -> int:
         """Return the log position of a consumer's cursor. Every committed read moves the cursor."""
         with self.lock:
-            return self._consumers.start(consumer)[0]
+            return self._consumers[consumer].position
 
     def others(self, consumer: str) -> dict[str, tuple[int, dict[str, Tensor]]]:
         """Return the pending rows of the other consumers, as far as the log can describe them without reading it.
@@ -311,20 +307,18 @@ class ChangeLog:
         """
         with self.lock:
             self._release_abandoned()
+            others = {name: self._consumers[name] for name in self._consumers.names if name != consumer}
             return {
-                name: (
-                    self._consumers.start(name)[0],
-                    {fqn: rows.ids for fqn, rows in self._consumers.carried(name).items() if len(rows)},
-                )
-                for name in self._consumers.names
-                if name != consumer and not self._consumers.is_transient(name) and not self._consumers.is_behind(name)
+                name: (each.position, {fqn: rows.ids for fqn, rows in each.carried.items() if len(rows)})
+                for name, each in others.items()
+                if not each.is_transient and not each.is_behind
             }
 
     def is_behind(self, consumer: str | None) -> bool:
         """Return True if a consumer was dropped and needs a snapshot, also if it is reserved; see :meth:`resolve`."""
         with self.lock:
             self._release_abandoned()
-            return self._consumers.is_behind(self._consumers.resolve(consumer))
+            return self._consumers[self._consumers.resolve(consumer)].is_behind
 
     def looked_up(self, ids: Mapping[str, Tensor | None]) -> None:
         """Mark rows as changed because they were looked up; see :class:`UpdateListener`."""
@@ -502,12 +496,11 @@ class ChangeLog:
                 store.catch_up()
             consumers = {}
             for name in self._consumers.names:
-                if self._consumers.is_transient(name):
+                consumer = self._consumers[name]
+                if consumer.is_transient:
                     continue
-                start, batch = self._consumers.start(name)
-                is_behind = self._consumers.is_behind(name)
-                rows = {} if is_behind else self._changed_since(start, self._consumers.carried(name))
-                consumers[name] = PendingState(batch, rows, is_behind)
+                rows = {} if consumer.is_behind else self._changed_since(consumer.position, consumer.carried)
+                consumers[name] = PendingState(consumer.batch, rows, consumer.is_behind)
             history = None if self._delete_on_read else self._changed_since(0, self._consumers.origin)
             return LogState(self._num_batches, consumers, history)
 
@@ -580,8 +573,7 @@ class ChangeLog:
                 self._fence.enter()
                 rows = unknown = self._with_former({fqn: self._stores[fqn].unknown(ids)})[fqn]
                 if fqn in self._owners and knows_owners:
-                    start, _ = self._consumers.start(consumer)
-                    rows = replace(rows, former=self._former(fqn, rows.ids, start, self._consumers.carried(consumer)))
+                    rows = replace(rows, former=self._former(fqn, rows.ids, self._consumers[consumer]))
                 # The owners of this consumer are not those of a consumer that is rewound.
                 self._consumers.carry(consumer, fqn, rows, origin=None if self._delete_on_read else unknown)
                 self._lag.distrusted(consumer)
@@ -634,22 +626,21 @@ class ChangeLog:
         """
         with self.lock:
             self._release_abandoned()
-            if self._consumers.is_behind(consumer):
+            known = self._consumers[consumer]
+            if known.is_behind:
                 raise NeedsSnapshotError(consumer, self._max_bytes)
-            start, first_batch = self._consumers.start(consumer)
             self._is_reading = True
             try:
                 self._cut()
                 if self._owners:
                     self._check_owners()
-                carried = self._consumers.carried(consumer)
-                rows = self._changed_since(start, carried, self._position, with_states=with_states)
+                rows = self._changed_since(known.position, known.carried, self._position, with_states=with_states)
             except BaseException:
                 self.discard()
                 raise
             self._lag.found(consumer, sum(map(len, rows.values())))
-            shared = frozenset(fqn for fqn in carried if rows[fqn].ids is carried[fqn].ids)
-            return Reading(consumer, start, self._position, (first_batch, self._num_batches), rows, shared)
+            shared = frozenset([fqn for fqn, carried in known.carried.items() if rows[fqn].ids is carried.ids])
+            return Reading(consumer, known.position, self._position, (known.batch, self._num_batches), rows, shared)
 
     def discard(self) -> None:
         """End a failed :meth:`read`, and merge the segments that its cut separated.
@@ -671,9 +662,9 @@ class ChangeLog:
                 self._commit(delta)
                 return
             # Without an earlier one, commit() or abort() will compact the log.
-            tasks = self._tasks_after_read() if self._consumers.is_sealed(delta.consumer) else [self._shed]
-            with self._tidying(*tasks):
-                self._consumers.seal(delta)
+            tasks = self._tasks_after_read() if self._consumers[delta.consumer].sealed is not None else [self._shed]
+            self._consumers.seal(delta)
+            self._tidy(*tasks)
 
     def commit(self, delta: Delta) -> None:
         """Move a consumer's cursor to the end of its uncommitted read ``delta``.
@@ -690,8 +681,10 @@ class ChangeLog:
 
     def abort(self, delta: Delta) -> None:
         """Discard a consumer's uncommitted read ``delta``; its rows stay pending. Errors as of :meth:`commit`."""
-        with self.lock, self._tidying(*self._tasks_after_read()):
+        with self.lock:
+            tasks = self._tasks_after_read()
             self._consumers.abort(delta)
+            self._tidy(*tasks)
 
     def add(self, consumer: str, *, holder: str | None = None) -> None:
         """Add a consumer at the end of the log.
@@ -717,8 +710,8 @@ class ChangeLog:
         """Remove a consumer. With ``delete_on_read``, also drop the rows that were pending only for this consumer."""
         with self.lock:
             name = self._consumers.resolve(consumer)
-            with self._tidying(partial(self._lag.removed, name), self.compact):
-                self._consumers.remove(name)
+            self._consumers.remove(name)
+            self._tidy(partial(self._lag.removed, name), self.compact)
 
     def clear(self, *consumers: str) -> None:
         """Discard the pending rows of consumers and treat them as up to date, even if they were dropped.
@@ -729,10 +722,10 @@ class ChangeLog:
             self._cut()
             tasks: list[Callable[[], None]] = [partial(self._lag.placed, name, self._position) for name in consumers]
             try:
-                with self._tidying(*tasks, self.compact):
-                    self._consumers.place(consumers, self._position, self._num_batches)
+                self._consumers.place(consumers, self._position, self._num_batches)
+                self._tidy(*tasks, self.compact)
             except BaseException:  # interrupted: the caller does not know that nothing is pending
-                if any(self._consumers.start(name)[0] == self._position for name in consumers):
+                if any(self._consumers[name].position == self._position for name in consumers):
                     self.mark_everything_later()
                 raise
 
@@ -793,17 +786,16 @@ class ChangeLog:
             rows[fqn] = merge_first(older if with_states else older.without_states(), rows[fqn])
         return rows
 
-    def _former(self, fqn: str, ids: Tensor, start: int, carried: Mapping[str, ChangedRows]) -> Tensor:
+    def _former(self, fqn: str, ids: Tensor, consumer: Consumer) -> Tensor:
         """Return the owners that a consumer has of some rows, ``[N]`` int64, as of its last committed read.
 
         Args:
             fqn: a table with managed collisions.
             ids: ``[N]`` int64 local ids, ascending and unique.
-            start: position of the consumer's cursor.
-            carried: the consumer's carried rows.
+            consumer: the consumer.
         """
-        former = self._owners[fqn].former(ids, start)
-        older = carried.get(fqn)
+        former = self._owners[fqn].former(ids, consumer.position)
+        older = consumer.carried.get(fqn)
         if older is not None and older.former is not None:
             is_carried = torch.isin(older.ids, ids)
             former[torch.searchsorted(ids, older.ids[is_carried])] = older.former[is_carried]
@@ -846,8 +838,8 @@ class ChangeLog:
         self._every = [*self._stores.items(), *self._owners.items()]
         self._reads_shards = any(store.reads_shard for store in self._stores.values())
         # Reads of shards flush each cache once in the first context, for cuts, and never in the second, for marks.
-        self._reading_shards: _Context = one_cut if self._reads_shards else _reading_nothing
-        self._reading_in_place: _Context = reading_in_place if self._reads_shards else _reading_nothing
+        self._reading_shards: _Context = one_cut if self._reads_shards else nullcontext
+        self._reading_in_place: _Context = reading_in_place if self._reads_shards else nullcontext
 
     def _count_each(self, ids: Mapping[str, Tensor | None]) -> None:
         """Count rows that are recorded as changed.
@@ -865,10 +857,10 @@ class ChangeLog:
 
     def _commit(self, delta: Delta) -> None:
         self._fence.enter()
-        tasks: list[Callable[[], None]] = [partial(self._count_received, delta), *self._tasks_after_read()]
+        tasks = self._tasks_after_read()
         try:
-            with self._tidying(*tasks):
-                self._consumers.advance(delta)
+            self._consumers.advance(delta)
+            self._tidy(partial(self._count_received, delta), *tasks)
         except BaseException:
             self.undo_commit(delta)
             raise
@@ -879,13 +871,13 @@ class ChangeLog:
         Call it if an interrupt keeps the result of a committed read from the user.
         """
         with self.lock:
-            if self._consumers.start(delta.consumer)[0] == delta.stop:
+            if self._consumers[delta.consumer].position == delta.stop:
                 for fqn, rows in delta.items():
                     self.distrust(delta.consumer, fqn, rows.ids, knows_owners=False)
 
     def _count_received(self, delta: Delta) -> None:
         self._lag.committed(delta.consumer, delta.stop, leaves_out=bool(delta.kept))
-        if self._received is not None and not self._consumers.is_transient(delta.consumer):
+        if self._received is not None and not self._consumers[delta.consumer].is_transient:
             self._received(delta)
 
     def _tasks_after_read(self) -> list[Callable[[], None]]:
@@ -902,17 +894,11 @@ class ChangeLog:
             yield from rows.tensors
 
     def _tidy(self, *tasks: Callable[[], None]) -> None:
-        with self._tidying(*tasks):
-            pass
-
-    @contextmanager
-    def _tidying(self, *tasks: Callable[[], None]) -> Iterator[None]:
-        """Run maintenance tasks in order after a block that succeeds.
+        """Run maintenance tasks in order.
 
         If one raises MemoryError or RuntimeError, log the error and skip the others. No pending row is lost, the
         preceding read or commit stays valid, and the next call tries again.
         """
-        yield
         try:
             for task in tasks:
                 task()
@@ -969,7 +955,7 @@ class ChangeLog:
     def _shed(self) -> None:
         while self._max_bytes is not None and self._is_too_large(self._max_bytes):
             hindmost = self._consumers.hindmost
-            start = None if hindmost is None else self._consumers.start(hindmost)[0]
+            start = None if hindmost is None else self._consumers[hindmost].position
             if self._synced and (start is None or min(self._synced.values()) < start):
                 self._synced.clear()  # the next sync() of the replicas marks all rows
             elif hindmost is None:

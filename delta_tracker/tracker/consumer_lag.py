@@ -70,8 +70,9 @@ class LagClock:
 
         If the clock has no timestamp for any pending row of the consumer, the age of these rows counts from this call.
         """
-        if num_rows and not self._is_known(consumer):
-            self._left_out[consumer] = time.monotonic()
+        newest = next(reversed(self._recorded), -1)  # positions are inserted in ascending order
+        if num_rows and newest < self._positions[consumer]:
+            self._left_out.setdefault(consumer, time.monotonic())
 
     def distrusted(self, consumer: str) -> None:
         """Record that rows were made pending for one consumer only. Such rows are not in the log.
@@ -115,7 +116,7 @@ class LagClock:
         """
         if forgets and not pinned and self._recorded:
             start = min(self._positions.values(), default=0)
-            if all(position < start for position in self._recorded):
+            if max(self._recorded) < start:
                 self._recorded.clear()
         if not self._recorded:
             return
@@ -136,13 +137,6 @@ class LagClock:
         """
         now, since = time.monotonic(), self._pending_since(consumer)
         return Lag(batches, now - self._committed[consumer], None if since is None else now - since)
-
-    def _is_known(self, consumer: str) -> bool:
-        """Return True if the clock has a timestamp for at least one pending row of a consumer."""
-        if consumer in self._left_out:
-            return True
-        start = self._positions[consumer]
-        return next(reversed(self._recorded), -1) >= start  # positions are inserted in ascending order
 
     def _pending_since(self, consumer: str) -> float | None:
         known = [when for position, when in self._recorded.items() if position >= self._positions[consumer]]

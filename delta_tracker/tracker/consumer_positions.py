@@ -12,18 +12,20 @@ from delta_tracker.types import Delta
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Consumer:
-    position: int
-    batch: int
-    sealed: Delta | None = None
-    carried: Mapping[str, ChangedRows] = field(default_factory=dict)
-    is_behind: bool = False
-    holder: str | None = None
-    is_transient: bool = False
+class Consumer:
+    """Record of a consumer."""
 
-    def moved(self, position: int, batch: int) -> _Consumer:
+    position: int  # log position of the cursor
+    batch: int  # `step()` count of the cursor
+    sealed: Delta | None = None  # uncommitted read
+    carried: Mapping[str, ChangedRows] = field(default_factory=dict)  # by table FQN
+    is_behind: bool = False  # True if the consumer was dropped and needs a snapshot
+    holder: str | None = None  # description of the owner that reserved the consumer
+    is_transient: bool = False  # True if it exists only while a snapshot is copied; it is not saved in checkpoints
+
+    def moved(self, position: int, batch: int) -> Consumer:
         """Return the record at another position, without an uncommitted read and carried rows."""
-        return _Consumer(position=position, batch=batch, holder=self.holder, is_transient=self.is_transient)
+        return Consumer(position=position, batch=batch, holder=self.holder, is_transient=self.is_transient)
 
 
 class ConsumerPositions:
@@ -54,7 +56,7 @@ class ConsumerPositions:
             check_name(name)
         if not is_list or not names or len(set(names)) != len(names):
             raise InvalidArgumentError("consumers", names, "Pass a list of one or more different names")
-        self._consumers = {name: _Consumer(position=0, batch=0) for name in names}
+        self._consumers = {name: Consumer(position=0, batch=0) for name in names}
         self._origin: Mapping[str, ChangedRows] = {}
 
     @property
@@ -77,7 +79,7 @@ class ConsumerPositions:
 
         No read starts before this position.
         """
-        return min((each.position for each in self._consumers.values() if not each.is_behind), default=None)
+        return min([each.position for each in self._consumers.values() if not each.is_behind], default=None)
 
     @property
     def hindmost(self) -> str | None:
@@ -158,25 +160,9 @@ class ConsumerPositions:
         """
         return self._origin
 
-    def start(self, name: str) -> tuple[int, int]:
-        """Return the log position and the ``step()`` count of a consumer's cursor."""
-        consumer = self._consumers[name]
-        return consumer.position, consumer.batch
-
-    def carried(self, name: str) -> Mapping[str, ChangedRows]:
-        """Return the carried rows of consumer ``name``, by table FQN."""
-        return self._consumers[name].carried
-
-    def is_behind(self, name: str) -> bool:
-        """Return True if consumer ``name`` was dropped and needs a snapshot."""
-        return self._consumers[name].is_behind
-
-    def is_transient(self, name: str) -> bool:
-        """Return True if consumer ``name`` exists only while a snapshot is copied.
-
-        Such a consumer is not saved in checkpoints.
-        """
-        return self._consumers[name].is_transient
+    def __getitem__(self, name: str) -> Consumer:
+        """Return the record of consumer ``name``."""
+        return self._consumers[name]
 
     def add(self, name: str, position: int, batch: int, *, holder: str | None) -> None:
         """Add consumer ``name``.
@@ -188,7 +174,7 @@ class ConsumerPositions:
             holder: description of the owner of a transient consumer, which exists only while a snapshot is copied, is
                 not saved in checkpoints and has no metrics. None adds an ordinary consumer.
         """
-        added = _Consumer(position=position, batch=batch, holder=holder, is_transient=holder is not None)
+        added = Consumer(position=position, batch=batch, holder=holder, is_transient=holder is not None)
         self._consumers[name] = added
 
     def place(self, names: Collection[str], position: int, batch: int) -> None:
@@ -266,10 +252,6 @@ class ConsumerPositions:
         """Remove consumer ``name``."""
         del self._consumers[name]
 
-    def is_sealed(self, name: str) -> bool:
-        """Return True if a consumer has an uncommitted read."""
-        return self._consumers[name].sealed is not None
-
     def seal(self, delta: Delta) -> None:
         """Store ``delta`` as the uncommitted read of its consumer, which replaces an earlier one."""
         self._consumers[delta.consumer] = replace(self._consumers[delta.consumer], sealed=delta)
@@ -300,7 +282,7 @@ class ConsumerPositions:
             raise StaleDeltaError(delta.consumer)
 
     @property
-    def _standing(self) -> dict[str, _Consumer]:
+    def _standing(self) -> dict[str, Consumer]:
         """Mapping from name to consumer, for the consumers that were not dropped. Only these can read the log."""
         return {name: each for name, each in self._consumers.items() if not each.is_behind}
 

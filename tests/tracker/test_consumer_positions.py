@@ -45,4 +45,5 @@ def test_only_the_newest_read_can_be_committed_and_only_once() -> None:
         cursors.check_uncommitted(new)
     with pytest.raises(StaleDeltaError):
         cursors.abort(new)
-    assert (cursors.start("a"), cursors.start("b"), cursors.oldest) == ((2, 2), (0, 0), 0)
+    places = [(each.position, each.batch) for each in (cursors["a"], cursors["b"])]
+    assert (places, cursors.oldest) == ([(2, 2), (0, 0)], 0)
