@@ -403,12 +403,12 @@ class Delta(Mapping[str, DeltaRows]):
     @property
     def num_rows(self) -> int:
         """Number of changed rows in all tables on this rank."""
-        return sum(len(rows) for rows in self._rows.values())
+        return sum(map(len, self._rows.values()))
 
     @property
     def pending_rows(self) -> int:
         """Number of changed rows that top-k left out, in all tables on this rank."""
-        return sum(len(rows) for rows in self.kept.values())
+        return sum(map(len, self.kept.values()))
 
     def __repr__(self) -> str:
         tables = {fqn: len(rows) for fqn, rows in self._rows.items()}

@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 from weakref import ref
@@ -142,11 +143,11 @@ def _sources(module: Any, views: list[Tensor]) -> list[_Source] | None:  # noqa:
     return sources if found == shared else None
 
 
+@dataclass(eq=False)
 class _Statement:
     """One ``with`` statement of this module, and the kernels that were flushed inside it."""
 
-    def __init__(self) -> None:
-        self.flushed: set[KernelMemory] = set()
+    flushed: set[KernelMemory] = field(default_factory=set)
 
 
 _ENDED = ref(_Statement())

@@ -68,12 +68,9 @@ def sleep(seconds: float) -> None:
 def checked(items: Iterable[T]) -> Iterator[T]:
     """Yield ``items`` and check the stop flag before each item.
 
-    The flag is that of the thread that called this function, even if another thread iterates.
+    The flag is that of the thread that requests the first item, even if another thread requests the others.
     """
-    return _checked(items, _thread.stop)
-
-
-def _checked(items: Iterable[T], stop: threading.Event) -> Iterator[T]:
+    stop = _thread.stop
     for item in items:
         if stop.is_set():
             raise Interrupted

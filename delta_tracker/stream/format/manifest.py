@@ -211,7 +211,7 @@ class Manifest:
     def to_json(self) -> bytes:
         """Return the bytes of the entry as they are stored in the log."""
         entry = to_builtins(self, enc_hook=_to_builtins)
-        states, identities, owners = [entry.pop(name) for name in ("states", "identities", "owner_changes")]
+        states, identities, owners = map(entry.pop, ("states", "identities", "owner_changes"))
         del entry["xxh3"], entry["modified"]
         if self.forked_from is None:
             del entry["forked_from"]

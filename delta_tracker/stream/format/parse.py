@@ -458,7 +458,7 @@ def _check_block(block: Block, table: TableSpec) -> None:
     span = end_row - row
     if block.num_rows > span or (block.ids == "all" and block.num_rows != span):
         raise ValueError(f"block {block} has {block.num_rows} rows in a range of {span}")
-    block.encoding.width(block.num_columns)
+    block.encoding.width(end_column - column)
 
 
 def _check_overlaps(manifest: Manifest) -> None:

@@ -223,9 +223,12 @@ class Storage:
         A publisher must not use this method: its claim is in the directory that it opened.
         """
         with self._translated:
-            if self._directory is None or not self._directory.is_dir() or self._is_current():
-                return self
-        return Storage(self.url, fsync=self._fsync)
+            if self._directory is not None and self._directory.is_dir():
+                try:
+                    self._check_directory()
+                except DirectoryReplacedError:
+                    return Storage(self.url, fsync=self._fsync)
+        return self
 
     def put(self, name: str, buffers: Iterable[memoryview]) -> None:
         """Write the concatenated ``buffers`` as an object, replacing one of the same name.
@@ -643,23 +646,19 @@ class Storage:
         return is_new
 
     def _check_directory(self) -> None:
-        if self._found is not None and not self._is_current():
-            raise DirectoryReplacedError(self.url)
-
-    def _is_current(self) -> bool:
-        """Return True if the local directory is the one that was found before, and has not lost its objects."""
+        """Check that the local directory is the one that was found before, if any, and has not lost its objects."""
+        if self._found is None:
+            return
         assert self._directory is not None
-        try:
-            status = self._directory.stat()
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        if self._found is None or not os.path.samestat(status, self._found):
-            return False
-        # A new directory may have the inode number of a deleted one, but is empty.
-        if not self._has_written or (self._directory / "drafts").is_dir():  # cheaper than a listing
-            return True
-        with os.scandir(self._directory) as found:
-            return next(found, None) is not None
+        with suppress(FileNotFoundError, NotADirectoryError):
+            if os.path.samestat(self._directory.stat(), self._found) and (
+                # A new directory may have the inode number of a deleted one, but is empty.
+                not self._has_written
+                or (self._directory / "drafts").is_dir()  # cheaper than a listing
+                or any(self._directory.iterdir())
+            ):
+                return
+        raise DirectoryReplacedError(self.url)
 
     def _sync(self, prefix: str, name: str) -> None:
         """Flush the names in the directory ``prefix`` of a local store to disk; ``name`` is for the error."""
