@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from msgspec import Raw, ValidationError
+from msgspec.json import Decoder
 
 from delta_tracker.stream.format.json_elements import elements
 
@@ -30,14 +31,12 @@ def test_the_elements_are_those_of_a_parser_that_reads_the_whole_value() -> None
         members = {f"{draw.choice(_TEXTS)}{i}": value for i, value in enumerate(array)}
         layout = {"indent": draw.choice([None, 1]), "separators": draw.choice([(",", ":"), (" , ", " : ")])}
         text, object_text = json.dumps(array, **layout), json.dumps(members, **layout)
-        assert [json.loads(bytes(each)) for each in elements(Raw(text.encode()), "$")] == array
-        found = [
-            json.loads(b"{" + bytes(each) + b"}") for each in elements(Raw(object_text.encode()), "$", opening=b"{")
-        ]
+        assert list(elements(Decoder(), Raw(text.encode()), "$")) == array
+        found = list(elements(Decoder(), Raw(object_text.encode()), "$", opening=b"{"))
         assert found == [{name: value} for name, value in members.items()]
 
 
 @pytest.mark.parametrize(("opening", "text"), [(b"[", b"{}"), (b"{", b"[]"), (b"[", b"null"), (b"{", b'"x"')])
 def test_a_value_of_another_type_is_refused(opening: bytes, text: bytes) -> None:
     with pytest.raises(ValidationError, match="Expected"):
-        list(elements(Raw(text), "$.parts", opening=opening))
+        list(elements(Decoder(), Raw(text), "$.parts", opening=opening))

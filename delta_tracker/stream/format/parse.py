@@ -28,7 +28,7 @@ from delta_tracker.errors import DraftFormatError, MalformedError, NewerFormatEr
 from delta_tracker.stream.format.digests import total_bytes
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.field_types import MAX_COUNT, Count, Hex, Range, Time
-from delta_tracker.stream.format.json_elements import elements
+from delta_tracker.stream.format.json_elements import elements, located
 from delta_tracker.stream.format.manifest import (
     DENSE_DTYPES,
     FORMAT,
@@ -247,14 +247,14 @@ def _manifest(name: str, data: bytes) -> Manifest:
     dense = {name: _dense(spec) for name, spec in _members(_DENSES, entry.dense, "$.dense")}
     unheld = set(dense)  # names that no part has so far
     columns = {fqn: frozenset(each.columns) for fqn, each in states.items() if each.states}
-    found_parts = _elements(_PARTS[number], entry.parts, "$.parts")
-    parts = [_part(part, f"$.parts[{i}]", tables, columns, unheld) for i, part in found_parts]
+    found_parts = elements(_PARTS[number], entry.parts, "$.parts")
+    parts = [_part(part, f"$.parts[{i}]", tables, columns, unheld) for i, part in enumerate(found_parts)]
     fields = structs.asdict(entry) | {"tables": tables, "dense": dense, "parts": tuple(parts), "states": states}
     if entry.kind == "claim":
         fields["forked_from"] = _CLAIMS.decode(data).forked_from
     if isinstance(entry, _StatesEntry):
-        training = _elements(_STORED, entry.training, "$.training")
-        fields["training"] = tuple([_checked(stored, f"$.training[{i}]") for i, stored in training])
+        training = elements(_STORED, entry.training, "$.training")
+        fields["training"] = tuple([_checked(stored, f"$.training[{i}]") for i, stored in enumerate(training)])
         fields["identities"] = identities
         fields["owner_changes"] = _owner_changes(fields.pop("owners"), identities)
     _check_names(text)
@@ -290,7 +290,7 @@ def _table_states(table: TableSpec, optimizer: str | None, columns: Raw, states:
     """Parse and check the column ranges and the states of a table. Return None if the table has no fused optimizer."""
     ranges: list[tuple[int, int]] = []
     end = 0
-    for _, (first, stop) in _elements(_RANGES, columns, f"{path}.columns"):
+    for first, stop in elements(_RANGES, columns, f"{path}.columns"):
         if first != end or stop <= first or stop > table.dim or len(ranges) == _MAX_RANGES:
             raise ValueError(f"the column ranges of table {table.fqn!r} do not divide its {table.dim} columns")
         end = stop
@@ -298,7 +298,7 @@ def _table_states(table: TableSpec, optimizer: str | None, columns: Raw, states:
     if end != table.dim:
         raise ValueError(f"the column ranges of table {table.fqn!r} cover {end} of its {table.dim} columns")
     found: dict[str, StateSpec] = {}
-    for _, state in _elements(_STATES, states, f"{path}.states"):
+    for state in elements(_STATES, states, f"{path}.states"):
         if state.name in found or len(found) == _MAX_STATES:
             raise ValueError(f"table {table.fqn!r} has {state.name!r} twice or more than {_MAX_STATES} states")
         found[state.name] = StateSpec(state.name, _TABLE_DTYPES[state.dtype], state.width)
@@ -310,10 +310,13 @@ def _table_states(table: TableSpec, optimizer: str | None, columns: Raw, states:
 
 
 def _identity(table: TableSpec, value: Raw, path: str) -> Identity:
-    record = _decoded(_IDENTITIES, value, path)
+    try:
+        record = _IDENTITIES.decode(value)
+    except ValidationError as error:
+        raise located(error, path) from None
     buckets: list[Bucket] = []
     end = 0
-    for _, bucket in _elements(_BUCKETS, record.buckets, f"{path}.buckets"):
+    for bucket in elements(_BUCKETS, record.buckets, f"{path}.buckets"):
         first, stop = bucket.rows
         if first != end or stop <= first or stop > table.num_rows or len(buckets) == _MAX_BUCKETS:
             raise ValueError(f"the buckets of table {table.fqn!r} do not divide its {table.num_rows} rows")
@@ -370,7 +373,7 @@ def _part(
     """Parse and check a part. ``columns`` has the tables with states. Removes its dense tensors from ``unheld``."""
     blocks: list[Block] = []
     has_states = False
-    for _, block in _elements(_BLOCKS, part.blocks, f"{path}.blocks"):
+    for block in elements(_BLOCKS, part.blocks, f"{path}.blocks"):
         table = tables[block.table]
         _check_block(block, table)
         if block.table in columns:
@@ -379,7 +382,7 @@ def _part(
                 raise ValueError(f"block {block} of a table with states is not one of its column ranges in its dtype")
         blocks.append(block)
     dense: list[str] = []
-    for _, name in _elements(_NAMES, part.dense, f"{path}.dense"):
+    for name in elements(_NAMES, part.dense, f"{path}.dense"):
         if name not in unheld:
             raise ValueError(f"the dense tensor {name!r} is unknown, or two parts hold it")
         unheld.remove(name)
@@ -393,23 +396,9 @@ def _part(
     return Part(**structs.asdict(part) | {"blocks": tuple(blocks), "dense": tuple(dense)})
 
 
-def _elements(decoder: Decoder[_T], value: Raw, path: str) -> Iterator[tuple[int, _T]]:
-    for index, element in enumerate(elements(value, path)):
-        yield index, _decoded(decoder, element, f"{path}[{index}]")
-
-
 def _members(decoder: Decoder[dict[str, _T]], value: Raw, path: str) -> Iterator[tuple[str, _T]]:
-    for member in elements(value, path, opening=b"{"):
-        yield from _decoded(decoder, b"".join((b"{", member, b"}")), path).items()
-
-
-def _decoded(decoder: Decoder[_T], value: bytes | memoryview, path: str) -> _T:
-    """Decode a value. An error has its path in the entry instead of the path that the decoder knows."""
-    try:
-        return decoder.decode(value)
-    except ValidationError as error:
-        problem, _, place = str(error).partition(" - at `$")
-        raise ValidationError(f"{problem} - at `{path}{place or '`'}") from None
+    for member in elements(decoder, value, path, opening=b"{"):
+        yield from member.items()
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
