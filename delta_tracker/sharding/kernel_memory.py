@@ -75,7 +75,7 @@ class KernelMemory:
             slot: the slot.
             ids: ``[N]`` int64 local ids.
         """
-        if not _THREAD.reads_in_place:
+        if _THREAD.in_place() is None:
             return take_rows(self.weight(slot), ids, new_rows)
         if self._cache is None:
             return take_rows(self._weights()[slot][0], ids, new_rows)
@@ -166,11 +166,6 @@ class _Thread(threading.local):
     cut: ref[_Statement] = _ENDED
     in_place: ref[_Statement] = _ENDED
 
-    @property
-    def reads_in_place(self) -> bool:
-        """True inside ``with reading_in_place()``."""
-        return self.in_place() is not None
-
 
 _THREAD = _Thread()
 
@@ -185,7 +180,7 @@ def one_cut() -> AbstractContextManager[None]:
     the cache was flushed. Writes of other threads count as changes after the cut. Nested calls have no effect, and
     neither have calls inside :func:`reading_in_place`, where :meth:`KernelMemory.rows` flushes nothing.
     """
-    if _THREAD.cut() is None and not _THREAD.reads_in_place:
+    if _THREAD.cut() is None and _THREAD.in_place() is None:
         return _outermost_cut()
     return _NESTED  # avoids a generator: hooks call this function for each table of each batch
 

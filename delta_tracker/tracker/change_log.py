@@ -428,7 +428,7 @@ class ChangeLog:
             self._close_ended()
             self.notice_writes(tables)
             self._position += 1
-            with self._reading_shards():
+            with one_cut():
                 for fqn in tables:
                     self._stores[fqn].cut(self._position)
                     self._synced[fqn] = self._position
@@ -837,8 +837,7 @@ class ChangeLog:
     def _list_stores(self) -> None:
         self._every = [*self._stores.items(), *self._owners.items()]
         self._reads_shards = any(store.reads_shard for store in self._stores.values())
-        # Reads of shards flush each cache once in the first context, for cuts, and never in the second, for marks.
-        self._reading_shards: _Context = one_cut if self._reads_shards else nullcontext
+        # Marks read shards without flushing a cache; a cut flushes each cache once.
         self._reading_in_place: _Context = reading_in_place if self._reads_shards else nullcontext
 
     def _count_each(self, ids: Mapping[str, Tensor | None]) -> None:
@@ -942,7 +941,7 @@ class ChangeLog:
         self._fence.enter()
         self._close_ended()
         self.notice_writes(self._stores)
-        with self._reading_shards():
+        with one_cut():
             if self._owners:
                 self._update_owners()  # first, so that the changes are before the cut
             self._position += 1

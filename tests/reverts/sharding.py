@@ -9,7 +9,9 @@ _SCHEDULES = "tests/sharding/test_plain_tables.py::test_random_schedules_lose_no
 
 REVERTS = {
     "tests/sharding/test_kernel_memory.py::test_hooks_read_rows_in_a_cache_without_a_flush": [
-        Revert("hooks flush the caches of kernels", Replaces("KernelMemory.rows", "_THREAD.reads_in_place", "False")),
+        Revert(
+            "hooks flush the caches of kernels", Replaces("KernelMemory.rows", "_THREAD.in_place() is None", "True")
+        ),
         Revert("hooks read old rows of tables whose new rows are in a cache", Returns("RowCache.overlay", "rows")),
     ],
     "tests/sharding/test_kernel_hooks.py::test_a_compiled_lookup_reports_the_rows_that_change": [

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Annotated, Any, Literal
 
 import torch
@@ -190,7 +191,7 @@ class Manifest:
     @property
     def num_bytes(self) -> int:
         """Size in bytes of all parts, without the states of their rows."""
-        return sum([part.num_bytes for part in self.parts])
+        return sum(map(attrgetter("num_bytes"), self.parts))
 
     @property
     def objects(self) -> tuple[Part | Stored, ...]:

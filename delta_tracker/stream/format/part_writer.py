@@ -19,7 +19,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from delta_tracker.stream.format.block_rows import BlockRows, RowReader
+from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.digests import DIGEST_BYTES, DIGESTS_KEY, PieceHasher, num_digests, total_bytes
 from delta_tracker.stream.format.encoding import pack_ids
 from delta_tracker.stream.format.manifest import DTYPE_NAMES, Part, Stored
@@ -161,21 +161,18 @@ def _entries(index: int, rows: BlockRows) -> list[_Entry]:
         found.append(_Entry(f"{index}.gaps", torch.uint8, tuple(packed.shape), [packed]))
         found.append(_Entry(f"{index}.escapes", torch.int64, tuple(escapes.shape), [escapes]))
     if rows.owners is not None:
-        found.append(_Entry(f"{index}.owners", torch.int64, (block.num_rows,), _chunks(rows, rows.owners)))
+        owners = Repeatable(partial(rows.chunks, read=rows.owners))
+        found.append(_Entry(f"{index}.owners", torch.int64, (block.num_rows,), owners))
     width = block.encoding.width(block.num_columns)
-    found.append(_Entry(f"{index}.values", block.encoding.dtype, (block.num_rows, width), _chunks(rows, rows.read)))
+    found.append(_Entry(f"{index}.values", block.encoding.dtype, (block.num_rows, width), Repeatable(rows.chunks)))
     return found
-
-
-def _chunks(rows: BlockRows, read: RowReader) -> Repeatable[Tensor]:
-    return Repeatable(partial(rows.chunks, read=read))
 
 
 def _state_entries(index: int, rows: BlockRows) -> Iterator[_Entry]:
     for number, read in enumerate(rows.states):
         like = read(0, 0)
         shape = rows.block.num_rows, like.shape[1]
-        yield _Entry(f"{index}.states.{number}", like.dtype, shape, _chunks(rows, read))
+        yield _Entry(f"{index}.states.{number}", like.dtype, shape, Repeatable(partial(rows.chunks, read=read)))
 
 
 def _bytes_of(tensor: Tensor, entry: _Entry) -> memoryview:
