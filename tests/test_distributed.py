@@ -12,7 +12,9 @@ from tests import distributed_cases, forked
 from tests.ranks import RankPool
 
 _CASES = "tests.distributed_cases"
-_PHASES = ["before", "call 3", "call 12", "created"]
+_SWEEP = pytest.mark.sweep("short", only=True)
+_PHASES = ["call 3", *(pytest.param(phase, marks=_SWEEP) for phase in ("before", "call 12", "created"))]
+_FEWER_PHASES = ["call 3", *(pytest.param(phase, marks=_SWEEP) for phase in ("before", "created"))]
 
 
 @pytest.mark.parametrize("phase", _PHASES)
@@ -25,7 +27,7 @@ def test_a_rank_that_is_stopped_with_the_store_is_reported(two_ranks: RankPool, 
     assert zero["again"] == one["again"] == "2 ranks"
 
 
-@pytest.mark.parametrize("phase", ["before", "call 3", "created"])
+@pytest.mark.parametrize("phase", _FEWER_PHASES)
 def test_ctrl_c_ends_the_wait_for_a_store_that_is_stopped(two_ranks: RankPool, tmp_path: Path, phase: str) -> None:
     zero, one = two_ranks.run(
         f"{_CASES}:stopped", folder=str(tmp_path), victim=0, phase=phase, seconds=60, interrupts=True
@@ -35,7 +37,7 @@ def test_ctrl_c_ends_the_wait_for_a_store_that_is_stopped(two_ranks: RankPool, t
     assert zero["again"] == one["again"] == "2 ranks"
 
 
-@pytest.mark.parametrize("phase", ["before", "call 3", "created"])
+@pytest.mark.parametrize("phase", _FEWER_PHASES)
 def test_a_rank_that_is_stopped_is_reported_by_all_others(four_ranks: RankPool, tmp_path: Path, phase: str) -> None:
     results = four_ranks.run(f"{_CASES}:stopped", folder=str(tmp_path), victim=2, phase=phase, seconds=2)
     for rank in (0, 1, 3):
@@ -47,7 +49,7 @@ def test_a_rank_that_is_stopped_is_reported_by_all_others(four_ranks: RankPool, 
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("phase", ["before", "call 3", "created"])
+@pytest.mark.parametrize("phase", _FEWER_PHASES)
 def test_a_rank_that_is_killed_is_reported(tmp_path: Path, victim: int, phase: str) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -64,6 +66,7 @@ def test_a_rank_that_is_killed_is_reported(tmp_path: Path, victim: int, phase: s
         assert result["seconds"] < 12
 
 
+@_SWEEP
 def test_a_long_wait_logs_the_missing_ranks_once_and_then_their_number(four_ranks: RankPool, tmp_path: Path) -> None:
     results = four_ranks.run(f"{_CASES}:late", folder=str(tmp_path))
     for rank in (0, 2):
@@ -77,6 +80,7 @@ def test_a_long_wait_logs_the_missing_ranks_once_and_then_their_number(four_rank
     assert [result["again"] for result in results] == ["4 ranks"] * 4
 
 
+@_SWEEP
 @pytest.mark.parametrize("seed", range(2))
 def test_ranks_that_gave_up_at_random_are_never_counted(four_ranks: RankPool, seed: int) -> None:
     results = four_ranks.run(f"{_CASES}:attempts", seed=seed, num_rounds=4)
