@@ -61,11 +61,10 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
     """Writer that publishes a tracker's changed rows to a stream, as versions with the rows of all ranks.
 
     Every rank builds a publisher in its training thread. In this thread, all ranks call :meth:`publish` or
-    :meth:`snapshot` at the same batch, or :meth:`step` after each batch. At the cut each rank reads its own rows. A
-    background thread of each rank writes them, and the background thread of rank 0 creates the manifest. Only the
-    training thread starts collectives, which transfer a few hundred bytes and no rows. The version is committed when
-    rank 0 has created its manifest. Until then it is invisible to predictors, and after any failure every row stays
-    pending.
+    :meth:`snapshot` at the same batch, or :meth:`step` after each batch. At the cut each rank reads its own rows. Then
+    threads of each rank write them and describe them to rank 0, whose thread creates the manifest. They use a process
+    group of their own. The training thread sends only votes of a few bytes. The version is committed when rank 0 has
+    created its manifest. Until then it is invisible to predictors, and after any failure every row stays pending.
 
     If a publisher is deleted without :meth:`close`, its worker thread ends after the current task, and a running
     retention or compaction completes. The rows of an unfinished version stay pending. The next operation of the tracker
