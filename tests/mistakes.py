@@ -137,7 +137,7 @@ def _fenced(*, steps: bool) -> str:
     with Publisher(tracker, url, cadence=Cadence(batches=1)) as publisher, _publisher(url):
         if not steps:
             publisher.publish()
-        return _logged(lambda: (_steps(publisher, model, tracker, 10), publisher._land()))
+        return _logged(lambda: (_steps(publisher, model, tracker, 10), publisher._versions.land()))
 
 
 def _twice_following() -> None:

@@ -89,7 +89,8 @@ def test_an_entry_that_retention_keeps_below_a_gap_is_not_the_newest(tmp_path: P
     assert StreamLog(storage).versions() == [0, last.version, claim.version, head.version - 1, head.version]
     _point_at(storage, head)
     pointer, kept = read_pointer(storage), claim if is_claim else last
-    late = replace(pointer, generation=kept.generation, version=kept.version, xxh3=kept.xxh3, oldest=0, snapshot=None)
+    late = replace(pointer, generation=kept.generation, version=kept.version, xxh3=kept.xxh3, oldest=0, older=())
+    late = replace(late, snapshot=None, snapshots=())
     storage.replace(POINTER_NAME, late.to_json())
     assert StreamLog(storage).pointer.newest() == late
     assert StreamLog(storage).head() == head

@@ -96,7 +96,10 @@ def whole_library(rank: int, world_size: int, root: str) -> dict[str, list[str]]
     monitor = Monitor()
     metric = TorchMetric("metric", torchmetrics.MeanMetric(), monitor=monitor)
     url = f"file://{root}/stream"
-    with watch_collectives() as started, ModelDeltaTracker(model, mode=TrackingMode.EMBEDDING) as tracker:
+    with (
+        watch_collectives(["publisher-exchange"]) as started,
+        ModelDeltaTracker(model, mode=TrackingMode.EMBEDDING) as tracker,
+    ):
         monitor.start([JsonlSink(f"{root}/rank-{rank}.jsonl")], interval=timedelta(milliseconds=10))
         publisher = Publisher(
             tracker,

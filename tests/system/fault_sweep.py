@@ -491,7 +491,7 @@ def _raced(root: Path, point: Point) -> None:
         winner, loser = first, second.trainer
         loser.train()
     for publisher in (loser.publisher, winner.trainer.publisher):
-        publisher._thread = threading.get_ident()  # the first publisher's thread has ended
+        publisher._caller = threading.get_ident(), os.getpid()  # the first publisher's thread has ended
     pending = loser.tracker.num_pending()
     assert sum(pending.values()) > 0 or first.is_over, "what a fenced publisher read is pending again"
     log = StreamLog(Storage(first.storage.url))
