@@ -70,7 +70,6 @@ class _Stream:
 
     def publish(self, ids: Tensor) -> Figures:
         """Publish the rows, and check that the version holds exactly these rows."""
-        self.publisher.step()  # schedules a version for the next batch
         cut = timed(self.publisher.step)
         rest = timed(self.publisher.flush)
         self._check(ids)

@@ -140,7 +140,6 @@ def _publish(num_rows: int, num_ids: int, repeats: int) -> Sample:
 
         def publish() -> Figures:
             trainer.train(distinct_ids(num_rows, num_ids, generator), tracker)
-            publisher.step()  # schedules a version for the next batch
 
             def rest() -> None:
                 publisher.step()
