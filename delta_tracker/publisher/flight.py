@@ -13,7 +13,7 @@ from delta_tracker.stream.format.manifest import Kind, Part
 from delta_tracker.types import Delta
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Copying:
     """Before the cut of a snapshot: all rows of the tables with a fused optimizer are copied and written.
 
@@ -21,16 +21,16 @@ class Copying:
 
     Args:
         after: number of the votes that began it.
-        job: future of the written copy.
+        job: future of the written copy; None until the copy has begun. An interrupt may come before.
     """
 
     after: int
-    job: Future[Part | None]
+    job: Future[Part | None] | None = None
 
     @property
     def is_working(self) -> bool:
         """True until the copy is written."""
-        return not self.job.done()
+        return self.job is None or not self.job.done()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,6 +41,9 @@ class Cut:
         after: number of the votes that decided it.
         number: number of the cut of this publisher, the same on all ranks.
         kind: ``"snapshot"`` or ``"delta"``.
+        batch: batch of the cut.
+        is_complete: for a delta, True to read all rows, without ``top_k``.
+        copied: future of the written copy of a snapshot; None for a delta.
         outcome: future of the result.
         read: uncommitted read of the tracker with the version's rows; None if the read failed.
         is_started: False until the threads have got this rank's contents. An interrupt may come before.
@@ -49,6 +52,9 @@ class Cut:
     after: int
     number: int
     kind: Kind
+    batch: int
+    is_complete: bool = False
+    copied: Future[Part | None] | None = None
     outcome: Future[Outcome] = field(default_factory=Future)
     read: Delta | None = None
     is_started: bool = False
@@ -57,6 +63,23 @@ class Cut:
     def is_working(self) -> bool:
         """True until this rank knows the outcome."""
         return not self.outcome.done()
+
+
+@dataclass(slots=True)
+class Call:
+    """Call of ``publish()``, ``snapshot()`` or ``flush()``. If it is interrupted, the same call continues it.
+
+    Args:
+        name: what was called.
+        batch: batch at which it was called.
+        last: number of the votes of the last step, which this call acts on; None if they were acted on before.
+        voted: number of this rank's votes before the vote of this call; None before it.
+    """
+
+    name: str
+    batch: int
+    last: int | None = None
+    voted: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

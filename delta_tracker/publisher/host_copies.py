@@ -41,7 +41,8 @@ class Source:
     __slots__ = ("ids", "num_rows", "offset", "row_bytes", "rows")
 
     def __init__(self, rows: Tensor, ids: Tensor | None = None, offset: int = 0) -> None:
-        self.rows = rows
+        # Instead of no_grad(), which stays on after a KeyboardInterrupt at its start.
+        self.rows = rows.detach() if rows.requires_grad else rows
         self.ids = ids
         self.offset = offset
         # Not len(), which takes longer. Small versions of many tables have little else to do.
@@ -110,7 +111,6 @@ class HostCopier:
         self._pool = BufferPool(sys.maxsize)
         self._streams: dict[torch.device, Any] = {}
 
-    @torch.no_grad()
     def copy(self, sources: Sequence[Source]) -> HostCopies:
         """Start to copy rows, with their values after the work that is queued on the current streams.
 
@@ -147,7 +147,6 @@ class HostCopier:
             return partial(Tensor.to, device="cpu", copy=True)
         stream, ready = self._stream(device), torch.cuda.current_stream(device).record_event()
 
-        @torch.no_grad()
         def read(tensor: Tensor) -> Tensor:
             with torch.cuda.stream(stream):
                 stream.wait_event(ready)

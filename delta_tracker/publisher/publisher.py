@@ -484,9 +484,11 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
 
     def _result(self) -> Manifest:
         """Return the newest entry, or raise the error of the last version."""
-        if self.error is not None:
-            raise unraised(self.error)
-        return self._writer.head
+        error, head = self.error, self._writer.head
+        self._checked().returned()  # last: an interrupted call is continued by the same call
+        if error is not None:
+            raise unraised(error)
+        return head
 
 
 class _Committed:

@@ -36,6 +36,8 @@ class Reports:
     def published(self, committed: Manifest) -> None:
         """Report that a version was published."""
         self._gauges.published(committed)
+        if self.is_over:  # a version before the one that failed
+            return
         if self._failure is not None:
             _logger.warning("publishing recovered at version %d", committed.version)
         self.error = self._failure = None

@@ -14,7 +14,7 @@ from delta_tracker.publisher.cadence import Pace
 from delta_tracker.publisher.coordinator import Coordinator, Draft
 from delta_tracker.publisher.delivery import Delivery, Outcome
 from delta_tracker.publisher.exchange import Phase, Vote
-from delta_tracker.publisher.flight import Copying, Cut, Ended, Flight, Step, decide
+from delta_tracker.publisher.flight import Call, Copying, Cut, Ended, Flight, Step, decide
 from delta_tracker.publisher.heartbeats import Heartbeats
 from delta_tracker.publisher.reports import Reports
 from delta_tracker.publisher.version_source import VersionSource
@@ -61,7 +61,7 @@ class Versions:
         self._beats = beats
         self._flight: Flight | None = None
         self._num_cuts = 0
-        self._call: tuple[str, int] | None = None  # call that waits for a version, and its batch, unless it ended
+        self._call: Call | None = None  # call that has not returned
         self._begun = 0, Step.REST  # the last beginning of a version, and the number of the votes for it
 
     @property
@@ -71,7 +71,12 @@ class Versions:
 
     def call(self) -> None:
         """Count a call of ``Publisher.step()``, which may owe the other ranks a vote from now on."""
+        self._call = None
         self._ballots.call()
+
+    def returned(self) -> None:
+        """Note that a call of :meth:`publish` or :meth:`flush` ended, so that the same call begins another version."""
+        self._call = None
 
     def step(self) -> None:
         """Send the votes that this rank owes, and act on those before them."""
@@ -87,18 +92,11 @@ class Versions:
             if ballots.is_alone:
                 self._count()
 
-    def land(self) -> Step:
-        """Complete the version that has begun, if there is one, and report its result.
-
-        Returns:
-            What the votes of the last step have begun in this call, and so at this batch, on all ranks.
-        """
+    def land(self) -> None:
+        """Complete the version that has begun, if there is one, and report its result."""
         self.step()
-        last = self._ballots.number if self._ballots.is_pending else None
         self._complete()
-        self._call = None
         self._ballots.settle()
-        return self._begun[1] if self._begun[0] == last else Step.REST
 
     def publish(self, kind: Kind) -> None:
         """Publish a version, and report its result. A version that has begun is completed first."""
@@ -118,21 +116,36 @@ class Versions:
             self._beats.beat(self._writer.head)
 
     def _publish(self, vote: Callable[[], Vote], name: str, enough: Collection[Step]) -> None:
-        is_begun = self._flight is not None or self._ballots.is_pending
-        if is_begun and self._call == (name, self._source.num_batches):
-            # The call was interrupted, and is made again: the other ranks wait for the same version.
-            self._complete()
-        else:
-            if self.land() in enough or self._reports.is_over:  # on all ranks, or this one is lost to the others
+        call, ballots = self._called(name), self._ballots
+        if call.voted is None:
+            self.step()
+            if ballots.is_pending and self._begun[0] != ballots.number:
+                call.last = ballots.number
+            self.land()
+            # What the votes of the last step have begun in this call, and so at this batch, on all ranks.
+            is_enough = self._begun[0] == call.last and self._begun[1] in enough
+            if is_enough or self._reports.is_over:
                 return
             self._reports.begin()
-            self._begin_by(vote, name)
+            call.voted = ballots.number
+        if call.voted == ballots.number:
+            self._begin_by(vote)
+        else:  # it was interrupted: the other ranks wait for the same version
+            self._complete()
         if isinstance(self._reports.error, LostEntryError):  # all ranks repeat it
-            self._reports.begin()
-            self._begin_by(lambda: self._vote(Phase.PUBLISHING, is_due=True, wants_snapshot=True), name)
-        self._call = None
+            self._begin_by(lambda: self._vote(Phase.PUBLISHING, is_due=True, wants_snapshot=True))
 
-    def _begin_by(self, vote: Callable[[], Vote], name: str) -> None:
+    def _called(self, name: str) -> Call:
+        """Return the state of a call: that of the same call at the same batch, if it was interrupted."""
+        try:
+            batch = self._source.num_batches
+        except Exception:  # noqa: BLE001  it comes again when this rank votes, for which the other ranks wait
+            batch = -1
+        if self._call is None or (self._call.name, self._call.batch) != (name, batch):
+            self._call = Call(name, batch)
+        return self._call
+
+    def _begin_by(self, vote: Callable[[], Vote]) -> None:
         """Vote to begin a version, and complete it."""
         try:
             own = vote()
@@ -143,7 +156,6 @@ class Versions:
             self._ballots.clear()
             self._failed(error)
         else:
-            self._call = name, own.batch
             self._ballots.send(own)
             self._complete()
 
@@ -160,6 +172,7 @@ class Versions:
         """Return this rank's vote in :meth:`step`."""
         flight = self._flight
         if isinstance(flight, Copying):
+            self._copy(flight)
             return Vote(Phase.COPYING, is_working=flight.is_working)
         if isinstance(flight, Cut) or self._pace is None:
             return Vote(Phase.STEPPING, is_working=flight is not None)
@@ -189,7 +202,7 @@ class Versions:
         if step is not Step.WAIT and isinstance(self._flight, Ended):
             self._report(self._flight)
         if isinstance(self._flight, Copying) and step is Step.CUT:
-            self._cut("snapshot", self._flight, is_complete=False)
+            self._cut("snapshot", copied=self._flight.job, is_complete=False)
         elif step in (Step.SNAPSHOT, Step.DELTA) and not self._reports.is_over:
             try:
                 if not count.is_alike:
@@ -209,7 +222,7 @@ class Versions:
             if self._ballots.is_pending:
                 self._count()
             elif isinstance(flight, Copying):
-                self._wait(flight.job)
+                self._wait(self._copy(flight))
                 self._ballots.send(Vote(Phase.COPYING))
             elif isinstance(flight, Cut):
                 self._start(flight)
@@ -229,51 +242,63 @@ class Versions:
         if step is Step.DELTA:
             # Not deferred: with top_k its read is a collective, which the other ranks have started.
             self._source.expect_read(is_complete=is_complete)
-            self._cut("delta", None, is_complete=is_complete)
+            self._cut("delta", copied=None, is_complete=is_complete)
         else:
-            self._copy()
+            self._flight = copying = Copying(self._ballots.number)
+            self._copy(copying)
         if self._pace is not None:
             self._pace.restart()
 
-    def _copy(self) -> None:
-        """Start to track changes, and to copy and write all rows of the tables with a fused optimizer."""
-        failed: Future[Part | None] = Future()
-        failed.set_exception(PublishError(self._writer.rank, "an interrupt"))
-        number = self._ballots.number
-        self._flight = Copying(number, failed)  # until the copy has started
+    def _copy(self, copying: Copying) -> Future[Part | None]:
+        """Start to track changes, and to copy and write all rows of the tables with a fused optimizer, unless done."""
+        if copying.job is not None:
+            return copying.job
         try:
-            source = self._source
+            source, writer = self._source, self._writer
             rows, form = source.copy(), source.schemas.copying.format
             _, tables, _ = source.place()
             layout = source.schemas.layout
-            writer = self._writer
             job = self._delivery.submit(lambda: writer.write_copy(rows, tables=tables, layout=layout, form=form))
         except Exception as error:  # noqa: BLE001  raised at the cut, which sends it to the other ranks
             job = Future()
             job.set_exception(error)
-        self._flight = Copying(number, job)
+        copying.job = job
+        return job
 
-    def _cut(self, kind: Kind, copied: Copying | None, *, is_complete: bool) -> None:
-        """Read the rows of a version, and hand them to the threads that complete it."""
+    def _cut(self, kind: Kind, *, copied: Future[Part | None] | None, is_complete: bool) -> None:
+        """Read the rows of a version, and let the threads complete it."""
         number = self._num_cuts + 1
-        cut = Cut(after=self._ballots.number, number=number, kind=kind)
+        cut = Cut(
+            after=self._ballots.number,
+            number=number,
+            kind=kind,
+            batch=self._source.num_batches,
+            is_complete=is_complete,
+            copied=copied,
+        )
         self._flight, self._num_cuts = cut, number
+        self._start(cut)
+
+    def _start(self, cut: Cut) -> None:
+        """Read the rows of a version, and let the threads complete it, unless they do already.
+
+        After an interrupt, the rows are read again at the same batch. Later, they belong to another version.
+        """
+        if cut.is_started:
+            return
         draft: Draft | Exception
         try:
-            part = None if copied is None else copied.job.result()
-            draft, cut.read = self._source.cut(kind, part, is_complete=is_complete)
+            if cut.batch == self._source.num_batches or self._ballots.is_alone:
+                part = None if cut.copied is None else cut.copied.result()
+                draft, cut.read = self._source.cut(cut.kind, part, is_complete=cut.is_complete)
+            else:
+                draft = PublishError(self._writer.rank, "an interrupt")
         except NeedsSnapshotError as error:  # dropped since the vote
             draft = error.advising("Publish again: the next version is a snapshot")
         except Exception as error:  # noqa: BLE001  sent to the other ranks with the share, then raised
             draft = error
-        self._start(cut, draft)
-
-    def _start(self, cut: Cut, draft: Draft | Exception | None = None) -> None:
-        """Let the threads complete a version, unless they do already. Without a draft, an interrupt came before."""
-        if cut.is_started:
-            return
         self._source.fail_expected_read()  # the other ranks may wait for this one
-        self._delivery.start(cut.outcome, cut.number, draft or PublishError(self._writer.rank, "an interrupt"))
+        self._delivery.start(cut.outcome, cut.number, draft)
         cut.is_started = True
 
     def _end_read(self) -> None:

@@ -596,8 +596,12 @@ def interrupted_score(rank: int, world_size: int, url: str) -> str:
         return message
 
 
-def interrupted_message(rank: int, world_size: int, url: str, then: str) -> str:
-    """Rank 1 is interrupted before its last message of a version, and calls ``then``; return the error of each rank."""
+def interrupted_message(rank: int, world_size: int, url: str, then: str, is_later: bool) -> str:
+    """Rank 1 is interrupted before it sends its share, and calls ``then``, perhaps at a later batch.
+
+    Returns:
+        The error of this rank.
+    """
     spec = Spec([Table("t", 6, "row")])
     model = shard(spec)
     generator = torch.Generator().manual_seed(rank)
@@ -614,7 +618,11 @@ def interrupted_message(rank: int, world_size: int, url: str, then: str) -> str:
             with mock.patch.object(delivery, "start", once), contextlib.suppress(KeyboardInterrupt):
                 publisher.publish()
             assert once.has_raised
+            if is_later:
+                tracker.step()
             message = attempt(getattr(publisher, then))
+            if is_later:
+                message = str(publisher.error)
         dist.barrier()
         if then == "publish":
             publisher.publish()

@@ -14,7 +14,7 @@ from delta_tracker.publisher.flight import Copying, Cut, Ended, Flight, Step, de
 _STATES: list[Flight | None] = [
     None,
     Copying(3, Future()),
-    Cut(after=3, number=1, kind="delta"),
+    Cut(after=3, number=1, kind="delta", batch=1),
     Ended(3, Outcome()),
 ]
 
