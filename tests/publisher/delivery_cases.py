@@ -162,6 +162,7 @@ def lost_while_writing(rank: int, world_size: int, url: str, root: str, how: str
         def lose(*_: object) -> None:
             Path(root, "lost").write_text(str(time.monotonic()))  # the clock is the same in all processes
             os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+            time.sleep(1.0)  # the main thread is stopped first, and this one soon after
 
         storage.rules.append(calls(nth(1, on("put")), before=lose))
     try:

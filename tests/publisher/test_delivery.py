@@ -61,7 +61,7 @@ def test_a_rank_that_is_lost_while_it_writes_is_noticed(url: str, tmp_path: Path
         pool.stop()
     for answer in answers[:2]:
         assert answer["lost"], answer
-        assert answer["pending"] > 0
+        assert answer["pending"] > 0, answer
         assert answer["second"].startswith("RankLostError")
         assert answer["seconds"] < (0.0 if how == "killed" else 4.0) + _SLACK_SECONDS
         assert answer["again"] < _SLACK_SECONDS
