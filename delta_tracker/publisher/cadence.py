@@ -25,8 +25,8 @@ class Cadence:
     The ranks vote at every ``vote_every``-th call of :meth:`Publisher.step`, at the same calls on all ranks, and act on
     the votes at the next such call; a single rank acts at once. Whichever bound is reached first, a version therefore
     starts up to ``vote_every - 1`` calls late on a single rank and for ``batches``, and up to ``2 * vote_every - 1``
-    calls late for the other bounds on several ranks, unless the version before it is not finished yet. It is committed
-    without further calls.
+    calls late for the other bounds on several ranks, unless the version before it is not finished yet. A delta is
+    committed without further calls. A snapshot is first copied while training continues, and cut at the next vote.
 
     Args:
         batches: number of batches since the last version.

@@ -350,11 +350,13 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         Nor is a version if rows were updated since the last ``tracker.step()``. Updates of sharded tables without a
         fused optimizer are not observed.
 
-        Training waits only while the rows are read. The ranks vote at every :attr:`Cadence.vote_every`-th call, and act
-        on these votes at the next such call; a single rank acts at once. After the cut, other threads write and commit
-        the version, also if training pauses and calls nothing. Only one version is published at a time. Rows that
-        change while it is published stay pending in the tracker. A slow store therefore makes the next version larger,
-        but needs no additional memory. Call :meth:`flush` before a pause to publish the rows that are still pending.
+        Training waits only while the rows are read. The ranks vote at every :attr:`Cadence.vote_every`-th call, and
+        act on these votes at the next such call; a single rank acts at once. A delta is cut then. A snapshot is copied
+        while training continues, and cut at the next vote. After the cut, other threads write and commit the version,
+        also if training pauses and calls nothing. Its result is in :attr:`error`, the log and the metrics at the next
+        vote. Only one version is published at a time. Rows that change while it is published stay pending in the
+        tracker. A slow store therefore makes the next version larger, but needs no additional memory. Call
+        :meth:`flush` before a pause to publish the rows that are still pending.
 
         If a version cannot be published, this method does not raise the error. The error is logged and kept in
         :attr:`error`, all rows stay pending, and the next version contains them. After a
@@ -428,8 +430,9 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         is published, and the call costs an exchange of votes. Tables without a fused optimizer, dense tensors, states
         and raw ids are published if training has advanced since the last version.
 
-        Every rank must call this method at the same batch. The errors are those of :meth:`publish`: in particular, all
-        ranks raise FencedError once another publisher has claimed the stream, and RankLostError if a rank is dead.
+        Every rank must call this method at the same batch. If it is interrupted, for example by Ctrl-C, call it again:
+        the call continues, as that of :meth:`publish` and :meth:`snapshot`. The errors are those of :meth:`publish`:
+        all ranks raise FencedError once another publisher has claimed the stream, and RankLostError if a rank is dead.
         """
         self._checked().flush()
         self._result()
@@ -437,9 +440,9 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
     def close(self) -> None:
         """Finish a version that :meth:`step` started, release the consumer and leave the process group.
 
-        Every rank must call this method. The stream stays claimed. If the version fails, its error is logged, and the
-        rows stay pending. A running retention or compaction is interrupted after 10 seconds; the next run completes the
-        work.
+        Every rank must call this method. It publishes no other rows: call :meth:`flush` before. The stream stays
+        claimed. If the version fails, its error is logged, and the rows stay pending. A running retention or
+        compaction is interrupted after 10 seconds; the next run completes the work.
 
         Raises:
             InvalidArgumentError: if called from another thread or process than the one that built the publisher. The
