@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from delta_tracker.distributed import RankGroup
@@ -14,16 +14,24 @@ from delta_tracker.publisher.exchange import Message, check_alike, opened
 from delta_tracker.publisher.rounds import Letter, Rounds, Sign
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.reading.runtime import Runtime
+from delta_tracker.types import Delta
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a version: its manifest, or the error because of which it was not published."""
+    """What became of a version.
+
+    Args:
+        manifest: the version; None if it was not published.
+        error: why it was not published.
+        read: the read of the tracker whose rows it has; None if this rank read none.
+    """
 
     manifest: Manifest | None = None
     error: Exception | None = None
+    read: Delta | None = None
 
 
 class Delivery:
@@ -61,13 +69,17 @@ class Delivery:
         """Run an action in the thread that writes."""
         return self._worker.submit(action)
 
-    def start(self, outcome: Future[Outcome], number: int, draft: Draft | Exception) -> None:
+    def start(self, outcome: Future[Outcome], number: int, draft: Draft | Exception, read: Delta | None = None) -> None:
         """Start to complete a version. A second call with the same ``outcome`` has no effect.
+
+        Such a call is made if the first was interrupted, perhaps after its start. The outcome has the read of the one
+        that counts.
 
         Args:
             outcome: future of the result, which never has an exception.
             number: number of the version's cut, the same on all ranks.
             draft: this rank's contents of the version, or the error of its read.
+            read: read of the contents.
         """
 
         def run() -> None:
@@ -81,7 +93,7 @@ class Delivery:
                 self._group.leave(f"{type(error).__name__} while a version was completed: {error}")
                 self._group.close()  # the other ranks notice it at once
                 found = Outcome(error=error if isinstance(error, RankLostError) else self._group.lost)
-            outcome.set_result(found)
+            outcome.set_result(replace(found, read=read))
 
         (self._worker if self._group.world_size == 1 else self._messenger).submit(run)
 

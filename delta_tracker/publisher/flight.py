@@ -10,7 +10,6 @@ from typing import TypeAlias
 from delta_tracker.publisher.delivery import Outcome
 from delta_tracker.publisher.exchange import Vote
 from delta_tracker.stream.format.manifest import Kind, Part
-from delta_tracker.types import Delta
 
 
 @dataclass(slots=True)
@@ -45,7 +44,6 @@ class Cut:
         is_complete: for a delta, True to read all rows, without ``top_k``.
         copied: future of the written copy of a snapshot; None for a delta.
         outcome: future of the result.
-        read: uncommitted read of the tracker with the version's rows; None if the read failed.
         is_started: False until the threads have got this rank's contents. An interrupt may come before.
     """
 
@@ -56,7 +54,6 @@ class Cut:
     is_complete: bool = False
     copied: Future[Part | None] | None = None
     outcome: Future[Outcome] = field(default_factory=Future)
-    read: Delta | None = None
     is_started: bool = False
 
     @property

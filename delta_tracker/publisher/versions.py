@@ -19,6 +19,7 @@ from delta_tracker.publisher.heartbeats import Heartbeats
 from delta_tracker.publisher.reports import Reports
 from delta_tracker.publisher.version_source import VersionSource
 from delta_tracker.stream.format.manifest import Kind, Part
+from delta_tracker.types import Delta
 
 _logger = logging.getLogger(__name__)
 
@@ -195,7 +196,7 @@ class Versions:
             ballots.clear()
             if isinstance(self._flight, Copying):
                 self._flight = None
-                self._close_read(None, Outcome(error=error))
+                self._close_read(Outcome(error=error))
             self._failed(error)
             return
         step = decide(self._flight, ballots.number, count.most)
@@ -287,10 +288,11 @@ class Versions:
         if cut.is_started:
             return
         draft: Draft | Exception
+        read: Delta | None = None
         try:
             if cut.batch == self._source.num_batches or self._ballots.is_alone:
                 part = None if cut.copied is None else cut.copied.result()
-                draft, cut.read = self._source.cut(cut.kind, part, is_complete=cut.is_complete)
+                draft, read = self._source.cut(cut.kind, part, is_complete=cut.is_complete)
             else:
                 draft = PublishError(self._writer.rank, "an interrupt")
         except NeedsSnapshotError as error:  # dropped since the vote
@@ -298,7 +300,7 @@ class Versions:
         except Exception as error:  # noqa: BLE001  sent to the other ranks with the share, then raised
             draft = error
         self._source.fail_expected_read()  # the other ranks may wait for this one
-        self._delivery.start(cut.outcome, cut.number, draft)
+        self._delivery.start(cut.outcome, cut.number, draft, read)
         cut.is_started = True
 
     def _end_read(self) -> None:
@@ -310,11 +312,11 @@ class Versions:
         if not cut.is_working:
             outcome = cut.outcome.result()
             self._flight = Ended(cut.after, outcome)
-            self._close_read(cut, outcome)
+            self._close_read(outcome)
 
-    def _close_read(self, cut: Cut | None, outcome: Outcome) -> None:
+    def _close_read(self, outcome: Outcome) -> None:
         try:
-            self._source.end(None if cut is None else cut.read, outcome.manifest)
+            self._source.end(outcome.read, outcome.manifest)
             if outcome.manifest is not None and self._writer.stored is not None:
                 self._reports.left_out(self._writer.stored.commit())
         except Exception:
