@@ -44,7 +44,8 @@ class Cut:
         is_complete: for a delta, True to read all rows, without ``top_k``.
         copied: future of the written copy of a snapshot; None for a delta.
         outcome: future of the result.
-        is_started: False until the threads have got this rank's contents. An interrupt may come before.
+        is_tried: True once this rank has begun to read its rows. An interrupt may come then.
+        is_started: False until the threads have got this rank's contents.
     """
 
     after: int
@@ -54,6 +55,7 @@ class Cut:
     is_complete: bool = False
     copied: Future[Part | None] | None = None
     outcome: Future[Outcome] = field(default_factory=Future)
+    is_tried: bool = False
     is_started: bool = False
 
     @property

@@ -408,8 +408,9 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
             InvalidArgumentError: if the publisher is closed, if called from another thread or process than the one that
                 built the publisher, or if the read with ``top_k`` failed on another rank.
         """
-        self._checked().publish("delta")
-        return self._result()
+        versions = self._checked()
+        versions.publish("delta")
+        return self._result(versions)
 
     def snapshot(self) -> Manifest:
         """Publish every row of every table with its current value, for example after weights were loaded or edited.
@@ -419,8 +420,9 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         Returns:
             The committed manifest, the same on every rank.
         """
-        self._checked().publish("snapshot")
-        return self._result()
+        versions = self._checked()
+        versions.publish("snapshot")
+        return self._result(versions)
 
     def flush(self) -> None:
         """Publish all rows that have changed, so that a pause of training delays none of them.
@@ -434,8 +436,9 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         the call continues, as that of :meth:`publish` and :meth:`snapshot`. The errors are those of :meth:`publish`:
         all ranks raise FencedError once another publisher has claimed the stream, and RankLostError if a rank is dead.
         """
-        self._checked().flush()
-        self._result()
+        versions = self._checked()
+        versions.flush()
+        self._result(versions)
 
     def close(self) -> None:
         """Finish a version that :meth:`step` started, release the consumer and leave the process group.
@@ -485,10 +488,10 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
             raise InvalidArgumentError("thread", threading.current_thread().name, "Publish from the training thread")
         return self._versions
 
-    def _result(self) -> Manifest:
+    def _result(self, versions: Versions) -> Manifest:
         """Return the newest entry, or raise the error of the last version."""
         error, head = self.error, self._writer.head
-        self._checked().returned()  # last: an interrupted call is continued by the same call
+        versions.returned()  # last: an interrupted call is continued by the same call
         if error is not None:
             raise unraised(error)
         return head

@@ -287,10 +287,12 @@ class Versions:
         """
         if cut.is_started:
             return
+        is_later = cut.is_tried and cut.batch != self._source.num_batches
+        cut.is_tried = True
         draft: Draft | Exception
         read: Delta | None = None
         try:
-            if cut.batch == self._source.num_batches or self._ballots.is_alone:
+            if not is_later or self._ballots.is_alone:
                 part = None if cut.copied is None else cut.copied.result()
                 draft, read = self._source.cut(cut.kind, part, is_complete=cut.is_complete)
             else:
