@@ -106,6 +106,12 @@ def test_many_random_worlds_break_no_rule_but_the_known_ones() -> None:
             id="only a merged snapshot leads to a pin past a damaged version",
         ),
         pytest.param(
+            "publish 0 0, mirror 0 0, burst 0 0, pin 0 3058, join 0 7053, sync 0 0, promote 0 19471, publish 0 0, "
+            "snapshot 0 0, publish 0 0, pin 0 0, pin 1 0",
+            {"seed": 30016, "skips_unchanged": True, "has_upkeep": True},
+            id="a pin of the next stream is newer than that of the former one",
+        ),
+        pytest.param(
             "join 0 12395, publish 0 8704, sync 0 0, interrupt 0 1757, settle 0 0",
             {"encoding": "INT8", "has_raw_ids": True},
             id="a row store fails after it has a version, and a restart finds an empty url first",

@@ -117,13 +117,25 @@ def _at(log: SeenLog, view: View) -> Apply | Stay | Doubt:
             return _forward(log, view, position)
         if order.stream == position.stream:
             return _ordered(log, view, position, order)
-        # Once an order is known, the former stream is continued until it ends or has a fault.
-        joined = _joins(log, view, position, StreamReplacedError(log.url, position.version)) if order.is_new else None
-        return joined if isinstance(joined, Apply) else _forward(log, view, position)
+        return _beside(log, view, position, order)
     except CACHE_FAULTS as fault:
         if log.is_doubted:
             return Doubt(log.number, fault)
         raise
+
+
+def _beside(log: SeenLog, view: View, position: Position, order: Order) -> Apply | Stay:
+    """Follow an order of another stream than the position's, which it may continue.
+
+    Once the order is known, the former stream is continued until it ends or has a fault, as its own order allows.
+    """
+    joined = _joins(log, view, position, StreamReplacedError(log.url, position.version)) if order.is_new else None
+    if isinstance(joined, Apply):
+        return joined
+    own = log.order()
+    if own is not None and own.stream == position.stream and not view.policy.has_released(own):
+        return _ordered(log, view, position, own)
+    return _forward(log, view, position)
 
 
 def _generation(log: SeenLog, view: View, position: Position) -> int | None:
