@@ -195,7 +195,7 @@ class SinkWriter(Forkable):
             self._position = None
             return
         link, held = Link(state.version, state.xxh3), self._position
-        if held is None or (held.stream, held.link) != (state.stream, link):  # otherwise, more is known
+        if held is None or (held.stream, held.link) != (state.stream, link):  # a position of this entry has more fields
             self._position = Position(state.stream, link, state.generation, created=state.created)
 
     def _write(

@@ -21,7 +21,7 @@ from delta_tracker.types import Identity
 
 
 class Destination(Positioned, Protocol):
-    """What versions are written to: a model in this process or a row store.
+    """Destination of the versions: a model in this process or a row store.
 
     The methods are called in one thread at a time, except :meth:`reading`. Any thread may read the attributes.
     """

@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a version.
+    """Result of a version.
 
     Args:
         manifest: the version; None if it was not published.
@@ -90,9 +90,7 @@ class Delivery:
             try:
                 found = self._completed(number, draft)
             except BaseException as error:  # noqa: BLE001  the training thread waits for an outcome, and reports it
-                self._group.leave(f"{type(error).__name__} while a version was completed: {error}")
-                self._group.close()  # the other ranks notice it at once
-                found = Outcome(error=error if isinstance(error, RankLostError) else self._group.lost)
+                found = Outcome(error=self._lost(error))
             outcome.set_result(replace(found, read=read))
 
         (self._worker if self._group.world_size == 1 else self._messenger).submit(run)
@@ -109,6 +107,14 @@ class Delivery:
             return self._ended(share, self._commit(share, {}))
         job = self._worker.submit(self._writer.write, draft)
         return self._lead(number, job) if self._group.rank == 0 else self._follow(number, job)
+
+    def _lost(self, error: BaseException) -> Exception | None:
+        """Leave the group, because the other ranks may have sent other letters, and return the error to report."""
+        if self._group.world_size == 1 and isinstance(error, Exception):
+            return error
+        self._group.leave(f"{type(error).__name__} while a version was completed: {error}")
+        self._group.close()  # the other ranks notice it at once
+        return self._group.lost
 
     def _lead(self, number: int, job: Future[Share]) -> Outcome:
         """Collect the shares of all ranks, commit the version, and send the outcome. Only on rank 0."""

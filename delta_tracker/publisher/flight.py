@@ -99,7 +99,7 @@ Flight: TypeAlias = Copying | Cut | Ended
 
 
 class Step(Enum):
-    """What all ranks do after the same votes."""
+    """Next step of all ranks after their votes."""
 
     WAIT = "a rank is still working"
     CUT = "the copies of all ranks are written"

@@ -498,7 +498,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
 
 
 class _Committed:
-    """What rank 0 starts after each commit."""
+    """Function that rank 0 calls after each commit. It announces the version, and starts the other writers."""
 
     def __init__(self, hints: Hints, pointer: PointerWriter | None, upkeep: Upkeep | None) -> None:
         self._hints = hints

@@ -1,4 +1,4 @@
-"""What a publisher reports of its versions, in its error, its log and its metrics: :class:`Reports`."""
+"""Results of the versions of a publisher, in its error, its log and its metrics: :class:`Reports`."""
 
 from __future__ import annotations
 

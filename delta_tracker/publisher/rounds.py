@@ -84,7 +84,7 @@ class Rounds:
         data = frame.numpy().tobytes()
         other, sign, length = _HEADER.unpack_from(data)
         if other != number:
-            reason = f"rank {rank} is at version {other} of this publisher, and rank {self._group.rank} at {number}"
+            reason = f"rank {rank} is at cut {other} of this publisher, and rank {self._group.rank} at cut {number}"
             self._group.leave(reason)
             raise RankLostError(reason)
         first = data[_HEADER.size : _HEADER.size + length]

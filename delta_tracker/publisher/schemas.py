@@ -1,4 +1,4 @@
-"""What must be equal in a version and the one before it: the tracker's schema, and those of the last snapshots."""
+"""Schema of a publisher's versions, which only a snapshot may change: :class:`Schemas`."""
 
 from __future__ import annotations
 

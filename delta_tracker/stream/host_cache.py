@@ -265,7 +265,7 @@ class HostCache:
 
     @contextmanager
     def _own_errors(self) -> Iterator[None]:
-        """Context manager that tells the errors of the directory from those of the stream's store."""
+        """Context manager that raises an error of the directory as BrokenCacheError."""
         try:
             yield
         except BrokenCacheError:

@@ -698,7 +698,7 @@ def _follows_deletable(log: StreamLog, entry: Manifest) -> bool:
 
 
 def _claim_after(head: Manifest | None, writer: str, *, forks: bool = False) -> Manifest:
-    """Return a claim that follows the newest entry. It starts a new stream if there is none, or with ``forks``."""
+    """Return a claim that follows the newest entry. Without one, or with ``forks``, it starts a new stream."""
     before = None if forks else head  # the entry before, if it is of the same stream
     return Manifest(
         stream=secrets.token_hex(16) if before is None else before.stream,

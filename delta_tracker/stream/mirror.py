@@ -346,7 +346,7 @@ class Rest:
 
 
 class _Seen:
-    """What one step of a mirror has seen of its source: each question is asked once."""
+    """Answers of the source in one step of a mirror, which asks each question once."""
 
     def __init__(self, log: StreamLog, destination: str, diverged: Callable[[int, str], MirrorDivergedError]) -> None:
         self.source = log

@@ -202,7 +202,7 @@ class PointerView(Forkable):
         Reads the object if the last read is at least ``seconds`` ago, and not at all with ``is_due=False``. With
         ``past_cache``, reads it now, past all caches.
         """
-        is_awaited = past_cache or (self._claimed or self.confirmed) is None  # also from another thread's read
+        is_awaited = past_cache or (self._claimed or self.confirmed) is None  # or for a read of another thread
         if (past_cache or (is_due and self._is_due())) and self._reading.acquire(blocking=is_awaited):
             try:
                 if past_cache or self._is_due():

@@ -18,5 +18,5 @@ def test_letters_of_any_length_arrive(request: pytest.FixtureRequest, pool: str)
 def test_a_rank_at_another_version_is_reported(two_ranks: RankPool) -> None:
     first, _ = two_ranks.run(f"{_CASES}:different_versions")
     assert len(first) == 1
-    assert "rank 1 is at version 5 of this publisher, and rank 0 at 4" in first[0]
+    assert "rank 1 is at cut 5 of this publisher, and rank 0 at cut 4" in first[0]
     assert "restart the job on all ranks" in first[0]

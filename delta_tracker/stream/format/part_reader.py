@@ -56,8 +56,8 @@ class _Span:
 class _File:
     """Reader of the tensors of an object, which is a safetensors file. The constructor reads and checks the header.
 
-    ``expected`` has the dtype and shape of each tensor but the digests, by name. The shape is None for a
-    vector whose length the header defines.
+    ``expected`` has the dtype and shape of each tensor by name, except for the digests. The shape is None for a vector
+    whose length the header defines.
     """
 
     def __init__(self, stored: Part | Stored, expected: _Expected, source: PartSource) -> None:
@@ -442,7 +442,7 @@ def _check_piece(part: Part | Stored, piece: NDArray[np.uint8], number: int, dig
 
 
 def check_object(stored: Part | Stored, data: NDArray[np.uint8] | None) -> NDArray[np.uint8]:
-    """Return ``data``, which matches its record. Otherwise, or if it is None, raise CorruptPartError."""
+    """Return ``data`` if it matches its record. Raise CorruptPartError if it does not, or is None."""
     _check_size(stored, None if data is None else len(data))
     assert data is not None, "it has a size"
     digests = data[stored.body :]  # in format 1, the whole object

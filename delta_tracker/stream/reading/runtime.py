@@ -7,43 +7,57 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from delta_tracker.stream.interruption import sleep
 
 T = TypeVar("T")
 
 
-class OneThread(Executor):
-    """Executor with one thread, which ends when the executor is deleted.
+class OneThread:
+    """Thread that runs actions in the order in which they are submitted. It ends when this object is deleted.
 
-    Other than in torch's or Python's pools, an exception such as KeyboardInterrupt leaves no lock held in
-    :meth:`submit`: the queue's methods are atomic.
+    Unlike in a ThreadPoolExecutor, an exception such as KeyboardInterrupt leaves no lock held in :meth:`submit`,
+    because the methods of the queue are atomic.
+
+    Args:
+        name: prefix of the thread's name.
     """
 
     def __init__(self, name: str) -> None:
         self._actions: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=_run, args=(self._actions,), name=f"{name}_0")
         self._thread.start()
+        self._is_ended = False
         weakref.finalize(self, self._actions.put, None).atexit = False
-        # As of Python's pools: what was submitted completes before the interpreter ends.
-        threading._register_atexit(self._actions.put, None)  # type: ignore[attr-defined]  # noqa: SLF001
+        # The actions complete before the interpreter ends. The last thread ends first: it may submit to the others.
+        threading._register_atexit(_end, self._actions, self._thread)  # type: ignore[attr-defined]  # noqa: SLF001
 
-    def submit(self, action: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:  # noqa: ANN401  of any action
-        """Run an action after those that were submitted before, and return the future of its result."""
+    def submit(self, action: Callable[..., T], *args: object) -> Future[T]:
+        """Run an action after those that were submitted before, and return the future of its result.
+
+        Raises:
+            RuntimeError: after :meth:`shutdown`.
+        """
+        if self._is_ended:
+            raise RuntimeError("the thread has ended: build a new object")
         future: Future[T] = Future()
-        self._actions.put(partial(_complete, future, partial(action, *args, **kwargs)))
+        self._actions.put(partial(_complete, future, partial(action, *args)))
         return future
 
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: ARG002, FBT001, FBT002
-        """End the thread after the actions that were submitted."""
-        self._actions.put(None)
-        if wait:
-            self._thread.join()
+    def shutdown(self) -> None:
+        """Wait until the submitted actions are complete, and end the thread."""
+        self._is_ended = True
+        _end(self._actions, self._thread)
+
+
+def _end(actions: SimpleQueue[Callable[[], None] | None], thread: threading.Thread) -> None:
+    actions.put(None)
+    thread.join()
 
 
 def _run(actions: SimpleQueue[Callable[[], None] | None]) -> None:
@@ -68,7 +82,7 @@ class Runtime:
         sleep: waits for a number of seconds. A thread of a reader is interruptible meanwhile.
         wait: waits for an event, or for a number of seconds. Returns True if the event is set.
         clock: returns the Unix time of this host in seconds.
-        executor: returns an executor that runs one action at a time, from the prefix of its thread's name.
+        executor: starts a thread that runs actions, from the prefix of its name.
     """
 
     monotonic: Callable[[], float] = time.monotonic
@@ -77,7 +91,7 @@ class Runtime:
     wait: Callable[[threading.Event, float], bool] = threading.Event.wait
     thread: Callable[..., threading.Thread] = threading.Thread
     clock: Callable[[], float] = time.time
-    executor: Callable[[str], Executor] = OneThread
+    executor: Callable[[str], OneThread] = OneThread
 
 
 REAL = Runtime()
