@@ -125,13 +125,14 @@ class Versions:
             self.land()
             # What the votes of the last step have begun in this call, and so at this batch, on all ranks.
             is_enough = self._begun[0] == call.last and self._begun[1] in enough
-            if is_enough or self._reports.is_over:
+            if self._reports.is_over:
                 return
-            self._reports.begin()
-            call.voted = ballots.number
+            if not is_enough:
+                self._reports.begin()
+                call.voted = ballots.number
         if call.voted == ballots.number:
             self._begin_by(vote)
-        else:  # it was interrupted: the other ranks wait for the same version
+        else:  # perhaps it was interrupted: the other ranks wait for the same version
             self._complete()
         if isinstance(self._reports.error, LostEntryError):  # all ranks repeat it
             self._begin_by(lambda: self._vote(Phase.PUBLISHING, is_due=True, wants_snapshot=True))
