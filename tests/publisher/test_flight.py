@@ -3,40 +3,46 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from concurrent.futures import Future
-
-import pytest
 
 from delta_tracker.publisher.delivery import Outcome
 from delta_tracker.publisher.exchange import Phase, Vote
 from delta_tracker.publisher.flight import Copying, Cut, Ended, Flight, Step, decide
 
+_BEGUN = 3  # number of the votes that led to each state
 _STATES: list[Flight | None] = [
     None,
-    Copying(3, Future()),
-    Cut(after=3, number=1, kind="delta", batch=1),
-    Ended(3, Outcome()),
+    Copying(_BEGUN, Future()),
+    Cut(after=_BEGUN, number=1, kind="delta", batch=1),
+    Ended(_BEGUN, Outcome()),
 ]
 
 
-def _expected(state: Flight | None, votes: int, vote: Vote) -> Step:
-    if state is not None and votes == 3:  # these votes led to the state
-        return Step.WAIT
-    if vote.is_working or isinstance(state, Cut):
-        return Step.WAIT
-    if isinstance(state, Copying):
-        return Step.CUT
-    return (Step.SNAPSHOT if vote.wants_snapshot else Step.DELTA) if vote.is_due else Step.REST
-
-
-@pytest.mark.parametrize("state", _STATES, ids=lambda state: type(state).__name__)
-def test_every_vote_in_every_state(state: Flight | None) -> None:
-    for votes, is_working, is_due, wants_snapshot in itertools.product((3, 4), *[(False, True)] * 3):
+def _decisions(votes: int, *, is_working: bool) -> Iterator[tuple[Flight | None, Vote, Step]]:
+    for state, is_due, wants_snapshot in itertools.product(_STATES, (False, True), (False, True)):
         vote = Vote(Phase.STEPPING, is_working=is_working, is_due=is_due, wants_snapshot=wants_snapshot)
-        assert decide(state, votes, vote) is _expected(state, votes, vote)
+        yield state, vote, decide(state, votes, vote)
 
 
-def test_no_rank_begins_a_version_while_another_one_works() -> None:
-    for state, is_due in itertools.product(_STATES, (False, True)):
-        vote = Vote(Phase.STEPPING, is_working=True, is_due=is_due)
-        assert decide(state, 4, vote) is Step.WAIT
+def test_no_rank_cuts_or_begins_a_version_while_another_one_works() -> None:
+    assert {step for _, _, step in _decisions(_BEGUN + 1, is_working=True)} == {Step.WAIT}
+
+
+def test_a_version_begins_only_if_one_is_due_and_the_one_before_has_ended() -> None:
+    for state, vote, step in _decisions(_BEGUN + 1, is_working=False):
+        if step in (Step.DELTA, Step.SNAPSHOT):
+            assert vote.is_due
+            assert state is None or isinstance(state, Ended)
+            assert (step is Step.SNAPSHOT) == vote.wants_snapshot
+        elif vote.is_due:
+            assert isinstance(state, Copying | Cut)
+
+
+def test_a_copy_leads_to_its_cut_whatever_is_due() -> None:
+    steps = [step for state, _, step in _decisions(_BEGUN + 1, is_working=False) if isinstance(state, Copying)]
+    assert steps == [Step.CUT] * 4
+
+
+def test_votes_that_are_counted_again_after_an_interrupt_change_nothing() -> None:
+    assert {step for state, _, step in _decisions(_BEGUN, is_working=False) if state is not None} == {Step.WAIT}
