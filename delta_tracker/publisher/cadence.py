@@ -11,6 +11,8 @@ from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.tracker.tracker import ModelDeltaTracker
 
+# A vote takes about 0.6 ms of processor time on each rank and 0.05 more for each rank of the job, measured with 2 to 32
+# ranks on two busy cores: so many ranks per call keep the votes below 1.5 ms for each call of step().
 _RANKS_PER_CALL = 16
 _MAX_CALLS_PER_VOTE = 16
 
