@@ -22,7 +22,6 @@ PROGRAMS: dict[str, list[str]] = {
     "bench_predict": [],
     "bench_freshness": [],
     "bench_quality": [],
-    "bench_unchanged": [],
     "bench_sinks": [],
     "bench_recovery": [],
     "bench_fleet": [],

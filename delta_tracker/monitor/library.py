@@ -73,13 +73,6 @@ DEFINITIONS: dict[str, Definition] = {
         "pending_ratio", "Pending rows divided by the table's rows.", "tracker", "table", "consumer", unit="ratio"
     ),
     "published_rows": _counter("published_rows", "Rows in committed versions.", "publisher", "table", is_logical=True),
-    "unchanged_rows": _counter(
-        "unchanged_rows",
-        "Changed rows of a rank that deltas left out because of skip_unchanged.",
-        "publisher",
-        "table",
-        is_logical=True,
-    ),
     "published_bytes": _counter(
         "published_bytes",
         "Bytes of committed versions, with their states.",
@@ -241,7 +234,6 @@ class LibraryMetrics:
     pending_rows: Gauge
     pending_ratio: Gauge
     published_rows: Counter
-    unchanged_rows: Counter
     published_bytes: Counter
     published_versions: Counter
     applied_rows: Counter

@@ -16,7 +16,6 @@ from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.publisher.declared_states import declared_states, states_message
 from delta_tracker.publisher.exchange import Exchange, Message, Phase, Vote, check_alike
 from delta_tracker.publisher.host_copies import HostCopies
-from delta_tracker.publisher.stored_rows import StoredRows
 from delta_tracker.publisher.training import TakenState
 from delta_tracker.stream.claimed import ClaimedStream
 from delta_tracker.stream.format.block_rows import BlockRows
@@ -52,8 +51,6 @@ class Draft:
         owner_changes: FQN to a copy of the numbers of raw ids that got and lost rows of this rank since the version
             before, ``[2]`` int64; None if the raw ids of that version are unknown.
         format: format of the version: 2 with a training state or identities.
-        layout: number that changes when the shards of this rank may have changed.
-        needs_all_rows: True if rows must not be left out although their stored bytes are unchanged.
     """
 
     kind: Kind
@@ -71,8 +68,6 @@ class Draft:
     identities: Identities = field(default_factory=dict)
     owner_changes: Mapping[str, Tensor] | None = None
     format: int = FORMAT
-    layout: int = 0
-    needs_all_rows: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +90,8 @@ class Share:
 class Coordinator:
     """Writer that appends versions to a stream together with the other ranks.
 
-    The training thread calls the methods. A worker thread may call only :meth:`write_copy`, :meth:`write_part`,
-    :meth:`write`, :meth:`commit` and :meth:`answer`.
+    The training thread calls the methods. A worker thread may call only :meth:`write_part`, :meth:`write`,
+    :meth:`commit` and :meth:`answer`.
 
     Args:
         exchange: communication with the other ranks.
@@ -105,7 +100,6 @@ class Coordinator:
     Attributes:
         head: manifest of the last committed version; before the first version, the manifest of the claim.
         states: FQN to the states of whole tables in the next delta; empty for versions without states.
-        stored: record by which unchanged rows are left out; None to write all rows. Set it before the first version.
     """
 
     def __init__(self, exchange: Exchange, recorder: Recorder, runtime: Runtime = REAL) -> None:
@@ -118,7 +112,6 @@ class Coordinator:
         self._described: tuple[Mapping[str, TableSpec], Identities, str, int] = {}, {}, "no tables", 0
         self._storage: Storage
         self.states: Mapping[str, TableStates] = {}
-        self.stored: StoredRows | None = None
         self.head: Manifest
 
     @property
@@ -209,24 +202,6 @@ class Coordinator:
         place = Message.of(lambda: self._place(batch, tables, identities))
         check_alike(self._exchange.exchange(Phase.PLACING, place), "cut", "tables")
 
-    def write_copy(
-        self, rows: Sequence[BlockRows], *, tables: Mapping[str, TableSpec], layout: int, form: int
-    ) -> Part | None:
-        """Write the first part of a snapshot. Return its description, or None if there are no rows.
-
-        Args:
-            rows: all rows of some tables.
-            tables: FQN to table.
-            layout: number that changes when the shards of this rank may have changed.
-            form: format of the version.
-
-        Raises:
-            StorageError: if the part cannot be written.
-        """
-        if self.stored is not None:
-            rows = self.stored.begin_snapshot(rows, tables=tables, layout=layout)
-        return self.write_part(rows, form=form) if rows else None
-
     def write_part(
         self, rows: Sequence[BlockRows], dense: Mapping[str, Tensor] | None = None, *, form: int = FORMAT
     ) -> Part:
@@ -263,9 +238,8 @@ class Coordinator:
                 raise draft
             parts.extend(draft.parts)
             draft.copies.wait()
-            rows = draft.rows if self.stored is None else self._rows(draft, self.stored)
-            if rows or draft.dense:
-                parts.append(self.write_part(rows, draft.dense, form=draft.format))
+            if draft.rows or draft.dense:
+                parts.append(self.write_part(draft.rows, draft.dense, form=draft.format))
             content: dict[str, Any] = {
                 "parts": [asdict(part) for part in parts] if self.rank else [],  # rank 0 has its own
                 "pending_rows": draft.pending_rows,
@@ -341,13 +315,6 @@ class Coordinator:
     def lost(self, error: LostEntryError) -> None:
         """Set :attr:`head` to the claim that follows an entry of rank 0 that was deleted."""
         self.head = parse_manifest("entry of rank 0", error.claim.encode())
-
-    def _rows(self, draft: Draft, stored: StoredRows) -> Sequence[BlockRows]:
-        """Return the rows of a draft to write. They are recorded, and unchanged rows of a delta are left out."""
-        if draft.kind == "snapshot":
-            return stored.snapshot_rows(draft.rows, tables=draft.tables, layout=draft.layout)
-        skips = not draft.needs_all_rows
-        return stored.delta_rows(draft.rows, tables=draft.tables, layout=draft.layout, skips=skips)
 
     def _write_training(self, taken: TakenState, tensors: Sequence[Tensor]) -> Stored:
         with self._write_timer():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Protocol
 
 from delta_tracker.errors import (
@@ -105,11 +104,6 @@ class PublisherGauges:
             if skew is not None:
                 self._recorder.publisher_skew_seconds.set(skew)
             self._measured = version
-
-    def left_out(self, num_rows: Mapping[str, int]) -> None:
-        """Count the rows of this rank, by FQN, that a committed version left out, on every rank."""
-        for fqn, count in num_rows.items():
-            self._recorder.unchanged_rows.cell(table=fqn).add(count)
 
     def failed(self, error: Exception) -> None:
         """Count a version that was not published because of ``error``."""

@@ -33,7 +33,6 @@ from delta_tracker.publisher.gauges import PublisherGauges
 from delta_tracker.publisher.heartbeats import Heartbeats
 from delta_tracker.publisher.reports import Reports
 from delta_tracker.publisher.row_gatherer import EncodingChoice, name_encodings
-from delta_tracker.publisher.stored_rows import StoredRows, UnchangedChoice
 from delta_tracker.publisher.training import Stateful, Training
 from delta_tracker.publisher.version_source import VersionSource
 from delta_tracker.publisher.versions import Versions
@@ -118,14 +117,6 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         pointer_seconds: minimum time between two writes of the pointer object ``control/head.json``, by which readers
             over http find new versions. Rank 0 writes it in a thread of its own, only after commits. Its failures are
             logged. None to write none: readers over http then find no version.
-        skip_unchanged: leave changed rows out of deltas if their stored bytes are those that the stream has already:
-            the values in their encoding, the raw id, and the states with ``states``. Predictors are equal with and
-            without it. ``"bytes"`` keeps these bytes for each row of this rank, ``"digest"`` a 128-bit digest, so that
-            a changed row is lost with a probability of 2**-128. See :attr:`stored_bytes` for the memory. A row is
-            compared from the version on in which this publisher last sent it; after a failed version its rows are sent
-            again, and after a resharding all changed rows. All changed rows are sent of a table whose columns are on
-            several ranks, and of a version with ``states`` while the tracker has other consumers. None sends all
-            changed rows.
         runtime: clock, waits and threads of the publisher, which a simulation replaces.
         join: makes a process group of all ranks, see :class:`~delta_tracker.distributed.RankGroup`.
         name: label ``publisher`` of the metrics; None for ``"publisher"``. If another publisher of this process has the
@@ -147,8 +138,8 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         MalformedError: if the stream's newest entry is malformed.
         StorageError: if this rank cannot use the store. If the store failed during the claim, the stream may be
             claimed, and its former publisher fenced.
-        PublishError: if another rank raised one of these errors, or if ``top_k``, ``encoding``, ``cadence``, ``states``
-            or ``skip_unchanged`` differ between the ranks.
+        PublishError: if another rank raised one of these errors, or if ``top_k``, ``encoding``, ``cadence`` or
+            ``states`` differ between the ranks.
         RankLostError: if a rank dies, or does not build a publisher in time.
 
     Example:
@@ -188,7 +179,6 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         rank_state: Mapping[str, Stateful] | None = None,
         heartbeat_seconds: float | None = BEAT_SECONDS,
         pointer_seconds: float | None = POINTER_SECONDS,
-        skip_unchanged: UnchangedChoice = None,
         runtime: Runtime = REAL,
         join: Join = RankGroup,
     ) -> None:
@@ -198,7 +188,6 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         self._closing = ExitStack()  # calls that free the resources, in reverse order
         self._versions: Versions | None = None  # None until the publisher is built, and after close()
         self._source: VersionSource | None = None
-        self._stored: StoredRows | None = None
         self._upkeep: Upkeep | None = None
         source: VersionSource
         self._recorder = recorder = Recorder("publisher", self, name=name, monitor=monitor)
@@ -211,7 +200,6 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
                 ballots.vote_every = cadence.calls_per_vote(exchange.group.world_size)
             check_complete(tracker.model)
             training = _training(states, training_state, rank_state)
-            self._stored = None if skip_unchanged is None else StoredRows(skip_unchanged)
             nonlocal source
             self._source = source = VersionSource(
                 tracker,
@@ -230,7 +218,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
                 # Compared before the cadence, which also contains it, because its error message is shorter.
                 "vote_every": f"vote_every={ballots.vote_every}",
                 "cadence": f"cadence={cadence}",
-                "kind": f"states={states!r} and skip_unchanged={skip_unchanged!r}",
+                "kind": f"states={states!r}",
                 "states": states_message(source.schemas.latest.states),
             }
 
@@ -250,7 +238,6 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
             check_alike(messages, "top_k", "encoding", "vote_every", "cadence", "kind")
             if states is not None:
                 writer.declare(messages, tracker.tables)
-            writer.stored = self._stored
             writer.open(url)
             source.resume(exchange, writer)
             pointer = self._start_pointer(pointer_seconds, runtime)
@@ -316,20 +303,6 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         It becomes True on all ranks in the same call of :meth:`step`, so that all training loops end at one batch.
         """
         return isinstance(self._reports.error, FencedError)
-
-    @property
-    def num_unchanged(self) -> int:
-        """Number of rows of this rank that committed versions left out because of ``skip_unchanged``."""
-        return 0 if self._stored is None else self._stored.num_unchanged
-
-    @property
-    def stored_bytes(self) -> int:
-        """Memory in bytes of the record that ``skip_unchanged`` needs on this rank; 0 without it.
-
-        For each row of a compared table, one byte, and either 16 bytes or the stored bytes of the row. The operating
-        system provides the memory when a row is first sent.
-        """
-        return 0 if self._stored is None else self._stored.num_bytes
 
     @property
     def upkeep_error(self) -> Exception | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 
 from delta_tracker.errors import FencedError, LostEntryError, RankLostError, is_unknown, kind_of, unraised
 from delta_tracker.publisher.gauges import PublisherGauges
@@ -41,10 +40,6 @@ class Reports:
         if self._failure is not None:
             _logger.warning("publishing recovered at version %d", committed.version)
         self.error = self._failure = None
-
-    def left_out(self, num_rows: Mapping[str, int]) -> None:
-        """Report the rows of this rank, by FQN, that a published version left out because they are unchanged."""
-        self._gauges.left_out(num_rows)
 
     def failed(self, error: Exception, version: int) -> None:
         """Report that ``version`` was not published. A failure of the same kind as the last one is not logged."""

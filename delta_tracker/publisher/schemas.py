@@ -34,7 +34,6 @@ class Schemas:
         latest: schema of the tracker at the last call of :meth:`current`.
         copying: schema of the snapshot that is being copied.
         published: schema of the last snapshot.
-        layout: number that changes when the shards of this rank may have changed.
         unfused: FQNs of the tables without a fused optimizer.
     """
 
@@ -50,7 +49,7 @@ class Schemas:
 
     def current(self) -> RankSchema:
         """Return the schema of the tracker."""
-        if self.layout != self._tracker.num_attached:
+        if self._attached != self._tracker.num_attached:
             self._attach()
         return self.latest
 
@@ -71,4 +70,4 @@ class Schemas:
         self.unfused = frozenset(tables) - tracker.fused_tables
         form = STATES_FORMAT if self._has_states or identities else FORMAT
         self.latest = RankSchema(form, states, identities, tables)
-        self.layout = tracker.num_attached  # last: an interrupted call is repeated
+        self._attached = tracker.num_attached  # last: an interrupted call is repeated

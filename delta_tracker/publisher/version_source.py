@@ -237,10 +237,6 @@ class VersionSource:
             identities=schema.identities,
             owner_changes=dict(zip(counts, gathered.extra[num_taken:], strict=True)) if counted else None,
             format=schema.format,
-            layout=schemas.layout,
-            # A restore takes the pending rows of the other consumers from the rows of the versions. Such a consumer may
-            # have read a row between two versions in which the row is equal.
-            needs_all_rows=taken is not None and bool(self.handle.others()),
         )
         return draft, read
 

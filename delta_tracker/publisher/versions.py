@@ -258,9 +258,7 @@ class Versions:
         try:
             source, writer = self._source, self._writer
             rows, form = source.copy(), source.schemas.copying.format
-            _, tables, _ = source.place()
-            layout = source.schemas.layout
-            job = self._delivery.submit(lambda: writer.write_copy(rows, tables=tables, layout=layout, form=form))
+            job = self._delivery.submit(lambda: writer.write_part(rows, form=form) if rows else None)
         except Exception as error:  # noqa: BLE001  raised at the cut, which sends it to the other ranks
             job = Future()
             job.set_exception(error)
@@ -320,8 +318,6 @@ class Versions:
     def _close_read(self, outcome: Outcome) -> None:
         try:
             self._source.end(outcome.read, outcome.manifest)
-            if outcome.manifest is not None and self._writer.stored is not None:
-                self._reports.left_out(self._writer.stored.commit())
         except Exception:
             _logger.exception("the read of a version could not be ended: the next one replaces it")
 

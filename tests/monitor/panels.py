@@ -123,7 +123,6 @@ PANELS = (
     Panel(row="Volume", title="Pending ratio", metric="pending_ratio", by=("tracker", "table", "consumer")),
     Panel(row="Volume", title="Pending rows", metric="pending_rows", by=("tracker", "table", "consumer")),
     Panel(row="Volume", title="Published rows", metric="published_rows", by=("publisher", "table")),
-    Panel(row="Volume", title="Unchanged rows", metric="unchanged_rows", by=("publisher", "table")),
     Panel(row="Volume", title="Published bytes", metric="published_bytes", by=("publisher", "kind")),
     Panel(row="Volume", title="Published versions", metric="published_versions", by=("publisher", "kind")),
     Panel(row="Volume", title="Applied rows", metric="applied_rows", by=("predictor", "table")),

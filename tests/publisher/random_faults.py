@@ -121,7 +121,6 @@ class Schedule:
         self.fault = Fault(chance.choice([KeyboardInterrupt, MemoryError]), int(10 ** chance.uniform(0, 3.3)))
         self.cadence = Cadence(**bounds, vote_every=chance.choice([1, 2, 3]))
         self.has_states = self.top_k is None and chance.random() < 0.7
-        self.skip_unchanged = chance.choice([None, "bytes", "digest"])
         self.is_resumed = not self.has_states and chance.random() < 0.4
 
 
@@ -260,7 +259,6 @@ def case(rank: int, world_size: int, url: str, seed: int) -> tuple[bool, list[st
             cadence=schedule.cadence,
             timeout=_TIMEOUT,
             pointer_seconds=None,
-            skip_unchanged=schedule.skip_unchanged,
             **states,
         )
 

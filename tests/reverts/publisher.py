@@ -21,15 +21,4 @@ REVERTS = {
         Revert("a snapshot reads rows before earlier updates"),
         Revert("rows are marked on another stream while they are read"),
     ],
-    "tests/publisher/test_stored_rows.py::test_only_rows_whose_stored_bytes_changed_are_sent": [
-        Revert("unchanged: the rows of a version that failed count as stored"),
-        Revert("unchanged: an equal row is sent"),
-        Revert("unchanged: the record of a shard is kept when the shards change"),
-    ],
-    "tests/publisher/test_stored_rows.py::test_predictors_equal_those_of_a_publisher_that_sends_all_rows": [
-        Revert("unchanged: a row stays known while another value is written"),
-    ],
-    "tests/publisher/test_row_record.py::test_a_row_is_equal_if_its_parts_are_those_of_a_committed_version": [
-        Revert("unchanged: rows of a copy that was read twice are known"),
-    ],
 }

@@ -13,7 +13,6 @@ from torchrec.distributed.types import ShardingEnv
 
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher, TopK, TrackingMode
 from delta_tracker.errors import DeltaTrackerError
-from delta_tracker.publisher.stored_rows import UnchangedChoice
 from delta_tracker.sharding import replicas
 from delta_tracker.sharding.replicas import ReplicaGroup
 from tests.models import Spec, Table, batch, shard
@@ -110,7 +109,6 @@ def follow(
     num_replicas: int,
     seed: int = 0,
     local: dict[str, Any] | None = None,
-    skip_unchanged: UnchangedChoice = None,
 ) -> dict[str, Any]:
     """A predictor equals every replica after each sync, and the first replica between syncs; rows are sent once."""
     spec = Spec.every_sharding(world_size // num_replicas)
@@ -119,7 +117,7 @@ def follow(
     model = replicate(spec, num_replicas, **(local or {}))
     versions = []
     with ModelDeltaTracker(model, mode=TrackingMode.EMBEDDING) as tracker:
-        publisher = Publisher(tracker, url, skip_unchanged=skip_unchanged)
+        publisher = Publisher(tracker, url)
         held = {fqn: torch.full((table.num_rows, table.dim), -1.0) for fqn, table in tracker.tables.items()}
         predictor = Predictor(held, url)
         for number in range(7):

@@ -4,9 +4,8 @@ A run has several lives. In each life one or two ranks with a new sharding load 
 the stream, publish, train, save and publish again, until a SIGKILL ends all of them at a random moment; the last life
 ends by itself. The moment is a random number of actions, counted in memory shared with the parent, plus a random
 fraction of an action's duration, so that slow machines are not killed earlier. After each publish of a life, a
-predictor that follows through all lives and a new predictor must equal the trainer bit for bit. Two thirds of the seeds
-publish with ``skip_unchanged``, and write all rows without a change now and then. The parent imports everything and
-uses neither store nor process group, so that it can fork.
+predictor that follows through all lives and a new predictor must equal the trainer bit for bit. The parent imports
+everything and uses neither store nor process group, so that it can fork.
 """
 
 from __future__ import annotations
@@ -85,7 +84,6 @@ class Life:
         self._model = shard(self._spec)
         settings = random.Random(seed)  # the same in all lives
         has_scores = settings.random() < 0.5
-        skips = (None, "bytes", "digest")[seed % 3]
         mode = TrackingMode.EMBEDDING if has_scores else TrackingMode.ID_ONLY
         self._tracker = ModelDeltaTracker(self._model, ["stream", "other"], mode=mode)
         self._progress.add()
@@ -99,10 +97,8 @@ class Life:
             top_k=TopK(rows=4) if has_scores else None,
             cadence=Cadence(batches=2),
             timeout=_TIMEOUT,
-            skip_unchanged=skips,
         )
-        self._actions = {self.train: 8, self.save: 3, self.check: 1} | ({} if skips is None else {self.touch: 2})
-        self._unchanged = root / f"unchanged-{life}-{dist.get_rank()}"
+        self._actions = {self.train: 8, self.save: 3, self.check: 1}
         self._progress.add()
         self._generator = torch.Generator().manual_seed(1000 * seed + 10 * life + dist.get_rank())
         self._optimizer = torch.optim.SGD(self._model.module.dense.parameters(), lr=0.01)
@@ -124,14 +120,6 @@ class Life:
         self._tracker.step()
         self._publisher.step()
 
-    def touch(self) -> None:
-        """Mark all rows without a change."""
-        for fqn in self._tracker.shards:
-            for view in self._tracker.column_views(fqn):
-                view.mul_(1)
-        self._tracker.step()
-        self._publisher.step()
-
     def save(self) -> None:
         path = self._root / "checkpoints" / f"{time.time_ns() if dist.get_rank() == 0 else 0:020d}"
         names = [str(path)]
@@ -147,7 +135,6 @@ class Life:
         manifest = self._publisher.publish()
         while manifest.pending_rows:
             manifest = self._publisher.publish()
-        self._unchanged.write_text(str(self._publisher.num_unchanged))
         self._compare(Predictor(held := self._empty(), f"file://{self._root}/stream"), held)
         if dist.get_rank() == 0:
             place = self._root / "place.json"
@@ -279,8 +266,7 @@ def run(seed: int, root: Path, num_lives: int = 4) -> dict[str, Any]:
     checkpoints = len(list(root.glob(f"checkpoints/*/{_DONE}")))
     versions = len(list(root.glob("stream/log/*.json")))
     repairs = len(list(root.glob("repaired-*")))
-    unchanged = sum(int(path.read_text() or 0) for path in root.glob("unchanged-*"))  # a kill may leave an empty file
-    return {"checkpoints": checkpoints, "versions": versions, "repairs": repairs, "unchanged": unchanged}
+    return {"checkpoints": checkpoints, "versions": versions, "repairs": repairs}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -291,7 +277,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     warnings.simplefilter("ignore")
     import_early()
-    totals = {"checkpoints": 0, "versions": 0, "repairs": 0, "unchanged": 0}
+    totals = {"checkpoints": 0, "versions": 0, "repairs": 0}
     for seed in range(options.first, options.first + options.seeds):
         root = Path(tempfile.mkdtemp(prefix="crash-"))
         try:

@@ -80,7 +80,6 @@ class Job:
             ),
             "retention": Retention(versions=3, grace_seconds=0) if draw.random() < 0.3 else None,
             "compact_every": draw.choice([None, None, 2, 3]),
-            "skip_unchanged": draw.choice([None, None, "bytes", "digest"]),
         }
         return cls(
             seed,

@@ -42,7 +42,6 @@ _IN_SWEEPS = pytest.mark.sweep("short", only=True)  # some 10 s each
                 "bench_recovery",
                 "bench_sinks",
                 "bench_store",
-                "bench_unchanged",
                 "growth",
             )
         ),
@@ -133,9 +132,7 @@ def test_a_part_of_the_benchmark_for_gpus_that_fails_loses_no_times(
     assert "OutOfMemoryError: no memory" in printed.err
 
 
-@pytest.mark.parametrize(
-    "name", ["bench_freshness", "bench_predict", "bench_publish", "bench_quality", "bench_sinks", "bench_unchanged"]
-)
+@pytest.mark.parametrize("name", ["bench_freshness", "bench_predict", "bench_publish", "bench_quality", "bench_sinks"])
 def test_committed_results_are_of_the_current_program(name: str) -> None:
     directory = _ROOT / "benchmarks" / "results"
     record = json.loads((directory / f"{name}.json").read_text())

@@ -20,4 +20,3 @@ def test_every_predictor_equals_the_trainer_at_every_quiet_point() -> None:
     seen = json.loads(done.stdout.splitlines()[-1])
     assert seen["checkpoints"] > 2 * seeds
     assert seen["repairs"] > seeds, "most lives go on from a checkpoint with a delta"
-    assert seen["unchanged"] > 20 * seeds, "rows that were left out"

@@ -226,7 +226,6 @@ class Trainer:
                 encoding=None if schedule.encoding is None else Encoding[schedule.encoding],
                 states="optimizer" if schedule.states else None,
                 training_state=self._training_state if schedule.states else None,
-                skip_unchanged="bytes" if schedule.skips_unchanged else None,
                 retention=Retention(versions=3, grace_seconds=10.0) if schedule.has_upkeep else None,
                 compact_every=3 if schedule.has_upkeep else None,
                 heartbeat_seconds=None,

@@ -195,7 +195,6 @@ class Schedule:
         seed: seed of the weights, the ids that are trained, and the jitter of the library.
         states: True to publish the states of the optimizer, so that trainers can be restored.
         encoding: name of the encoding of all tables, None for their own dtype.
-        skips_unchanged: True to leave unchanged rows out of versions.
         operations: what happens.
         has_web: True for predictors that read through a caching web server.
         has_upkeep: True for publishers that compact and delete versions.
@@ -205,7 +204,6 @@ class Schedule:
     seed: int
     states: bool
     encoding: str | None
-    skips_unchanged: bool
     operations: tuple[Operation, ...]
     has_web: bool = False
     has_upkeep: bool = False
@@ -272,7 +270,6 @@ def generate(seed: int) -> Schedule:
         seed=seed,
         states=states,
         encoding=None if states else chance.choice([None, None, "F16", "INT8"]),
-        skips_unchanged=chance.random() < 0.2,
         operations=tuple(Operation(kind, who, choice) for (kind, who), choice in zip(steps, choices, strict=True)),
         has_web=has_web,
         has_upkeep=not has_web and chance.random() < 0.3,
