@@ -34,7 +34,7 @@ class Heartbeats:
         if not is_last and not self._pulse.is_due():
             return
         lag_versions, lag_seconds = lag(reader, poll_seconds if error is None else None) or (None, None)
-        position = reader.position
+        position, canary = reader.position, source.canary
         self._pulse.leave(
             stream=None if position is None else position.stream,
             version=None if position is None else position.version,
@@ -42,7 +42,8 @@ class Heartbeats:
             lag_seconds=lag_seconds,
             resyncs=reader.resyncs.count,
             error=error_text(error),
-            canary=None if source.bound is None else source.bound.canary.text,
+            canary_versions=None if canary is None else canary.versions,
+            canary_seconds=None if canary is None else canary.seconds,
             pin=reader.orders.followed,
             why=reader.why,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from itertools import pairwise
 from typing import Literal, get_args
 
@@ -17,8 +16,6 @@ STATES: tuple[State, ...] = get_args(State)
 """All states, the worst first."""
 _PIN_SECONDS = 10.0  # predictors look for pins every 6.25 seconds or more often
 _MIN_LOOKS = 3
-_VERSIONS = re.compile(r"(\d{1,18}) versions", re.ASCII)  # Canary.text
-_SECONDS = re.compile(r"(\d{1,18}(?:\.\d{1,18})?(?:e[+-]?\d{1,3})?) seconds", re.ASCII)
 
 
 def evaluate(beat: Heartbeat, seconds_since: float, head: Manifest, *, order: Pin | None = None) -> State:
@@ -64,13 +61,13 @@ def _waits_after(release: Pin, beat: Heartbeat, head: Manifest) -> bool:
 
     The versions between the canary's version and the release may be bad, so the canary applies none of them.
     """
-    if beat.canary is None or beat.error is not None or beat.version is None or beat.pin >= release.counter:
+    if not _is_canary(beat) or beat.error is not None or beat.version is None or beat.pin >= release.counter:
         return False
     if beat.version >= release.version or len({version for _, version, _ in beat.window}) > 1:
         return False  # it moves: it is above the release, or does not follow pins
-    if (seconds := _SECONDS.fullmatch(beat.canary)) is not None:
-        return head.created < release.time + float(seconds[1])  # the snapshot is older than its release
-    return head.version < release.version + _distance(beat)
+    if beat.canary_seconds is not None:
+        return head.created < release.time + beat.canary_seconds  # the snapshot is older than its release
+    return head.version < release.version + (beat.canary_versions or 0)
 
 
 def _progress(beat: Heartbeat, head: Manifest) -> State:
@@ -82,9 +79,9 @@ def _progress(beat: Heartbeat, head: Manifest) -> State:
     known = [lag for lag in lags if lag is not None]
     if beat.error is not None and not has_moved:
         return "failing"
-    if 0 in lags or (has_moved and known and min(known) <= _distance(beat)):
+    if 0 in lags or (has_moved and known and min(known) <= (beat.canary_versions or 0)):
         return "current"
-    if beat.canary is not None and not has_moved and known and known[-1] <= known[0]:
+    if _is_canary(beat) and not has_moved and known and known[-1] <= known[0]:
         return "current"  # no version came, so the canary had none to apply
     if len(known) == len(lags) and not has_moved:
         return "stuck"
@@ -92,7 +89,5 @@ def _progress(beat: Heartbeat, head: Manifest) -> State:
     return "applying" if falls else "behind"
 
 
-def _distance(beat: Heartbeat) -> int:
-    """Return the number of versions that a canary keeps from the newest one; 0 for other predictors."""
-    found = _VERSIONS.fullmatch(beat.canary or "")
-    return 0 if found is None else int(found[1])
+def _is_canary(beat: Heartbeat) -> bool:
+    return beat.canary_versions is not None or beat.canary_seconds is not None

@@ -60,8 +60,9 @@ class Heartbeat:
     lag_seconds: Time | None  # age of the oldest version not yet applied, None if unknown
     resyncs: Count  # number of resyncs since the predictor's start
     error: str | None  # error that currently delays the predictor, None if there is none
-    # distance that the predictor keeps from the newest version, such as `3 versions`; None if none
-    canary: str | None = None
+    # distance that a canary keeps from the newest version, in versions or in seconds; None if it keeps none
+    canary_versions: Count | None = None
+    canary_seconds: Time | None = None
     pin: Count = 0  # counter of the last pin that the predictor has followed, 0 if none
     # name of the predictor's host, cut to 253 characters; empty in heartbeats of older releases
     host: Annotated[str, Meta(max_length=_MAX_HOST)] = ""

@@ -188,7 +188,7 @@ def test_a_canary_follows(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> No
         eventually(lambda: predictor.version == (writer.claim.head.version - 2 or None))
     eventually(lambda: read_heartbeats(writer.storage)[0].lag_versions == 2)
     predictor.stop()
-    assert read_heartbeats(writer.storage)[0].canary == "2 versions"
+    assert read_heartbeats(writer.storage)[0].canary_versions == 2
 
 
 def test_a_restored_position_above_the_bound_waits(writer: Writer) -> None:

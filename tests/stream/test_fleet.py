@@ -50,9 +50,9 @@ def test_an_error_of_a_predictor_that_has_the_newest_version_is_no_failure() -> 
 
 
 def test_a_canary_is_current_while_no_version_comes() -> None:
-    beat = replace(beat_of([5] * 10, [4] * 10, None), canary="4 versions")
+    beat = replace(beat_of([5] * 10, [4] * 10, None), canary_versions=4)
     assert evaluate(beat, 1.0, HEAD) == "current"
-    late = replace(beat_of([5] * 10, [4, 5, 5, 5, 5, 6, 6, 7, 8, 9], None), canary="4 versions")
+    late = replace(beat_of([5] * 10, [4, 5, 5, 5, 5, 6, 6, 7, 8, 9], None), canary_versions=4)
     assert evaluate(late, 1.0, HEAD) == "stuck"
 
 
@@ -67,7 +67,7 @@ def test_a_canary_is_current_while_no_version_comes() -> None:
     ],
 )
 def test_a_canary_that_keeps_its_distance_is_current(canary: Canary | None, lags: list[int | None], state: str) -> None:
-    beat = replace(beat_of([3, 4, 5], lags, None), canary=None if canary is None else canary.text)
+    beat = keeping(canary, beat_of([3, 4, 5], lags, None))
     assert evaluate(beat, 1.0, HEAD) == state
 
 
@@ -89,7 +89,7 @@ def test_a_canary_that_may_not_apply_a_release_yet_waits(
     versions: list[int], canary: Canary | None, release: int, age: float, error: str | None, state: str
 ) -> None:
     lags: list[int | None] = [4, 5, 6][: len(versions)]
-    beat = replace(beat_of(versions, lags, error), canary=None if canary is None else canary.text)
+    beat = keeping(canary, beat_of(versions, lags, error))
     order = replace(PIN, counter=3, kind="release", version=release, time=HEAD.created - age)
     assert evaluate(beat, 1.0, HEAD, order=order) == state
     assert evaluate(replace(beat, pin=3), 1.0, HEAD, order=order) != "waiting"
@@ -119,6 +119,11 @@ def test_a_predictor_of_another_stream_is_elsewhere() -> None:
     assert evaluate(beat, 1.0, HEAD, order=PIN) == "elsewhere"
     assert evaluate(beat, 46.0, HEAD) == "silent"
     assert evaluate(replace(beat, stream=None, version=None), 1.0, HEAD) == "current", "it has no version yet"
+
+
+def keeping(canary: Canary | None, beat: Heartbeat) -> Heartbeat:
+    """Return a heartbeat of a predictor with a canary."""
+    return beat if canary is None else replace(beat, canary_versions=canary.versions, canary_seconds=canary.seconds)
 
 
 def beat_of(versions: list[int], lags: list[int | None], error: str | None) -> Heartbeat:

@@ -17,6 +17,7 @@ from delta_tracker.stream import heartbeat as heartbeat_module
 from delta_tracker.stream.heartbeat import Heartbeat, Pulse, leave_heartbeat, read_heartbeats
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.mirror import Mirror
+from delta_tracker.stream.reading.canary import Canary
 from delta_tracker.stream.storage.storage import Storage
 from tests.stores.rules import calls, fails, on
 from tests.stores.wrapped import WrappedStorage
@@ -26,9 +27,8 @@ _BEAT = Heartbeat(
     name="p-1", time=1e9, stream="0" * 32, version=7, lag_versions=2, lag_seconds=0.5, resyncs=1, error="late"
 )
 _FIELDS = {field: getattr(_BEAT, field) for field in Heartbeat.__slots__}
-_REQUIRED = [
-    field for field in _FIELDS if field not in ("canary", "pin", "host", "seconds", "window", "why")
-]  # those of all releases
+_OPTIONAL = ("canary_versions", "canary_seconds", "pin", "host", "seconds", "window", "why")
+_REQUIRED = [field for field in _FIELDS if field not in _OPTIONAL]  # those of all releases
 
 
 class _Clock:
@@ -82,6 +82,13 @@ def test_unknown_fields_of_later_releases_are_ignored() -> None:
     assert read_heartbeats(storage) == [_BEAT]
 
 
+def test_a_heartbeat_of_an_older_release_is_read() -> None:
+    """It has no optional fields, or the distance of a canary as a text."""
+    storage = Storage("memory://")
+    plant(storage, {field: _FIELDS[field] for field in _REQUIRED} | {"canary": "3 versions"})
+    assert read_heartbeats(storage) == [_BEAT]
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -91,7 +98,10 @@ def test_unknown_fields_of_later_releases_are_ignored() -> None:
             ("time", True), ("stream", "0"), ("stream", 1), ("version", -1), ("version", 1.0), ("version", 2**63),
             ("lag_versions", "1"), ("lag_seconds", math.nan), ("lag_seconds", -0.1), ("resyncs", None), ("error", 1),
         ]),
-        *(_FIELDS | {field: value} for field, value in [("canary", 1), ("pin", None), ("pin", -1), ("why", None)]),
+        *(_FIELDS | {field: value} for field, value in [
+            ("canary_versions", "3"), ("canary_versions", -1), ("canary_versions", 1.5), ("canary_seconds", "3"),
+            ("canary_seconds", math.inf), ("pin", None), ("pin", -1), ("why", None),
+        ]),
         *(_FIELDS | {field: value} for field, value in [
             ("host", "x" * 254), ("seconds", -1.0), ("window", [(-1.0, 1, 0)]), ("window", [(0.0, 1, 0)] * 17),
         ]),
@@ -290,6 +300,15 @@ def test_heartbeats_follow_the_directory_of_the_stream(clock: _Clock, tmp_path: 
         predictor._follower._beat()
         (beat,) = read_heartbeats(Storage(root.as_uri()))
         assert beat.stream == StreamLog(Storage(root.as_uri())).head().stream
+
+
+@pytest.mark.parametrize("canary", [None, Canary(versions=3), Canary(seconds=1234567.25)])
+def test_a_heartbeat_has_the_distance_of_a_canary(canary: Canary | None) -> None:
+    storage = Writer(Storage("memory://")).storage
+    Predictor({FQN: torch.zeros(20, 4)}, storage, name="p", canary=canary)._follower._beat()
+    (beat,) = read_heartbeats(storage)
+    found = beat.canary_versions, beat.canary_seconds
+    assert found == (None, None) if canary is None else (canary.versions, canary.seconds)
 
 
 def test_a_predictor_reports_its_status(clock: _Clock) -> None:

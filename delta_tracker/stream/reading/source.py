@@ -75,10 +75,14 @@ class Source:
 
     def through(self, storage: Storage) -> Source:
         """Return the same source, read through another view of its store."""
-        canary = None if self.bound is None else self.bound.canary
-        other = Source(self.number, storage, canary, runtime=self._runtime)
+        other = Source(self.number, storage, self.canary, runtime=self._runtime)
         other.pins = self.pins
         return other
+
+    @property
+    def canary(self) -> Canary | None:
+        """Distance that the reader keeps from the newest version; None if it keeps none."""
+        return None if self.bound is None else self.bound.canary
 
     @property
     def url(self) -> str:
