@@ -619,7 +619,7 @@ class MalformedError(StreamError, ValueError):
 class NewerFormatError(MalformedError):
     """The object ``path`` of a stream has the format ``found``, which only newer releases of the library can read.
 
-    ``known`` describes the formats that this release reads.
+    ``known`` describes the formats that this release reads. No release reads drafts of a format that is final now.
     """
 
     _remedy = "Upgrade delta_tracker on this host"
@@ -628,12 +628,6 @@ class NewerFormatError(MalformedError):
         super().__init__(path, f"its format is {found}; this release reads {known}")
         self.found = found
         self.known = known
-
-
-class DraftFormatError(NewerFormatError):
-    """The object ``path`` of a stream has a draft of a format that is final now. No release reads drafts any more."""
-
-    _remedy = "Start a new stream at another url"
 
 
 class UpdateInProgressError(StreamError, RuntimeError):

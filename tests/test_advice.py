@@ -23,7 +23,7 @@ _ROOT = Path(__file__).parent.parent
 _CORRECTIONS = set("Choose Give Keep Leave Map Move Name Omit Pass Remove Return Spell Use Write".split())  # noqa: SIM905
 
 # No test can follow: it needs a package or a release that is not installed.
-_OTHER_RELEASES = {"DraftFormatError", "IncompatiblePackagesError", "NewerFormatError", "UnknownFormatError"}
+_OTHER_RELEASES = {"IncompatiblePackagesError", "NewerFormatError", "UnknownFormatError"}
 _OTHER_TORCH = Site("InvalidArgumentError", "_loaded")
 
 

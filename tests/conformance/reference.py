@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from delta_tracker.errors import DraftFormatError, InvalidArgumentError, NewerFormatError, NoSnapshotError, StreamError
+from delta_tracker.errors import InvalidArgumentError, NewerFormatError, NoSnapshotError, StreamError
 from delta_tracker.predictor.predictor import Predictor
 from delta_tracker.raw_id_index import RawIdIndex
 from delta_tracker.stream.format.contents import Contents
@@ -114,7 +114,7 @@ def _follow(reader: _Reader, output: Path, ids: Path | None, stdin: IO[str], std
 
 
 def _status_of(error: Exception) -> int:
-    return 3 if isinstance(error, NewerFormatError) and not isinstance(error, DraftFormatError) else 2
+    return 3 if isinstance(error, NewerFormatError) and ", draft " not in error.found else 2
 
 
 def main(

@@ -16,7 +16,6 @@ import pytest
 from msgspec import convert
 
 from delta_tracker.errors import (
-    DraftFormatError,
     MalformedError,
     NewerFormatError,
 )
@@ -246,7 +245,7 @@ def test_an_entry_of_a_newer_format_needs_a_newer_release(path: str, value: obje
 
 @pytest.mark.parametrize(("value", "found"), [(1, "2, draft 1"), (None, "2, draft null"), ("1", '2, draft "1"')])
 def test_a_draft_of_format_2_needs_a_new_stream(value: object, found: str) -> None:
-    with pytest.raises(DraftFormatError, match="Start a new stream") as caught:
+    with pytest.raises(NewerFormatError, match="Start a new stream") as caught:
         parsed(_changed("draft", value))
     assert caught.value.found == found
 

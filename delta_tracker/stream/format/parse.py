@@ -24,7 +24,7 @@ import xxhash
 from msgspec import Meta, Raw, Struct, ValidationError, structs
 from msgspec.json import Decoder
 
-from delta_tracker.errors import DraftFormatError, MalformedError, NewerFormatError
+from delta_tracker.errors import MalformedError, NewerFormatError
 from delta_tracker.stream.format.digests import total_bytes
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.field_types import MAX_COUNT, Count, Hex, Range, Time
@@ -278,7 +278,8 @@ def _format_of(name: str, data: bytes) -> int:
     if found != str(STATES_FORMAT).encode():
         raise NewerFormatError(name, _quoted(found), _KNOWN)
     if draft:
-        raise DraftFormatError(name, f"{STATES_FORMAT}, draft {_quoted(draft)}", _KNOWN)
+        found_draft = f"{STATES_FORMAT}, draft {_quoted(draft)}"
+        raise NewerFormatError(name, found_draft, _KNOWN).advising("Start a new stream at another url")
     return STATES_FORMAT
 
 
