@@ -924,15 +924,6 @@ class MirrorDivergedError(StreamError, RuntimeError):
         self.reason = reason
 
 
-class SourceGapError(MirrorDivergedError):
-    """The source of a mirror lacks ``version``, and has no snapshot above it. Nothing was changed."""
-
-    def __init__(self, source: str, destination: str, version: int) -> None:
-        super().__init__(source, destination, version, "the source lacks this version")
-        self.problem = f"{source} lacks version {version}, and has no snapshot above it"
-        self.advising("Publish a snapshot there, then mirror to an empty destination")
-
-
 class CorruptPartError(StreamError, ValueError):
     """A part is missing or truncated, or does not match its manifest; see ``path`` and ``reason``.
 

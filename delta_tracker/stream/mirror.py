@@ -26,7 +26,6 @@ from delta_tracker.errors import (
     MissingVersionError,
     NewerFormatError,
     NoSnapshotError,
-    SourceGapError,
     StorageError,
 )
 from delta_tracker.stream.format.manifest import Manifest
@@ -121,7 +120,8 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
 
         Raises:
             MirrorDivergedError: if the destination is not a prefix of the source, or the source has deleted the next
-                entry. It is a :class:`SourceGapError` if the source has lost the entry. Nothing was changed.
+                entry. Nothing was changed.
+            MissingVersionError: if the source has lost the next entry, and has no snapshot above it.
             CorruptPartError: if an object of the source does not match its entry.
             MalformedError: if an entry does not follow the format.
             StorageError: if a store fails, or the source has no entries any more, for example because its volume is
@@ -473,14 +473,18 @@ def _is_followed(log: _Seen, entry: Manifest) -> bool | None:
         return _is_followed(log, _unreadable(version, data, entry))
 
 
-def _gone(log: _Seen, version: int) -> MirrorDivergedError | StorageError:
+def _gone(log: _Seen, version: int) -> MirrorDivergedError | MissingVersionError | StorageError:
     """Return the error for a version that the source lacks. Retention deletes only versions below a snapshot."""
     if (emptied := _emptied(log)) is not None:
         return emptied
     snapshot = log.newest_snapshot()
     if snapshot is None or snapshot.version < version:
         is_there = log.entry(version) is not None  # a claim, whose successor is missing
-        return SourceGapError(log.url, log.destination, version + 1 if is_there else version)
+        remedy = (
+            f"Publish a snapshot to {log.url}, which lacks it and has no snapshot above it, "
+            "then mirror to an empty destination"
+        )
+        return MissingVersionError(version + 1 if is_there else version, log.versions()[-1]).advising(remedy)
     return log.diverged(version, _DELETED)
 
 

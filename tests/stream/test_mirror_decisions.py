@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 import xxhash
 
-from delta_tracker.errors import MalformedError, MirrorDivergedError, StorageError
+from delta_tracker.errors import MalformedError, MirrorDivergedError, MissingVersionError, StorageError
 from delta_tracker.stream.format.manifest import Kind, Link, Manifest
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.mirror import Mirror
@@ -97,7 +97,7 @@ def _put(storage: Storage, log: Sequence[bytes | None], versions: range) -> None
 def _outcome(mirror: Mirror) -> str:
     try:
         return "copy" if mirror.step() else "rest"
-    except (MirrorDivergedError, MalformedError, StorageError):
+    except (MirrorDivergedError, MalformedError, MissingVersionError, StorageError):
         return "fail"
 
 
