@@ -861,53 +861,13 @@ class BrokenCacheError(StorageError):
         self.directory = directory
 
 
-class PinConflictError(StreamError, RuntimeError):
-    """Another pin or release was written at the same time, with the same ``counter``."""
+class PinError(StreamError, RuntimeError):
+    """A pin or a release of the stream at ``url`` was not written, or was undone; see ``reason``."""
 
-    def __init__(self, url: str, counter: int) -> None:
-        super().__init__(
-            f"another pin was written to {url} at the same time, with the counter {counter}",
-            "Look at it with delta-tracker fleet, then repeat the command if it is still wanted",
-        )
+    def __init__(self, url: str, what: str, reason: str, remedy: str) -> None:
+        super().__init__(f"{url} cannot be {what}: {reason}", remedy)
         self.url = url
-        self.counter = counter
-
-
-class PinnedError(StreamError, RuntimeError):
-    """The stream is already pinned to ``version`` by the pin with this ``counter``."""
-
-    def __init__(self, url: str, version: int, counter: int) -> None:
-        super().__init__(
-            f"{url} is already pinned to version {version}, counter {counter}",
-            "Call delta-tracker release first, or replace the pin with --replace",
-        )
-        self.url = url
-        self.version = version
-        self.counter = counter
-
-
-class RetentionRunningError(StreamError, RuntimeError):
-    """A retention pass deletes versions below ``before``, which the pin needs. The pin was undone."""
-
-    def __init__(self, url: str, before: int) -> None:
-        super().__init__(
-            f"a retention pass of {url} deletes versions below {before}, or was interrupted in the last hour",
-            "Pin again when no pass runs (one hour after an interrupted one), or a version from a newer snapshot on",
-        )
-        self.url = url
-        self.before = before
-
-
-class NoReleaseError(StreamError, LookupError):
-    """A pin cannot be released, because the stream has no snapshot above the newest version that may be bad."""
-
-    def __init__(self, url: str, bad: int) -> None:
-        super().__init__(
-            f"{url} has no snapshot above version {bad}, from which predictors could continue",
-            "Call publisher.snapshot() in the repaired trainer, then release again",
-        )
-        self.url = url
-        self.bad = bad
+        self.reason = reason
 
 
 class MirrorDivergedError(StreamError, RuntimeError):

@@ -12,12 +12,9 @@ from delta_tracker.errors import (
     InvalidArgumentError,
     MalformedError,
     MissingVersionError,
-    NoReleaseError,
     NoSnapshotError,
-    PinConflictError,
-    PinnedError,
+    PinError,
     ReadOnlyStoreError,
-    RetentionRunningError,
 )
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.part_reader import PartReader
@@ -35,7 +32,7 @@ from delta_tracker.stream.pin import (
 from delta_tracker.stream.reading.path import path_to
 from delta_tracker.stream.storage.storage import Storage
 
-_FAULTS = (CorruptPartError, MalformedError, MissingVersionError, NoSnapshotError, RetentionRunningError)
+_FAULTS = (CorruptPartError, MalformedError, MissingVersionError, NoSnapshotError, PinError)
 
 
 def pin_version(
@@ -53,10 +50,9 @@ def pin_version(
         InvalidArgumentError: if the version is not in the stream, is a claim or belongs to a former stream of the log.
         MissingVersionError, NoSnapshotError, MalformedError, CorruptPartError: if an entry or an object that leads to
             the version is missing or damaged.
-        RetentionRunningError: if a retention pass deletes versions that lead to this one, or was interrupted. The pin
-            is undone.
-        PinnedError: if the stream is pinned, and ``replaces`` is False.
-        PinConflictError: if another operator wrote a pin or a release meanwhile.
+        PinError: if the stream is pinned and ``replaces`` is False, if another operator wrote a pin or a release
+            meanwhile, or if a retention pass deletes versions that lead to this one, or was interrupted. The pin is
+            undone.
         ReadOnlyStoreError: if the store is at an http url.
         StorageError: if the store fails. The pin may have been written.
 
@@ -83,7 +79,11 @@ def pin_version(
         _, oldest = checked_path(log, version)
         before = max((each.before for each in running if each.stream == pin.stream), default=-1)
         if before > oldest:
-            raise RetentionRunningError(storage.url, before)
+            reason = f"a retention pass deletes versions below {before}, or was interrupted in the last hour"
+            step = (
+                "Pin again when no pass runs (one hour after an interrupted one), or a version from a newer snapshot on"
+            )
+            raise PinError(storage.url, "pinned", reason, step)
     except _FAULTS:
         _correct(log, pin, former)
         raise
@@ -98,9 +98,8 @@ def release_pin(storage: Storage, *, reason: str = "") -> Pin:
 
     Raises:
         InvalidArgumentError: if the stream is not pinned.
-        NoReleaseError: if the log has no such snapshot yet.
+        PinError: if the log has no such snapshot yet, or another operator wrote a pin or a release meanwhile.
         CorruptPartError: if an object of the snapshot is missing, or has another size.
-        PinConflictError: if another operator wrote a pin or a release meanwhile.
         ReadOnlyStoreError: if the store is at an http url.
         StorageError: if the store fails. The release may have been written.
 
@@ -116,18 +115,22 @@ def release_pin(storage: Storage, *, reason: str = "") -> Pin:
         raise InvalidArgumentError("url", storage.url, "Pin it first: it is not pinned")
     snapshot = _snapshot(log, head)
     if snapshot is None or snapshot.version <= pin.bad:
-        raise NoReleaseError(storage.url, pin.bad)
+        reason = f"it has no snapshot above version {pin.bad}, from which predictors could continue"
+        step = "Call publisher.snapshot() in the repaired trainer, then release again"
+        raise PinError(storage.url, "released", reason, step)
     _check_objects(storage, snapshot)
     return _create(storage, _order("release", snapshot, pin.bad, reason), counters)
 
 
 def _former(log: StreamLog, *, replaces: bool) -> Pin | None:
-    """Return the pin that applies, None if there is none. Raise PinnedError if one applies and is not replaced."""
+    """Return the pin that applies, None if there is none. Raise PinError if one applies and is not replaced."""
     pin, head = newest_pin(log.storage), log.head()
     if pin is None or head is None or pin.kind != "pin" or pin.stream != head.stream:
         return None
     if not replaces:
-        raise PinnedError(log.storage.url, pin.version, pin.counter)
+        reason = f"it is already pinned to version {pin.version}, counter {pin.counter}"
+        step = "Call delta-tracker release first, or replace the pin with --replace"
+        raise PinError(log.storage.url, "pinned", reason, step)
     return pin
 
 
@@ -201,7 +204,7 @@ def _order(kind: Literal["pin", "release"], entry: Manifest, bad: int, reason: s
 
 
 def _create(storage: Storage, order: Pin, counters: Sequence[int]) -> Pin:
-    """Write an order with some counters, and return the last pin. Raise PinConflictError if another one has one."""
+    """Write an order with some counters, and return the last pin. Raise PinError if another one has one."""
     for counter in counters:
         order = replace(order, counter=counter)
         data = order.to_json()
@@ -209,7 +212,9 @@ def _create(storage: Storage, order: Pin, counters: Sequence[int]) -> Pin:
             # The response of an earlier attempt may have been lost.
             there = storage.read(pin_name(counter), max_bytes=MAX_PIN_BYTES)
             if there is None or there.tobytes() != data:
-                raise PinConflictError(storage.url, counter)
+                reason = f"another pin or release was written at the same time, with the counter {counter}"
+                step = "Look at it with delta-tracker fleet, then repeat the command if it is still wanted"
+                raise PinError(storage.url, "pinned" if order.kind == "pin" else "released", reason, step)
     storage.sync(PINS)
     return order
 
