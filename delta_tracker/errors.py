@@ -1071,22 +1071,13 @@ class SinkError(StreamError, OSError):
 
 
 class SinkBusyError(SinkError):
-    """Another process, ``writer``, writes to the row store at ``target``."""
+    """Another process, ``writer``, writes to the row store at ``target``, or became its writer meanwhile."""
 
     _remedy = "Stop the other writer, or use another prefix or directory: a row store has one writer"
 
     def __init__(self, target: str, writer: str) -> None:
         super().__init__(target, f"{writer} is its writer")
         self.writer = writer
-
-
-class SinkFencedError(SinkError):
-    """Another process became the writer of the row store at ``target``. Nothing more was written."""
-
-    _remedy = "Stop one of the two writers: a row store has one writer"
-
-    def __init__(self, target: str) -> None:
-        super().__init__(target, "another process became its writer")
 
 
 class MalformedSinkError(StreamError, ValueError):

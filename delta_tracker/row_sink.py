@@ -208,7 +208,7 @@ class RowSink(Protocol):
     rows, which unknown raw ids read, have keys of their own, by global row id. All keys contain the stream id.
 
     Every method raises :class:`~delta_tracker.errors.SinkError` if the store cannot be used,
-    :class:`~delta_tracker.errors.SinkFencedError` if another process became the writer, and
+    :class:`~delta_tracker.errors.SinkBusyError` if another process became the writer, and
     :class:`~delta_tracker.errors.MalformedSinkError` if stored data is invalid. In a forked process, every method
     raises an error: the process must build a sink of its own.
 

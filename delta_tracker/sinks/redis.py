@@ -40,7 +40,6 @@ from delta_tracker.errors import (
     MalformedSinkError,
     SinkBusyError,
     SinkError,
-    SinkFencedError,
 )
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.row_sink import RowSink, SinkState
@@ -104,7 +103,7 @@ class RedisSink(RowSink):
     served between batches.
 
     The sink is the only writer of its prefix. Each batch checks that. Another sink becomes the writer only if the
-    connection of the former one has ended; a former writer that continues gets SinkFencedError and changes nothing.
+    connection of the former one has ended; a former writer that continues gets SinkBusyError and changes nothing.
 
     Redis acknowledges a batch before it is durable, as ``appendfsync`` says. A server that crashes loses the newest
     batches, in order: the stored version then is an older one, of which all rows are stored, and the predictor
@@ -348,7 +347,7 @@ class RedisSink(RowSink):
         """Run a script as the writer.
 
         Raises:
-            SinkFencedError: if another process became the writer; nothing was changed.
+            SinkBusyError: if another process became the writer; nothing was changed.
         """
         self._client()
         with self._server.errors():
@@ -359,7 +358,8 @@ class RedisSink(RowSink):
             is_lost = self._redis.get(self._keys.writer) is None
         if is_lost:
             raise SinkError(self._server.name, f"its key {self._keys.writer} was deleted or evicted", _LOST_KEYS)
-        raise SinkFencedError(self._server.name)
+        remedy = "Stop one of the two writers: a row store has one writer"
+        raise SinkBusyError(self._server.name, "another process, which became it meanwhile,").advising(remedy)
 
     def _write(self, keys: list[str], values: Tensor, version: int) -> None:
         row_bytes = values.shape[1] * values.dtype.itemsize + len(keys[0]) if keys else 1
