@@ -699,7 +699,8 @@ class NotRecoverableError(StreamError, LookupError):
 class RestoreFailedError(StreamError, RuntimeError):
     """A restore failed because rank ``rank`` failed with ``reason``. The model may be partly written.
 
-    If it is, calling the model raises :class:`InterruptedRestoreError`.
+    If it is, calling the model raises :class:`InterruptedRestoreError`. The rank is this one if an object of this rank
+    raised an error when it loaded its state.
     """
 
     def __init__(self, rank: int, reason: str) -> None:
@@ -708,21 +709,6 @@ class RestoreFailedError(StreamError, RuntimeError):
             "Fix the problem on that rank and restore again on all ranks",
         )
         self.rank = rank
-        self.reason = reason
-
-
-class StateRejectedError(StreamError, RuntimeError):
-    """The object ``what`` raised an error, ``reason``, when a restore loaded its state. The model is incomplete.
-
-    Until a restore completes, the model raises :class:`InterruptedRestoreError` when it is called.
-    """
-
-    def __init__(self, what: str, reason: str) -> None:
-        super().__init__(
-            f"{what} rejected its state: {reason}",
-            "Fix the problem and restore again on all ranks",
-        )
-        self.what = what
         self.reason = reason
 
 

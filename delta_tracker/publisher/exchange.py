@@ -130,7 +130,7 @@ class Message:
                 content["fenced"] = [error.generation, error.owner, error.version]
             if isinstance(error, LostEntryError):
                 content["lost"] = [error.url, error.name, error.claim]
-            if isinstance(error, PublishError):
+            if isinstance(error, PublishError | RestoreFailedError):
                 content["rank"], content["error"] = error.rank, error.reason
             if is_unknown(error):
                 content["unknown"] = True

@@ -13,7 +13,7 @@ from delta_tracker.errors import (
     LOAD_BEFORE,
     InvalidArgumentError,
     ReservedConsumerError,
-    StateRejectedError,
+    RestoreFailedError,
     UpdateInProgressError,
 )
 from delta_tracker.publisher.training import Stateful
@@ -107,7 +107,7 @@ class LocalJob:
         """Load the states of all objects that are not in ``ignore``."""
         for name, each in self.training_state.items():
             if name not in self.ignore:
-                _load(f"training_state[{name!r}]", each.load_state_dict, states.load(0, "training", name))
+                self._load(f"training_state[{name!r}]", each.load_state_dict, states.load(0, "training", name))
         # The data is first: its loader could draw numbers from random generators, which are usually in rank_state.
         of_rank: dict[str, Any] = {**({} if self.data is None else {DATA: self.data}), **self.rank_state}
         for name, each in of_rank.items():
@@ -115,9 +115,16 @@ class LocalJob:
                 continue
             what = DATA if each is self.data else f"rank_state[{name!r}]"
             if self.world_size == states.world_size:
-                _load(what, each.load_state_dict, states.of_rank(self.rank, name))
+                self._load(what, each.load_state_dict, states.of_rank(self.rank, name))
             else:
-                _load(what, each.load_rank_states, states.of_all_ranks(name))
+                self._load(what, each.load_rank_states, states.of_all_ranks(name))
+
+    def _load(self, what: str, load: Callable[[Any], object], state: object) -> None:
+        try:
+            load(state)
+        except Exception as error:
+            reason = f"a rejected state of {what}: {type(error).__name__}: {error}"
+            raise RestoreFailedError(self.rank, reason) from error
 
     def described(self, shards: Mapping[str, LocalShard], dense: Mapping[str, Tensor]) -> Job:
         """Return the description of the job, whose model has these shards by FQN, and dense tensors by name."""
@@ -156,10 +163,3 @@ def _may_reorder(module: DistributedDataParallel) -> bool:
 def spec_of(tensor: Tensor) -> DenseSpec:
     """Return the dtype and the shape of a tensor."""
     return DenseSpec(tensor.dtype, tuple(tensor.shape))
-
-
-def _load(what: str, load: Callable[[Any], object], state: object) -> None:
-    try:
-        load(state)
-    except Exception as error:
-        raise StateRejectedError(what, f"{type(error).__name__}: {error}") from error

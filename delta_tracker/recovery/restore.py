@@ -94,8 +94,8 @@ def restore(  # noqa: PLR0913  all but two have a default
         UnsupportedModuleError, UnsupportedOptimizerError: if a part of the model cannot be restored.
         ReservedConsumerError: if a consumer of the tracker is reserved, for example by a publisher.
         MalformedError, CorruptPartError, StorageError: if the version is damaged, or the store cannot be read.
-        StateRejectedError: if an object raises an error while it loads its state.
-        RestoreFailedError: if another rank raised one of these errors.
+        RestoreFailedError: if an object raises an error while it loads its state, or another rank raised one of these
+            errors.
         RankLostError: if a rank dies, is interrupted, or does not make the call in time.
 
     Example:

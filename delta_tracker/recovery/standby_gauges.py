@@ -17,7 +17,6 @@ _FAILURES = (
     errors.ReservedConsumerError,
     errors.RestoreFailedError,
     errors.RestoreMismatchError,
-    errors.StateRejectedError,
     errors.StorageError,
     errors.StreamReplacedError,
     errors.TableMismatchError,

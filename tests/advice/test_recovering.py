@@ -20,9 +20,9 @@ from delta_tracker.errors import (
     LivePublisherError,
     NotRecoverableError,
     ReservedConsumerError,
+    RestoreFailedError,
     RestoreMismatchError,
     StandbyBehindError,
-    StateRejectedError,
     StreamReplacedError,
     TakeoverFailedError,
     UnsupportedModuleError,
@@ -190,8 +190,8 @@ class _Rejecting:
 
 
 @pytest.mark.advice(
-    "StateRejectedError: _load",
     "InterruptedRestoreError: mark",
+    "RestoreFailedError: LocalJob._load",
     "RestoreFailedError: restore Restoration.run",
 )
 def test_a_failed_restore_is_repeated_once_the_problem_is_fixed(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_a_failed_restore_is_repeated_once_the_problem_is_fixed(tmp_path: Path) 
         publisher.snapshot()
     job, reader = _Job(tmp_path), _Rejecting()
     call = lambda: job.restore(training_state=job.state | {"reader": reader})  # noqa: E731
-    refused(StateRejectedError, call, "Fix the problem and restore again on all ranks")
+    refused(RestoreFailedError, call, "Fix the problem on that rank and restore again on all ranks")
     refused(InterruptedRestoreError, lambda: job.train(1), "Call restore() again on all ranks")
     reader.is_broken = False
     call()
