@@ -699,7 +699,7 @@ class NotRecoverableError(StreamError, LookupError):
 class RestoreFailedError(StreamError, RuntimeError):
     """A restore failed because rank ``rank`` failed with ``reason``. The model may be partly written.
 
-    If it is, calling the model raises :class:`InterruptedRestoreError`. The rank is this one if an object of this rank
+    If it is, calling the model raises :class:`IncompleteModelError`. The rank is this one if an object of this rank
     raised an error when it loaded its state.
     """
 
@@ -712,28 +712,25 @@ class RestoreFailedError(StreamError, RuntimeError):
         self.reason = reason
 
 
-class InterruptedRestoreError(StreamError, RuntimeError):
-    """A restore of version ``version`` did not end, so the model has rows of different times."""
+class IncompleteModelError(StreamError, RuntimeError):
+    """The model has rows of different times, because a restore of version ``version`` did not end.
 
-    def __init__(self, version: int) -> None:
-        super().__init__(
-            f"the model is incomplete: a restore of version {version} was interrupted",
-            "Call restore() again on all ranks",
-        )
-        self.version = version
-
-
-class FollowingError(InterruptedRestoreError):
-    """The model follows a stream at version ``version``, so it has the rows of that version, but no other state.
-
-    See :class:`~delta_tracker.recovery.standby.Standby`.
+    If ``is_following``, it follows a stream as a :class:`~delta_tracker.recovery.standby.Standby`, and has the rows of
+    that version, but no other state.
     """
 
-    def __init__(self, version: int) -> None:
-        StreamError.__init__(
-            self, f"the model follows a stream at version {version}", "Call Standby.take_over() first, on all ranks"
-        )
+    def __init__(self, version: int, *, is_following: bool = False) -> None:
+        if is_following:
+            super().__init__(
+                f"the model follows a stream at version {version}", "Call Standby.take_over() first, on all ranks"
+            )
+        else:
+            super().__init__(
+                f"the model is incomplete: a restore of version {version} was interrupted",
+                "Call restore() again on all ranks",
+            )
         self.version = version
+        self.is_following = is_following
 
 
 class LivePublisherError(StreamError, RuntimeError):
@@ -777,9 +774,9 @@ class StandbyBehindError(StreamError, RuntimeError):
 class TakeoverFailedError(StreamError, RuntimeError):
     """The takeover of the stream at ``url`` failed with ``reason`` after it was claimed by the entry ``version``.
 
-    The claim is kept, and the next call completes the takeover. Until then, the model raises :class:`FollowingError`.
-    If a version before the claim cannot be read, :func:`~delta_tracker.recovery.restore.restore` an older one instead,
-    and build the publisher with the url.
+    The claim is kept, and the next call completes the takeover. Until then, the model raises
+    :class:`IncompleteModelError`. If a version before the claim cannot be read,
+    :func:`~delta_tracker.recovery.restore.restore` an older one instead, and build the publisher with the url.
     """
 
     def __init__(self, url: str, version: int, reason: str) -> None:

@@ -126,7 +126,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         UnknownConsumerError: if the tracker has no such consumer.
         ReservedConsumerError: if the consumer is already reserved.
         DetachedError: if the tracker is detached.
-        InterruptedRestoreError: if a restore of the model was interrupted.
+        IncompleteModelError: if a restore of the model was interrupted.
         UnsupportedModuleError, UnsupportedOptimizerError, UnsupportedTableError: if ``states`` is given and a table has
             a training state that cannot be published, or is not fused and has no optimizer in ``training_state`` or
             ``rank_state``.

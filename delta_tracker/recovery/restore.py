@@ -70,7 +70,7 @@ def restore(  # noqa: PLR0913  all but two have a default
     ``delta_tracker/README.md`` says how far it is equal, and what may differ between the jobs.
 
     Each rank reads only the rows of its shards. Everything is compared before the first write. If the call raises after
-    the first write, or is interrupted, the model raises :class:`~delta_tracker.errors.InterruptedRestoreError` when it
+    the first write, or is interrupted, the model raises :class:`~delta_tracker.errors.IncompleteModelError` when it
     is called, until a restore completes.
 
     Args:

@@ -82,8 +82,8 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
     :meth:`follow`, which returns when this job has taken over.
 
     Until then, each rank writes the rows and optimizer states of its shards as they are published, and the model raises
-    :class:`~delta_tracker.errors.FollowingError` when it is called. A takeover claims the recovery stream first, which
-    fences the former trainer. It then restores the newest version before the claim as
+    :class:`~delta_tracker.errors.IncompleteModelError` when it is called. A takeover claims the recovery stream first,
+    which fences the former trainer. It then restores the newest version before the claim as
     :func:`~delta_tracker.recovery.restore.restore` does, and claims the serving streams. The section "Warm standby" of
     ``delta_tracker/README.md`` has the limits, and what to do after a failure.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from delta_tracker.errors import FollowingError, InterruptedRestoreError
+from delta_tracker.errors import IncompleteModelError
 
 
 class _Incomplete:
@@ -13,19 +13,19 @@ class _Incomplete:
 
     Args:
         version: version that is restored or followed.
-        error: class of the error that the hook raises.
+        is_following: True if the model follows a stream, and False if a restore writes it.
     """
 
-    def __init__(self, version: int, error: type[InterruptedRestoreError]) -> None:
+    def __init__(self, version: int, *, is_following: bool) -> None:
         self.version = version
-        self.error = error
+        self.is_following = is_following
 
     def __call__(self, model: nn.Module, inputs: object) -> None:  # noqa: ARG002  torch's signature
-        raise self.error(self.version)
+        raise IncompleteModelError(self.version, is_following=self.is_following)
 
 
 def mark(model: nn.Module, version: int) -> RemovableHandle:
-    """Make every forward pass of ``model`` raise InterruptedRestoreError until :func:`unmark` or ``handle.remove()``.
+    """Make every forward pass of ``model`` raise IncompleteModelError until :func:`unmark` or ``handle.remove()``.
 
     Direct calls of the modules inside the model do not raise.
 
@@ -36,11 +36,11 @@ def mark(model: nn.Module, version: int) -> RemovableHandle:
     Returns:
         Handle of the hook.
     """
-    return model.register_forward_pre_hook(_Incomplete(version, InterruptedRestoreError), prepend=True)
+    return model.register_forward_pre_hook(_Incomplete(version, is_following=False), prepend=True)
 
 
 def mark_following(model: nn.Module, version: int) -> None:
-    """Make every forward pass of ``model`` raise FollowingError until :func:`unmark`, as :func:`mark` does.
+    """Make every forward pass of ``model`` raise IncompleteModelError until :func:`unmark`, as :func:`mark` does.
 
     Args:
         model: the model that is about to be written.
@@ -48,15 +48,15 @@ def mark_following(model: nn.Module, version: int) -> None:
     """
     marks = [hook for hook in model._forward_pre_hooks.values() if isinstance(hook, _Incomplete)]  # noqa: SLF001
     for hook in marks:
-        hook.version, hook.error = version, FollowingError
+        hook.version, hook.is_following = version, True
     if not marks:
-        model.register_forward_pre_hook(_Incomplete(version, FollowingError), prepend=True)
+        model.register_forward_pre_hook(_Incomplete(version, is_following=True), prepend=True)
 
 
 def is_following(model: nn.Module) -> bool:
     """Return True if ``model`` follows a stream, and no restore has written it since, not even in part."""
     hooks = model._forward_pre_hooks.values()  # noqa: SLF001  a hook has no public list
-    return {hook.error for hook in hooks if isinstance(hook, _Incomplete)} == {FollowingError}
+    return {hook.is_following for hook in hooks if isinstance(hook, _Incomplete)} == {True}
 
 
 def unmark(model: nn.Module) -> None:
@@ -70,9 +70,8 @@ def check_complete(model: nn.Module) -> None:
     """Raise an error if the model is marked.
 
     Raises:
-        InterruptedRestoreError: if a restore of the model was interrupted.
-        FollowingError: if the model follows a stream.
+        IncompleteModelError: if a restore of the model was interrupted, or the model follows a stream.
     """
     for hook in model._forward_pre_hooks.values():  # noqa: SLF001
         if isinstance(hook, _Incomplete):
-            raise hook.error(hook.version)
+            hook(model, ())

@@ -14,8 +14,7 @@ from torch import nn
 from delta_tracker import ModelDeltaTracker, Publisher, Standby, Storage, restore
 from delta_tracker.errors import (
     CorruptPartError,
-    FollowingError,
-    InterruptedRestoreError,
+    IncompleteModelError,
     InvalidArgumentError,
     LivePublisherError,
     NotRecoverableError,
@@ -190,7 +189,7 @@ class _Rejecting:
 
 
 @pytest.mark.advice(
-    "InterruptedRestoreError: mark",
+    "IncompleteModelError: _Incomplete.__call__",
     "RestoreFailedError: LocalJob._load",
     "RestoreFailedError: restore Restoration.run",
 )
@@ -202,7 +201,7 @@ def test_a_failed_restore_is_repeated_once_the_problem_is_fixed(tmp_path: Path) 
     job, reader = _Job(tmp_path), _Rejecting()
     call = lambda: job.restore(training_state=job.state | {"reader": reader})  # noqa: E731
     refused(RestoreFailedError, call, "Fix the problem on that rank and restore again on all ranks")
-    refused(InterruptedRestoreError, lambda: job.train(1), "Call restore() again on all ranks")
+    refused(IncompleteModelError, lambda: job.train(1), "Call restore() again on all ranks")
     reader.is_broken = False
     call()
     assert job.equals(trainer)
@@ -262,7 +261,7 @@ def _snapshot(job: _Job, **options: Any) -> None:
 
 
 @pytest.mark.advice(
-    "FollowingError: mark_following",
+    "IncompleteModelError: _Incomplete.__call__",
     "LivePublisherError: Standby._check_due Standby._claim RecoveryStream.claim "
     "RecoveryStream._forced_head StreamLog.claim live_publisher",
     "InvalidArgumentError: Claim.use",
@@ -276,7 +275,7 @@ def test_a_trainer_is_stopped_or_fenced_before_a_takeover(tmp_path: Path, way: s
     publisher.publish()
     standby = job.standby()
     standby.sync()
-    refused(FollowingError, lambda: job.train(1), "Call Standby.take_over() first, on all ranks")
+    refused(IncompleteModelError, lambda: job.train(1), "Call Standby.take_over() first, on all ranks")
     refused(
         LivePublisherError,
         lambda: standby.take_over(silence=60),

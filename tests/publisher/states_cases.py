@@ -16,7 +16,7 @@ from torch import distributed as dist
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher, TopK
 from delta_tracker.errors import (
     DeltaTrackerError,
-    InterruptedRestoreError,
+    IncompleteModelError,
     InvalidArgumentError,
     MissingStepError,
     PublishError,
@@ -402,7 +402,7 @@ def refused(rank: int, world_size: int, root: str) -> None:
         with pytest.raises(DeltaTrackerError, match=text):
             trainer.publish_to(url, **kwargs)
     hook = mark(trainer.model, 3)
-    with pytest.raises(InterruptedRestoreError):
+    with pytest.raises(IncompleteModelError):
         trainer.publish_to(url)
     hook.remove()
     unmark(trainer.model)

@@ -333,7 +333,7 @@ def failed(rank: int, world_size: int, path: str, spec: dict[str, Any], steps: l
             messages.append(attempt(partial(standby.take_over, force=True)))
         claim = log.head()
         assert (claim.kind, claim.version) == ("claim", last.version + 1)
-        assert attempt(lambda: job.model(None)).startswith("FollowingError")
+        assert attempt(lambda: job.model(None)).startswith("IncompleteModelError: the model follows a stream")
     heads = [StreamLog(Storage(url)).head() for url in urls]
     taken = standby.take_over()
     assert log.head() == taken.recovery.entry == claim

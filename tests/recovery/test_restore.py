@@ -168,7 +168,7 @@ def test_an_interrupted_restore_leaves_a_model_that_says_so(two_ranks: RankPool,
     assert first[0].startswith(f"{failed}{rejected}StorageError: " if rejected else "StorageError: ")
     assert second[0].startswith(f"{failed}{rejected}StorageError: ")
     for messages in (first, second):
-        expected = "nothing was raised" if where == "fit" else "InterruptedRestoreError: the model is incomplete"
+        expected = "nothing was raised" if where == "fit" else "IncompleteModelError: the model is incomplete"
         assert all(message.startswith(expected) for message in messages[1:]), messages
 
 
@@ -176,7 +176,7 @@ def test_an_interrupt_on_one_rank_ends_the_restore_on_all(two_ranks: RankPool, s
     case = f"{_CASES}:interrupted_by_the_user"
     first, second = two_ranks.run(case, path=str(stream), spec=spec(2, _COPIED), timeout_seconds=60)
     assert (first[0], second[0].partition(":")[0]) == ("interrupted", "RankLostError")
-    assert all(each[1].startswith("InterruptedRestoreError") for each in (first, second))
+    assert all(each[1].startswith("IncompleteModelError") for each in (first, second))
 
 
 @pytest.mark.promise("refused")

@@ -36,7 +36,7 @@ def test_a_standby_equals_the_trainer_at_each_version_and_continues(
     for messages in two_ranks.run(f"{_CASES}:followed", path=str(tmp_path), spec=made, num_versions=7):
         trained, built, live, over = messages
         for message in (trained, built):
-            assert message.startswith("FollowingError: the model follows a stream at version 7. Call"), message
+            assert message.startswith("IncompleteModelError: the model follows a stream at version 7. Call"), message
         assert live.startswith("LivePublisherError")
         assert "this job has taken over" in over
 

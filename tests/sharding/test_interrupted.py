@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from delta_tracker.errors import InterruptedRestoreError
+from delta_tracker.errors import IncompleteModelError
 from delta_tracker.sharding.interrupted import check_complete, mark, unmark
 
 
@@ -17,7 +17,7 @@ def test_an_incomplete_model_says_so_before_any_other_hook_runs() -> None:
     check_complete(model)
     mark(model, 5)
     for call in (lambda: model(torch.ones(1, 2)), lambda: check_complete(model)):
-        with pytest.raises(InterruptedRestoreError, match=r"a restore of version 5 was interrupted\. Call restore\(\)"):
+        with pytest.raises(IncompleteModelError, match=r"a restore of version 5 was interrupted\. Call restore\(\)"):
             call()
     assert seen == []
 
@@ -27,7 +27,7 @@ def test_a_later_restore_removes_the_marks_of_earlier_ones() -> None:
     model.register_forward_pre_hook(lambda *_: seen.append("another hook"))
     mark(model, 5)
     mark(model, 7).remove()
-    with pytest.raises(InterruptedRestoreError, match="version 5"):
+    with pytest.raises(IncompleteModelError, match="version 5"):
         check_complete(model)
     mark(model, 7)
     unmark(model)

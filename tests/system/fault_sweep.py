@@ -31,7 +31,7 @@ from torch import distributed as dist
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher
 from delta_tracker.errors import (
     FencedError,
-    InterruptedRestoreError,
+    IncompleteModelError,
     NoSnapshotError,
     PublishError,
     RestoreFailedError,
@@ -367,7 +367,7 @@ def _restore(stage: Stage) -> None:
     except (StorageError, RestoreFailedError):
         try:
             trainer.model(batch(_SPEC, torch.Generator()))
-        except InterruptedRestoreError:
+        except IncompleteModelError:
             pass
         else:
             _assert_equal(trainer.state(), before)
