@@ -752,42 +752,39 @@ class LivePublisherError(StreamError, RuntimeError):
         self.seconds = seconds
 
 
-class StandbyBehindError(StreamError, RuntimeError):
-    """A standby of the stream at ``url`` cannot apply all versions up to ``head``, for ``reason``. Nothing was claimed.
-
-    ``version`` is the last version that all its ranks have applied; None if there is none.
-    """
-
-    def __init__(self, url: str, version: int | None, head: int, reason: str) -> None:
-        at = "before its first version" if version is None else f"at version {version}"
-        super().__init__(
-            f"the standby of {url} is {at} and cannot apply version {head}: {reason}",
-            "If the trainer is alive, publish a snapshot; otherwise, restore(...) an older version or repair the "
-            "store; force=True claims the stream nevertheless",
-        )
-        self.url = url
-        self.version = version
-        self.head = head
-        self.reason = reason
-
-
 class TakeoverFailedError(StreamError, RuntimeError):
-    """The takeover of the stream at ``url`` failed with ``reason`` after it was claimed by the entry ``version``.
+    """The takeover of the stream at ``url`` failed with ``reason``.
 
-    The claim is kept, and the next call completes the takeover. Until then, the model raises
-    :class:`IncompleteModelError`. If a version before the claim cannot be read,
+    If ``is_claimed``, it was claimed by the entry ``version``. The claim is kept, and the next call completes the
+    takeover. Until then, the model raises :class:`IncompleteModelError`. If a version before the claim cannot be read,
     :func:`~delta_tracker.recovery.restore.restore` an older one instead, and build the publisher with the url.
+
+    Otherwise, nothing was claimed, because ``version`` cannot be applied. ``applied`` is the last version that all
+    ranks have applied; None if there is none.
     """
 
-    def __init__(self, url: str, version: int, reason: str) -> None:
-        super().__init__(
-            f"the takeover of {url} failed after the claim of version {version}: {reason}",
-            "The former trainer is fenced and no job trains: fix the problem and call take_over() again; the claim is "
-            "kept. If a version is damaged, call restore(...) with an older version instead",
-        )
+    def __init__(
+        self, url: str, version: int, reason: str, *, is_claimed: bool = True, applied: int | None = None
+    ) -> None:
+        if is_claimed:
+            problem = f"the takeover of {url} failed after the claim of version {version}: {reason}"
+            remedy = (
+                "The former trainer is fenced and no job trains: fix the problem and call take_over() again; the claim "
+                "is kept. If a version is damaged, call restore(...) with an older version instead"
+            )
+        else:
+            at = "before its first version" if applied is None else f"at version {applied}"
+            problem = f"the standby of {url} is {at} and cannot apply version {version}: {reason}"
+            remedy = (
+                "If the trainer is alive, publish a snapshot; otherwise, restore(...) an older version or repair the "
+                "store; force=True claims the stream nevertheless"
+            )
+        super().__init__(problem, remedy)
         self.url = url
         self.version = version
         self.reason = reason
+        self.is_claimed = is_claimed
+        self.applied = applied
 
 
 class ReadOnlyStoreError(StorageError):

@@ -21,7 +21,6 @@ from delta_tracker.errors import (
     MalformedError,
     NotRecoverableError,
     RestoreFailedError,
-    StandbyBehindError,
     StorageError,
     StreamError,
     StreamReplacedError,
@@ -219,7 +218,8 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
 
         Raises:
             LivePublisherError: on all ranks, if the publisher is alive, or if another job claimed the stream meanwhile.
-            StandbyBehindError: on all ranks, without ``force``, if a version cannot be applied. Nothing was claimed.
+            TakeoverFailedError: on all ranks, without ``force``, if a version cannot be applied. Nothing was claimed.
+                Also if the takeover failed after the claim: call this method again.
             StreamReplacedError: on all ranks, if the stream that had versions is missing or has only a claim.
             StorageError: if the store fails. If the stream was claimed nevertheless, the next call uses that claim.
         """
@@ -234,7 +234,8 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
                 if not force:
                     found = self._catch_up(exchange, messages[0]["call"], raises=False)
                     if obstacle := _first(found, "obstacle"):
-                        raise StandbyBehindError(self._log.url, _lowest(found), decision["after"][0], obstacle)
+                        head, applied = decision["after"][0], _lowest(found)
+                        raise TakeoverFailedError(self._log.url, head, obstacle, is_claimed=False, applied=applied)
                 exchange.exchange(Phase.CHECKING, Message.of(self._check_serving))
             claimed = self._claim(exchange, self._log.storage, partial(self._recovery.claim, decision))
             if not isinstance(claimed, ClaimedStream):

@@ -120,7 +120,7 @@ def test_one_request_lets_one_standby_take_over(two_ranks: RankPool, tmp_path: P
 
 def test_a_standby_that_cannot_apply_a_version_does_not_fence_the_trainer(two_ranks: RankPool, tmp_path: Path) -> None:
     for part, entry, failed in two_ranks.run(f"{_CASES}:stuck", path=str(tmp_path), spec=spec(2)):
-        assert part.startswith("StandbyBehindError: the standby of file://"), part
+        assert part.startswith("TakeoverFailedError: the standby of file://"), part
         assert "is at version 1 and cannot apply version 2: rank " in part
         assert "CorruptPartError" in part
         assert "MalformedError" in entry
@@ -205,7 +205,7 @@ def test_a_standby_does_not_follow_an_older_copy_of_the_log(one_rank: RankPool, 
         "nothing was raised",
         *["OlderCopyError"] * 2,
         "StorageError",
-        "StandbyBehindError",
+        "TakeoverFailedError",
     ]
 
 
