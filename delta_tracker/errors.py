@@ -630,31 +630,16 @@ class NewerFormatError(MalformedError):
         self.known = known
 
 
-class UpdateInProgressError(StreamError, RuntimeError):
-    """A version was not cut, because the update ``what`` was still in progress after ``seconds``; rows stay pending."""
+class UnfinishedStepError(StreamError, RuntimeError):
+    """A version was not cut, because its rows would not be those after a whole training step; rows stay pending.
 
-    def __init__(self, what: str, seconds: float) -> None:
-        super().__init__(
-            f"the rows cannot be read consistently: {what} did not end within {seconds:g} s",
-            "Call publisher.step() as the last line of the training loop, after the optimizer step",
-        )
-        self.what = what
-        self.seconds = seconds
-
-
-class MissingStepError(StreamError, RuntimeError):
-    """A version was not cut, because rows were updated after batch ``num_batches`` was counted; rows stay pending.
-
-    The version would have the rows of the next batch, which a restored job would train again.
+    See ``reason``: an update of rows is in progress, or rows were updated since the last ``tracker.step()``, so that a
+    restored job would train a batch again.
     """
 
-    def __init__(self, num_batches: int) -> None:
-        super().__init__(
-            f"the rows are not those after batch {num_batches}: they were updated since the last tracker.step()",
-            "Call in each batch, in this order: backward(), optimizer.step(), scheduler.step(), tracker.step(), "
-            "publisher.step()",
-        )
-        self.num_batches = num_batches
+    def __init__(self, reason: str, remedy: str) -> None:
+        super().__init__(f"the rows cannot be read consistently: {reason}", remedy)
+        self.reason = reason
 
 
 class RestoreMismatchError(StreamError, ValueError):

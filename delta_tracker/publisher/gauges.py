@@ -6,11 +6,10 @@ from typing import Protocol
 
 from delta_tracker.errors import (
     FencedError,
-    MissingStepError,
     PublishError,
     RankLostError,
     StorageError,
-    UpdateInProgressError,
+    UnfinishedStepError,
 )
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.monitor.series import Cell
@@ -19,7 +18,7 @@ from delta_tracker.stream.maintenance.upkeep import UPKEEP_STEPS
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.stream.storage.url import shown_url
 
-_FAILURES = (FencedError, MissingStepError, PublishError, RankLostError, StorageError, UpdateInProgressError)
+_FAILURES = (FencedError, PublishError, RankLostError, StorageError, UnfinishedStepError)
 
 
 class ClaimedLog(Protocol):

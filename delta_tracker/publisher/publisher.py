@@ -367,10 +367,9 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
             FencedError: if a newer publisher has claimed the stream; raised on every rank. Nothing was published.
             PublishError: if another rank failed, called another method, or is at another batch; every row stays
                 pending.
-            UpdateInProgressError: with ``states``, if an update was still in progress after the wait that :meth:`step`
-                describes; every row stays pending.
-            MissingStepError: with ``states``, if rows were updated since the last ``tracker.step()``, so that the next
-                batch has begun; every row stays pending.
+            UnfinishedStepError: with ``states``, if an update was still in progress after the wait that :meth:`step`
+                describes, or rows were updated since the last ``tracker.step()``, so that the next batch has begun;
+                every row stays pending.
             UnknownOutcomeError: on rank 0, if the store failed during the commit; every row stays pending. The version
                 may have been published, or may appear later; the next version then follows it. The other ranks raise
                 PublishError with ``is_unknown``.

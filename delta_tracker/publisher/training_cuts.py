@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from delta_tracker.errors import InvalidArgumentError, MissingStepError
+from delta_tracker.errors import InvalidArgumentError, UnfinishedStepError
 from delta_tracker.publisher.schemas import Schemas
 from delta_tracker.publisher.training import ConsumerState, TakenState, Training, TrainingSource
 from delta_tracker.stream.format.encoding import Encoding
@@ -53,8 +53,8 @@ class TrainingCuts:
         Their rows become pending for the publisher's consumer and for ``meanwhile``.
 
         Raises:
-            UpdateInProgressError: if an update is still in progress after the wait.
-            MissingStepError: if rows were updated since the last step of the tracker.
+            UnfinishedStepError: if an update is still in progress after the wait, or rows were updated since the last
+                step of the tracker.
             InvalidArgumentError: if the data position does not follow training.
         """
         tracker = self._tracker
@@ -64,7 +64,12 @@ class TrainingCuts:
         self._waited_in_vain = False
         num_batches, num_before = self._start
         if tracker.num_unstepped > (num_before if tracker.num_batches == num_batches else 0):
-            raise MissingStepError(tracker.num_batches)
+            raise UnfinishedStepError(
+                f"they are not those after batch {tracker.num_batches}, because they were updated since the last "
+                "tracker.step()",
+                "Call in each batch, in this order: backward(), optimizer.step(), scheduler.step(), tracker.step(), "
+                "publisher.step()",
+            )
         if tracker.data_position is not None:
             tracker.data_position.check()
         for fqn in self._watch.written():

@@ -14,7 +14,7 @@ from delta_tracker.errors import (
     InvalidArgumentError,
     ReservedConsumerError,
     RestoreFailedError,
-    UpdateInProgressError,
+    UnfinishedStepError,
 )
 from delta_tracker.publisher.training import Stateful
 from delta_tracker.recovery.fit import Job
@@ -99,9 +99,9 @@ class LocalJob:
             with handle:
                 try:
                     handle.wait_for_updates(_UPDATE_SECONDS)
-                except UpdateInProgressError as error:
+                except UnfinishedStepError as error:
                     remedy = "Call restore() between two batches, without a pipeline that has looked up rows"
-                    raise InvalidArgumentError("model", f"{error.what} in progress", remedy) from error
+                    raise InvalidArgumentError("model", error.reason, remedy) from error
 
     def load(self, states: TrainingStates) -> None:
         """Load the states of all objects that are not in ``ignore``."""

@@ -12,7 +12,7 @@ from typing import Self
 
 from torch import Tensor
 
-from delta_tracker.errors import InvalidArgumentError, UpdateInProgressError
+from delta_tracker.errors import InvalidArgumentError, UnfinishedStepError
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.checkpoint.tracker_checkpoint import TrackerCheckpoint
 from delta_tracker.tracker.delta_reader import DeltaReader
@@ -188,7 +188,7 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
             seconds: longest time to wait.
 
         Raises:
-            UpdateInProgressError: if an update is still in progress afterwards. Nothing was read.
+            UnfinishedStepError: if an update is still in progress afterwards. Nothing was read.
         """
         self._held()
         end = time.monotonic() + seconds
@@ -200,7 +200,10 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
             writes, lookups = self._log.open_updates(), self._lookups_in_flight()
             if writes or lookups:
                 what = "the write of the rows" if writes else "the step before the backward pass"
-                raise UpdateInProgressError(f"{what} of {writes or lookups} lookup(s)", seconds)
+                raise UnfinishedStepError(
+                    f"{what} of {writes or lookups} lookup(s) did not end within {seconds:g} s",
+                    "Call publisher.step() as the last line of the training loop, after the optimizer step",
+                )
 
     # Top-k
 

@@ -19,11 +19,11 @@ from delta_tracker.errors import (
     DirectoryReplacedError,
     FencedError,
     InvalidArgumentError,
-    MissingStepError,
     NameConflictError,
     NotDurableError,
     ReadOnlyStoreError,
     StorageError,
+    UnfinishedStepError,
     UnsafeStoreError,
 )
 from delta_tracker.stream import log as log_module
@@ -197,7 +197,7 @@ def test_a_private_directory_is_used_as_host_cache(tmp_path: Path, kind: str) ->
     assert job.is_served_by(model, job.serve(model, cache=HostCache(private)).sync())
 
 
-@pytest.mark.advice("MissingStepError: TrainingCuts.begin")
+@pytest.mark.advice("UnfinishedStepError: TrainingCuts.begin")
 def test_a_step_of_the_tracker_follows_that_of_the_optimizer(tmp_path: Path) -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -208,7 +208,7 @@ def test_a_step_of_the_tracker_follows_that_of_the_optimizer(tmp_path: Path) -> 
         for _ in range(2):
             model(torch.tensor([[3]])).sum().backward()
             optimizer.step()
-            refused(MissingStepError, publisher.publish, "tracker.step(), publisher.step()")
+            refused(UnfinishedStepError, publisher.publish, "tracker.step(), publisher.step()")
             tracker.step()
             publisher.publish()
 

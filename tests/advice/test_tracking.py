@@ -346,7 +346,7 @@ def test_what_cannot_be_tracked_is_skipped_or_replaced(two_ranks: RankPool, kind
 @pytest.mark.advice(
     "UnsupportedOptimizerError: refuse_unrecoverable",
     "UnsupportedTableError: _specs table_states",
-    "UpdateInProgressError: ConsumerHandle.wait_for_updates",
+    "UnfinishedStepError: ConsumerHandle.wait_for_updates",
 )
 @pytest.mark.parametrize("kind", ["counters", "state", "in progress"])
 def test_what_cannot_be_published_with_states_is_published_without(

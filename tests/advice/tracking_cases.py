@@ -26,10 +26,10 @@ from delta_tracker.errors import (
     PartialStateError,
     PublishError,
     RankMismatchError,
+    UnfinishedStepError,
     UnsupportedModuleError,
     UnsupportedOptimizerError,
     UnsupportedTableError,
-    UpdateInProgressError,
 )
 from delta_tracker.integrations.dcp import SavedCounters, SavedTracker
 from delta_tracker.predictor.targets import find_targets
@@ -274,7 +274,7 @@ def unrecoverable(rank: int, world_size: int, url: str, kind: str) -> None:
         with publish() as publisher:
             output = model(batch(spec, torch.Generator().manual_seed(1)))
             with mock.patch.object(training_cuts, "_UPDATE_SECONDS", 0.01):
-                refused(UpdateInProgressError, publisher.publish, "after the optimizer step")
+                refused(UnfinishedStepError, publisher.publish, "after the optimizer step")
             output.backward()
             optimizer.step()
             tracker.step()

@@ -15,8 +15,8 @@ from delta_tracker import ModelDeltaTracker
 from delta_tracker.errors import (
     InvalidArgumentError,
     RestoreMismatchError,
+    UnfinishedStepError,
     UnsupportedOptimizerError,
-    UpdateInProgressError,
 )
 from delta_tracker.sharding.discover import discover
 from delta_tracker.sharding.optimizer_rows import check_scalars, refuse_unrecoverable, write_scalars
@@ -160,7 +160,7 @@ def waiting(rank: int, world_size: int) -> None:
             output = model(batch(spec, generator))
         handle.wait_for_updates(0)
         output = model(batch(spec, generator))
-        with pytest.raises(UpdateInProgressError, match="before the backward pass"):
+        with pytest.raises(UnfinishedStepError, match="before the backward pass"):
             handle.wait_for_updates(0.005)
         del output
         handle.wait_for_updates(0)
@@ -191,7 +191,7 @@ def waiting(rank: int, world_size: int) -> None:
         is_inside.wait(20)
         try:
             handle.wait_for_updates(0.005)
-        except UpdateInProgressError as error:
+        except UnfinishedStepError as error:
             raised.append(str(error))
         is_free.set()
         handle.wait_for_updates(20)
