@@ -116,10 +116,10 @@ def kind_of(error: BaseException) -> tuple[object, ...]:
     match error:
         case MalformedError() | CorruptPartError():
             return type(error), error.path.partition("/")[0]
-        case TableMismatchError() | PartialRowsError():
-            return type(error), error.table
-        case DenseMismatchError():
+        case ModelMismatchError():
             return type(error), error.name
+        case PartialRowsError():
+            return type(error), error.table
         case PublishError():
             return type(error), error.rank
     return (type(error),)
@@ -1068,22 +1068,26 @@ class FoldedConstantError(DeltaTrackerError, ValueError):
         self.tensor = tensor
 
 
-class TableMismatchError(StreamError, ValueError):
-    """A table differs between the stream and the predictor's model; nothing was applied.
+class ModelMismatchError(StreamError, ValueError):
+    """A table or a dense tensor differs between the stream and the predictor's model; nothing was applied.
 
-    ``expected`` describes the table ``table`` in the stream, and ``found`` the one in the model. If the model lacks the
-    table, ``known`` lists the tables of the model.
+    ``kind`` is "table" or "dense tensor". ``expected`` describes ``name`` in the stream, and ``found`` in the model. If
+    the model lacks it, ``known`` lists the names in the model.
     """
 
-    def __init__(self, table: str, expected: str, found: str, known: Iterable[str] = ()) -> None:
-        self.table = table
-        self.expected = expected
+    def __init__(
+        self, name: str, expected: object, found: str, known: Iterable[str] = (), *, kind: str = "table"
+    ) -> None:
+        self.kind = kind
+        self.name = name
+        self.expected = str(expected)
         self.found = found
         self.known = tuple(known)
         names = f"; the model has: {_listed(self.known)}" if self.known else ""
         super().__init__(
-            f"table {table!r} is {expected} in the stream but {found} in the predictor's model{names}",
-            "Build the predictor's model with the trainer's tables, or map differing names: names={stream: model}",
+            f"{kind} {name!r} is {expected} in the stream but {found} in the predictor's model{names}",
+            "Build the predictor's model with the trainer's names and sizes, or map differing names: "
+            "names={stream: model}" + (", or pass dense=False" if kind == "dense tensor" else ""),
         )
 
 
@@ -1103,25 +1107,6 @@ class PartialRowsError(StreamError, ValueError):
             f"and the predictor must write the columns {needed!r} together",
             "Wait for the next snapshot, which has whole rows; publish column-wise tables without top-k and with fused "
             "kernels, or do not shard this one by columns",
-        )
-
-
-class DenseMismatchError(StreamError, ValueError):
-    """A dense tensor differs between the stream and the predictor's model; nothing was applied.
-
-    ``expected`` describes the tensor ``name`` in the stream, and ``found`` the one in the model. If the model lacks the
-    tensor, ``known`` lists the tensors of the model.
-    """
-
-    def __init__(self, name: str, expected: object, found: str, known: Iterable[str] = ()) -> None:
-        self.name = name
-        self.expected = str(expected)
-        self.found = found
-        self.known = tuple(known)
-        names = f"; the model has: {_listed(self.known)}" if self.known else ""
-        super().__init__(
-            f"dense tensor {name!r} is {expected} in the stream but {found} in the predictor's model{names}",
-            "Build the model with the trainer's names and shapes, map names={stream: model}, or pass dense=False",
         )
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from delta_tracker.errors import MalformedError, TableMismatchError
+from delta_tracker.errors import MalformedError, ModelMismatchError
 from delta_tracker.raw_ids import NO_OWNER, RawIdMap, check_owners
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.manifest import Manifest
@@ -129,5 +129,5 @@ def _change(fqn: str, raw_ids: RawIdMap, identity: Identity, slots: Tensor, owne
     admitted = changed[final[changed] != NO_OWNER]
     conflict = raw_ids.conflict(admitted + first, final[admitted]) if len(admitted) else ""
     if conflict:
-        raise TableMismatchError(fqn, "a table with raw ids", conflict)
+        raise ModelMismatchError(fqn, "a table with raw ids", conflict)
     return OwnerChange(fqn, raw_ids, identity, changed + first, live[changed], final)

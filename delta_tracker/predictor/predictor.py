@@ -271,8 +271,7 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
 
         Raises:
             InvalidArgumentError: if the thread is already running.
-            TableMismatchError, DenseMismatchError: if the newest version can be read within two seconds and does not
-                fit the model.
+            ModelMismatchError: if the newest version can be read within two seconds and does not fit the model.
         """
         self._follower.start(poll_seconds)
 

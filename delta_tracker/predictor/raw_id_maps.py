@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 from torch import nn
 
-from delta_tracker.errors import InvalidArgumentError, TableMismatchError
+from delta_tracker.errors import InvalidArgumentError, ModelMismatchError
 from delta_tracker.raw_id_index import RawIdIndex
 from delta_tracker.raw_ids import RawIdMap
 from delta_tracker.row_target import RowTarget
@@ -29,13 +29,13 @@ def find_maps(model: object, names: Mapping[str, str]) -> dict[str, tuple[RawIdM
 
 
 def check_hidden(manifest: Manifest, hidden: Collection[str], names: Mapping[str, str]) -> None:
-    """Raise TableMismatchError for a version with raw ids that would not change a mapping in a scripted module."""
+    """Raise ModelMismatchError for a version with raw ids that would not change a mapping in a scripted module."""
     left = sorted(set(hidden) - {names.get(name, name) for name in manifest.dense})
     if left and manifest.identities:
         fqn = next(iter(manifest.identities))
         found = f"with the mapping {left[0]!r} in a module that was scripted or traced"
         remedy = "Pass the model as it was before it was scripted or traced"
-        raise TableMismatchError(fqn, f"{manifest.tables[fqn]} with raw ids", found).advising(remedy)
+        raise ModelMismatchError(fqn, f"{manifest.tables[fqn]} with raw ids", found).advising(remedy)
 
 
 def check_indexes(indexes: object, tables: Mapping[str, RowTarget]) -> dict[str, RawIdIndex]:
@@ -50,7 +50,7 @@ def check_indexes(indexes: object, tables: Mapping[str, RowTarget]) -> dict[str,
 
 
 def check_maps(manifest: Manifest, maps: Mapping[str, tuple[RawIdMap, ...]]) -> None:
-    """Raise TableMismatchError for a version whose raw ids cannot be mapped as the trainer maps them.
+    """Raise ModelMismatchError for a version whose raw ids cannot be mapped as the trainer maps them.
 
     A table with raw ids needs mappings that serve its buckets and no other table; one without needs to have none.
     """
@@ -61,16 +61,16 @@ def check_maps(manifest: Manifest, maps: Mapping[str, tuple[RawIdMap, ...]]) -> 
         if identity is None:
             if found:
                 remedy = "Leave the table out of raw_ids, or build the predictor's model without its collision module"
-                raise TableMismatchError(fqn, f"{table} without raw ids", "with a mapping of raw ids").advising(remedy)
+                raise ModelMismatchError(fqn, f"{table} without raw ids", "with a mapping of raw ids").advising(remedy)
             continue
         expected = f"{table} with raw ids"
         if not found:
             remedy = f"Pass raw_ids={{{fqn!r}: RawIdIndex({table.num_rows})}}, or build the model as the trainer's"
-            raise TableMismatchError(fqn, expected, "without a mapping of raw ids").advising(remedy)
+            raise ModelMismatchError(fqn, expected, "without a mapping of raw ids").advising(remedy)
         for each in found:
             refusal = each.refusal(identity)
             if refusal:
-                raise TableMismatchError(fqn, expected, refusal)
+                raise ModelMismatchError(fqn, expected, refusal)
             shared = owners.setdefault(each.memory.data_ptr(), fqn)
             if shared != fqn or sum(each.memory.data_ptr() == other.memory.data_ptr() for other in found) > 1:
-                raise TableMismatchError(fqn, expected, f"with a mapping of raw ids shared with {shared!r}")
+                raise ModelMismatchError(fqn, expected, f"with a mapping of raw ids shared with {shared!r}")

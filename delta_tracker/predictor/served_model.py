@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from delta_tracker.errors import DenseMismatchError, InvalidArgumentError
+from delta_tracker.errors import InvalidArgumentError, ModelMismatchError
 from delta_tracker.predictor.identities import OwnerChange
 from delta_tracker.predictor.names import NameChoice, Names
 from delta_tracker.predictor.placement import Chunk, Placement, place
@@ -26,6 +26,8 @@ from delta_tracker.stream.format.manifest import DenseSpec, Manifest
 from delta_tracker.types import Identity
 
 _logger = logging.getLogger(__name__)
+
+_DENSE = "dense tensor"
 
 Model = nn.Module | Mapping[str, Tensor | RowTarget]
 
@@ -114,15 +116,15 @@ class ServedModel:
         for name, spec in specs.items():
             tensor = held.get(self._names.get(name, name))
             if tensor is None:
-                raise DenseMismatchError(name, spec, "missing", sorted(held))
+                raise ModelMismatchError(name, spec, "missing", sorted(held), kind=_DENSE)
             if (tensor.dtype, tuple(tensor.shape)) != (spec.dtype, spec.shape):
-                raise DenseMismatchError(name, spec, str(DenseSpec(tensor.dtype, tuple(tensor.shape))))
+                raise ModelMismatchError(name, spec, str(DenseSpec(tensor.dtype, tuple(tensor.shape))), kind=_DENSE)
             obstacle = obstacle_of(tensor)
             if obstacle:
-                raise DenseMismatchError(name, spec, obstacle).advising(WRITABLE)
+                raise ModelMismatchError(name, spec, obstacle, kind=_DENSE).advising(WRITABLE)
             shared = names.setdefault((tensor.device, tensor.data_ptr()), name) if tensor.numel() else name
             if shared != name:
-                raise DenseMismatchError(name, spec, f"in memory shared with {shared!r} (tied weights)")
+                raise ModelMismatchError(name, spec, f"in memory shared with {shared!r} (tied weights)", kind=_DENSE)
             found[name] = tensor.detach()
         return found
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from delta_tracker.errors import InvalidArgumentError, MalformedSinkError, TableMismatchError
+from delta_tracker.errors import InvalidArgumentError, MalformedSinkError, ModelMismatchError
 from delta_tracker.forking import Forkable, protect
 from delta_tracker.predictor.gauges import PredictorGauges
 from delta_tracker.predictor.identities import VersionOwners, identities_after, version_owners
@@ -132,7 +132,7 @@ class SinkWriter(Forkable):
         self._is_known = True
 
     def resolve(self, manifest: Manifest) -> Receiver:
-        """Return the tables of a version. Raise TableMismatchError if the stored ones of its stream differ."""
+        """Return the tables of a version. Raise ModelMismatchError if the stored ones of its stream differ."""
         held = self._held(manifest)
         if held is not None:
             missing = held.tables.keys() - manifest.tables.keys() if manifest.kind == "snapshot" else set()
@@ -375,15 +375,15 @@ _ANEW = "Pass a row store with another prefix or directory, or start a new strea
 
 
 def _check_table(fqn: str, manifest: Manifest, held: SinkState) -> None:
-    """Raise TableMismatchError if a table of a version differs from the one that the row store holds."""
+    """Raise ModelMismatchError if a table of a version differs from the one that the row store holds."""
     given, stored = manifest.tables.get(fqn), held.tables.get(fqn)
     if given is None or given != stored:
         found, known = (str(given or "missing"), str(stored or "missing")), sorted(held.tables)
-        raise TableMismatchError(fqn, *found, known).advising(_ANEW)
+        raise ModelMismatchError(fqn, *found, known).advising(_ANEW)
     if (fqn in manifest.identities) != (fqn in held.identities):
         texts = {True: f"{given} with raw ids", False: f"{given} without raw ids"}
         found = texts[fqn in manifest.identities], texts[fqn in held.identities]
-        raise TableMismatchError(fqn, *found).advising(_ANEW)
+        raise ModelMismatchError(fqn, *found).advising(_ANEW)
 
 
 def _defaults(identities: Mapping[str, Identity]) -> dict[str, tuple[int, ...]]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 
-from delta_tracker.errors import InvalidArgumentError, TableMismatchError
+from delta_tracker.errors import InvalidArgumentError, ModelMismatchError
 from delta_tracker.row_target import RowTarget, TensorTarget
 from delta_tracker.sharding.presence import has_fbgemm_tables
 from delta_tracker.stream.format.manifest import Manifest
@@ -76,7 +76,7 @@ def renamed(targets: dict[str, RowTarget], names: Mapping[str, str]) -> dict[str
 
 
 def check_targets(manifest: Manifest, targets: Mapping[str, RowTarget]) -> None:
-    """Raise TableMismatchError for the first table of a version that does not fit the model.
+    """Raise ModelMismatchError for the first table of a version that does not fit the model.
 
     It is missing, has another shape or dtype, cannot be written in place, or shares its memory with another table of
     the stream. A target whose block lies outside its table raises InvalidArgumentError.
@@ -84,14 +84,14 @@ def check_targets(manifest: Manifest, targets: Mapping[str, RowTarget]) -> None:
     for fqn, table in manifest.tables.items():
         target = targets.get(fqn)
         if target is None:
-            raise TableMismatchError(fqn, str(table), "missing", sorted(targets))
+            raise ModelMismatchError(fqn, str(table), "missing", sorted(targets))
         dtype = target.dtype or table.dtype
         if (target.num_rows, target.dim, dtype) != (table.num_rows, table.dim, table.dtype):
             found = f"{target.num_rows} x {target.dim} {str(dtype).removeprefix('torch.')}"
-            raise TableMismatchError(fqn, str(table), found)
+            raise ModelMismatchError(fqn, str(table), found)
         ShardSpec(table, target.rows[0], target.rows[1] - target.rows[0], target.columns)
         if isinstance(target, TensorTarget) and target.obstacle:
-            raise TableMismatchError(fqn, str(table), target.obstacle).advising(target.remedy)
+            raise ModelMismatchError(fqn, str(table), target.obstacle).advising(target.remedy)
     _refuse_shared_memory(manifest, targets)
 
 
@@ -108,7 +108,7 @@ def _refuse_shared_memory(manifest: Manifest, targets: Mapping[str, RowTarget]) 
         if begin < end and device == other_device:
             remedy = f"Name {other!r} or {fqn!r} in fqns_to_skip of the trainer's tracker, or give each its own memory"
             shared = f"in memory shared with {fqn!r} (tied weights)"
-            raise TableMismatchError(other, str(manifest.tables[other]), shared).advising(remedy)
+            raise ModelMismatchError(other, str(manifest.tables[other]), shared).advising(remedy)
 
 
 def _span(tensor: Tensor) -> tuple[str, int, int]:

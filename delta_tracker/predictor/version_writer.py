@@ -45,7 +45,7 @@ class Destination(Positioned, Protocol):
         """Restore the stream position; see :meth:`Predictor.load_state_dict`."""
 
     def resolve(self, manifest: Manifest) -> Receiver:
-        """Return what a version is written to. Raise TableMismatchError or DenseMismatchError if it does not fit."""
+        """Return what a version is written to. Raise ModelMismatchError if it does not fit."""
 
     def leaves_rows(self, manifest: Manifest) -> bool:
         """Return True if rows of a replaced version may remain once ``manifest`` is applied; see :func:`replaces`."""

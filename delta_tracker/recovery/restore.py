@@ -89,7 +89,7 @@ def restore(  # noqa: PLR0913  all but two have a default
     Raises:
         NotRecoverableError: if the stream has no such version with states, or a needed object is missing. If no version
             was published yet, it is raised on all ranks, and its ``version`` is None.
-        RestoreMismatchError, TableMismatchError: if the version does not fit the job.
+        RestoreMismatchError, ModelMismatchError: if the version does not fit the job.
         InvalidArgumentError: if an argument is invalid, the model was not trained as above, or an update runs.
         UnsupportedModuleError, UnsupportedOptimizerError: if a part of the model cannot be restored.
         ReservedConsumerError: if a consumer of the tracker is reserved, for example by a publisher.

@@ -164,7 +164,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
             TakeoverFailedError: if the takeover failed after the claim. Call :meth:`take_over` or this method again.
             InvalidArgumentError: if ``silence`` is invalid or below the time between two heartbeats of the publisher,
                 if a serving stream is missing or is not the trainer's, or if this job has taken over already.
-            RestoreMismatchError, TableMismatchError: if the stream does not fit the job.
+            RestoreMismatchError, ModelMismatchError: if the stream does not fit the job.
             RestoreFailedError: if another rank raised one of these errors.
             RankLostError: if a rank dies, is interrupted, or does not make the call in time.
         """

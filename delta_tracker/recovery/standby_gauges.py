@@ -19,7 +19,7 @@ _FAILURES = (
     errors.RestoreMismatchError,
     errors.StorageError,
     errors.StreamReplacedError,
-    errors.TableMismatchError,
+    errors.ModelMismatchError,
     errors.UnsafeStoreError,
     errors.UnsupportedModuleError,
     errors.UnsupportedOptimizerError,

@@ -14,13 +14,12 @@ from torch import nn
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher, RawIdIndex, Storage
 from delta_tracker.errors import (
     CorruptPartError,
-    DenseMismatchError,
     MalformedError,
     MissingVersionError,
+    ModelMismatchError,
     NoSnapshotError,
     PartialRowsError,
     StreamReplacedError,
-    TableMismatchError,
     WaitTimeoutError,
 )
 from delta_tracker.sinks.lmdb import LmdbSink
@@ -47,7 +46,7 @@ def _expanded() -> nn.Module:
     return model
 
 
-@pytest.mark.advice("TableMismatchError: check_targets")
+@pytest.mark.advice("ModelMismatchError: check_targets")
 @pytest.mark.parametrize(
     ("build", "words", "repair"),
     [
@@ -63,14 +62,14 @@ def test_a_model_that_cannot_be_written_is_made_writable(
     job = Job(tmp_path)
     model = build()
     predictor = job.serve(model)
-    refused(TableMismatchError, predictor.sync, words)
+    refused(ModelMismatchError, predictor.sync, words)
     repaired = repair(model)
     if repaired is not model:
         predictor = job.serve(repaired)
     assert job.is_served_by(repaired, predictor.sync())
 
 
-@pytest.mark.advice("DenseMismatchError: ServedModel._dense")
+@pytest.mark.advice("ModelMismatchError: ServedModel._dense")
 @pytest.mark.parametrize("state", ["missing", "shape", "meta", "tied"])
 def test_a_dense_tensor_that_differs_is_mapped_or_left_out(tmp_path: Path, state: str) -> None:
     job = Job(
@@ -86,7 +85,7 @@ def test_a_dense_tensor_that_differs_is_mapped_or_left_out(tmp_path: Path, state
     }[state]()
     if state == "tied":
         served[2].weight = served[1].weight
-    refused(DenseMismatchError, job.serve(served).sync, "to_empty(device=...)" if state == "meta" else "dense=False")
+    refused(ModelMismatchError, job.serve(served).sync, "to_empty(device=...)" if state == "meta" else "dense=False")
     if state == "missing":
         assert job.serve(served, names={"1.weight": "3.weight"}).sync() == 1
         assert torch.equal(served[3].weight, job.model[1].weight)
@@ -99,23 +98,23 @@ def test_a_dense_tensor_that_differs_is_mapped_or_left_out(tmp_path: Path, state
         assert torch.equal(served[0].weight, job.model[0].weight)
 
 
-@pytest.mark.advice("TableMismatchError: check_targets")
+@pytest.mark.advice("ModelMismatchError: check_targets")
 def test_a_table_of_another_name_is_mapped(tmp_path: Path) -> None:
     job = Job(tmp_path)
     model = nn.Sequential(nn.Identity(), nn.EmbeddingBag(20, 4))
-    refused(TableMismatchError, job.serve(model).sync, "names={stream: model}")
+    refused(ModelMismatchError, job.serve(model).sync, "names={stream: model}")
     assert job.serve(model, names={"0": "1"}).sync() == 1
     assert torch.equal(model[1].weight, job.model[0].weight)
 
 
-@pytest.mark.advice("TableMismatchError: _refuse_shared_memory")
+@pytest.mark.advice("ModelMismatchError: _refuse_shared_memory")
 @pytest.mark.parametrize("way", ["own memory", "fqns_to_skip"])
 def test_tied_tables_are_separated_or_named_in_fqns_to_skip(tmp_path: Path, way: str) -> None:
     job = Job(tmp_path, small_model(2))
     model = small_model(2)
     model[1].weight = model[0].weight
     predictor = job.serve(model)
-    refused(TableMismatchError, predictor.sync, "fqns_to_skip", "own memory")
+    refused(ModelMismatchError, predictor.sync, "fqns_to_skip", "own memory")
     if way == "own memory":
         model[1].weight = nn.Parameter(torch.zeros(20, 4))
         assert job.is_served_by(model, job.serve(model).sync())
@@ -126,15 +125,15 @@ def test_tied_tables_are_separated_or_named_in_fqns_to_skip(tmp_path: Path, way:
         assert torch.equal(model[0].weight, job.model[0].weight)
 
 
-@pytest.mark.advice("TableMismatchError: check_maps")
+@pytest.mark.advice("ModelMismatchError: check_maps")
 def test_an_index_of_raw_ids_is_left_out_where_there_are_none(tmp_path: Path) -> None:
     job = Job(tmp_path)
     model = small_model()
-    refused(TableMismatchError, job.serve(model, raw_ids={"0": RawIdIndex(20)}).sync, "Leave the table out of raw_ids")
+    refused(ModelMismatchError, job.serve(model, raw_ids={"0": RawIdIndex(20)}).sync, "Leave the table out of raw_ids")
     assert job.is_served_by(model, job.serve(model).sync())
 
 
-@pytest.mark.advice("TableMismatchError: _check_table")
+@pytest.mark.advice("ModelMismatchError: _check_table")
 def test_a_row_store_of_another_table_is_replaced(tmp_path: Path) -> None:
     writer = Writer(Storage("memory://"))
     writer.snapshot()
@@ -142,7 +141,7 @@ def test_a_row_store_of_another_table_is_replaced(tmp_path: Path) -> None:
         predictor.sync()
         writer.table, writer.spec, writer.columns = torch.ones(20, 8), TableSpec(FQN, 20, 8, torch.float32), ((0, 8),)
         writer.snapshot()
-        refused(TableMismatchError, predictor.sync, "another prefix or directory")
+        refused(ModelMismatchError, predictor.sync, "another prefix or directory")
     with Predictor(LmdbSink(str(tmp_path / "others")), writer.storage) as predictor:
         assert predictor.sync() == 2
 

@@ -257,7 +257,7 @@ def _empty(fleet: Fleet, begin: int) -> None:
 
 
 def _follow_fails(fleet: Fleet, begin: int) -> None:
-    labels = {"reason": "TableMismatchError"}
+    labels = {"reason": "ModelMismatchError"}
     _from(fleet, begin, "follow_errors", _FIRST, _PREDICTOR, labels, value=lambda place: 3.0 * place)
     _no_versions(fleet, begin, _FIRST)
     for name, factor in (("predictor_lag_versions", 0.5), ("predictor_lag_seconds", INTERVAL_SECONDS)):
@@ -320,7 +320,7 @@ CASES = (
         fault="version does not fit",
         happen=_follow_fails,
         fires={
-            "FollowFails": [{**_FIRST, **_PREDICTOR, "reason": "TableMismatchError"}],
+            "FollowFails": [{**_FIRST, **_PREDICTOR, "reason": "ModelMismatchError"}],
             "ServedRowsOld": [{**_FIRST, **_PREDICTOR}],
             "PredictorStale": [{**_FIRST, **_PREDICTOR}],
         },

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from delta_tracker import Predictor
-from delta_tracker.errors import DenseMismatchError, StreamError, TableMismatchError
+from delta_tracker.errors import ModelMismatchError, StreamError
 from delta_tracker.row_target import TensorTarget
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.storage.storage import Storage
@@ -131,7 +131,7 @@ class Follower:
         end = self.storage.count() + num_requests
         try:
             self.predictor.follow(poll_seconds=1e-6)
-        except (TableMismatchError, DenseMismatchError):
+        except ModelMismatchError:
             self.check()
             return
         eventually(lambda: self.storage.count() >= end or not self._is_following)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from delta_tracker import Predictor, RawIdIndex
-from delta_tracker.errors import InvalidArgumentError, MalformedError, TableMismatchError
+from delta_tracker.errors import InvalidArgumentError, MalformedError, ModelMismatchError
 from delta_tracker.predictor.identities import identities_after
 from delta_tracker.predictor.served_model import Receiver
 from delta_tracker.raw_ids import NO_OWNER, bucket_of, defaults_of
@@ -87,9 +87,9 @@ def test_other_arguments_are_refused(raw_ids: Any) -> None:
 def test_a_table_with_raw_ids_needs_a_mapping() -> None:
     history = _history()
     predictor = _predictor(history)
-    with pytest.raises(TableMismatchError, match="without a mapping of raw ids"):
+    with pytest.raises(ModelMismatchError, match="without a mapping of raw ids"):
         predictor.sync()
-    with pytest.raises(TableMismatchError, match="without a mapping of raw ids"):
+    with pytest.raises(ModelMismatchError, match="without a mapping of raw ids"):
         predictor.follow()
     assert predictor.version is None
 
@@ -97,7 +97,7 @@ def test_a_table_with_raw_ids_needs_a_mapping() -> None:
 def test_an_index_of_another_size_is_refused() -> None:
     history = _history()
     predictor = _predictor(history, raw_ids={FQN: RawIdIndex(history.num_rows + 1)})
-    with pytest.raises(TableMismatchError, match=f"RawIdIndex of {history.num_rows + 1} rows"):
+    with pytest.raises(ModelMismatchError, match=f"RawIdIndex of {history.num_rows + 1} rows"):
         predictor.sync()
 
 
@@ -105,7 +105,7 @@ def test_a_table_without_raw_ids_refuses_an_index() -> None:
     writer = Writer(Storage("memory://"))
     writer.snapshot()
     predictor = Predictor({FQN: writer.table.clone()}, writer.storage, raw_ids={FQN: RawIdIndex(20)})
-    with pytest.raises(TableMismatchError, match="without raw ids in the stream but with a mapping"):
+    with pytest.raises(ModelMismatchError, match="without raw ids in the stream but with a mapping"):
         predictor.sync()
 
 
@@ -123,7 +123,7 @@ def test_an_index_may_not_serve_two_tables() -> None:
     )
     tables = {fqn: torch.zeros(history.num_rows, DIM) for fqn in both.tables}
     shared = Predictor(tables, history.storage, raw_ids=dict.fromkeys(tables, index))
-    with pytest.raises(TableMismatchError, match=f"shared with '{FQN}'"):
+    with pytest.raises(ModelMismatchError, match=f"shared with '{FQN}'"):
         shared._destination.resolve(both)
 
 

@@ -21,10 +21,10 @@ from delta_tracker.errors import (
     InvalidArgumentError,
     MalformedError,
     MissingVersionError,
+    ModelMismatchError,
     NoSnapshotError,
     StorageError,
     StreamReplacedError,
-    TableMismatchError,
 )
 from delta_tracker.row_target import TensorTarget
 from delta_tracker.stream import log as log_module
@@ -131,9 +131,9 @@ def test_half_precision_is_bit_exact(tmp_path: Path) -> None:
 def test_another_table_is_refused(writer: Writer, model: dict[str, torch.Tensor], found: str) -> None:
     writer.snapshot()
     predictor = Predictor(model, writer.storage)
-    with pytest.raises(TableMismatchError, match="20 x 4 float32 in the stream") as caught:
+    with pytest.raises(ModelMismatchError, match="20 x 4 float32 in the stream") as caught:
         predictor.sync()
-    assert (caught.value.table, caught.value.found) == (FQN, found)
+    assert (caught.value.name, caught.value.found) == (FQN, found)
     assert "names={stream: model}" in caught.value.remedy
     assert predictor.version is None
     assert all(not tensor.any() for tensor in model.values())
@@ -406,7 +406,7 @@ def test_a_table_that_cannot_be_written_is_refused_before_any_row_is(tmp_path: P
         "sparse": torch.zeros(20, 4).to_sparse(),
     }[kind]
     predictor = Predictor({"other": memory[:20], FQN: table}, writer.storage)
-    with pytest.raises(TableMismatchError):
+    with pytest.raises(ModelMismatchError):
         predictor.sync()
     assert predictor.version is None
     assert not memory.any()

@@ -15,11 +15,11 @@ from delta_tracker import Predictor
 from delta_tracker.errors import (
     InvalidArgumentError,
     MalformedSinkError,
+    ModelMismatchError,
     PartialRowsError,
     SinkError,
     StreamError,
     StreamReplacedError,
-    TableMismatchError,
 )
 from delta_tracker.raw_ids import NO_OWNER, defaults_of
 from delta_tracker.row_sink import SinkState
@@ -429,7 +429,7 @@ def test_a_table_that_changes_within_a_stream_is_refused() -> None:
     ):
         stored.states[state.stream] = replace(state, tables=tables).to_json()
         writer.snapshot()
-        with pytest.raises(TableMismatchError, match="in the stream but"):
+        with pytest.raises(ModelMismatchError, match="in the stream but"):
             Predictor(MemorySink(stored), writer.storage).sync()
     assert stored.num_operations == operations
 

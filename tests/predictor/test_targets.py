@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from delta_tracker.errors import InvalidArgumentError, TableMismatchError
+from delta_tracker.errors import InvalidArgumentError, ModelMismatchError
 from delta_tracker.predictor.targets import check_targets, find_targets, renamed
 from delta_tracker.row_target import Region, RowTarget, TensorTarget
 from delta_tracker.stream.format.manifest import Manifest
@@ -72,7 +72,7 @@ def test_a_target_outside_its_table_is_refused(rows: tuple[int, int], columns: t
 )
 def test_another_table_is_refused(manifest: Manifest, found: str) -> None:
     for target in (TensorTarget.of(torch.zeros(20, 4)), _Sink()):
-        with pytest.raises(TableMismatchError) as caught:
+        with pytest.raises(ModelMismatchError) as caught:
             check_targets(manifest, {"a": target})
         assert caught.value.found == found
 
@@ -82,7 +82,7 @@ def test_regions_of_one_table_may_lie_side_by_side_in_memory_but_not_overlap_ano
     regions = [Region((0, 10), (0, 4), memory[0, :10]), Region((10, 20), (0, 4), memory[0, 10:])]
     good = {"a": TensorTarget(20, 4, torch.float32, regions), "b": TensorTarget.of(memory[1])}
     check_targets(_manifest("a", "b"), good)
-    with pytest.raises(TableMismatchError, match="tied"):
+    with pytest.raises(ModelMismatchError, match="tied"):
         check_targets(_manifest("a", "b"), good | {"b": TensorTarget.of(memory.view(-1, 4)[15:35])})
 
 

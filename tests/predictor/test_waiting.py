@@ -17,7 +17,7 @@ from delta_tracker.errors import (
     FollowEndedError,
     HeldVersionError,
     InvalidArgumentError,
-    TableMismatchError,
+    ModelMismatchError,
     WaitTimeoutError,
 )
 from tests.predictor.serving import eventually
@@ -138,17 +138,17 @@ def test_the_last_error_is_in_the_message(writer: Writer) -> None:
     writer.delta([1])
     eventually(lambda: predictor.error is not None)
     with pytest.raises(
-        WaitTimeoutError, match=r"holds version 1; the last attempt failed: TableMismatchError: "
+        WaitTimeoutError, match=r"holds version 1; the last attempt failed: ModelMismatchError: "
     ) as error:
         predictor.wait(2, timeout=0.01)
     assert (error.value.wanted, error.value.version) == (2, 1)
     assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
-    with pytest.raises(TableMismatchError):
+    with pytest.raises(ModelMismatchError):
         predictor.stop()
 
 
 def _refuse(*_: object) -> None:
-    raise TableMismatchError(FQN, "5 x 4", "missing")
+    raise ModelMismatchError(FQN, "5 x 4", "missing")
 
 
 def test_an_error_that_ends_the_thread_ends_it(writer: Writer) -> None:

@@ -298,9 +298,8 @@ def in_progress(rank: int, world_size: int, root: str) -> None:
     assert figures.of("publish_failures", **failures) == 1
     failed = _raised(trainer.publisher.publish, seconds=0.01)
     assert isinstance(failed, UnfinishedStepError)
-    assert failed.reason.endswith(f" within {training_cuts._AGAIN_SECONDS:g} s"), (
-        "this thread holds the graph while it waits"
-    )
+    expected = f" within {training_cuts._AGAIN_SECONDS:g} s"
+    assert failed.reason.endswith(expected), "this thread holds the graph while it waits"
     del output
     gc.collect()
     failed = _raised(trainer.publisher.publish, seconds=0.01)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from delta_tracker import Gate, Predictor, Storage
-from delta_tracker.errors import CorruptPartError, DenseMismatchError, InvalidArgumentError
+from delta_tracker.errors import CorruptPartError, InvalidArgumentError, ModelMismatchError
 from tests.stream.streams import FQN, Writer
 
 
@@ -71,7 +71,7 @@ def test_dense_tensors_that_cannot_be_written_are_refused_before_any_row(writer:
     shared = torch.zeros(3)
     for other in (torch.zeros(1).expand(3), torch.empty(3, device="meta"), shared):
         model = writer.model() | {"a": shared, "b": other}
-        with pytest.raises(DenseMismatchError, match="'b'"):
+        with pytest.raises(ModelMismatchError, match="'b'"):
             Predictor(model, writer.storage).sync()
         assert bool((model[FQN] == -1).all())
         assert not shared.any()

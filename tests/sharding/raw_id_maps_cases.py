@@ -21,7 +21,7 @@ from torchrec.modules.mc_modules import (
 )
 
 from delta_tracker import Predictor
-from delta_tracker.errors import TableMismatchError
+from delta_tracker.errors import ModelMismatchError
 from tests.models import with_kernel
 from tests.predictor.identity_histories import DIM, FQN, History
 
@@ -91,6 +91,6 @@ def refusal(rank: int, world_size: int, num_buckets: int) -> str:
     predictor = Predictor(model, history.storage, names={FQN: "mc._embedding_module.embeddings.t"}, dense=False)
     try:
         predictor.sync()
-    except TableMismatchError as error:
+    except ModelMismatchError as error:
         return error.found
     return ""

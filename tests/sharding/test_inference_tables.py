@@ -17,7 +17,7 @@ from torchrec.quant.embedding_modules import (
 )
 
 from delta_tracker import Predictor
-from delta_tracker.errors import PartialRowsError, TableMismatchError
+from delta_tracker.errors import ModelMismatchError, PartialRowsError
 from delta_tracker.predictor.placement import place
 from delta_tracker.predictor.targets import check_targets, find_targets
 from delta_tracker.stream.format.block_rows import BlockRows
@@ -212,7 +212,7 @@ def test_rows_without_a_place_are_refused_before_any_is_written(how: str, found:
     manifest = Manifest(
         stream="", generation=0, writer="", version=0, kind="delta", created=0.0, tables={spec.fqn: spec}
     )
-    with pytest.raises(TableMismatchError, match=found):
+    with pytest.raises(ModelMismatchError, match=found):
         check_targets(manifest, find_targets(model))
 
 

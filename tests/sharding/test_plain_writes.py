@@ -16,7 +16,7 @@ from torch import Tensor, multiprocessing, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from delta_tracker import Cadence, Encoding, ModelDeltaTracker, Predictor, Publisher, Storage, restore
-from delta_tracker.errors import InvalidArgumentError, TableMismatchError, UnsupportedTableError
+from delta_tracker.errors import InvalidArgumentError, ModelMismatchError, UnsupportedTableError
 from delta_tracker.publisher.cadence import Pace
 from delta_tracker.sharding import step_hook
 from delta_tracker.sharding.step_hook import StepHook
@@ -282,7 +282,7 @@ def test_tied_weights_of_a_predictor_are_refused_with_what_the_trainer_must_do()
     with Publisher(ModelDeltaTracker(model), storage) as publisher:
         publisher.snapshot()
     served = copy.deepcopy(model)
-    with pytest.raises(TableMismatchError, match="fqns_to_skip"):
+    with pytest.raises(ModelMismatchError, match="fqns_to_skip"):
         Predictor(served, storage).sync()
     other = Storage("memory://")
     with Publisher(ModelDeltaTracker(model, fqns_to_skip=["b"]), other) as publisher:

@@ -40,7 +40,7 @@ from torchrec.quant.embedding_modules import (
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from delta_tracker import Predictor
-from delta_tracker.errors import InvalidArgumentError, TableMismatchError
+from delta_tracker.errors import InvalidArgumentError, ModelMismatchError
 from delta_tracker.predictor.raw_id_maps import find_maps
 from delta_tracker.raw_id_index import RawIdIndex
 from delta_tracker.raw_ids import NO_OWNER, bucket_of
@@ -267,7 +267,7 @@ def test_quantized_tables(num_shards: int) -> None:
 def test_quantized_tables_of_several_shards_are_refused() -> None:
     history = _history(2)
     predictor = _predictor(_quantized(history, 2), history, "mc.embeddings.t")
-    with pytest.raises(TableMismatchError, match="quantized in 2 shards"):
+    with pytest.raises(ModelMismatchError, match="quantized in 2 shards"):
         predictor.sync()
 
 
@@ -309,7 +309,7 @@ def test_one_module_of_two_tables_is_refused() -> None:
             "identities": dict.fromkeys(tables, manifest.identities[FQN]),
         }
     )
-    with pytest.raises(TableMismatchError, match="shared with"):
+    with pytest.raises(ModelMismatchError, match="shared with"):
         predictor._destination.resolve(both_tables)
 
 
@@ -427,7 +427,7 @@ def test_a_hash_module_finds_its_raw_ids() -> None:
     assert torch.equal(bucket_of(_HASHED, known), home[known] // 4)
 
 
-@pytest.mark.advice("TableMismatchError: _change")
+@pytest.mark.advice("ModelMismatchError: _change")
 def test_a_predictor_of_a_hash_module() -> None:
     history = History(0, 2, num_rows=8, hash_size=100, has_defaults=False)
     model = _Model(_hash())
@@ -458,7 +458,7 @@ def test_a_predictor_of_a_hash_module() -> None:
     history.changed |= {0, 1}
     history._commit("delta", [], [0, 1])
     other = _predictor(_Model(_hash(max_probe=1)), history)
-    with pytest.raises(TableMismatchError, match="max_probe=1"):
+    with pytest.raises(ModelMismatchError, match="max_probe=1"):
         other.sync()
     assert other.version == history.version - 1
     assert predictor.sync() == history.version
@@ -533,7 +533,7 @@ class _Lookups(nn.Module):
 _Lookups.forward.__annotations__.update({"features": KeyedJaggedTensor, "return": Tensor})  # TorchScript needs types
 
 
-@pytest.mark.advice("TableMismatchError: check_hidden")
+@pytest.mark.advice("ModelMismatchError: check_hidden")
 @pytest.mark.parametrize("is_hash", [False, True])
 @pytest.mark.parametrize("is_scripted", [False, True])
 @pytest.mark.parametrize("has_index", [False, True])
@@ -550,7 +550,7 @@ def test_traced_and_scripted_models_are_refused(is_hash: bool, is_scripted: bool
     name = "mc._embedding_module.embeddings.t"
     raw_ids = {FQN: RawIdIndex(8)} if has_index else None
     predictor = Predictor(model, history.storage, names={FQN: name}, dense=False, raw_ids=raw_ids)
-    with pytest.raises(TableMismatchError, match=r"modules\.t\..* scripted or traced.*Pass the model as it was before"):
+    with pytest.raises(ModelMismatchError, match=r"modules\.t\..* scripted or traced.*Pass the model as it was before"):
         predictor.sync()
     assert predictor.version is None
     if not (is_hash or has_index):

@@ -12,17 +12,16 @@ from dataclasses import replace
 from itertools import takewhile
 
 from delta_tracker.errors import (
-    DenseMismatchError,
     HeldVersionError,
     MalformedError,
     MissingVersionError,
+    ModelMismatchError,
     NoSnapshotError,
     OlderCopyError,
     StaleCacheError,
     StorageError,
     StreamError,
     StreamReplacedError,
-    TableMismatchError,
 )
 from delta_tracker.stream.entry_names import Merged
 from delta_tracker.stream.format.manifest import Manifest
@@ -359,7 +358,7 @@ def _newest(log: SeenLog, view: View, found: Iterable[Manifest], cause: StreamEr
         if fault is None:
             rule = Rule.START if cause is None else Rule.RESYNC
             return Apply(log.number, (snapshot,), rule, cause, is_elsewhere=cause is not None)
-        if isinstance(fault, TableMismatchError | DenseMismatchError):
+        if isinstance(fault, ModelMismatchError):
             raise fault  # with an older one, the mismatch would remain unnoticed
         if isinstance(fault, StorageError) and view.is_patient:
             raise fault

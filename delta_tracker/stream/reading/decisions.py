@@ -8,14 +8,13 @@ from typing import ClassVar
 
 from delta_tracker.errors import (
     CorruptPartError,
-    DenseMismatchError,
     HeldVersionError,
     MalformedError,
     MissingVersionError,
+    ModelMismatchError,
     PartialRowsError,
     StreamError,
     StreamReplacedError,
-    TableMismatchError,
 )
 from delta_tracker.stream.format.manifest import Link, Manifest
 from delta_tracker.stream.pin import Pin
@@ -25,7 +24,7 @@ from delta_tracker.stream.reading.seen import Look, SeenLog
 CACHE_FAULTS = (CorruptPartError, MalformedError, MissingVersionError, StreamReplacedError)
 """Faults that a cache can cause: an old 404, a short or damaged object, or objects of a stream that was replaced."""
 
-OF_ALL_URLS = (DenseMismatchError, HeldVersionError, PartialRowsError, TableMismatchError)
+OF_ALL_URLS = (HeldVersionError, ModelMismatchError, PartialRowsError)
 """Faults of an entry that does not fit the reader, whichever url it is read from."""
 
 FAULTS = (*CACHE_FAULTS, *OF_ALL_URLS)
