@@ -76,7 +76,7 @@ def unraised(error: _Error) -> _Error:
         copied = error
     if type(copied) is not type(error) or str(copied) != str(error):
         copied = error
-    cause = error.__cause__ if isinstance(error, _CausedError) else None
+    cause = error.__cause__ if isinstance(error, FollowEndedError) else None
     copied.__traceback__ = copied.__context__ = None
     copied.__cause__ = None if cause is None else unraised(cause)
     _remove_tracebacks(_held(copied))
@@ -938,44 +938,6 @@ class ForkedError(StreamError, RuntimeError):
         super().__init__(f"this process was forked while follow() ran in its parent: {problem}", remedy)
 
 
-class _CausedError(StreamError, RuntimeError):
-    """Base class of the errors whose ``__cause__`` is part of the error.
-
-    A copy has the same cause. A pickled or deeply copied error has a copy of it, or None if pickle cannot copy it, such
-    as an exception whose constructor takes other arguments. The message always names the type and text of the cause.
-    """
-
-    def __init__(self, problem: str, remedy: str, cause: BaseException) -> None:
-        super().__init__(problem, remedy)
-        self.__cause__ = cause
-
-    def __copy__(self) -> Self:
-        copied = self._with(self.args, vars(self))
-        copied.__cause__ = self.__cause__
-        return copied
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Return the function that rebuilds the error and its arguments, for pickle and deepcopy."""
-        return _rebuilt_with_cause, (type(self), self.args, vars(self), _picklable(self.__cause__))
-
-
-def _rebuilt_with_cause(
-    kind: type[_CausedError], args: tuple[Any, ...], fields: Mapping[str, Any], cause: BaseException | None
-) -> _CausedError:
-    error = kind._with(args, fields)  # noqa: SLF001  as in _rebuilt
-    error.__cause__ = cause
-    return error
-
-
-def _picklable(error: BaseException | None) -> BaseException | None:
-    """Return ``error``, or None if pickle cannot save and load it."""
-    try:
-        pickle.loads(pickle.dumps(error))  # noqa: S301  the bytes are this process's own
-    except Exception:  # noqa: BLE001  the constructor of any class may run
-        return None
-    return error
-
-
 class WaitTimeoutError(StreamError, TimeoutError):
     """``Predictor.wait`` ended before the version was applied.
 
@@ -996,26 +958,41 @@ class WaitTimeoutError(StreamError, TimeoutError):
         self.version = version
 
 
-class FollowEndedError(_CausedError):
+class FollowEndedError(StreamError, RuntimeError):
     """The thread of ``Predictor.follow`` ended because of an exception, which is ``__cause__``.
 
-    If pickle cannot copy the exception, ``__cause__`` is None in a process that receives this error.
+    A copy has the same cause. A pickled or deeply copied error has a copy of it, or None if pickle cannot copy it, such
+    as an exception whose constructor takes other arguments. The message always names the type and text of the cause.
     """
 
     def __init__(self, cause: BaseException) -> None:
         problem = f"the thread of follow() ended: {type(cause).__name__}: {cause}"
-        super().__init__(problem, "Call follow() again", cause)
+        super().__init__(problem, "Call follow() again")
+        self.__cause__ = cause
+
+    def __copy__(self) -> Self:
+        copied = self._with(self.args, vars(self))
+        copied.__cause__ = self.__cause__
+        return copied
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return the function that rebuilds the error and its arguments, for pickle and deepcopy."""
+        return _follow_ended, (self.args, vars(self), _picklable(self.__cause__))
 
 
-class PanicError(_CausedError):
-    """A predictor called Rust code that panicked, for example in a ``RowTarget``. ``__cause__`` is the panic.
+def _follow_ended(args: tuple[Any, ...], fields: Mapping[str, Any], cause: BaseException | None) -> FollowEndedError:
+    error = FollowEndedError._with(args, fields)  # noqa: SLF001  as in _rebuilt
+    error.__cause__ = cause
+    return error
 
-    If pickle cannot copy the panic, ``__cause__`` is None in a process that receives this error.
-    """
 
-    def __init__(self, panic: BaseException) -> None:
-        problem = f"Rust code panicked: {type(panic).__name__}: {panic}"
-        super().__init__(problem, "Report it to the authors of that package; follow() retries", panic)
+def _picklable(error: BaseException | None) -> BaseException | None:
+    """Return ``error``, or None if pickle cannot save and load it."""
+    try:
+        pickle.loads(pickle.dumps(error))  # noqa: S301  the bytes are this process's own
+    except Exception:  # noqa: BLE001  the constructor of any class may run
+        return None
+    return error
 
 
 SINK_CLOSED = "the sink is closed", "Call open() first"

@@ -16,7 +16,7 @@ from delta_tracker import errors
 _ROOT = Path(__file__).parent.parent
 _PACKAGE = _ROOT / "delta_tracker"
 _TESTS_OF_TYPES = {"isinstance", "issubclass", "suppress"}
-_BASES = {"DeltaTrackerError", "CheckpointError", "_CausedError"}
+_BASES = {"DeltaTrackerError", "CheckpointError"}
 
 ERRORS = {
     name: kind

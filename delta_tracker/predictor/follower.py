@@ -17,7 +17,6 @@ from delta_tracker.errors import (
     HeldVersionError,
     InvalidArgumentError,
     NoSnapshotError,
-    PanicError,
     StaleCacheError,
     StreamError,
     is_panic,
@@ -363,7 +362,8 @@ class Follower:
         except BaseException as error:
             if not is_panic(error):
                 raise
-            self._failed(run, PanicError(error))
+            problem = f"Rust code panicked: {type(error).__name__}: {error}"
+            self._failed(run, StreamError(problem, "Report it to the authors of that package; follow() retries"))
         return False
 
     def _failed(self, run: _Run, error: Exception) -> None:
