@@ -63,31 +63,23 @@ def merged(rank: int, world_size: int) -> dict[str, Any]:
         "p99": figures["histogram"].value("p99"),
         "rows": figures["rows"].value("sum"),
         "collectives": collective.call_count,
-        **{f"metric {name}": float(metric.merge_ranks()) for name, metric in metrics.items()},
+        **{f"metric {name}": float(metric.compute()) for name, metric in metrics.items()},
         "exact cat": float(exact.compute()),
     }
 
 
 class Total(torchmetrics.Metric):
-    """A sum of integers, which optionally keeps all of them."""
+    """A sum of integers."""
 
-    def __init__(self, *, keeps: bool = False, **options: Any) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.add_state("total", torch.tensor(0), dist_reduce_fx="sum")
-        self._keeps = keeps
-        if keeps:
-            self.add_state("pairs", [], dist_reduce_fx="cat")
 
     def update(self, value: torch.Tensor) -> None:
         self.total += value.sum()
-        if self._keeps:
-            self.pairs.append(value)
 
-    def compute(self) -> torch.Tensor | dict[str, torch.Tensor]:
-        if not self._keeps:
-            return self.total
-        pairs = torch.cat(self.pairs)
-        return {"total": self.total, "first": pairs[:, 0].max(), "columns": torch.tensor(pairs.shape[1])}
+    def compute(self) -> torch.Tensor:
+        return self.total
 
 
 _BEYOND_FLOATS = 2**53 + 1
@@ -99,7 +91,7 @@ def metrics_during_training(rank: int, world_size: int) -> dict[str, Any]:
     gathered: list[str] = []
 
     def gather(state: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
-        gathered.append(threading.current_thread().name)
+        gathered.append(threading.current_thread() is threading.main_thread())
         return [state] * world_size
 
     options: dict[str, dict[str, Any]] = {
@@ -126,28 +118,18 @@ def metrics_during_training(rank: int, world_size: int) -> dict[str, Any]:
                 metric.update(torch.tensor(_BEYOND_FLOATS - 300))
             assert monitor.flush()
             assert monitor.flush()
-            num_before = len(started)
-            merged = {name: int(metric.merge_ranks()) for name, metric in metrics.items()}
+            merged = {name: int(metric.compute()) for name, metric in metrics.items()}
     finally:
         monitor.stop()
-    assert not gathered
+    assert gathered == [True]
     totals = {each.definition.name: each.figures for each in monitor.collect().totals}
     return {
         "merged": merged,
         "own": {name: totals[metric.name].last for name, metric in metrics.items()},
         "readings": min(totals[metric.name].count for metric in metrics.values()),
         "errors": sum(cell.collect_total() for cell in monitor.metrics.outlet_errors.cells),
-        "collectives": len(started) - num_before,
+        "threads": sorted({each.thread for each in started}),
     }
-
-
-def metrics_of_unequal_ranks(rank: int, world_size: int) -> dict[str, float]:
-    """Merge integers in rows of two from one rank; the other ranks have neither their dtype nor their shape."""
-    metric = TorchMetric("m", Total(keeps=True), monitor=Monitor())
-    if rank == 1:
-        metric.update(torch.tensor([[_BEYOND_FLOATS, 0], [7, -7]]))
-    merged = metric.merge_ranks()
-    return {name: value.item() for name, value in merged.items()}
 
 
 def merged_before_a_reading(rank: int, world_size: int) -> dict[str, Any]:
@@ -155,7 +137,7 @@ def merged_before_a_reading(rank: int, world_size: int) -> dict[str, Any]:
     monitor = Monitor()
     metric = TorchMetric("m", torchmetrics.SumMetric(), monitor=monitor)
     metric.update(10.0 * (rank + 1))
-    merged = float(metric.merge_ranks())
+    merged = float(metric.compute())
     batches = [monitor.collect() for _ in range(2)]
     own = [{each.labels[0][1]: each.values["value"] for each in batch.windows if each.labels} for batch in batches]
     return {"merged": merged, "own": own}

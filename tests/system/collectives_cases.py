@@ -125,7 +125,7 @@ def whole_library(rank: int, world_size: int, root: str) -> dict[str, list[str]]
         predictor.stop()
         publisher.close()
         assert monitor.stop()
-        metric.merge_ranks()
+        metric.compute()
         dist.barrier()
     assert predictor.version
     threads: dict[str, set[str]] = {}

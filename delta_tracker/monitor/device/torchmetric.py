@@ -6,19 +6,16 @@ The states of the metric are copied to the host asynchronously, and ``compute()`
 from __future__ import annotations
 
 import copy
-import math
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from delta_tracker.cuda_fence import StreamFence
@@ -28,58 +25,8 @@ from delta_tracker.monitor.default import MONITOR
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.polled_stats import Source
 
-_REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
-    "sum": lambda stacked: stacked.sum(dim=0),
-    "max": lambda stacked: stacked.amax(dim=0),
-    "min": lambda stacked: stacked.amin(dim=0),
-}
-
 _States = dict[str, Tensor | list[Tensor]]
 _Copies = dict[str, HostCopy | list[HostCopy]]
-
-_DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
-"""All dtypes, in the same order on all ranks that run the same version of torch."""
-_MAX_DIMS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """Dtype, number of dimensions and shape of a metric's state. ``shape`` has at most the first 8 sizes."""
-
-    dtype: torch.dtype
-    num_dims: int
-    shape: tuple[int, ...]
-
-    @classmethod
-    def of(cls, header: Sequence[int]) -> _Layout:
-        dtype, num_dims, *sizes = header
-        return cls(_DTYPES[dtype], num_dims, tuple(sizes[:num_dims]))
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-def _header(state: Tensor) -> list[int]:
-    """Return the index of the state's dtype, the number of dimensions and the first 8 sizes, padded with zeros."""
-    sizes = list(state.shape)[:_MAX_DIMS]
-    return [_DTYPES.index(state.dtype), state.dim(), *sizes, *[0] * (_MAX_DIMS - len(sizes))]
-
-
-def _bytes(state: Tensor) -> Tensor:
-    """Return the data of a state as a ``[bytes]`` uint8 tensor."""
-    return state.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _unpacked(data: Tensor, layouts: Sequence[_Layout]) -> list[Tensor]:
-    """Split ``data``, a ``[bytes]`` uint8 tensor, into states with the given layouts."""
-    states, place = [], 0
-    for layout in layouts:
-        # Copy, because a view with another dtype must be aligned to the size of that dtype.
-        part = data[place : place + layout.num_bytes].clone()
-        states.append(part.view(layout.dtype).reshape(layout.shape))
-        place += layout.num_bytes
-    return states
 
 
 class TorchMetric(Source):
@@ -101,30 +48,26 @@ class TorchMetric(Source):
 
     Args:
         name: name of the gauge.
-        metric: a metric whose states are reduced over ranks with sum, max, min or cat. Its ``compute`` must return one
-            number or a dict of numbers. The gauge's label ``figure`` is the key of the dict, or ``value`` for one
-            number.
+        metric: the metric. Its ``compute`` must return one number or a dict of numbers. The gauge's label ``figure`` is
+            the key of the dict, or ``value`` for one number.
         monitor: monitor of the gauge, by default the program's default monitor.
 
     Raises:
-        InvalidArgumentError: if ``metric`` is not a ``torchmetrics.Metric``, has no states, contains other metrics, or
-            has a state with another reduction.
+        InvalidArgumentError: if ``metric`` is not a ``torchmetrics.Metric``, has no states, or contains other metrics.
         MissingExtraError: if torchmetrics is not installed.
     """
 
     def __init__(self, name: str, metric: Any, *, monitor: Monitor = MONITOR) -> None:  # noqa: ANN401  torchmetrics has no types here
         self.name = name
         self.metric = metric
-        self._reductions = _reductions(metric)
+        self._states = _state_names(metric)
         self._lock = threading.RLock()
         self._host = _copy_without_sync(metric)
-        # The collector's thread and the caller of merge_ranks() may compute on the copy concurrently.
-        self._computing = threading.Lock()
         self._gauge = monitor.gauge(name, f"{type(metric).__name__} of torchmetrics.", labels=("figure",))
         self._num_updates = 0
         self._num_read = 0
         self._pending: _Copies | None = None
-        self._fence = StreamFence(partial(_tensors, metric, self._reductions))
+        self._fence = StreamFence(partial(_tensors, metric, self._states))
         self._reader = _Reader(self)
         monitor.registry.add_source(self._reader)
 
@@ -176,53 +119,23 @@ class TorchMetric(Source):
                 self._pending = pending
                 return
             states = _results(pending)
-        self._record(self.value_of(states))
+        for name, state in states.items():
+            setattr(self._host, name, state)
+        self._host._computed = None  # noqa: SLF001  its cache
+        # With a count of 0, compute() warns that update() was never called.
+        self._host._update_count = max(self._num_updates, 1)  # noqa: SLF001
+        self._record(self._host.compute())
 
-    def value_of(self, states: Mapping[str, Tensor | list[Tensor]]) -> Tensor | Mapping[str, Tensor]:
-        """Return the metric's value for ``states``, a mapping from state name to tensors on the host.
+    def compute(self) -> Any:  # noqa: ANN401  value of the metric
+        """Return the result of the metric's ``compute()``, by default the value over the updates of all ranks.
 
-        Does not call a collective.
-        """
-        with self._computing:
-            for name, state in states.items():
-                setattr(self._host, name, state)
-            self._host._computed = None  # noqa: SLF001  its cache
-            # With a count of 0, compute() warns that update() was never called.
-            self._host._update_count = max(self._num_updates, 1)  # noqa: SLF001
-            return cast("Tensor | Mapping[str, Tensor]", self._host.compute())
-
-    def merge_ranks(self, group: dist.ProcessGroup | None = None) -> Tensor | Mapping[str, Tensor]:
-        """Return the metric's value over the updates of all ranks.
-
-        Every rank must call this method. It waits for the device and for the other ranks. It runs two all-gathers,
-        the first for the shapes and dtypes of the states and the second for the states themselves. Unless the backend
-        is NCCL, both run on the host.
-
-        Args:
-            group: process group, by default all ranks.
-
-        Raises:
-            InvalidArgumentError: on every rank, if a state with a reduction other than cat has different shapes on the
-                ranks, or if a state has more than 8 dimensions.
+        torchmetrics then synchronizes the states, so every rank must call this method. It waits for the device and for
+        the other ranks; without end if a state that is a list is empty on some ranks only. Call it instead of the
+        metric's own ``compute()``: the collector waits meanwhile, so that it does not copy the states of all ranks.
         """
         with self._lock:
-            copies = self._start_copies()
-        states = _results(copies)
-        device = torch.device("cpu")
-        if dist.get_backend(group) == "nccl":
-            device = torch.device("cuda", torch.cuda.current_device())
-        joined = [_joined(states[name]) for name in self._reductions]
-        header = torch.tensor([_header(each) for each in joined], device=device)
-        headers = [torch.empty_like(header) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(headers, header, group=group)
-        layouts = [[_Layout.of(row) for row in each.tolist()] for each in headers]
-        self._check(layouts)
-        data = torch.cat([_bytes(each) for each in joined]).to(device)
-        longest = max(sum(layout.num_bytes for layout in of_rank) for of_rank in layouts)
-        gathered = [data.new_empty(longest) for _ in layouts]
-        dist.all_gather(gathered, torch.nn.functional.pad(data, (0, longest - len(data))), group=group)
-        parts = [_unpacked(each.cpu(), of_rank) for each, of_rank in zip(gathered, layouts, strict=True)]
-        return self.value_of(self._reduced(parts))
+            self._enter()
+            return self.metric.compute()
 
     @property
     def _has_news(self) -> bool:
@@ -232,47 +145,11 @@ class TorchMetric(Source):
     def after_fork(self) -> None:
         """Replace the locks and drop the pending copy. Called in a forked child."""
         self._lock = threading.RLock()
-        self._computing = threading.Lock()
         self._pending = None
-
-    def _check(self, layouts: Sequence[Sequence[_Layout]]) -> None:
-        """Check that the states can be reduced over the ranks.
-
-        Args:
-            layouts: layouts of the states of each rank, in the order of ``_reductions``.
-
-        Raises:
-            InvalidArgumentError: if a state has more than 8 dimensions, or if its shapes differ between the ranks and
-                its reduction is not cat.
-        """
-        for place, (name, reduction) in enumerate(self._reductions.items()):
-            shapes = {of_rank[place].shape for of_rank in layouts}
-            if any(of_rank[place].num_dims > _MAX_DIMS for of_rank in layouts):
-                raise InvalidArgumentError("metric", f"{self.name}: {name}", "Use states of at most 8 dimensions")
-            if reduction != "cat" and len(shapes) > 1:
-                remedy = "Build the metric with the same arguments on every rank"
-                raise InvalidArgumentError("metric", f"{self.name}: {name} has shapes {shapes}", remedy)
-
-    def _reduced(self, parts: Sequence[Sequence[Tensor]]) -> _States:
-        """Reduce each state over the ranks, and return the results by name.
-
-        Args:
-            parts: the states of each rank, in the order of ``_reductions``.
-        """
-        result: _States = {}
-        for place, (name, reduction) in enumerate(self._reductions.items()):
-            of_ranks = [part[place] for part in parts]
-            if reduction == "cat":
-                # The state of a rank without updates has no valid dtype and shape.
-                whole = torch.cat([each for each in of_ranks if each.numel()] or of_ranks[:1])
-                result[name] = [whole] if isinstance(getattr(self.metric, name), list) else whole
-            else:
-                result[name] = _REDUCE[reduction](torch.stack(of_ranks))
-        return result
 
     def _lengths(self) -> dict[str, int]:
         """Return the length of each state that is a list, by name."""
-        states = {name: getattr(self.metric, name) for name in self._reductions}
+        states = {name: getattr(self.metric, name) for name in self._states}
         return {name: len(state) for name, state in states.items() if isinstance(state, list)}
 
     def _copy_kept(self, passed: Sequence[Tensor], lengths: Mapping[str, int]) -> None:
@@ -285,7 +162,7 @@ class TorchMetric(Source):
         memory = {each.untyped_storage().data_ptr() for each in passed if each.numel()}
         if not memory:
             return
-        for name in self._reductions:
+        for name in self._states:
             state = getattr(self.metric, name)
             if isinstance(state, list):
                 for place in range(lengths.get(name, 0), len(state)):
@@ -296,7 +173,7 @@ class TorchMetric(Source):
 
     def _start_copies(self) -> _Copies:
         copies: _Copies = {}
-        for name in self._reductions:
+        for name in self._states:
             state = getattr(self.metric, name)
             copies[name] = list(map(self._to_host, state)) if isinstance(state, list) else self._to_host(state)
         return copies
@@ -309,7 +186,7 @@ class TorchMetric(Source):
     def _enter(self) -> None:
         """Order the next work of the current streams on the states after the work of earlier updates."""
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # saves 5 us if no state can be on a GPU
-            self._fence.guard(each.device for each in _tensors(self.metric, self._reductions, newest=True))
+            self._fence.guard(each.device for each in _tensors(self.metric, self._states, newest=True))
             self._fence.enter()
 
     def _record(self, value: Tensor | float | Mapping[str, Tensor | float]) -> None:
@@ -375,16 +252,15 @@ class _Reader(Source):
             metric.after_fork()
 
 
-def _reductions(metric: Any) -> dict[str, str]:  # noqa: ANN401
-    """Return a mapping from the name of each state to its reduction: sum, max, min or cat.
+def _state_names(metric: Any) -> tuple[str, ...]:  # noqa: ANN401
+    """Return the names of the states of a metric.
 
     Raises:
-        InvalidArgumentError: for an unsupported metric or reduction.
+        InvalidArgumentError: if it is no metric, has no states, or contains other metrics.
         MissingExtraError: if torchmetrics is not installed.
     """
     try:
         import torchmetrics  # noqa: PLC0415  optional
-        from torchmetrics.utilities import data  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise MissingExtraError("torchmetrics", "torchmetrics") from error
     if not isinstance(metric, torchmetrics.Metric):
@@ -394,20 +270,7 @@ def _reductions(metric: Any) -> dict[str, str]:  # noqa: ANN401
     if inner or not reductions:
         remedy = f"Pass a metric with states and without inner metrics; inner metrics: {', '.join(inner) or 'none'}"
         raise InvalidArgumentError("metric", type(metric).__name__, remedy)
-    known = {
-        data.dim_zero_sum: "sum",
-        data.dim_zero_max: "max",
-        data.dim_zero_min: "min",
-        data.dim_zero_cat: "cat",
-    }
-    found = {}
-    for name, reduction in reductions.items():
-        if reduction not in known:
-            what = getattr(reduction, "__name__", str(reduction))
-            remedy = f"Its state {name!r} reduces by {what}: use only sum, max, min or cat"
-            raise InvalidArgumentError("metric", type(metric).__name__, remedy)
-        found[name] = known[reduction]
-    return found
+    return tuple(reductions)
 
 
 def _inner_metrics(metric: Any, kind: type) -> list[Any]:  # noqa: ANN401
@@ -499,13 +362,6 @@ def _copy_without_sync(metric: Any) -> Any:  # noqa: ANN401
 
 def _is_not_distributed() -> bool:
     return False
-
-
-def _joined(state: Tensor | list[Tensor]) -> Tensor:
-    """Return the concatenated tensors of a state that is a list. Return a state that is a tensor unchanged."""
-    if not isinstance(state, list):
-        return state
-    return torch.cat([each.reshape(1) if each.dim() == 0 else each for each in state]) if state else torch.empty(0)
 
 
 def _tensors(metric: Any, names: Iterable[str], *, newest: bool = False) -> Iterator[Tensor]:  # noqa: ANN401
