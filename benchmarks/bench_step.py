@@ -8,7 +8,7 @@ read must return exactly the rows that were looked up. The batch sizes are those
 80 and 20 ms on two cores.
 
 On the CPU nothing waits for a device. Device syncs of recording are counted separately, on a simulated device
-(:mod:`delta_tracker.monitor.device.syncs`).
+(:mod:`tests.syncs`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from benchmarks.stores import Ours, Store, Theirs, lookups
 from benchmarks.workloads import Table, bags, one_rank, shard, tables, zipf_ids
 from delta_tracker import ModelDeltaTracker, TopK, TrackingMode
 from delta_tracker.monitor.default import metrics
-from delta_tracker.monitor.device.syncs import SIMULATED, find_syncs, on_device
+from tests.syncs import SIMULATED, find_syncs, on_device
 
 _NUM_DENSE = 13
 _OFF, _THEIRS = "no tracker", "TorchRec, ID_ONLY"

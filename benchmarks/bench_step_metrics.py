@@ -3,7 +3,7 @@
 A small vision model is trained with mean loss, accuracy, precision, recall and F1 over all classes, once with
 torchmetrics as in its documentation, and once with the monitor's device metrics. The benchmark counts the device syncs
 of the metrics per step, on a GPU with ``torch.cuda.set_sync_debug_mode``, otherwise on a simulated device
-(:mod:`delta_tracker.monitor.device.syncs`). Both must return the same values. On a GPU the steps are timed, too.
+(:mod:`tests.syncs`). Both must return the same values. On a GPU the steps are timed, too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from delta_tracker.monitor import Monitor
 from delta_tracker.monitor.device.classification import FIGURES, DeviceClassification
 from delta_tracker.monitor.device.metrics import DeviceMean
-from delta_tracker.monitor.device.syncs import SIMULATED, find_syncs, held, on_device
+from tests.syncs import SIMULATED, find_syncs, held, on_device
 
 Update = Callable[[Tensor, Tensor, Tensor], None]
 """Takes loss ``[]``, scores ``[B, C]`` and targets ``[B]``."""

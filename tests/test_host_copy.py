@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from delta_tracker.host_copy import HostCopy, side_stream
-from delta_tracker.monitor.device.syncs import find_syncs, on_device
 from tests.fake_streams.simulation import fake_streams
+from tests.syncs import find_syncs, on_device
 
 
 def test_a_copy_on_other_devices_than_cuda_is_made_when_it_is_needed() -> None:

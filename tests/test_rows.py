@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from delta_tracker.monitor.device.syncs import find_syncs, held, on_device
 from delta_tracker.rows import ChangedRows, first_per_id, last_per_id, merge_first, split_places
+from tests.syncs import find_syncs, held, on_device
 
 
 def test_first_last_and_merge() -> None:

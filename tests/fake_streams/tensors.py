@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.fake_streams.cuda import FakeDevices, FakeStream
 from tests.fake_streams.queues import Queue, Scheduler
 
-# torch checks this device type like a real one but has no kernels for it; see delta_tracker/monitor/device/syncs.py.
+# torch checks this device type like a real one but has no kernels for it; see tests/syncs.py.
 _INNER = "lazy"
 _GARBAGE = 0xA5  # in memory that was not written, or was freed
 _DYNAMIC = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}

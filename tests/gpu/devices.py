@@ -1,9 +1,9 @@
 """Device on which the tests of this folder run: ``cuda``, ``simulated`` (on any machine), or ``cpu``.
 
 The variable ``DELTA_TRACKER_DEVICE`` has its name, by default ``cuda`` on a machine with a GPU and otherwise
-``simulated``. Tensors of the simulated device are those of :mod:`delta_tracker.monitor.device.syncs`. It can hold no
-module and runs no kernel of FBGEMM or Triton: cases that need one run on the CPU instead, and cases that need something
-in :data:`MISSING` are skipped. No file outside ``tests/gpu/fbgemm/`` imports torchrec or fbgemm.
+``simulated``. Tensors of the simulated device are those of :mod:`tests.syncs`. It can hold no module and runs no kernel
+of FBGEMM or Triton: cases that need one run on the CPU instead, and cases that need something in :data:`MISSING` are
+skipped. No file outside ``tests/gpu/fbgemm/`` imports torchrec or fbgemm.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from delta_tracker.monitor.device.syncs import SIMULATED, assert_no_sync, find_syncs, held, on_device
+from tests.syncs import SIMULATED, assert_no_sync, find_syncs, held, on_device
 
 KIND = os.environ.get("DELTA_TRACKER_DEVICE") or ("cuda" if torch.cuda.is_available() else "simulated")
 if KIND not in ("cuda", "simulated", "cpu"):

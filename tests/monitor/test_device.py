@@ -26,11 +26,11 @@ from delta_tracker.monitor import Monitor, Window
 from delta_tracker.monitor.device.across_ranks import merge_ranks
 from delta_tracker.monitor.device.classification import FIGURES, DeviceClassification
 from delta_tracker.monitor.device.metrics import DeviceCounter, DeviceHistogram, DeviceMean, DeviceSum, reader_of
-from delta_tracker.monitor.device.syncs import SIMULATED, SyncError, assert_no_sync, find_syncs, held, on_device
 from delta_tracker.monitor.device.torchmetric import TorchMetric
 from tests.fake_streams.simulation import fake_streams
 from tests.monitor.clocks import ManualClock
 from tests.ranks import RankPool
+from tests.syncs import SIMULATED, SyncError, assert_no_sync, find_syncs, held, on_device
 
 _CASES = "tests.monitor.monitoring_cases"
 _STATS = [DeviceMean, DeviceSum, DeviceCounter, DeviceHistogram]

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from delta_tracker import DeltaStore, EmbdUpdateMode
-from delta_tracker.monitor.device.syncs import SIMULATED, assert_no_sync, find_syncs, held, on_device
 from delta_tracker.tracker.row_sets.engines import choose_engine
 from delta_tracker.tracker.store.segments import SegmentStore
 from tests.ranks import RankPool
+from tests.syncs import SIMULATED, assert_no_sync, find_syncs, held, on_device
 
 _IDS = torch.tensor([5, 2, 5, 7, 0])
 

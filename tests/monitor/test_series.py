@@ -14,8 +14,8 @@ import torch
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor import Window
-from delta_tracker.monitor.device.syncs import assert_no_sync, on_device
 from tests.monitor.figures import windows
+from tests.syncs import assert_no_sync, on_device
 
 
 def test_labels_have_cells_of_their_own(monitor) -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from delta_tracker.monitor.device.syncs import find_syncs, on_device
 from delta_tracker.publisher import host_copies
 from delta_tracker.publisher.host_copies import HostCopier, Source
 from delta_tracker.publisher.version_source import VersionSource
@@ -18,6 +17,7 @@ from tests.fake_streams.simulation import fake_streams
 from tests.publisher import stream_orders
 from tests.publisher.fake_trackers import ROW_OFFSET, FakeTracker, read, version_source
 from tests.sweeps import SWEEPS_ARE_WHOLE
+from tests.syncs import find_syncs, on_device
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool)
 

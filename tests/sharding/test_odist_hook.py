@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from delta_tracker.monitor.device.syncs import SIMULATED, find_syncs, on_device
 from delta_tracker.tracker.store.segments import SegmentStore
 from tests.ranks import RankPool
+from tests.syncs import SIMULATED, find_syncs, on_device
 
 _CASES = "tests.sharding.odist_hook_cases"
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from delta_tracker.host_copy import HostCopy
-from delta_tracker.monitor.device.syncs import SIMULATED, SyncError, find_syncs, held, on_device
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.store import old_states
 from delta_tracker.tracker.store.segments import SegmentStore
 from delta_tracker.types import Delta
 from tests.fake_streams.simulation import fake_streams
 from tests.sweeps import SWEEPS_ARE_WHOLE
+from tests.syncs import SIMULATED, SyncError, find_syncs, held, on_device
 from tests.tracker.test_segments import make_store, run_random
 
 _NUM_COLUMNS = 16

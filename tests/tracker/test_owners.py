@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from delta_tracker.errors import InvalidArgumentError, UnsupportedTableError
-from delta_tracker.monitor.device.syncs import SIMULATED, find_syncs, held, on_device
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.sharding.collisions import LocalOwners, SortedOwners, Versions
 from delta_tracker.tracker.change_log import ChangeLog, Reading
@@ -23,6 +22,7 @@ from delta_tracker.types import Bucket, Delta, Identity
 from tests.ranks import RankPool
 from tests.sharding.hook_faults import Faults
 from tests.sweeps import SWEEPS_ARE_WHOLE, num_examples
+from tests.syncs import SIMULATED, find_syncs, held, on_device
 
 _CASES = "tests.tracker.collision_cases"
 _HISTORIES = 2000 if SWEEPS_ARE_WHOLE else num_examples(20)

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from torch import Tensor
 
-from delta_tracker.monitor.device.syncs import SIMULATED, SyncError, find_syncs, held, on_device
 from delta_tracker.rows import ChangedRows
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.row_sets.row_set import RowSet
@@ -22,6 +21,7 @@ from delta_tracker.tracker.row_sets.torch import TorchRows
 from delta_tracker.tracker.store import segments
 from delta_tracker.tracker.store.segments import SegmentStore, _Segment
 from delta_tracker.types import Delta
+from tests.syncs import SIMULATED, SyncError, find_syncs, held, on_device
 from tests.tracker.reference import NUM_ROWS, Schedule
 
 _NAMES = ("a", "b", "c")

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from delta_tracker.monitor.device.syncs import SIMULATED, find_syncs, held, on_device
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.row_sets.row_set import RowSet
 from delta_tracker.tracker.row_sets.torch import TorchRows
 from delta_tracker.tracker.store import segments
 from delta_tracker.tracker.store.segments import SegmentStore
+from tests.syncs import SIMULATED, find_syncs, held, on_device
 
 _NUM_ROWS = 40
 

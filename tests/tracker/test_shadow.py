@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from delta_tracker.monitor.device.syncs import SIMULATED, find_syncs, held, on_device
 from delta_tracker.tracker.store import shadow
 from delta_tracker.tracker.store.shadow import ShadowStore
+from tests.syncs import SIMULATED, find_syncs, held, on_device
 
 
 def test_a_shadow_detects_every_change_bit_for_bit() -> None:

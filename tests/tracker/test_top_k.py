@@ -12,9 +12,9 @@ from torch import Tensor
 
 from delta_tracker import TopK
 from delta_tracker.errors import InvalidArgumentError
-from delta_tracker.monitor.device.syncs import find_syncs, held, on_device
 from delta_tracker.tracker.top_k import AllRanks, Candidates, _ordered_keys, choose
 from tests.ranks import RankPool
+from tests.syncs import find_syncs, held, on_device
 
 _FQNS = ["t", "u"]
 

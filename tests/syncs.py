@@ -105,7 +105,7 @@ class _Claiming(Tensor):
 
     @staticmethod
     def __new__(cls: type[Self], numbers: Tensor) -> Self:
-        result = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001  no public equivalent
+        result = torch.Tensor._make_wrapper_subclass(
             cls,
             numbers.shape,
             strides=numbers.stride(),
@@ -119,12 +119,12 @@ class _Claiming(Tensor):
     def __repr__(self) -> str:  # type: ignore[override]  # the default reads the data
         return f"on_device({self.held!r})"
 
-    def tolist(self) -> Any:  # noqa: ANN401  nested as deep as the shape
+    def tolist(self) -> Any:
         """Return the data as a nested list. The copy to the host counts as a synchronization."""
         return self.cpu().tolist()
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # noqa: ANN401
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         del types
         return _run([], func, args, kwargs or {}, everywhere=False)
 
@@ -142,7 +142,7 @@ class _Simulation(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._found = found
         self._everywhere = everywhere
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         return _run(self._found, func, args, kwargs or {}, everywhere=self._everywhere)
 
@@ -162,7 +162,7 @@ class _Calls(TorchFunctionMode):
         self._found = found
         self._everywhere = everywhere
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
@@ -180,11 +180,11 @@ class _Calls(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _is_simulated(device: Any) -> bool:  # noqa: ANN401  anything that torch.device() accepts
+def _is_simulated(device: Any) -> bool:
     return device is not None and torch.device(device).type == SIMULATED.type
 
 
-def _run(found: list[SyncError], func: Any, args: Any, kwargs: Any, *, everywhere: bool) -> Any:  # noqa: ANN401
+def _run(found: list[SyncError], func: Any, args: Any, kwargs: Any, *, everywhere: bool) -> Any:
     tensors = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor)]
     claiming = [each for each in tensors if isinstance(each, _Claiming)]
     target = kwargs.get("device")
@@ -207,7 +207,7 @@ def _run(found: list[SyncError], func: Any, args: Any, kwargs: Any, *, everywher
     if goes_home:
         return result
 
-    def claim(each: Any) -> Any:  # noqa: ANN401  any leaf of a result
+    def claim(each: Any) -> Any:
         if not isinstance(each, Tensor):
             return each
         return wrappers[id(each)] if id(each) in wrappers else _Claiming(each)
@@ -215,7 +215,7 @@ def _run(found: list[SyncError], func: Any, args: Any, kwargs: Any, *, everywher
     return tree_map(claim, result)
 
 
-def _waits(func: Any, name: str, args: Any, kwargs: Any, tensors: Sequence[Tensor], *, everywhere: bool) -> bool:  # noqa: ANN401
+def _waits(func: Any, name: str, args: Any, kwargs: Any, tensors: Sequence[Tensor], *, everywhere: bool) -> bool:
     if name in _COPIES_NUMBERS | _BY_INDEX and not everywhere and not all(isinstance(e, _Claiming) for e in tensors):
         return True
     if name in _BY_INDEX:
