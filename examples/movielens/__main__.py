@@ -12,8 +12,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from examples.movielens.processes import Processes, ProcessFailedError
+from examples.movielens.data import load_ratings
+from examples.movielens.forks import Forks, ProcessFailedError, import_early
+from examples.movielens.serving import follow
 from examples.movielens.settings import WORLD_SIZE, Settings, settings_path
+from examples.movielens.trainer import train_and_publish
 from examples.movielens.verify import TablesDifferError, verify_run
 
 LIMIT_SECONDS = 600.0
@@ -76,18 +79,22 @@ def renew(settings: Settings) -> None:
 def run(settings: Settings, console: Console) -> list[dict[str, Any]]:
     """Run the ranks and the predictor to their end. Return the predictor's event of each applied version."""
     applied: list[dict[str, Any]] = []
-    out = str(settings.out.resolve())
     columns = (TextColumn("{task.description:<34}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress, Processes(settings.work, LIMIT_SECONDS) as processes:
+    import_early()
+    ratings = load_ratings(settings.ratings)
+    with (
+        Progress(*columns, console=console, auto_refresh=False) as progress,  # which would start a thread
+        Forks(settings.work, LIMIT_SECONDS) as forks,
+    ):
         training = progress.add_task("starting the predictor", total=settings.num_batches)
         serving = progress.add_task("predictor: waiting", total=settings.num_batches)
-        processes.start("predictor", "examples.movielens.serving", out)
-        for event in processes.events():
+        forks.start("predictor", follow, settings, ratings)
+        for event in forks.events():
             match event:
                 case {"event": "ready"}:  # start the ranks only now, so that no version waits for the predictor
                     progress.update(training, description=f"starting {WORLD_SIZE} trainer ranks")
                     for rank in range(WORLD_SIZE):
-                        processes.start(f"trainer rank {rank}", "examples.movielens.trainer", out, str(rank))
+                        forks.start(f"trainer rank {rank}", train_and_publish, settings, ratings, rank)
                 case {"event": "metrics", "process": process, "url": url}:
                     console.print(f"metrics of {process}: curl {url}")
                 case {"event": "trained", "batches": batches}:
@@ -95,6 +102,7 @@ def run(settings: Settings, console: Console) -> list[dict[str, Any]]:
                 case {"event": "applied", "version": version, "batches": batches}:
                     applied.append(event)
                     progress.update(serving, completed=batches, description=f"predictor: at version {version}")
+            progress.refresh()
     return applied
 
 

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Sequence
 from ctypes import c_int64
 from dataclasses import dataclass, field
-from importlib import import_module
 from multiprocessing import RawValue
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from delta_tracker.tracker.row_sets.numba import load_loops
 from examples.movielens.__main__ import renew
 from examples.movielens.data import Ratings, load_ratings
 from examples.movielens.failover_job import digests_path, live, logits_path, serve, train_without_interruption
-from examples.movielens.forks import Forks
-from examples.movielens.processes import ProcessFailedError
+from examples.movielens.forks import Forks, ProcessFailedError, import_early
 from examples.movielens.settings import WORLD_SIZE, Settings
 from examples.movielens.verify import TablesDifferError, verify_run
 
@@ -251,12 +248,6 @@ def summary(settings: Settings, ratings: Ratings, story: Story) -> Table:
         loss = (np.logaddexp(0, logits) - labels * logits).mean()
         table.add_row(label, f"log loss {loss:.4f}", "")
     return table
-
-
-def import_early() -> None:
-    """Import and load what each child would import and load otherwise, which takes a second for each child."""
-    load_loops()
-    import_module("torch.distributed.optim")
 
 
 if __name__ == "__main__":

@@ -9,15 +9,22 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from examples.movielens.processes import LOG_TAIL_LINES, ProcessFailedError
+from delta_tracker.tracker.row_sets.numba import load_loops
+
+LOG_TAIL_LINES = 15
 
 Send = Callable[[dict[str, Any]], None]
+
+
+class ProcessFailedError(Exception):
+    """Raised when a child process fails, or when the children exceed the time limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +106,12 @@ class Forks:
         if code != 0:
             tail = "".join(child.log.read_text().splitlines(keepends=True)[-LOG_TAIL_LINES:])
             raise ProcessFailedError(f"{child.name} ended with code {code}; the end of {child.log}:\n{tail}")
+
+
+def import_early() -> None:
+    """Import and load what each child would import and load otherwise, which takes a second for each child."""
+    load_loops()
+    import_module("torch.distributed.optim")
 
 
 def _live(sender: Connection, log: Path, body: Callable[..., None], arguments: tuple[object, ...]) -> None:

@@ -6,11 +6,11 @@ from datetime import timedelta
 
 from delta_tracker import monitor
 from delta_tracker.monitor.sinks.prometheus import PrometheusSink
-from examples.movielens.settings import emit
+from examples.movielens.forks import Send
 
 
-def serve(process: str) -> None:
+def serve(send: Send, process: str) -> None:
     """Serve this process's metrics on a free port, and send the url to the parent."""
     sink = PrometheusSink(port=0)
     monitor.start([sink], interval=timedelta(seconds=1), attributes={"process": process})
-    emit("metrics", process=process, url=f"http://127.0.0.1:{sink.port}/metrics")
+    send({"event": "metrics", "process": process, "url": f"http://127.0.0.1:{sink.port}/metrics"})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
@@ -88,9 +87,3 @@ class Settings:
 def settings_path(out: Path) -> Path:
     """Return the settings file of folder ``out``; it marks the folder as the demo's."""
     return out / "movielens-demo.json"
-
-
-def emit(event: str, **values: object) -> None:
-    """Send an event to the parent process: one JSON object per line."""
-    sys.stdout.write(json.dumps({"event": event, **values}) + "\n")
-    sys.stdout.flush()

@@ -1,12 +1,8 @@
-"""One trainer rank: predicts each batch, then trains on it, and publishes the changed rows.
-
-The demo runs it as ``python -m examples.movielens.trainer OUT RANK``.
-"""
+"""One trainer rank: predicts each batch, then trains on it, and publishes the changed rows."""
 
 from __future__ import annotations
 
 import os
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,18 +20,20 @@ from torchrec.optim import Adagrad, RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from delta_tracker import ModelDeltaTracker, Publisher
-from examples.movielens.data import Ratings, load_ratings
+from examples.movielens.data import Ratings
+from examples.movielens.forks import Send
 from examples.movielens.metrics import serve
 from examples.movielens.model import MANAGED, FactorizationMachine
-from examples.movielens.settings import WORLD_SIZE, Settings, emit
+from examples.movielens.settings import WORLD_SIZE, Settings
 
 ROW_WISE = ("user", "movie")
 """Tables that are sharded by rows; each other table is on one rank."""
 CPU = torch.device("cpu")
 
 
-def main(settings: Settings, rank: int) -> None:
+def train_and_publish(send: Send, settings: Settings, ratings: Ratings, rank: int) -> None:
     """Train, publish, and write the predictions and the final shards of this rank to the work folder."""
+    os.environ.setdefault("LOCAL_WORLD_SIZE", str(WORLD_SIZE))
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     dist.init_process_group(
@@ -45,12 +43,11 @@ def main(settings: Settings, rank: int) -> None:
         world_size=WORLD_SIZE,
         timeout=timedelta(seconds=settings.patience_seconds),
     )
-    serve(f"trainer-{rank}")
-    ratings = load_ratings(settings.ratings)
+    serve(send, f"trainer-{rank}")
     model = sharded_model(ratings, settings)
     with ModelDeltaTracker(model, consumers=["stream"]) as tracker:
         publisher = Publisher(tracker, settings.stream.as_uri(), consumer="stream")
-        logits = train(model, tracker, publisher, ratings, settings)
+        logits = train(send, model, tracker, publisher, ratings, settings)
         publisher.close()
         save_raw_ids(tracker, settings.work, rank)
     np.save(settings.work / f"trainer-logits.{rank}.npy", logits.numpy())
@@ -92,6 +89,7 @@ def sharded_model(ratings: Ratings, settings: Settings) -> DistributedModelParal
 
 
 def train(
+    send: Send,
     model: DistributedModelParallel,
     tracker: ModelDeltaTracker,
     publisher: Publisher,
@@ -115,9 +113,9 @@ def train(
         if since_snapshot >= 0:
             predictions.append(logits.detach())
         if dist.get_rank() == 0 and batch % 16 == 0:
-            emit("trained", batches=batch + 1)
+            send({"event": "trained", "batches": batch + 1})
     publisher.publish()
-    emit("trained", batches=settings.num_batches)
+    send({"event": "trained", "batches": settings.num_batches})
     return torch.stack(predictions)
 
 
@@ -135,8 +133,3 @@ def save_raw_ids(tracker: ModelDeltaTracker, folder: Path, rank: int) -> None:
         np.save(
             folder / f"shard@{name}.raw_ids@{tracker.shards[name].row_offset}@0@{rank}.npy", raw_ids[:, None].numpy()
         )
-
-
-if __name__ == "__main__":
-    os.environ.setdefault("LOCAL_WORLD_SIZE", str(WORLD_SIZE))
-    main(Settings.load(Path(sys.argv[1])), int(sys.argv[2]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import subprocess
 import time
@@ -19,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from examples.movielens.data import load_ratings
 from examples.movielens.failover import Handover, Story, compare_digests
 from examples.movielens.failover_job import digests_path
-from examples.movielens.processes import Processes, ProcessFailedError
+from examples.movielens.forks import Forks, ProcessFailedError, Send
 from examples.movielens.report import Predictions
 from examples.movielens.settings import Settings
 from examples.movielens.verify import TablesDifferError, compare, verify_run
@@ -197,18 +198,30 @@ def test_log_loss_is_the_textbook_one() -> None:
     np.testing.assert_allclose(predictions.losses("fresh"), expected, rtol=1e-6)
 
 
+def _endless(send: Send) -> None:
+    send({"pid": os.getpid()})
+    time.sleep(600)
+
+
+def _failing(send: Send) -> None:
+    raise RuntimeError("it has a problem")
+
+
 def test_a_failing_child_ends_all_of_them(tmp_path: Path) -> None:
-    with Processes(tmp_path, limit_seconds=60) as processes:
-        endless = processes.start("endless", "timeit", "-n1", "-r1", "__import__('time').sleep(600)")
-        processes.start("bad one", "no_such_module")
-        with pytest.raises(ProcessFailedError, match=r"(?s)bad one ended with code 1.*No module named no_such_module"):
-            list(processes.events())
-        assert endless.poll() is None
-    assert endless.poll() is not None
+    with Forks(tmp_path, limit_seconds=60) as forks:
+        forks.start("endless", _endless)
+        events = forks.events()
+        pid = next(events)["pid"]
+        forks.start("bad one", _failing)
+        with pytest.raises(ProcessFailedError, match=r"(?s)bad one ended with code 1.*it has a problem"):
+            list(events)
+        os.kill(pid, 0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 def test_children_that_take_too_long_are_named(tmp_path: Path) -> None:
-    with Processes(tmp_path, limit_seconds=0.5) as processes:
-        processes.start("endless", "timeit", "-n1", "-r1", "__import__('time').sleep(600)")
+    with Forks(tmp_path, limit_seconds=0.1) as forks:
+        forks.start("endless", _endless)
         with pytest.raises(ProcessFailedError, match="endless took too long"):
-            list(processes.events())
+            list(forks.events())
