@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +13,7 @@ from typing import Any
 import pytest
 
 import delta_tracker
+from tests.interpreter import Interpreter, interpreter
 from tests.sweeps import SWEEPS_ARE_WHOLE
 from tests.world.disk import FAULTS
 from tests.world.shrink import shrink
@@ -26,31 +24,30 @@ _ROOT = Path(__file__).parents[2]
 _UNADVERTISED = {"delta_tracker.stream.maintenance.retention.retain"}
 
 
-def run_worlds(*arguments: str) -> str:
-    """Run worlds in a new process, because their clock must be installed before the library is imported."""
-    done = subprocess.run(  # noqa: PLW1510  checked below
-        [sys.executable, "-W", "ignore", "-m", "tests.world", *arguments],
-        cwd=_ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=1700,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout.splitlines()[-1]
+@pytest.fixture(scope="module")
+def worlds() -> Iterator[Interpreter]:
+    """Programs with the clock of a world, which must be installed before the library is imported."""
+    with interpreter("tests.world.__main__") as each:
+        yield each
 
 
-def counts_of(*arguments: str) -> dict[str, Any]:
+def run_worlds(worlds: Interpreter, *arguments: str) -> str:
+    """Run ``python -m tests.world`` with arguments, and return the last line of its output."""
+    said = worlds.run(f"from tests.world.__main__ import main\nassert main({[*arguments]}) == 0")
+    return said.splitlines()[-1]
+
+
+def counts_of(worlds: Interpreter, *arguments: str) -> dict[str, Any]:
     """Run worlds, and return the counts that are their last line."""
-    found: dict[str, Any] = json.loads(run_worlds(*arguments))
+    found: dict[str, Any] = json.loads(run_worlds(worlds, *arguments))
     return found
 
 
 @pytest.mark.sweep("short")
 @pytest.mark.timeout(600)
-def test_random_worlds_break_no_rule_but_the_known_ones() -> None:
+def test_random_worlds_break_no_rule_but_the_known_ones(worlds: Interpreter) -> None:
     count = 60 if SWEEPS_ARE_WHOLE else 30  # which find the faults of tests/reverts/world.py
-    seen = counts_of("--known", "--stop", "--seeds", str(count))
+    seen = counts_of(worlds, "--known", "--stop", "--seeds", str(count))
     assert seen["schedules"] == count
     assert seen["known_but_not_found"] == []
     assert seen["faults"], "no operation failed in the middle of a call"
@@ -58,8 +55,8 @@ def test_random_worlds_break_no_rule_but_the_known_ones() -> None:
 
 @pytest.mark.sweep("long", only=True)
 @pytest.mark.timeout(1800)
-def test_many_random_worlds_break_no_rule_but_the_known_ones() -> None:
-    seen = counts_of("--shrinks", "0", "--first", "1000", "--seeds", "400")
+def test_many_random_worlds_break_no_rule_but_the_known_ones(worlds: Interpreter) -> None:
+    seen = counts_of(worlds, "--shrinks", "0", "--first", "1000", "--seeds", "400")
     assert seen["schedules"] == 400
     assert seen["faults"].keys() == set(FAULTS)
 
@@ -118,12 +115,14 @@ def test_many_random_worlds_break_no_rule_but_the_known_ones() -> None:
         ),
     ],
 )
-def test_a_schedule_that_broke_a_rule_breaks_none(texts: str, settings: dict[str, Any], tmp_path: Path) -> None:
+def test_a_schedule_that_broke_a_rule_breaks_none(
+    worlds: Interpreter, texts: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
     plain = {"states": False, "encoding": None, "has_raw_ids": False}
     made = replace(generate(0), **{**plain, "has_web": False, "has_upkeep": False, **settings})
     file = tmp_path / "schedule.json"
     file.write_text(made.with_operations(operations(texts.split(", "))).to_json())
-    run_worlds("--replay", str(file))
+    run_worlds(worlds, "--replay", str(file))
 
 
 def test_a_schedule_is_its_text() -> None:

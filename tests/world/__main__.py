@@ -12,6 +12,7 @@ import logging
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 _now = time.monotonic  # before the clock is replaced
@@ -29,7 +30,7 @@ from tests.world.values import Schedule, generate  # noqa: E402
 from tests.world.world import run  # noqa: E402
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the worlds that the arguments name."""
     parser = argparse.ArgumentParser(prog="python -m tests.world", description=__doc__)
     parser.add_argument("--seeds", type=int, help="number of schedules; by default any with --minutes, otherwise none")
@@ -39,7 +40,7 @@ def main() -> int:
     parser.add_argument("--stop", action="store_true", help="end after the first finding that is not known")
     parser.add_argument("--known", action="store_true", help="check that each known finding is still found")
     parser.add_argument("--replay", type=Path, help="file with one schedule as JSON, whose run is printed")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)  # tensors are small
     if arguments.replay is not None:
