@@ -264,9 +264,10 @@ def explore(program: str, *, max_sleeps: int = 1, is_old: bool = False, is_direc
         choices = Choices(given)
         world = World(choices, max_sleeps=max_sleeps, is_old=is_old, is_directory=is_directory)
         try:
-            with mock.patch.object(
-                log, "parse_manifest", functools.cache(parse_manifest)
-            ):  # parsing takes most of the time
+            with (
+                mock.patch.object(log, "parse_manifest", functools.cache(parse_manifest)),  # it takes most of the time
+                mock.patch("time.sleep"),  # before a refused create is repeated
+            ):
                 getattr(world, program)()
                 world.finish()
         except Exception as error:
