@@ -538,20 +538,6 @@ class LostEntryError(StorageError):
         self.claim = claim
 
 
-class UnsafeStoreError(StreamError, RuntimeError):
-    """The store at ``url`` has no atomic operation that creates an object only if it does not exist.
-
-    In such a store, a second publisher can replace an entry of the stream.
-    """
-
-    def __init__(self, url: str) -> None:
-        super().__init__(
-            f"the store {url} has no atomic create-if-absent",
-            "Use a store that honours If-None-Match: S3, GCS, Azure, a local directory, SeaweedFS, MinIO",
-        )
-        self.url = url
-
-
 class FencedError(StreamError, RuntimeError):
     """A publisher is fenced: a newer publisher has claimed the stream, and this one can publish no more versions.
 
@@ -772,13 +758,22 @@ class TakeoverFailedError(StreamError, RuntimeError):
         self.applied = applied
 
 
-class ReadOnlyStoreError(StorageError):
-    """An operation was requested of a store at an ``http://`` or ``https://`` url, which serves single objects only."""
+class UnsupportedStoreError(StorageError):
+    """The store at ``url`` does not support what was asked of it.
 
-    _remedy = "Use the url of the bucket or directory for everything but reading versions"
+    A store at an ``http://`` or ``https://`` url serves single objects only, and ``operation`` is another one. If it is
+    None, the store has no atomic operation that creates an object only if it does not exist: a second publisher could
+    replace an entry of the stream.
+    """
 
-    def __init__(self, url: str, operation: str) -> None:
-        super().__init__(url, f"{operation} is not possible over http")
+    def __init__(self, url: str, operation: str | None = None) -> None:
+        if operation is None:
+            reason = "it has no atomic create-if-absent"
+            remedy = "Use a store that honours If-None-Match: S3, GCS, Azure, a local directory, SeaweedFS, MinIO"
+        else:
+            reason = f"{operation} is not possible over http"
+            remedy = "Use the url of the bucket or directory for everything but reading versions"
+        super().__init__(url, reason, remedy)
         self.operation = operation
 
 

@@ -31,7 +31,7 @@ def main(url: str, options: dict[str, str]) -> None:
     tracker = ModelDeltaTracker(model)
 
     storage = Storage(url, options=options)
-    # Raises UnsafeStoreError for a store that lets two publishers create one object, because it would lose versions.
+    # Raises UnsupportedStoreError for a store that lets two publishers create one object: it would lose versions.
     publisher = Publisher(tracker, storage, retention=Retention(versions=100))
     publisher.snapshot()
     served = torch.empty(NUM_ROWS, COLUMNS)

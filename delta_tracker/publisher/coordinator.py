@@ -152,7 +152,7 @@ class Coordinator:
         Raises:
             InvalidArgumentError: if ``url`` is invalid, if its claim was used, or if this rank's store is not the store
                 of rank 0.
-            UnsafeStoreError: on rank 0, if the store has no atomic create.
+            UnsupportedStoreError: on rank 0, if the store has no atomic create.
             MalformedError: on rank 0, if the stream's head is malformed.
             StorageError: if this rank cannot use the store.
             PublishError: if another rank failed for one of these reasons.

@@ -134,7 +134,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
             encoding, if the dense names or the encoding do not fit the model, if
             ``top_k`` has no ``score`` and the tracking mode computes none, if the claim in ``url`` was used, or if rank
             0 uses another store.
-        UnsafeStoreError: if the store has no atomic create.
+        UnsupportedStoreError: if the store has no atomic create.
         MalformedError: if the stream's newest entry is malformed.
         StorageError: if this rank cannot use the store. If the store failed during the claim, the stream may be
             claimed, and its former publisher fenced.

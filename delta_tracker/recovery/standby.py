@@ -25,7 +25,6 @@ from delta_tracker.errors import (
     StreamError,
     StreamReplacedError,
     TakeoverFailedError,
-    UnsafeStoreError,
     unraised,
 )
 from delta_tracker.monitor.monitor import Monitor
@@ -348,7 +347,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
                 own = claim()
             except LivePublisherError as error:
                 return {"live": [error.generation, error.version, error.seconds]}
-            except (MalformedError, StorageError, StreamReplacedError, UnsafeStoreError) as error:
+            except (MalformedError, StorageError, StreamReplacedError) as error:
                 failure = error  # the claim may have been created
                 return {"failure": _text(error)}
             return {"entry": own.data.decode()}

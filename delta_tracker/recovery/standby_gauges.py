@@ -20,7 +20,6 @@ _FAILURES = (
     errors.StorageError,
     errors.StreamReplacedError,
     errors.ModelMismatchError,
-    errors.UnsafeStoreError,
     errors.UnsupportedModuleError,
     errors.UnsupportedOptimizerError,
     errors.UnsupportedTableError,

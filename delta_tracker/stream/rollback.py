@@ -14,7 +14,7 @@ from delta_tracker.errors import (
     MissingVersionError,
     NoSnapshotError,
     PinError,
-    ReadOnlyStoreError,
+    UnsupportedStoreError,
 )
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.part_reader import PartReader
@@ -53,7 +53,7 @@ def pin_version(
         PinError: if the stream is pinned and ``replaces`` is False, if another operator wrote a pin or a release
             meanwhile, or if a retention pass deletes versions that lead to this one, or was interrupted. The pin is
             undone.
-        ReadOnlyStoreError: if the store is at an http url.
+        UnsupportedStoreError: if the store is at an http url.
         StorageError: if the store fails. The pin may have been written.
 
     Example:
@@ -100,7 +100,7 @@ def release_pin(storage: Storage, *, reason: str = "") -> Pin:
         InvalidArgumentError: if the stream is not pinned.
         PinError: if the log has no such snapshot yet, or another operator wrote a pin or a release meanwhile.
         CorruptPartError: if an object of the snapshot is missing, or has another size.
-        ReadOnlyStoreError: if the store is at an http url.
+        UnsupportedStoreError: if the store is at an http url.
         StorageError: if the store fails. The release may have been written.
 
     Example:
@@ -183,7 +183,7 @@ def _snapshot(log: StreamLog, head: Manifest | None) -> Manifest | None:
 
 def _log(storage: Storage, operation: str, reason: str) -> StreamLog:
     if storage.is_read_only:
-        raise ReadOnlyStoreError(storage.url, operation)
+        raise UnsupportedStoreError(storage.url, operation)
     if len(reason) > MAX_REASON:
         raise InvalidArgumentError("reason", reason, f"Pass a text of at most {MAX_REASON:,} characters")
     return StreamLog(storage)

@@ -21,10 +21,9 @@ from delta_tracker.errors import (
     InvalidArgumentError,
     NameConflictError,
     NotDurableError,
-    ReadOnlyStoreError,
     StorageError,
     UnfinishedStepError,
-    UnsafeStoreError,
+    UnsupportedStoreError,
 )
 from delta_tracker.stream import log as log_module
 from delta_tracker.stream.entry_names import entry_name
@@ -154,14 +153,14 @@ def test_the_other_publishers_of_a_stream_are_stopped(monkeypatch: pytest.Monkey
     assert StreamLog(storage).claim().head.kind == "claim"
 
 
-@pytest.mark.advice("UnsafeStoreError: Storage.probe")
+@pytest.mark.advice("UnsupportedStoreError: Storage.probe")
 def test_a_store_with_an_atomic_create_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unsafe = WrappedStorage(Storage("memory://"), answers(True, on("create")))
-    refused(UnsafeStoreError, lambda: Publisher(ModelDeltaTracker(small_model()), unsafe), "a local directory")
+    refused(UnsupportedStoreError, lambda: Publisher(ModelDeltaTracker(small_model()), unsafe), "a local directory")
     assert _is_served(Job(tmp_path))
 
 
-@pytest.mark.advice("ReadOnlyStoreError: _log Storage._begin")
+@pytest.mark.advice("UnsupportedStoreError: _log Storage._begin")
 def test_the_url_of_the_bucket_is_used_to_write(tmp_path: Path) -> None:
     job = Job(tmp_path)
     calls: list[Callable[[Any], object]] = [
@@ -176,7 +175,7 @@ def test_the_url_of_the_bucket_is_used_to_write(tmp_path: Path) -> None:
     ]
     for call in calls:
         refused(
-            ReadOnlyStoreError, lambda call=call: call("http://127.0.0.1:9/stream"), "url of the bucket or directory"
+            UnsupportedStoreError, lambda call=call: call("http://127.0.0.1:9/stream"), "url of the bucket or directory"
         )
         call(job.url)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from delta_tracker.cli.stream_command import MeteredStorage
-from delta_tracker.errors import InvalidArgumentError, ReadOnlyStoreError, StorageError
+from delta_tracker.errors import InvalidArgumentError, StorageError, UnsupportedStoreError
 from delta_tracker.stream.storage.storage import Storage, Transfer
 from delta_tracker.stream.storage.url import default_poll_seconds
 
@@ -126,7 +126,7 @@ def test_http_stores_refuse_to_write_and_to_list_before_a_request(operation: int
         for storage in (server.storage, server.storage.uncached):
             assert storage.is_read_only
             assert not storage.lists
-            with pytest.raises(ReadOnlyStoreError, match="bucket or directory"):
+            with pytest.raises(UnsupportedStoreError, match="bucket or directory"):
                 _REFUSED[operation](storage)
             assert sum(storage.requests.values()) == 0
         assert server.requests == []

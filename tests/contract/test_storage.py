@@ -28,7 +28,7 @@ from delta_tracker.errors import (
     MalformedError,
     NameConflictError,
     StorageError,
-    UnsafeStoreError,
+    UnsupportedStoreError,
 )
 from delta_tracker.stream.storage.storage import Repeatable, Storage, Transfer, open_storage
 from tests.servers import S3, proxy
@@ -354,7 +354,7 @@ def test_a_store_that_replaces_what_exists_is_refused(storage: Storage, monkeypa
         return True
 
     monkeypatch.setattr(storage, "create", create)
-    with pytest.raises(UnsafeStoreError, match="If-None-Match") as caught:
+    with pytest.raises(UnsupportedStoreError, match="If-None-Match") as caught:
         storage.probe()
     assert caught.value.url == storage.url
     assert storage.names("probe") == []
@@ -368,7 +368,7 @@ def test_a_store_that_replaces_what_exists_and_denies_it_is_refused(
         return data == b"first"
 
     monkeypatch.setattr(storage, "create", create)
-    with pytest.raises(UnsafeStoreError):
+    with pytest.raises(UnsupportedStoreError, match="no atomic create-if-absent"):
         storage.probe()
 
 

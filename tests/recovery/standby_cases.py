@@ -20,7 +20,7 @@ from unittest import mock
 from torch import distributed as dist
 
 from delta_tracker import Cadence, Predictor, Publisher, Standby, Takeover
-from delta_tracker.errors import StorageError, UnsafeStoreError
+from delta_tracker.errors import StorageError, UnsupportedStoreError
 from delta_tracker.monitor import Monitor
 from delta_tracker.publisher import coordinator
 from delta_tracker.publisher.version_source import VersionSource
@@ -600,7 +600,7 @@ def _repaired(path: str, what: str, job: Job, other: Job, publisher: Publisher) 
         damaged.write_bytes(data)
         os.utime(damaged, (time.time() - 100, time.time() - 100))
 
-    unsafe = mock.patch.object(Storage, "probe", side_effect=[UnsafeStoreError("file:///unsafe"), None])
+    unsafe = mock.patch.object(Storage, "probe", side_effect=[UnsupportedStoreError("file:///unsafe"), None])
     with _at_the_third_look(repair) as looks, unsafe if is_entry else nullcontext():
         taken = standby.follow(silence=30.0)
     assert not is_first or len(looks) > 2 + is_entry, "it took over before"

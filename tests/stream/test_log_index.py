@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from delta_tracker.errors import ReadOnlyStoreError, StaleCacheError
+from delta_tracker.errors import StaleCacheError, UnsupportedStoreError
 from delta_tracker.stream.entry_names import entry_name
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
@@ -102,7 +102,7 @@ def test_a_log_over_http_without_a_pointer_is_empty(writer: Writer, served: Cach
     assert log.newest_snapshot() is None
     assert log.newest_version(3) == 3
     assert log.read(1) == StreamLog(writer.storage).read(1)
-    with pytest.raises(ReadOnlyStoreError):
+    with pytest.raises(UnsupportedStoreError, match="not possible over http"):
         log.storage.objects("log")
 
 

@@ -20,7 +20,7 @@ from delta_tracker.errors import (
     MissingVersionError,
     NoSnapshotError,
     PinError,
-    ReadOnlyStoreError,
+    UnsupportedStoreError,
 )
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.maintenance import retention as retention_module
@@ -109,7 +109,7 @@ def test_claims_and_versions_that_do_not_exist_are_refused(version: int) -> None
     assert newest_pin(writer.storage) is None
     with pytest.raises(InvalidArgumentError, match="at most 1,000 characters"):
         pin_version(writer.storage, 1, reason="x" * 1001)
-    with pytest.raises(ReadOnlyStoreError):
+    with pytest.raises(UnsupportedStoreError, match="not possible over http"):
         pin_version(Storage("http://127.0.0.1:1/x"), 1)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher
-from delta_tracker.errors import CorruptPartError, FencedError, NameConflictError, StorageError, UnsafeStoreError
+from delta_tracker.errors import CorruptPartError, FencedError, NameConflictError, StorageError, UnsupportedStoreError
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.mirror import Mirror
@@ -62,7 +62,7 @@ def test_a_store_that_ignores_the_condition_is_refused(s3: S3, url: str, bad: Pr
     storage = Storage(url, options=s3.through(bad.port) | {"skip_signature": "true"})
     storage.probe()  # the proxy itself has no fault
     bad.strip_headers = frozenset({"if-none-match"})
-    with pytest.raises(UnsafeStoreError) as caught:
+    with pytest.raises(UnsupportedStoreError, match="no atomic create-if-absent") as caught:
         storage.probe()
     assert caught.value.url == url
     assert storage.create("x", b"1")

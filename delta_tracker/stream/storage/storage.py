@@ -31,9 +31,8 @@ from delta_tracker.errors import (
     MalformedError,
     NameConflictError,
     NotDurableError,
-    ReadOnlyStoreError,
     StorageError,
-    UnsafeStoreError,
+    UnsupportedStoreError,
     is_panic,
 )
 from delta_tracker.stream.interruption import answer, check, checked
@@ -118,7 +117,7 @@ class Storage:
     its name cannot be flushed. Remote stores guarantee durability.
 
     A web server or a cache at an http URL serves single objects: all methods that write, delete or list raise
-    :class:`ReadOnlyStoreError`.
+    :class:`UnsupportedStoreError`.
 
     Args:
         url: ``file:///absolute/directory``, ``s3://bucket/prefix``, ``gs://...``, ``az://...``, ``memory://`` (a
@@ -461,14 +460,14 @@ class Storage:
         if not isinstance(name, str) or len(name) > _SHORT_NAME_LENGTH or _PLAIN_NAME.fullmatch(name) is None:
             check_name(argument, name)
         if call and self.is_read_only:
-            raise ReadOnlyStoreError(self.url, f"{call} of {name}")
+            raise UnsupportedStoreError(self.url, f"{call} of {name}")
         if kind is not None:
             self.requests[kind] += 1
 
     def probe(self) -> None:
         """Check that the store rejects the second of two requests to create the same object, which is then deleted.
 
-        Raises :class:`UnsafeStoreError` if it accepts both, or does not support exclusive creation.
+        Raises :class:`UnsupportedStoreError` if it accepts both, or does not support exclusive creation.
         """
         name = f"probe/{secrets.token_hex(16)}"
         try:
@@ -480,11 +479,11 @@ class Storage:
             with suppress(StorageError):  # the first error is more useful
                 self.delete(name)
             if isinstance(error.__cause__, NotSupportedError | NotImplementedError):
-                raise UnsafeStoreError(self.url) from error
+                raise UnsupportedStoreError(self.url) from error
             raise
         self.delete(name)
         if second or there is None or there.tobytes() != b"first":
-            raise UnsafeStoreError(self.url)
+            raise UnsupportedStoreError(self.url)
 
     def _find_directory(self) -> bool:
         """Return True if the local directory exists, or existed before."""
