@@ -454,31 +454,28 @@ class StorageError(StreamError, OSError):
         self.reason = reason
 
 
-class NameConflictError(StorageError):
-    """The store at ``url`` refuses to create the object ``name``, although no object of that name exists.
+class WriteRefusedError(StorageError):
+    """The store at ``url`` has certainly not written an object.
 
-    ``attempts`` is the number of requests that the store refused.
+    It refuses to create the object ``name``, although no object of that name exists; ``attempts`` is the number of
+    requests. If they are None, the directory of a local store is not the one that was opened: it was unmounted, deleted
+    or replaced, so that a write would go to another disk or to another stream. Writes succeed again once the directory
+    is back. If it was replaced on purpose, or has another device number since its volume was mounted again, a new
+    publisher is necessary.
     """
 
-    _remedy = "Remove what has this name in the store, such as a dangling link, then try again; nothing was lost"
-
-    def __init__(self, url: str, name: str, attempts: int) -> None:
-        super().__init__(url, f"it refused {attempts} times to create {name} as existing, but does not list it")
+    def __init__(self, url: str, name: str | None = None, attempts: int | None = None) -> None:
+        if name is None:
+            reason = "its directory was unmounted, deleted or replaced since it was opened"
+            remedy = (
+                "Mount its volume and try again; if the directory is the right one, build a new Publisher from the url"
+            )
+        else:
+            reason = f"it refused {attempts} times to create {name} as existing, but does not list it"
+            remedy = "Remove what has this name in the store, such as a dangling link, then try again; nothing was lost"
+        super().__init__(url, reason, remedy)
         self.name = name
         self.attempts = attempts
-
-
-class DirectoryReplacedError(StorageError):
-    """The directory of a local store is not the one that was opened: it was unmounted, deleted or replaced.
-
-    A write would go to another disk or to another stream. Writes succeed again once the directory is back. If it was
-    replaced on purpose, or has another device number since its volume was mounted again, a new publisher is necessary.
-    """
-
-    _remedy = "Mount its volume and try again; if the directory is the right one, build a new Publisher from the url"
-
-    def __init__(self, url: str) -> None:
-        super().__init__(url, "its directory was unmounted, deleted or replaced since it was opened")
 
 
 class AlteredEntryError(StorageError):

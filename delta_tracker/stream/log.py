@@ -20,19 +20,18 @@ import xxhash
 
 from delta_tracker.errors import (
     AlteredEntryError,
-    DirectoryReplacedError,
     FencedError,
     InvalidArgumentError,
     LivePublisherError,
     LostEntryError,
     MalformedError,
-    NameConflictError,
     NewerFormatError,
     NotDurableError,
     StaleCacheError,
     StorageError,
     StreamReplacedError,
     UnknownOutcomeError,
+    WriteRefusedError,
     is_unknown,
     unraised,
 )
@@ -433,7 +432,7 @@ class StreamLog:
             refused = refused + 1 if name == entry_name(entry.version) else 0
             name = entry_name(entry.version)
             if refused == _REFUSALS:
-                raise NameConflictError(self.url, name, refused)
+                raise WriteRefusedError(self.url, name, refused)
             try:
                 claimed = _append(self, entry, set())
             except AlteredEntryError as error:
@@ -610,7 +609,7 @@ class Claim:
                 if kind != "snapshot":
                     raise LostEntryError(self._log.url, lost, self.data.decode())
                 return
-        raise NameConflictError(self._log.url, lost, _CLAIM_ATTEMPTS)
+        raise WriteRefusedError(self._log.url, lost, _CLAIM_ATTEMPTS)
 
     def _claimed_again(self) -> tuple[Manifest, bytes] | None:
         """Create a claim after the newest entry; return None if another entry has its name."""
@@ -788,7 +787,7 @@ def _create(storage: Storage, name: str, data: bytes) -> bool:
     created, failure = False, None
     try:
         created = storage.create(name, data)
-    except (NameConflictError, NotDurableError, DirectoryReplacedError):
+    except (NotDurableError, WriteRefusedError):
         raise
     except StorageError as error:
         failure = error

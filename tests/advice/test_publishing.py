@@ -16,14 +16,13 @@ from delta_tracker.errors import (
     AlteredEntryError,
     BrokenCacheError,
     CorruptPartError,
-    DirectoryReplacedError,
     FencedError,
     InvalidArgumentError,
-    NameConflictError,
     NotDurableError,
     StorageError,
     UnfinishedStepError,
     UnsupportedStoreError,
+    WriteRefusedError,
 )
 from delta_tracker.stream import log as log_module
 from delta_tracker.stream.entry_names import entry_name
@@ -57,14 +56,14 @@ def test_a_fenced_publisher_is_built_again(tmp_path: Path) -> None:
     assert _is_served(job)
 
 
-@pytest.mark.advice("DirectoryReplacedError: Storage._check_directory")
+@pytest.mark.advice("WriteRefusedError: Storage._check_directory")
 @pytest.mark.parametrize("way", ["mounted again", "new publisher"])
 def test_a_directory_is_mounted_again_or_its_url_claimed(tmp_path: Path, way: str) -> None:
     job, root = Job(tmp_path), tmp_path / "stream"
     root.rename(tmp_path / "unmounted")
     root.mkdir()
     job.train(3)
-    refused(DirectoryReplacedError, job.publisher.publish, "Mount its volume and try again", "build a new Publisher")
+    refused(WriteRefusedError, job.publisher.publish, "Mount its volume and try again", "build a new Publisher")
     if way == "mounted again":
         root.rmdir()
         (tmp_path / "unmounted").rename(root)
@@ -75,7 +74,7 @@ def test_a_directory_is_mounted_again_or_its_url_claimed(tmp_path: Path, way: st
     assert _is_served(job)
 
 
-@pytest.mark.advice("NameConflictError: Storage.create StreamLog.claim Claim._claim_again")
+@pytest.mark.advice("WriteRefusedError: Storage.create StreamLog.claim Claim._claim_again")
 @pytest.mark.parametrize("call", ["publish", "claim"])
 def test_an_object_that_takes_a_name_is_removed(tmp_path: Path, call: str) -> None:
     job = Job(tmp_path)
@@ -90,7 +89,7 @@ def test_an_object_that_takes_a_name_is_removed(tmp_path: Path, call: str) -> No
             job.publisher = Publisher(job.tracker, job.url)
         job.publisher.publish()
 
-    error = refused(NameConflictError, act, "Remove what has this name in the store", "dangling link")
+    error = refused(WriteRefusedError, act, "Remove what has this name in the store", "dangling link")
     assert entry_name(2).rpartition("/")[2] in str(error)
     taken.unlink()
     act()

@@ -26,9 +26,9 @@ import pytest
 from delta_tracker.errors import (
     InvalidArgumentError,
     MalformedError,
-    NameConflictError,
     StorageError,
     UnsupportedStoreError,
+    WriteRefusedError,
 )
 from delta_tracker.stream.storage.storage import Repeatable, Storage, Transfer, open_storage
 from tests.servers import S3, proxy
@@ -540,7 +540,7 @@ def test_a_name_that_is_taken_by_no_object_is_an_error(tmp_path: Path, kind: str
     storage.create("log/0", b"0")
     path = tmp_path / "log" / "1"
     path.symlink_to(tmp_path / "nothing") if kind == "link" else os.mkfifo(path)
-    with pytest.raises(NameConflictError, match="log/1") as caught:
+    with pytest.raises(WriteRefusedError, match="log/1") as caught:
         storage.create("log/1", b"1")
     assert caught.value.name == "log/1"
     assert storage.names("drafts") == []

@@ -24,11 +24,11 @@ from delta_tracker.errors import (
     LivePublisherError,
     LostEntryError,
     MalformedError,
-    NameConflictError,
     NewerFormatError,
     StorageError,
     StreamReplacedError,
     UnknownOutcomeError,
+    WriteRefusedError,
 )
 from delta_tracker.stream import log as log_module
 from delta_tracker.stream.format.block_rows import BlockRows
@@ -447,7 +447,7 @@ def test_a_claim_whose_name_is_unavailable_fails(tmp_path: Path, kind: str) -> N
         writer.delta([1])
         storage.rules.append(hides(entry_name(2).__eq__, on("names", "objects")))
     storage.rules.append(fails(after(300, on("names", "objects")), lambda _: AssertionError("it does not end")))
-    with pytest.raises(NameConflictError, match="00000000000000000002") as caught:
+    with pytest.raises(WriteRefusedError, match="00000000000000000002") as caught:
         StreamLog(storage).claim()
     assert caught.value.name == entry_name(2)
     path.unlink()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher
-from delta_tracker.errors import CorruptPartError, FencedError, NameConflictError, StorageError, UnsupportedStoreError
+from delta_tracker.errors import CorruptPartError, FencedError, StorageError, UnsupportedStoreError, WriteRefusedError
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.mirror import Mirror
@@ -151,10 +151,10 @@ def test_a_store_that_always_answers_try_again_fails_and_commits_later(s3: S3, u
     writer = Writer(storage)
     writer.snapshot()
     bad.conflicts = 1000
-    with pytest.raises(NameConflictError, match="00000000000000000002") as caught:
+    with pytest.raises(WriteRefusedError, match="00000000000000000002") as caught:
         writer.delta([1])
     assert caught.value.name == "log/00000000000000000002.json"
-    with pytest.raises(NameConflictError, match="00000000000000000002"):
+    with pytest.raises(WriteRefusedError, match="00000000000000000002"):
         StreamLog(storage).claim()
     assert bad.conflicts > 900
     bad.conflicts = 0

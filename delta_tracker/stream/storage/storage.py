@@ -26,13 +26,12 @@ from obstore.exceptions import AlreadyExistsError, BaseError, NotSupportedError,
 from obstore.store import from_url
 
 from delta_tracker.errors import (
-    DirectoryReplacedError,
     InvalidArgumentError,
     MalformedError,
-    NameConflictError,
     NotDurableError,
     StorageError,
     UnsupportedStoreError,
+    WriteRefusedError,
     is_panic,
 )
 from delta_tracker.stream.interruption import answer, check, checked
@@ -125,7 +124,7 @@ class Storage:
         create: True to create a missing local directory. If False, it is read as an empty store until it exists. Once
             it was found, this object writes only to this directory: if another one or none has its path, or if it is
             empty although this object has written to it, writes, deletions and syncs raise
-            :class:`DirectoryReplacedError`. Reads use the directory that is there.
+            :class:`WriteRefusedError`. Reads use the directory that is there.
         fsync: if False, the system decides when local objects reach the disk, and a machine failure may lose them.
         options: options of a remote store as obstore names them, such as ``endpoint``, ``region``, ``access_key_id``,
             ``secret_access_key``, ``allow_http``, ``read_timeout`` (time without any byte, 30s by default) or
@@ -225,7 +224,7 @@ class Storage:
             if self._directory is not None and self._directory.is_dir():
                 try:
                     self._check_directory()
-                except DirectoryReplacedError:
+                except WriteRefusedError:
                     return Storage(self.url, fsync=self._fsync)
         return self
 
@@ -250,7 +249,7 @@ class Storage:
     def create(self, name: str, data: bytes) -> bool:
         """Write an object; return False if one of that name exists. If several writers race, only one succeeds.
 
-        If the response of a failed call was lost, the object may exist. Raises :class:`NameConflictError` if the store
+        If the response of a failed call was lost, the object may exist. Raises :class:`WriteRefusedError` if the store
         refused each attempt for a second (409 on AWS), and no such object exists.
         """
         self._begin("write", name, "create()")
@@ -261,7 +260,7 @@ class Storage:
                 return True
             if self.size(name) is not None:
                 return False
-        raise NameConflictError(self.url, name, _CREATE_ATTEMPTS)
+        raise WriteRefusedError(self.url, name, _CREATE_ATTEMPTS)
 
     def _create_once(self, name: str, data: bytes) -> bool:
         """Try once to create an object. False does not prove that it exists, see :meth:`create`."""
@@ -657,7 +656,7 @@ class Storage:
                 or any(self._directory.iterdir())
             ):
                 return
-        raise DirectoryReplacedError(self.url)
+        raise WriteRefusedError(self.url)
 
     def _sync(self, prefix: str, name: str) -> None:
         """Flush the names in the directory ``prefix`` of a local store to disk; ``name`` is for the error."""
