@@ -133,9 +133,9 @@ def is_unknown(error: BaseException) -> bool:
     match error:
         case PublishError():
             return error.is_unknown
-        case NotDurableError():
-            return error.directory == "log"
-    return isinstance(error, UnknownOutcomeError)
+        case UnknownOutcomeError():
+            return error.directory in (None, "log")
+    return False
 
 
 def is_panic(error: BaseException) -> bool:
@@ -492,32 +492,24 @@ class AlteredEntryError(StorageError):
         self.xxh3 = xxh3
 
 
-class NotDurableError(StorageError):
-    """The names in the directory ``directory`` of a local store cannot be flushed to disk.
-
-    A new object is visible to readers, but may be missing after a power loss. A deleted one may be there again.
-    """
-
-    _remedy = "Check the disk, then try again; no row was lost"
-
-    def __init__(self, url: str, directory: str, name: str, reason: str) -> None:
-        super().__init__(url, f"{name} is not on disk, because {directory}/ cannot be synced: {reason}")
-        self.directory = directory
-        self.name = name
-
-
 class UnknownOutcomeError(StorageError):
-    """It is unknown whether the store at ``url`` has created ``name``, or will: the answer was lost, see ``reason``.
+    """It is unknown whether the store at ``url`` has ``name``, or will have it: see ``reason``.
 
-    If it is the entry of a version, readers may apply it now or later. Its rows stay pending, and the next version
-    follows it if it exists.
+    The answer to its creation was lost. Or it was written or deleted, but the names in the directory ``directory`` of a
+    local store cannot be flushed to disk, so that a power loss may take that back. If it is the entry of a version,
+    readers may apply it now or later. Its rows stay pending, and the next version follows it if it exists.
     """
 
-    _remedy = "Try again: the next attempt finds what was created, and no row was lost"
-
-    def __init__(self, url: str, name: str, reason: str) -> None:
-        super().__init__(url, f"whether {name} was created is unknown: {reason}")
+    def __init__(self, url: str, name: str, reason: str, directory: str | None = None) -> None:
+        if directory is None:
+            problem = f"whether {name} was created is unknown: {reason}"
+            remedy = "Try again: the next attempt finds what was created, and no row was lost"
+        else:
+            problem = f"{name} is not on disk, because {directory}/ cannot be synced: {reason}"
+            remedy = "Check the disk, then try again; no row was lost"
+        super().__init__(url, problem, remedy)
         self.name = name
+        self.directory = directory
 
 
 class LostEntryError(StorageError):

@@ -26,7 +26,6 @@ from delta_tracker.errors import (
     LostEntryError,
     MalformedError,
     NewerFormatError,
-    NotDurableError,
     StaleCacheError,
     StorageError,
     StreamReplacedError,
@@ -514,12 +513,11 @@ class Claim:
             FencedError: if a newer generation has claimed the stream. No later call commits either.
             AlteredEntryError: if a remote store has other bytes than were sent. The version was not committed. The next
                 commit continues after the stored bytes.
-            NotDurableError: if the entry was created, but may be missing after a power loss. Readers can apply it. The
-                next commit continues after it, and makes both versions durable or fails too.
             LostEntryError: if the newest entry was deleted, and ``entry`` is a delta. Nothing was committed. The stream
                 was claimed again. A snapshot is committed after this claim.
             UnknownOutcomeError: if the store fails, and the entry may have been created, or may appear later. The next
-                commit then continues after it.
+                commit then continues after it. With ``directory``, the entry was created, but may be missing after a
+                power loss. The next commit makes both versions durable or fails too.
             StorageError: for other faults of the store. Nothing was committed.
         """
         if self._fenced is not None:
@@ -787,7 +785,7 @@ def _create(storage: Storage, name: str, data: bytes) -> bool:
     created, failure = False, None
     try:
         created = storage.create(name, data)
-    except (NotDurableError, WriteRefusedError):
+    except (UnknownOutcomeError, WriteRefusedError):
         raise
     except StorageError as error:
         failure = error

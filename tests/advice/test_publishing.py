@@ -18,9 +18,9 @@ from delta_tracker.errors import (
     CorruptPartError,
     FencedError,
     InvalidArgumentError,
-    NotDurableError,
     StorageError,
     UnfinishedStepError,
+    UnknownOutcomeError,
     UnsupportedStoreError,
     WriteRefusedError,
 )
@@ -96,7 +96,7 @@ def test_an_object_that_takes_a_name_is_removed(tmp_path: Path, call: str) -> No
     assert _is_served(job)
 
 
-@pytest.mark.advice("NotDurableError: Storage._sync")
+@pytest.mark.advice("UnknownOutcomeError: Storage._sync")
 def test_a_version_is_published_again_once_the_disk_can_be_flushed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,7 +108,7 @@ def test_a_version_is_published_again_once_the_disk_can_be_flushed(
     job.train(3)
     with monkeypatch.context() as patched:
         patched.setattr(storage_module, "sync_names", fail)
-        refused(NotDurableError, job.publisher.publish, "Check the disk, then try again; no row was lost")
+        refused(UnknownOutcomeError, job.publisher.publish, "Check the disk, then try again; no row was lost")
     job.publisher.publish()
     assert _is_served(job)
 

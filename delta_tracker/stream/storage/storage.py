@@ -28,8 +28,8 @@ from obstore.store import from_url
 from delta_tracker.errors import (
     InvalidArgumentError,
     MalformedError,
-    NotDurableError,
     StorageError,
+    UnknownOutcomeError,
     UnsupportedStoreError,
     WriteRefusedError,
     is_panic,
@@ -112,7 +112,7 @@ class Storage:
     Names of objects are relative to the URL and use forward slashes. A name is invalid if it has an empty, ``.`` or
     ``..`` component, a backslash, a ``#`` or a control character, or more than 1,024 bytes. All methods reject an
     invalid name with :class:`InvalidArgumentError`, and raise :class:`StorageError` if the store fails. A local object
-    is on disk (fsync) before the call that wrote it returns; :class:`NotDurableError` says that it was written, but
+    is on disk (fsync) before the call that wrote it returns; :class:`UnknownOutcomeError` says that it was written, but
     its name cannot be flushed. Remote stores guarantee durability.
 
     A web server or a cache at an http URL serves single objects: all methods that write, delete or list raise
@@ -386,7 +386,7 @@ class Storage:
                 (self._directory / name).unlink()
 
     def sync(self, prefix: str) -> None:
-        """Flush all creations and deletions of objects in ``prefix`` to disk, or raise :class:`NotDurableError`.
+        """Flush all creations and deletions of objects in ``prefix`` to disk, or raise :class:`UnknownOutcomeError`.
 
         Of the methods, only :meth:`delete` does not wait for its own change. No-op for remote stores, which guarantee
         durability, with ``fsync=False``, and if the directory does not exist.
@@ -665,7 +665,7 @@ class Storage:
         try:
             sync_names(self._directory, prefix)
         except OSError as error:
-            raise NotDurableError(self.url, prefix or ".", name, f"{type(error).__name__}: {error}") from error
+            raise UnknownOutcomeError(self.url, name, f"{type(error).__name__}: {error}", prefix or ".") from error
 
 
 @dataclass(frozen=True, slots=True)
