@@ -378,18 +378,6 @@ class CheckpointError(DeltaTrackerError, ValueError):
     """Base class of the errors raised when a saved state cannot be loaded; what it would replace is unchanged."""
 
 
-class UnknownFormatError(CheckpointError):
-    """A saved state has the unknown format version ``found``; this release supports only version ``known``."""
-
-    def __init__(self, found: object, known: int) -> None:
-        super().__init__(
-            f"the saved state has format version {found!r}, this release reads {known}",
-            "Load it with the release of delta_tracker that wrote it",
-        )
-        self.found = found
-        self.known = known
-
-
 class StateMismatchError(CheckpointError):
     """A saved state does not fit the object that loads it, or the parts saved by different ranks contradict each other.
 

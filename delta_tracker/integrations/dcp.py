@@ -77,10 +77,9 @@ class SavedTracker:
         Raises:
             InvalidArgumentError: if the checkpoint has trackers, but none under ``key``, or if ``key`` is None and the
                 checkpoint has several trackers.
-            UnknownFormatError: if the format version of a header is unknown.
-            StateMismatchError: if the saved mode, consumers, tables or counters differ from the tracker's or between
-                ranks, if the old states belong to other column ranges, or if the world size differs and a counter
-                cannot be merged.
+            StateMismatchError: if the format version of a header is unknown, if the saved mode, consumers, tables or
+                counters differ from the tracker's or between ranks, if the old states belong to other column ranges,
+                or if the world size differs and a counter cannot be merged.
             PartialStateError: if parts are missing.
             MalformedStateError: if a header is invalid, or if a tensor that a header lists is missing or has another
                 shape.
@@ -138,9 +137,8 @@ class SavedCounters:
         Raises:
             InvalidArgumentError: if the checkpoint has no counters under ``key``, or if ``key`` is None and it has
                 several :class:`~delta_tracker.RankCounters`.
-            UnknownFormatError: if the format version of a header is unknown.
-            StateMismatchError: if names or kinds of counters differ, or the number of ranks differs and a state cannot
-                be merged.
+            StateMismatchError: if the format version of a header is unknown, if names or kinds of counters differ, or
+                the number of ranks differs and a state cannot be merged.
             PartialStateError: if the checkpoint has no counters, or parts are missing.
             MalformedStateError: if a header is invalid, or if a tensor that a header lists is missing or has another
                 shape.
@@ -198,7 +196,7 @@ class _SavedParts:
 
         Raises:
             InvalidArgumentError: if the checkpoint has such states, but none under ``key``, or several.
-            UnknownFormatError, MalformedStateError: if a header cannot be read.
+            StateMismatchError, MalformedStateError: if a header cannot be read.
         """
         self._metadata = self._reader.read_metadata()
         found: dict[str, list[str]] = {}

@@ -876,10 +876,9 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
                 then pending for every consumer, a warning is logged, and :attr:`restored` is ``Restored.NOTHING``.
 
         Raises:
-            UnknownFormatError: if the format version is unknown.
-            StateMismatchError: if the mode, consumers, tables or counters differ, if the old states belong to other
-                column ranges, or if the world size differs and a counter cannot be merged; the error names the
-                difference.
+            StateMismatchError: if the format version is unknown, if the mode, consumers, tables or counters differ, if
+                the old states belong to other column ranges, or if the world size differs and a counter cannot be
+                merged; the error names the difference.
             PartialStateError: if parts are missing.
             MalformedStateError: if the state is invalid in any other way.
             ReservedConsumerError: if a consumer is reserved. Create publishers, which reserve consumers, after this

@@ -93,7 +93,7 @@ def test_the_committed_table_is_of_this_run() -> None:
 @pytest.mark.promise("refused")
 def test_a_state_that_does_not_fit_is_refused_by_name(two_ranks: RankPool, tmp_path: Path) -> None:
     expected = {
-        "version": ("UnknownFormatError", "format version 99, this release reads 1"),
+        "version": ("StateMismatchError", "format version 99, where 1 is expected"),
         "mode": ("StateMismatchError", "mode id_only, where embedding is expected"),
         "consumer": ("StateMismatchError", "consumers ['a', 'b', 'd'], where ['a', 'b', 'c'] is expected"),
         "table": ("StateMismatchError", "'ec.embeddings.other': 17 x 8 float32"),

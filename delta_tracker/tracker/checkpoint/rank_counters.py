@@ -138,7 +138,6 @@ class RankCounters:
                 rank without such a part needs any other one. You may pass the parts of all ranks.
 
         Raises:
-            UnknownFormatError: if the format version of a header is unknown.
             StateMismatchError, PartialStateError, MalformedStateError: see :meth:`plan_load`.
         """
         self._counters.load(self._merged(state))

@@ -43,7 +43,7 @@ import xxhash
 from msgspec import Meta, Struct, convert
 from torch import Tensor
 
-from delta_tracker.errors import MalformedStateError, StateMismatchError, UnknownFormatError
+from delta_tracker.errors import MalformedStateError, StateMismatchError
 from delta_tracker.rows import ChangedRows
 from delta_tracker.types import ShardSpec, TableSpec
 
@@ -287,7 +287,7 @@ def parse(key: str, header: Tensor) -> RankHeader:
     """Parse the header saved under ``key``.
 
     Raises:
-        UnknownFormatError: if the header's format version is unknown.
+        StateMismatchError: if the header's format version is unknown.
         MalformedStateError: if the header does not follow the format, or contradicts ``key``.
     """
     try:
@@ -297,7 +297,8 @@ def parse(key: str, header: Tensor) -> RankHeader:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise MalformedStateError(key, f"its header cannot be read: {type(error).__name__}: {error}") from error
     if part is None:
-        raise UnknownFormatError(version, FORMAT_VERSION)
+        remedy = "Load it with the release of delta_tracker that wrote it"
+        raise StateMismatchError("format version", version, FORMAT_VERSION, remedy)
     if f"{part.prefix}header" != key or part.rank >= part.world_size:
         raise MalformedStateError(key, f"its header says that it is {part.prefix!r}")
     return part
@@ -310,7 +311,7 @@ def parse_all(state: Mapping[str, Tensor]) -> list[RankHeader]:
         state: tensors of the parts, by key.
 
     Raises:
-        UnknownFormatError: if the format version of a header is unknown.
+        StateMismatchError: if the format version of a header is unknown.
         MalformedStateError: if there is no header, or a header is invalid.
     """
     parts = [parse(key, tensor) for key, tensor in state.items() if HEADER.fullmatch(key)]
