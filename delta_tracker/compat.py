@@ -117,7 +117,7 @@ class ModelDeltaTrackerTrec(own.ModelDeltaTracker):
 
         Raises:
             InvalidArgumentError: if ``per_table_percentage`` is given, or ``top_percentage`` is not in ``(0, 1]``.
-            UnknownConsumerError, NeedsSnapshotError: as :meth:`~delta_tracker.ModelDeltaTracker.get_delta`.
+            InvalidArgumentError, NeedsSnapshotError: as :meth:`~delta_tracker.ModelDeltaTracker.get_delta`.
         """
         del sorted_by_indices
         if per_table_percentage is not None:

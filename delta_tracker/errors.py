@@ -259,24 +259,6 @@ class UnsupportedOptimizerError(DeltaTrackerError, ValueError):
         )
 
 
-class UnknownConsumerError(DeltaTrackerError, LookupError):
-    """The tracker does not have the given consumer, or none was given although the tracker has several consumers.
-
-    ``consumer`` is the given name, or None. ``known`` lists the names of all consumers, except those that a publisher
-    adds while it copies a snapshot.
-    """
-
-    def __init__(self, consumer: str | None, known: Iterable[str]) -> None:
-        self.consumer = consumer
-        self.known = tuple(known)
-        problem = (
-            "no consumer was named and the tracker has several"
-            if consumer is None
-            else f"the tracker has no consumer {consumer!r}"
-        )
-        super().__init__(f"{problem}; known consumers: {_listed(self.known)}", "Pass one of the known names")
-
-
 class ReservedConsumerError(DeltaTrackerError, RuntimeError):
     """A consumer is reserved by ``owner``, for example by a publisher.
 

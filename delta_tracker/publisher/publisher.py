@@ -123,7 +123,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
             same name, a suffix ``-2``, ``-3``, ... is added.
 
     Raises:
-        UnknownConsumerError: if the tracker has no such consumer.
+        InvalidArgumentError: if the tracker has no such consumer.
         ReservedConsumerError: if the consumer is already reserved.
         DetachedError: if the tracker is detached.
         IncompleteModelError: if a restore of the model was interrupted.

@@ -263,7 +263,7 @@ class ChangeLog:
         """Check that a consumer exists and is not reserved, and return its name. None selects the only consumer.
 
         Raises:
-            UnknownConsumerError: if there is no such consumer, or no name was given and there are several.
+            InvalidArgumentError: if there is no such consumer, or no name was given and there are several.
             ReservedConsumerError: if the consumer is reserved.
         """
         with self.lock:
@@ -673,7 +673,7 @@ class ChangeLog:
 
         Raises:
             StaleDeltaError: if ``delta`` is no longer the consumer's uncommitted read.
-            UnknownConsumerError: if the consumer was removed.
+            InvalidArgumentError: if the consumer was removed.
         """
         with self.lock:
             self._consumers.check_uncommitted(delta)

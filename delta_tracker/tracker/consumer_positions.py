@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from delta_tracker.errors import InvalidArgumentError, ReservedConsumerError, StaleDeltaError, UnknownConsumerError
+from delta_tracker.errors import InvalidArgumentError, ReservedConsumerError, StaleDeltaError
 from delta_tracker.rows import ChangedRows, merge_first
 from delta_tracker.tracker.log_state import PendingState
 from delta_tracker.types import Delta
@@ -106,14 +106,18 @@ class ConsumerPositions:
         Transient consumers are found by name only.
 
         Raises:
-            UnknownConsumerError: if there is no such consumer, or ``name`` is None and there are several consumers.
+            InvalidArgumentError: if there is no such consumer, or ``name`` is None and there are several consumers.
         """
         if isinstance(name, str) and name in self._consumers:
             return name
         lasting = [known for known, consumer in self._consumers.items() if not consumer.is_transient]
         if name is None and len(lasting) == 1:
             return lasting[0]
-        raise UnknownConsumerError(name, lasting)
+        known = ", ".join(map(repr, lasting)) or "none"
+        remedy = f"Pass one of the known consumers: {known}"
+        if name is None:
+            remedy = f"Pass a name, because the tracker has several; known consumers: {known}"
+        raise InvalidArgumentError("consumer", name, remedy)
 
     def reserve(self, name: str, holder: str | None) -> None:
         """Reserve consumer ``name`` for ``holder``, or end the reservation if ``holder`` is None.
@@ -276,7 +280,7 @@ class ConsumerPositions:
 
         Raises:
             StaleDeltaError: if it is not.
-            UnknownConsumerError: if the consumer was removed.
+            InvalidArgumentError: if the consumer was removed.
         """
         if self._consumers[self.resolve(delta.consumer)].sealed is not delta:
             raise StaleDeltaError(delta.consumer)

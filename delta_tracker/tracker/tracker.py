@@ -465,7 +465,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         """Remove a consumer. With ``delete_on_read``, also drop the rows that were pending only for this consumer.
 
         Raises:
-            UnknownConsumerError: if there is no such consumer.
+            InvalidArgumentError: if there is no such consumer.
             ReservedConsumerError: if the consumer is reserved.
         """
         self._log.remove(self._log.resolve(consumer))
@@ -481,7 +481,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             holder: description of the handle's owner, for the error message.
 
         Raises:
-            UnknownConsumerError: if there is no such consumer, or no name was given and there are several.
+            InvalidArgumentError: if there is no such consumer, or no name was given and there are several.
             ReservedConsumerError: if the consumer is already reserved.
             DetachedError: after :meth:`detach`.
         """
@@ -509,7 +509,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             consumer: name of the consumer; optional if there is only one consumer.
 
         Raises:
-            UnknownConsumerError: if there is no such consumer, or no name was given and there are several.
+            InvalidArgumentError: if there is no such consumer, or no name was given and there are several.
         """
         return self._log.is_behind(consumer)
 
@@ -520,7 +520,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         an interrupt, all rows may count as changed.
 
         Raises:
-            UnknownConsumerError: if there is no such consumer.
+            InvalidArgumentError: if there is no such consumer.
             ReservedConsumerError: if the consumer is reserved.
         """
         with self._log.lock:
@@ -536,7 +536,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             consumer: name of the consumer; optional if there is only one consumer.
 
         Raises:
-            UnknownConsumerError: if there is no such consumer, or no name was given and there are several.
+            InvalidArgumentError: if there is no such consumer, or no name was given and there are several.
             ReservedConsumerError: if the consumer is reserved.
             InvalidArgumentError: if the tracker drops rows after reads (``delete_on_read=True``).
         """
@@ -568,7 +568,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             consumer: name of the consumer; optional if there is only one consumer.
 
         Raises:
-            UnknownConsumerError: if there is no such consumer, or no name was given and there are several.
+            InvalidArgumentError: if there is no such consumer, or no name was given and there are several.
         """
         return self._log.num_pending(consumer)
 
@@ -635,7 +635,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             owns the tensors.
 
         Raises:
-            UnknownConsumerError: if there is no such consumer, or no name was given and there are several.
+            InvalidArgumentError: if there is no such consumer, or no name was given and there are several.
             ReservedConsumerError: if the consumer is reserved; read it with its :class:`ConsumerHandle`.
             NeedsSnapshotError: if the consumer was dropped because the log exceeded ``max_bytes``.
             InvalidArgumentError: if ``top_k`` is invalid, if it has no ``score`` in a mode without a default score, if
@@ -671,7 +671,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         Raises:
             InvalidArgumentError: if ``delta`` is not a :class:`~delta_tracker.types.Delta`.
             StaleDeltaError: if ``delta`` is no longer the consumer's uncommitted read.
-            UnknownConsumerError: if the consumer was removed.
+            InvalidArgumentError: if the consumer was removed.
         """
         _check_delta(delta)
         self._log.commit(delta)

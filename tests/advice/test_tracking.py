@@ -22,7 +22,6 @@ from delta_tracker.errors import (
     ReservedConsumerError,
     StaleDeltaError,
     StateMismatchError,
-    UnknownConsumerError,
     UnsupportedTableError,
 )
 from tests.advice.jobs import Job, refused, small_model
@@ -93,13 +92,13 @@ def test_a_detached_tracker_is_attached_again() -> None:
     assert trained.tracker.get_delta_ids()["0"].tolist() == [4]
 
 
-@pytest.mark.advice("UnknownConsumerError: ConsumerPositions.resolve")
+@pytest.mark.advice("InvalidArgumentError: ConsumerPositions.resolve")
 def test_a_known_consumer_is_named() -> None:
     trained = _Trained(consumers=["a", "b"])
     trained.train(5)
     for name in (None, "c"):
-        error = refused(UnknownConsumerError, lambda name=name: trained.tracker.get_delta(name), "known names")
-        for known in error.known:
+        refused(InvalidArgumentError, lambda name=name: trained.tracker.get_delta(name), "known consumers: 'a', 'b'")
+        for known in ("a", "b"):
             assert trained.tracker.get_delta(known, commit=False)["0"].ids.tolist() == [5]
 
 

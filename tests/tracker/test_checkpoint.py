@@ -121,7 +121,7 @@ def test_a_state_that_does_not_fit_is_refused_by_name(two_ranks: RankPool, tmp_p
         ),
         "counters": ("StateMismatchError", "counters [], where ['sum'] is expected"),
         "note": ("InvalidArgumentError", "Pass dicts"),
-        "noted consumer": ("UnknownConsumerError", "'x'"),
+        "noted consumer": ("InvalidArgumentError", "'x'"),
         "strategy": ("InvalidArgumentError", "('local', 'gather', 'gather_or_local')"),
     }
     for rank, messages in enumerate(two_ranks.run(f"{_CASES}:damaged", path=str(tmp_path))):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from delta_tracker.errors import InvalidArgumentError, StaleDeltaError, UnknownConsumerError
+from delta_tracker.errors import InvalidArgumentError, StaleDeltaError
 from delta_tracker.tracker.consumer_positions import ConsumerPositions
 from delta_tracker.types import Delta
 
@@ -21,12 +21,14 @@ def test_unknown_consumers_are_refused() -> None:
         with pytest.raises(InvalidArgumentError, match="Pass a name that is a string"):
             ConsumerPositions(names)  # type: ignore[arg-type]
     cursors = ConsumerPositions(["a", "b"])
-    with pytest.raises(UnknownConsumerError, match=r"no consumer \['a'\]; known consumers: 'a', 'b'"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"consumer=\['a'\] cannot be used\. Pass one of the known consumers: 'a', 'b'"
+    ):
         cursors.resolve(["a"])  # type: ignore[arg-type]
-    with pytest.raises(UnknownConsumerError, match=r"known consumers: 'a', 'b'") as caught:
+    with pytest.raises(InvalidArgumentError, match=r"known consumers: 'a', 'b'") as caught:
         cursors.resolve("c")
-    assert (caught.value.consumer, caught.value.known) == ("c", ("a", "b"))
-    with pytest.raises(UnknownConsumerError, match="has several"):
+    assert (caught.value.argument, caught.value.value) == ("consumer", "c")
+    with pytest.raises(InvalidArgumentError, match="has several"):
         cursors.resolve(None)
     assert ConsumerPositions(["only"]).resolve(None) == "only"
 
