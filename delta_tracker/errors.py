@@ -336,21 +336,6 @@ class RankMismatchError(DeltaTrackerError, ValueError):
         )
 
 
-class UnsyncedReplicasError(DeltaTrackerError, RuntimeError):
-    """The replicas of a ``DMPCollection`` may differ, so no tracker state can be saved that fits the saved model.
-
-    The saved model has the rows of any of the replicas. ``tables`` lists the tables with such rows on this rank.
-    """
-
-    def __init__(self, tables: Iterable[str]) -> None:
-        self.tables = tuple(tables)
-        super().__init__(
-            f"the replicas of a DMPCollection may differ, because rows changed since its last sync(): "
-            f"{_listed(self.tables)}",
-            "Call sync() on every rank directly before the model and the tracker are saved",
-        )
-
-
 # Checkpoints
 
 _OR_NOTHING = "A tracker can also load {}, which marks every row as changed"

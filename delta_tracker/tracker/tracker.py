@@ -857,7 +857,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             UnsupportedTableError: if a plain module was replaced.
             RankMismatchError: if the strategy is a collective and another rank raised one of these errors.
             InvalidArgumentError: if the strategy is unknown, or the state of a counter cannot be saved.
-            UnsyncedReplicasError: if rows changed since the last ``sync()`` of a ``DMPCollection``. If the strategy is
+            InvalidArgumentError: if rows changed since the last ``sync()`` of a ``DMPCollection``. If the strategy is
                 a collective, it is raised on every rank.
             RankLostError: if the strategy is a collective and a rank died or did not make the call in time.
         """

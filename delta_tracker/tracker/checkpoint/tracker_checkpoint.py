@@ -20,7 +20,6 @@ from delta_tracker.errors import (
     RankMismatchError,
     ReservedConsumerError,
     StateMismatchError,
-    UnsyncedReplicasError,
 )
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.tracker.change_log import ChangeLog
@@ -193,14 +192,17 @@ class TrackerCheckpoint:
             group: all ranks, so that an error on one rank is raised on every rank; None to check this rank only.
 
         Raises:
-            UnsyncedReplicasError: if a row changed.
+            InvalidArgumentError: if a row changed.
         """
         averaged = {fqn: shard for fqn, shard in self._model.shards.items() if shard.is_averaged}
         if averaged:
             tables = self._log.unsynced(fqn for fqn, shard in averaged.items() if shard.spec.num_rows)
             counts = torch.tensor([len(tables)])
             if any(map(int, [counts] if group is None else group.all_gather(counts))):
-                raise UnsyncedReplicasError(tables)
+                listed = ", ".join(map(repr, tables)) or "none on this rank"
+                why = f"replicas of a DMPCollection may differ, because rows changed since its last sync(): {listed}"
+                remedy = "Call sync() on every rank directly before the model and the tracker are saved"
+                raise InvalidArgumentError("state_dict()", why, remedy)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load a saved state. See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.load_state_dict`."""
