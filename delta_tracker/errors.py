@@ -202,17 +202,6 @@ class IncompatiblePackagesError(DeltaTrackerError, ImportError):
 # Tracking
 
 
-class NoShardedModuleError(DeltaTrackerError, ValueError):
-    """The model has no embedding module that can be tracked; ``found`` lists its other embedding modules."""
-
-    def __init__(self, found: Iterable[str]) -> None:
-        self.found = tuple(found)
-        super().__init__(
-            f"the model has no table to track; other embedding modules found: {_listed(self.found)}",
-            "Pass a model with nn.Embedding, nn.EmbeddingBag or TorchRec's (sharded) collections",
-        )
-
-
 class UnsupportedTableError(DeltaTrackerError, ValueError):
     """A table has an unsupported sharding type or kernel; see ``table`` and ``reason``."""
 
@@ -229,34 +218,18 @@ class UnsupportedTableError(DeltaTrackerError, ValueError):
         self.reason = reason
 
 
-class UnsupportedModuleError(DeltaTrackerError, ValueError):
-    """The model has sharded modules or tensors of unsupported types; ``modules`` maps their FQNs to their types."""
+class UnsupportedModelError(DeltaTrackerError, ValueError):
+    """The model has parts that cannot be tracked, published or compiled, or no table at all.
 
-    def __init__(self, modules: Mapping[str, str], remedy: str, *, problem: str = "that cannot be tracked") -> None:
-        self.modules = dict(modules)
-        listed = ", ".join(f"{fqn!r} ({what})" for fqn, what in self.modules.items())
-        super().__init__(f"the model has sharded parts {problem}: {listed}", remedy)
-
-
-class UnsupportedOptimizerError(DeltaTrackerError, ValueError):
-    """A fused optimizer may write rows that were not looked up in the batch, or its state cannot be published.
-
-    See ``optimizer`` and ``tables``.
+    ``parts`` maps their names to their types, optimizers or reasons.
     """
 
     def __init__(
-        self,
-        optimizer: str,
-        tables: Iterable[str],
-        *,
-        problem: str = "is not known to write only rows that a backward pass looked up",
+        self, parts: Mapping[str, str], remedy: str, *, problem: str = "sharded parts that cannot be tracked"
     ) -> None:
-        self.optimizer = optimizer
-        self.tables = tuple(tables)
-        super().__init__(
-            f"optimizer {optimizer} {problem}; its tables: {_listed(self.tables)}",
-            "Train them with another fused optimizer, or name them in fqns_to_skip to train them untracked",
-        )
+        self.parts = dict(parts)
+        listed = ", ".join(f"{fqn!r} ({what})" if what else repr(fqn) for fqn, what in self.parts.items())
+        super().__init__(f"the model has {problem}: {listed or 'none'}", remedy)
 
 
 class ReservedConsumerError(DeltaTrackerError, RuntimeError):
@@ -971,17 +944,6 @@ class MalformedSinkError(StreamError, ValueError):
         )
         self.where = where
         self.reason = reason
-
-
-class FoldedConstantError(DeltaTrackerError, ValueError):
-    """A compiled model does not see changes of a tensor; see ``tensor``."""
-
-    def __init__(self, tensor: str) -> None:
-        super().__init__(
-            f"the compiler has folded the tensor {tensor!r} into the code, so that updates would not be seen",
-            "Leave out options that fold constants, or change how the model uses the tensor",
-        )
-        self.tensor = tensor
 
 
 class ModelMismatchError(StreamError, ValueError):

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.utils._pytree import tree_leaves
 
-from delta_tracker.errors import FoldedConstantError, InvalidArgumentError
+from delta_tracker.errors import InvalidArgumentError, UnsupportedModelError
 from delta_tracker.state_tree import TENSOR_DTYPES
 
 _logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ def compile_package(
         InvalidArgumentError: for a ``path`` with another suffix; for ``options`` that set what this function sets; if
             the exported program has no example inputs, changes buffers, has tensors that share memory or are not dense
             in memory, or returns another result each time; or if torch is older than 2.8.
-        FoldedConstantError: if a tensor was folded into the compiled code. No package is written.
+        UnsupportedModelError: if a tensor was folded into the compiled code. No package is written.
 
     Example:
         >>> model = torch.nn.Embedding(10, 4)
@@ -183,7 +183,7 @@ def _check(exported: ExportedProgram, tensors: Mapping[str, Tensor], path: str) 
     """Compare what the package and the exported program return after a change of each tensor.
 
     Raises:
-        FoldedConstantError: if a change is not seen by the package.
+        UnsupportedModelError: if a change is not seen by the package.
         InvalidArgumentError: if one of them returns another result each time.
     """
     args, kwargs = exported.example_inputs or ((), {})
@@ -204,7 +204,11 @@ def _check(exported: ExportedProgram, tensors: Mapping[str, Tensor], path: str) 
         with _changed(tensor, generator):
             is_seen = not _equal(plain[0], outputs(compiled)), not _equal(plain[1], outputs(module))
         if is_seen[0] != is_seen[1]:
-            raise FoldedConstantError(name)
+            raise UnsupportedModelError(
+                {name: ""},
+                "Leave out options that fold constants, or change how the model uses the tensor",
+                problem="a tensor that the compiler has folded into the code, so that updates would not be seen",
+            )
         if not is_seen[0]:
             unseen.append(name)
     if unseen:

@@ -127,7 +127,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         ReservedConsumerError: if the consumer is already reserved.
         DetachedError: if the tracker is detached.
         IncompleteModelError: if a restore of the model was interrupted.
-        UnsupportedModuleError, UnsupportedOptimizerError, UnsupportedTableError: if ``states`` is given and a table has
+        UnsupportedModelError, UnsupportedTableError: if ``states`` is given and a table has
             a training state that cannot be published, or is not fused and has no optimizer in ``training_state`` or
             ``rank_state``.
         InvalidArgumentError: if an argument is invalid, if ``states`` is given together with ``top_k`` or with an

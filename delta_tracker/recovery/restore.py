@@ -91,7 +91,7 @@ def restore(  # noqa: PLR0913  all but two have a default
             was published yet, it is raised on all ranks, and its ``version`` is None.
         RestoreMismatchError, ModelMismatchError: if the version does not fit the job.
         InvalidArgumentError: if an argument is invalid, the model was not trained as above, or an update runs.
-        UnsupportedModuleError, UnsupportedOptimizerError: if a part of the model cannot be restored.
+        UnsupportedModelError: if a part of the model cannot be restored.
         ReservedConsumerError: if a consumer of the tracker is reserved, for example by a publisher.
         MalformedError, CorruptPartError, StorageError: if the version is damaged, or the store cannot be read.
         RestoreFailedError: if an object raises an error while it loads its state, or another rank raised one of these

@@ -12,6 +12,7 @@ _FAILURES = (
     errors.InvalidArgumentError,
     errors.MalformedError,
     errors.MissingVersionError,
+    errors.ModelMismatchError,
     errors.NotRecoverableError,
     errors.RankLostError,
     errors.ReservedConsumerError,
@@ -19,9 +20,7 @@ _FAILURES = (
     errors.RestoreMismatchError,
     errors.StorageError,
     errors.StreamReplacedError,
-    errors.ModelMismatchError,
-    errors.UnsupportedModuleError,
-    errors.UnsupportedOptimizerError,
+    errors.UnsupportedModelError,
     errors.UnsupportedTableError,
 )
 _OTHER = "other"  # reason of an error of another class

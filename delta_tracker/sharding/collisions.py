@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from delta_tracker.errors import UnsupportedModuleError, UnsupportedTableError
+from delta_tracker.errors import UnsupportedModelError, UnsupportedTableError
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.sharding.discover import Discovery
 from delta_tracker.sharding.local_shard import LocalShard
@@ -167,7 +167,7 @@ def local_owners(model: nn.Module, found: Discovery) -> dict[str, LocalOwners]:
         found: its tracked tables.
 
     Raises:
-        UnsupportedModuleError: if a managed-collision module is of another class than those of this file, has an
+        UnsupportedModelError: if a managed-collision module is of another class than those of this file, has an
             ``input_hash_func`` that is not called, unlike in an unsharded module, or is apart from its table's module.
         UnsupportedTableError: if the ranges of slots do not fit the table's sharding plan.
         MissingExtraError: if torchrec is not installed.
@@ -195,16 +195,16 @@ def local_owners(model: nn.Module, found: Discovery) -> dict[str, LocalOwners]:
             else:
                 sources[fqn] = _local_owners(held, mapped[name], shard, torchrec)
     if unknown:
-        raise UnsupportedModuleError(
+        raise UnsupportedModelError(
             unknown,
             "Use an MCHManagedCollisionModule, or name the tables in fqns_to_skip to train them untracked",
-            problem="whose managed collisions cannot be read",
+            problem="sharded parts whose managed collisions cannot be read",
         )
     if unhashed:
-        raise UnsupportedModuleError(
+        raise UnsupportedModelError(
             unhashed,
             "An unsharded module calls it: remove need_preprocess=False, or pass no function",
-            problem="whose input_hash_func is not called",
+            problem="sharded parts whose input_hash_func is not called",
         )
     _check_apart(model, found)
     return sources
@@ -218,11 +218,11 @@ def _check_apart(model: nn.Module, found: Discovery) -> None:
         if id(part) not in held:
             apart.update(getattr(part, "_managed_collision_modules", ()))
     if tables := {fqn: "table" for fqn in found.shards if fqn.rpartition(".")[2] in apart}:
-        raise UnsupportedModuleError(
+        raise UnsupportedModelError(
             tables,
             "Use TorchRec's ManagedCollisionEmbeddingBagCollection or ManagedCollisionEmbeddingCollection, or name the "
             "tables in fqns_to_skip to train them untracked",
-            problem="whose managed collisions are in a module of their own",
+            problem="sharded parts whose managed collisions are in a module of their own",
         )
 
 

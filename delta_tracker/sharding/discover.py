@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from delta_tracker.errors import (
-    NoShardedModuleError,
-    UnsupportedModuleError,
+    UnsupportedModelError,
     UnsupportedTableError,
 )
 from delta_tracker.sharding.kernel_memory import KernelMemory
@@ -103,15 +102,15 @@ def discover(model: nn.Module, fqns_to_skip: Sequence[str] = ()) -> Discovery:
 
     Raises:
         InvalidArgumentError: if ``fqns_to_skip`` is a string.
-        NoShardedModuleError: if the model has no table, and nothing is skipped.
-        UnsupportedModuleError: if an unsupported sharded module or tensor is not skipped.
+        UnsupportedModelError: if the model has no table, and nothing is skipped, or if an unsupported sharded module
+            or tensor is not skipped.
         UnsupportedTableError: if the kernel or data type of a table is not supported, or if its shards have an
             unsupported geometry or are not in the sharding plan.
     """
     torchrec = known_torchrec()
     found = Discovery()
     plain: dict[str, PlainModule] = {}
-    others = []
+    others: dict[str, str] = {}
     unsupported: dict[str, str] = {}
     for fqn, module in walk(model, "", torchrec, set()):
         if holder := torchrec.holder(module):
@@ -124,9 +123,9 @@ def discover(model: nn.Module, fqns_to_skip: Sequence[str] = ()) -> Discovery:
         if isinstance(module, PlainModule):
             plain[fqn] = module
         elif "Embedding" in type(module).__name__:
-            others.append(f"{fqn} ({type(module).__name__})")
+            others[fqn] = type(module).__name__
     if unsupported:
-        raise UnsupportedModuleError(
+        raise UnsupportedModelError(
             unsupported,
             "Shard their tables as an EmbeddingCollection or EmbeddingBagCollection, "
             "or name them in fqns_to_skip to train them untracked",
@@ -144,7 +143,11 @@ def discover(model: nn.Module, fqns_to_skip: Sequence[str] = ()) -> Discovery:
         holders = (holder for shard in found.shards.values() for holder, _ in shard.places)
         found.plain = [holder for holder in holders if isinstance(holder, PlainTable)]
     if not found.tables and not found.skipped:
-        raise NoShardedModuleError(others)
+        raise UnsupportedModelError(
+            others,
+            "Pass a model with nn.Embedding, nn.EmbeddingBag or TorchRec's (sharded) collections",
+            problem="no table to track; other embedding modules found",
+        )
     _warn_of_unused(fqns_to_skip, [*found.tables, *found.skipped])
     return found
 

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from delta_tracker.errors import (
     InvalidArgumentError,
     RestoreMismatchError,
-    UnsupportedModuleError,
-    UnsupportedOptimizerError,
+    UnsupportedModelError,
     UnsupportedTableError,
 )
 from delta_tracker.sharding.collision_states import collision_obstacle
@@ -184,25 +183,24 @@ def refuse_unrecoverable(found: Discovery, collisions: Mapping[str, nn.Module]) 
         collisions: FQN to this rank's managed-collision module, for each of these tables that has one.
 
     Raises:
-        UnsupportedModuleError: if a table is skipped, has managed collisions of another class than torchrec's
+        UnsupportedModelError: if a table is skipped, has managed collisions of another class than torchrec's
             ``MCHManagedCollisionModule`` or with another eviction policy than torchrec's, or has replicas in a
-            ``DMPCollection``.
-        UnsupportedOptimizerError: if a fused optimizer has counters per row or a global weight decay.
+            ``DMPCollection``, or if a fused optimizer has counters per row or a global weight decay.
     """
     obstacles = {fqn: reason for fqn, module in collisions.items() if (reason := collision_obstacle(module))}
     obstacles |= dict.fromkeys(found.skipped, "in fqns_to_skip, so that its rows are not in a stream")
     obstacles |= {fqn: "a table of a DMPCollection" for fqn, shard in found.shards.items() if shard.num_replicas > 1}
     if obstacles:
         remedy = "Publish without states, and save checkpoints with torch.distributed.checkpoint"
-        raise UnsupportedModuleError(obstacles, remedy, problem="whose training state cannot be published")
+        raise UnsupportedModelError(obstacles, remedy, problem="sharded parts whose training state cannot be published")
     tables: dict[str, list[str]] = {}
     for name, fqns in (*_planned(found), *_own(found)):
         if name:
             tables.setdefault(name, []).extend(fqns)
     for name, fqns in tables.items():
-        problem = "has counters that cannot be published"
+        problem = "tables whose optimizer has counters that cannot be published"
         remedy = "Train them with another fused optimizer, or publish without states"
-        raise UnsupportedOptimizerError(name, dict.fromkeys(fqns), problem=problem).advising(remedy)
+        raise UnsupportedModelError(dict.fromkeys(fqns, name), remedy, problem=problem)
 
 
 def unfused_storages(shard: LocalShard) -> set[int]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from delta_tracker.errors import UnsupportedModuleError, UnsupportedOptimizerError
+from delta_tracker.errors import UnsupportedModelError
 from delta_tracker.sharding.discover import Discovery, walk
 from delta_tracker.sharding.torchrec_api import (
     Torchrec,
@@ -47,9 +47,8 @@ def refuse_unseen_writes(model: nn.Module, found: Discovery) -> None:
         found: its tracked tables.
 
     Raises:
-        UnsupportedOptimizerError: if a fused optimizer writes rows outside the backward pass, or is unknown.
-        UnsupportedModuleError: if a ``DMPCollection`` writes rows that its hook cannot report, or if the model prunes
-            fused tables.
+        UnsupportedModelError: if a fused optimizer writes rows outside the backward pass, or is unknown, if
+            a ``DMPCollection`` writes rows that its hook cannot report, or if the model prunes fused tables.
     """
     torchrec = known_torchrec()
     _refuse_replicas(model, found, torchrec)
@@ -88,7 +87,7 @@ def _refuse_replicas(model: nn.Module, found: Discovery, torchrec: Torchrec) -> 
             elif planned_kernel(module, fqn.rpartition(".")[2]) == "fused_uvm_caching":
                 obstacles[fqn] = "in a DMPCollection, whose sync() does not average cached rows of FUSED_UVM_CACHING"
     if obstacles:
-        raise UnsupportedModuleError(
+        raise UnsupportedModelError(
             obstacles,
             "Pass the whole DMPCollection, use ShardingStrategy.DEFAULT or PER_MODULE, the kernels FUSED or FUSED_UVM "
             "and no managed collisions, or name the tables in fqns_to_skip to train them untracked",
@@ -109,7 +108,7 @@ def _refuse_pruning(model: nn.Module, found: Discovery, torchrec: Torchrec) -> N
             if tables:
                 pruned[fqn] = f"a GenericITEPModule, which resets rows of {', '.join(tables)}"
     if pruned:
-        raise UnsupportedModuleError(
+        raise UnsupportedModelError(
             pruned, "Train these tables without pruning, or name them in fqns_to_skip to train them untracked"
         )
 
@@ -151,7 +150,11 @@ def _refuse_optimizers(found: Discovery) -> None:
     strange.pop("", None)
     if strange:
         name, tables = next(iter(strange.items()))
-        raise UnsupportedOptimizerError(name, dict.fromkeys(tables))
+        raise UnsupportedModelError(
+            dict.fromkeys(tables, name),
+            "Train them with another fused optimizer, or name them in fqns_to_skip to train them untracked",
+            problem="tables whose optimizer is not known to write only rows that a backward pass looked up",
+        )
 
 
 def _strange(optimizer: object, decay: object) -> str:

@@ -48,9 +48,8 @@ class TrackedModel:
         """Return the model's tables and their current shards. Does not change this object.
 
         Raises:
-            NoShardedModuleError: if the model has nothing to track.
-            UnsupportedModuleError: if the model has sharded modules that cannot be tracked.
-            UnsupportedOptimizerError: if a fused optimizer writes rows outside the backward pass, or is unknown.
+            UnsupportedModelError: if the model has nothing to track, or sharded modules that cannot be tracked, or if
+                a fused optimizer writes rows outside the backward pass, or is unknown.
             UnsupportedTableError: if a table's kernel cannot be tracked, or its optimizer does not support the mode.
         """
         found = discover(self.module, self._skips)

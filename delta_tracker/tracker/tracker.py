@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from delta_tracker.buffers import MEMORY
 from delta_tracker.errors import (
     InvalidArgumentError,
-    UnsupportedModuleError,
-    UnsupportedOptimizerError,
+    UnsupportedModelError,
     UnsupportedTableError,
 )
 from delta_tracker.monitor.monitor import Monitor
@@ -156,10 +155,9 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             process has the name, ``-2`` or the next free number is appended.
 
     Raises:
-        NoShardedModuleError: if the model has nothing to track.
-        UnsupportedModuleError: if the model has sharded modules that cannot be tracked, or managed-collision modules of
-            another class than MCH and hash-ZCH.
-        UnsupportedOptimizerError: if a fused optimizer writes rows outside the backward pass, or is unknown.
+        UnsupportedModelError: if the model has nothing to track, sharded modules that cannot be tracked, or
+            managed-collision modules of another class than MCH and hash-ZCH, or if a fused optimizer writes rows
+            outside the backward pass, or is unknown.
         UnsupportedTableError: if a table's kernel cannot be tracked, its optimizer does not support the mode, or a
             plain module's weight is not an ordinary parameter with the same rows on every rank.
         InvalidArgumentError: if consumer names are missing or repeated, or another argument is invalid.
@@ -786,9 +784,9 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         """Check that a stream can have the states of all fused optimizers.
 
         Raises:
-            UnsupportedModuleError: if the model has untracked tables, a ``DMPCollection``, or managed collisions of
-                another class than MCH, or with an eviction policy of the user's.
-            UnsupportedOptimizerError: if a fused optimizer has counters per row or a global weight decay.
+            UnsupportedModelError: if the model has untracked tables, a ``DMPCollection``, or managed collisions of
+                another class than MCH, or with an eviction policy of the user's, or if a fused optimizer has counters
+                per row or a global weight decay.
             UnsupportedTableError: if a state has another dtype than float32, float16 or bfloat16.
         """
         refuse_unrecoverable(self._model.found, self.collision_modules)
@@ -938,12 +936,12 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         :meth:`detach`.
 
         Raises:
-            NoShardedModuleError, UnsupportedModuleError, UnsupportedOptimizerError, UnsupportedTableError: if the
-                model cannot be tracked, see :class:`ModelDeltaTracker`.
+            UnsupportedModelError, UnsupportedTableError: if the model cannot be tracked, see
+                :class:`ModelDeltaTracker`.
         """
         try:
             found = self._model.discover()
-        except (UnsupportedModuleError, UnsupportedOptimizerError, UnsupportedTableError) as error:
+        except (UnsupportedModelError, UnsupportedTableError) as error:
             remedy = (
                 "Undo the change of the model, or detach the tracker and build one with their names in fqns_to_skip"
             )

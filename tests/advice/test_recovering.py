@@ -23,7 +23,7 @@ from delta_tracker.errors import (
     RestoreMismatchError,
     StreamReplacedError,
     TakeoverFailedError,
-    UnsupportedModuleError,
+    UnsupportedModelError,
     UnsupportedTableError,
 )
 from delta_tracker.stream.log import StreamLog
@@ -234,11 +234,11 @@ def test_a_tracker_of_another_shard_is_attached_again(tmp_path: Path) -> None:
     assert job.equals(trainer)
 
 
-@pytest.mark.advice("UnsupportedModuleError: refuse_unrecoverable")
+@pytest.mark.advice("UnsupportedModelError: refuse_unrecoverable")
 def test_a_model_with_a_skipped_table_is_published_without_states(tmp_path: Path) -> None:
     job = _Job(tmp_path, small_model(2))
     job.tracker = ModelDeltaTracker(job.model, fqns_to_skip=["1"])
-    refused(UnsupportedModuleError, job.publisher, "Publish without states")
+    refused(UnsupportedModelError, job.publisher, "Publish without states")
     with job.publisher(states=None, training_state=None) as publisher:
         assert publisher.snapshot().version == 1
 

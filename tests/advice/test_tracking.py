@@ -17,11 +17,11 @@ from delta_tracker.errors import (
     InvalidArgumentError,
     MalformedStateError,
     NeedsSnapshotError,
-    NoShardedModuleError,
     PartialStateError,
     ReservedConsumerError,
     StaleDeltaError,
     StateMismatchError,
+    UnsupportedModelError,
     UnsupportedTableError,
 )
 from tests.advice.jobs import Job, refused, small_model
@@ -102,9 +102,9 @@ def test_a_known_consumer_is_named() -> None:
             assert trained.tracker.get_delta(known, commit=False)["0"].ids.tolist() == [5]
 
 
-@pytest.mark.advice("NoShardedModuleError: discover")
+@pytest.mark.advice("UnsupportedModelError: discover")
 def test_a_model_with_a_table_is_passed() -> None:
-    refused(NoShardedModuleError, lambda: ModelDeltaTracker(nn.Linear(2, 2)), "nn.Embedding, nn.EmbeddingBag")
+    refused(UnsupportedModelError, lambda: ModelDeltaTracker(nn.Linear(2, 2)), "nn.Embedding, nn.EmbeddingBag")
     assert list(ModelDeltaTracker(nn.Sequential(nn.Embedding(3, 2))).tables) == ["0"]
 
 
@@ -332,8 +332,8 @@ def test_lookups_are_recorded_in_their_mode_and_whole_tensors_published(two_rank
 
 
 @pytest.mark.advice(
-    "UnsupportedOptimizerError: _refuse_optimizers",
-    "UnsupportedModuleError: _refuse_pruning",
+    "UnsupportedModelError: _refuse_optimizers",
+    "UnsupportedModelError: _refuse_pruning",
     "UnsupportedTableError: _add_collection _kernels _merge _place",
     "InvalidArgumentError: _sharded",
 )
@@ -343,7 +343,7 @@ def test_what_cannot_be_tracked_is_skipped_or_replaced(two_ranks: RankPool, kind
 
 
 @pytest.mark.advice(
-    "UnsupportedOptimizerError: refuse_unrecoverable",
+    "UnsupportedModelError: refuse_unrecoverable",
     "UnsupportedTableError: _specs table_states",
     "UnfinishedStepError: ConsumerHandle.wait_for_updates",
 )

@@ -27,8 +27,7 @@ from delta_tracker.errors import (
     PublishError,
     RankMismatchError,
     UnfinishedStepError,
-    UnsupportedModuleError,
-    UnsupportedOptimizerError,
+    UnsupportedModelError,
     UnsupportedTableError,
 )
 from delta_tracker.integrations.dcp import SavedCounters, SavedTracker
@@ -247,12 +246,12 @@ def unsupported(rank: int, world_size: int, kind: str) -> None:
     made = Kind(prunes=True) if kind == "prunes" else Kind("ebc", optimizer=kind)
     model = build(made)
     if kind == "prunes":
-        refused(UnsupportedModuleError, lambda: ModelDeltaTracker(model), "without pruning", "fqns_to_skip")
+        refused(UnsupportedModelError, lambda: ModelDeltaTracker(model), "without pruning", "fqns_to_skip")
         skips = ["tables.embeddings.t", "tables.embeddings.u"]
         usual = build(Kind())
     else:
-        error = refused(UnsupportedOptimizerError, partial(ModelDeltaTracker, model), "another fused", "fqns_to_skip")
-        skips, usual = list(error.tables), build(Kind("ebc"))
+        error = refused(UnsupportedModelError, partial(ModelDeltaTracker, model), "another fused", "fqns_to_skip")
+        skips, usual = list(error.parts), build(Kind("ebc"))
     beside = torch.nn.Module()
     beside.model, beside.usual = model, usual
     with ModelDeltaTracker(beside, fqns_to_skip=[f"model.{fqn}" for fqn in skips]) as tracker:
@@ -282,7 +281,7 @@ def unrecoverable(rank: int, world_size: int, url: str, kind: str) -> None:
         return
     if kind == "counters":
         tbe.use_rowwise_bias_correction = True
-        refused(UnsupportedOptimizerError, publish, "another fused optimizer", "publish without states")
+        refused(UnsupportedModelError, publish, "another fused optimizer", "publish without states")
     else:
         with mock.patch.object(optimizer_rows, "TABLE_DTYPES", {torch.float16}):
             refused(

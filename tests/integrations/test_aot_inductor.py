@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher, Storage
-from delta_tracker.errors import FoldedConstantError, InvalidArgumentError
+from delta_tracker.errors import InvalidArgumentError, UnsupportedModelError
 from delta_tracker.integrations import aot_inductor
 from delta_tracker.integrations.aot_inductor import CompiledModel, compile_package
 from delta_tracker.row_target import RowTarget
@@ -183,13 +183,13 @@ def test_a_model_of_torch_compile_follows_a_stream() -> None:
         assert torch.equal(served(*INPUTS[:2]), expected)
 
 
-@pytest.mark.advice("FoldedConstantError: _check")
+@pytest.mark.advice("UnsupportedModelError: _check")
 @compiles
 def test_a_folded_constant_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delitem(aot_inductor._OWN_OPTIONS, "always_keep_tensor_constants")
     model = Model()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(FoldedConstantError, match=r"'dense\.bias'|'scale'"):
+    with pytest.raises(UnsupportedModelError, match=r"'dense\.bias'|'scale'"):
         compile_package(exported(model), tmp_path / "model.pt2")
     assert list(tmp_path.iterdir()) == []
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher
-from delta_tracker.errors import UnsupportedModuleError
+from delta_tracker.errors import UnsupportedModelError
 from delta_tracker.predictor.model_writer import ModelWriter
 from delta_tracker.raw_id_index import RawIdIndex
 from delta_tracker.raw_ids import NO_OWNER
@@ -119,7 +119,7 @@ def unapplied_hash(rank: int, world_size: int) -> str:
     """Return the error for a hash function that the sharded module does not call, unlike an unsharded one."""
     try:
         ModelDeltaTracker(_trained(world_size, is_hashed=True, need_preprocess=False))
-    except UnsupportedModuleError as error:
+    except UnsupportedModelError as error:
         return str(error)
     ModelDeltaTracker(_trained(world_size, need_preprocess=False)).detach()
     return ""

@@ -206,7 +206,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(two_ranks: RankPool, s
         "update": "InvalidArgumentError: model='the step before the backward pass of ",
         "library": "its library.consumers is invalid: Object missing required field `version`",
         "cold": "model='DistributedDataParallel without two trained batches' cannot be used. Train two batches before",
-        "replicas": "UnsupportedModuleError: ",
+        "replicas": "UnsupportedModelError: ",
     }
     for messages in two_ranks.run(f"{_CASES}:refused", path=str(stream), specs=specs):
         for what, words in expected.items():

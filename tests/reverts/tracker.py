@@ -50,13 +50,13 @@ REVERTS = {
         Revert(
             "a subclass of a sharded collection is skipped",
             Returns("Torchrec.holder", "self.collections.get(type(module))"),
-            Loses("sharding.discover.discover", "UnsupportedModuleError(...)"),
-            Loses("sharding.discover.discover", "NoShardedModuleError(...)"),
+            Loses("sharding.discover.discover", "UnsupportedModelError(...)", nth=1),
+            Loses("sharding.discover.discover", "UnsupportedModelError(...)", nth=2),
         ),
         Revert(
             "sharded modules that are no collection are skipped",
-            Loses("sharding.discover.discover", "UnsupportedModuleError(...)"),
-            Loses("sharding.discover.discover", "NoShardedModuleError(...)"),
+            Loses("sharding.discover.discover", "UnsupportedModelError(...)", nth=1),
+            Loses("sharding.discover.discover", "UnsupportedModelError(...)", nth=2),
         ),
         Revert(
             "recorded lookups replace the comparison of dense tables",

@@ -16,7 +16,7 @@ from delta_tracker.errors import (
     InvalidArgumentError,
     RestoreMismatchError,
     UnfinishedStepError,
-    UnsupportedOptimizerError,
+    UnsupportedModelError,
 )
 from delta_tracker.sharding.discover import discover
 from delta_tracker.sharding.optimizer_rows import check_scalars, refuse_unrecoverable, write_scalars
@@ -139,13 +139,13 @@ def refused(rank: int, world_size: int) -> None:
     for name in ("use_rowwise_bias_correction", "_used_rowwise_adagrad_with_global_weight_decay"):
         before = getattr(tbe, name)
         setattr(tbe, name, True)
-        with pytest.raises(UnsupportedOptimizerError, match="counters that cannot be published"):
+        with pytest.raises(UnsupportedModelError, match="counters that cannot be published"):
             refuse_unrecoverable(found, {})
         setattr(tbe, name, before)
     decay = type(tbe.weight_decay_mode)
     for mode in (decay.COUNTER, decay.COWCLIP):
         before, tbe.weight_decay_mode = tbe.weight_decay_mode, mode
-        with pytest.raises(UnsupportedOptimizerError, match=mode.name):
+        with pytest.raises(UnsupportedModelError, match=mode.name):
             refuse_unrecoverable(found, {})
         tbe.weight_decay_mode = before
 

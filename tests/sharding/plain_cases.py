@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher
-from delta_tracker.errors import UnsupportedModuleError, UnsupportedTableError
+from delta_tracker.errors import UnsupportedModelError, UnsupportedTableError
 
 _ROWS = 24
 
@@ -114,7 +114,7 @@ def not_replicated(rank: int, world_size: int) -> None:
 def sharded_by_torch(rank: int, world_size: int) -> None:
     """Tables of which FSDP keeps a part on each rank are refused by name."""
     del rank, world_size
-    with pytest.raises(UnsupportedModuleError, match=r"'tables\.user\.weight'"):
+    with pytest.raises(UnsupportedModelError, match=r"'tables\.user\.weight'"):
         ModelDeltaTracker(fully_shard(_Both(), mesh=init_device_mesh("cpu", (dist.get_world_size(),))))
     for keeps_names in (False, True):
         flat = FullyShardedDataParallel(_Both(), device_id=torch.device("cpu"), use_orig_params=keeps_names)

@@ -25,11 +25,11 @@ def test_the_buckets_are_those_of_the_plan(two_ranks: RankPool) -> None:
 
 
 @pytest.mark.advice(
-    "UnsupportedModuleError: local_owners _check_apart", "UnsupportedTableError: _local_owners ChangeLog._check_owners"
+    "UnsupportedModelError: local_owners _check_apart", "UnsupportedTableError: _local_owners ChangeLog._check_owners"
 )
 def test_other_collision_modules_are_refused_unless_skipped(one_rank: RankPool) -> None:
     (answer,) = one_rank.run(f"{_CASES}:other_modules")
-    assert answer["refused"].startswith("UnsupportedModuleError: the model has sharded parts whose managed collisions")
+    assert answer["refused"].startswith("UnsupportedModelError: the model has sharded parts whose managed collisions")
     assert "'mc._embedding_module.embeddings.a' (_Constant)" in answer["refused"]
     assert answer["skipped"] == ["mc._embedding_module.embeddings.b"]
     assert "do not fit its shard (0, 16)" in answer["ranges"]

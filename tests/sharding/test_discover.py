@@ -68,7 +68,7 @@ def test_raw_ids_of_managed_collisions_are_not_dense(one_rank: RankPool, two_ran
 
 def test_towers_are_refused_by_name_and_with_them_their_dense_parameters(one_rank: RankPool) -> None:
     (answer,) = one_rank.run(f"{_WRAPPERS}:towers")
-    assert answer["refused"].startswith("UnsupportedModuleError")
+    assert answer["refused"].startswith("UnsupportedModelError")
     assert "'one' (_Tower), 'some' (_Towers)" in answer["refused"]
     assert answer["tables"] == ["model.ec.embeddings.t"]
     assert answer["dense"].startswith("InvalidArgumentError: dense=['one', 'some']")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher, TopK, TrackingMode, restore
-from delta_tracker.errors import InvalidArgumentError, NoShardedModuleError, UnsupportedTableError
+from delta_tracker.errors import InvalidArgumentError, UnsupportedModelError, UnsupportedTableError
 from tests.ranks import RankPool
 from tests.sweeps import SWEEPS_ARE_WHOLE, num_examples
 
@@ -430,7 +430,7 @@ def test_writes_inside_a_step_that_are_not_the_optimizers_are_sent(tmp_path: Pat
 
 @pytest.mark.promise("supported")
 def test_what_cannot_be_tracked_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(NoShardedModuleError, match=r"nn\.Embedding"):
+    with pytest.raises(UnsupportedModelError, match=r"nn\.Embedding"):
         ModelDeltaTracker(nn.Linear(2, 2))
     with pytest.raises(InvalidArgumentError, match="lookups"):
         ModelDeltaTracker(_model(is_sparse=True, bag=True), record="lookups")

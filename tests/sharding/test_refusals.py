@@ -9,11 +9,11 @@ from tests.ranks import RankPool
 _CASES = "tests.tracker.kinds_cases"
 
 
-@pytest.mark.advice("UnsupportedModuleError: discover")
+@pytest.mark.advice("UnsupportedModelError: discover")
 @pytest.mark.promise("supported")
 def test_all_modules_that_cannot_be_tracked_are_named_together(two_ranks: RankPool) -> None:
     for said in two_ranks.run(f"{_CASES}:refused_modules"):
-        assert said["all"].startswith("UnsupportedModuleError: ")
+        assert said["all"].startswith("UnsupportedModelError: the model has ")
         assert "'bag' (ShardedEmbeddingBag)" in said["all"]
         assert "'split.weight' (DTensor)" in said["all"]
         assert "'pool' (ShardedTensorPool)" in said["all"]
@@ -35,7 +35,7 @@ def test_all_modules_that_cannot_be_tracked_are_named_together(two_ranks: RankPo
 )
 def test_an_optimizer_that_writes_other_rows_is_refused(two_ranks: RankPool, optimizer: str, name: str) -> None:
     for answer in two_ranks.run(f"{_CASES}:track", kind={"module": "ebc", "optimizer": optimizer}):
-        assert answer["refused"].startswith("UnsupportedOptimizerError: ")
+        assert answer["refused"].startswith("UnsupportedModelError: the model has ")
         assert name in answer["refused"]
         assert "'tables.embedding_bags.t', 'tables.embedding_bags.u'" in answer["refused"]
 
@@ -43,13 +43,13 @@ def test_an_optimizer_that_writes_other_rows_is_refused(two_ranks: RankPool, opt
 @pytest.mark.promise("supported")
 def test_a_collection_without_replicas_in_a_dmp_collection_is_refused(two_ranks: RankPool) -> None:
     for answer in two_ranks.run(f"{_CASES}:track", kind={"is_replicated": True}):
-        assert answer["refused"].startswith("UnsupportedModuleError: ")
+        assert answer["refused"].startswith("UnsupportedModelError: the model has ")
         assert "DMPCollection" in answer["refused"]
         assert "'tables.embeddings.t'" in answer["refused"]
 
 
 def test_pruning_is_refused(two_ranks: RankPool) -> None:
     for answer in two_ranks.run(f"{_CASES}:track", kind={"prunes": True}):
-        assert answer["refused"].startswith("UnsupportedModuleError: ")
+        assert answer["refused"].startswith("UnsupportedModelError: the model has ")
         assert "'pruning'" in answer["refused"]
         assert "GenericITEPModule" in answer["refused"]

@@ -71,7 +71,7 @@ def test_a_state_is_saved_only_after_a_sync(two_ranks: RankPool) -> None:
         before, changed, gathered, after = answer["said"]
         for said in (before, changed, gathered):
             assert said.startswith(
-                "InvalidArgumentError: state_dict() cannot be called: the replicas of a DMPCollection may"
+                "InvalidArgumentError: state_dict() cannot be called: replicas of a DMPCollection may"
             )
         assert after == "nothing was raised"
         assert answer["num_pending"] > 0
@@ -114,7 +114,7 @@ def test_writes_in_place_just_before_a_sync_are_reported(two_ranks: RankPool, nu
         assert 3 in ids
 
 
-@pytest.mark.advice("UnsupportedModuleError: _refuse_replicas")
+@pytest.mark.advice("UnsupportedModelError: _refuse_replicas")
 @pytest.mark.promise("supported")
 def test_replicas_whose_writes_cannot_be_reported_are_refused(two_ranks: RankPool) -> None:
     for said in two_ranks.run(f"{_CASES}:refused"):
@@ -125,7 +125,7 @@ def test_replicas_whose_writes_cannot_be_reported_are_refused(two_ranks: RankPoo
         assert "sharded without replicas" in said["sharded before"]
         assert "cached rows of FUSED_UVM_CACHING" in said["cached"]
         assert "'ec.embeddings.u'" not in said["cached"]
-        assert all(each.startswith("UnsupportedModuleError: ") for each in said.values())
+        assert all(each.startswith("UnsupportedModelError: ") for each in said.values())
 
 
 def test_tables_without_a_fused_optimizer_are_not_averaged(two_ranks: RankPool) -> None:

@@ -78,7 +78,7 @@ def test_an_error_while_a_batch_is_closed_does_not_leave_it_open(one_rank: RankP
 @pytest.mark.promise("refused")
 def test_bad_input_is_refused_by_name(two_ranks: RankPool) -> None:
     expected = {
-        "no module": ("NoShardedModuleError", "'1 (_OtherEmbedding)'"),
+        "no module": ("UnsupportedModelError", "'1' (_OtherEmbedding)"),
         "unsharded": ("UnsupportedTableError", "'ec.embeddings.t'"),
         "consumers": ("InvalidArgumentError", "['a', 'a']"),
         "no consumers": ("InvalidArgumentError", "consumers=[]"),
