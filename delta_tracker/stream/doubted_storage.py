@@ -4,30 +4,37 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from delta_tracker.stream.storage.storage import Storage, Transfer
+from delta_tracker.stream.storage.storage import Storage, StoredObject, Transfer
+from delta_tracker.stream.storage.store import Span, Store
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
 _MAX_KEPT_BYTES = 64 << 20
 
 
-class DoubtedStorage(Storage):
+class DoubtedStore(Store):
     """Read-only view of a store at an http URL: objects whose copy in a cache may be wrong are read past the caches.
 
     Bytes that were read past the caches are kept, up to 64 MiB, so that a later read sends no further request.
     """
 
+    is_read_only = True
+    lists_from = False
+
     def __init__(self, storage: Storage) -> None:
-        # The methods that are not overridden are those of the store.
-        vars(self).update(vars(storage), _uncached=storage.uncached)
+        self.url = storage.url
+        self.is_remote = storage.is_remote
         self._cached = storage
         self._names: set[str] = set()
         self._num_requests = 0  # past the caches
         self._num_kept_bytes = 0
-        self._kept: dict[str, tuple[NDArray[np.uint8], float | None] | None] = {}
+        self._kept: dict[str, tuple[bytes, float | None] | None] = {}
+
+    def view(self) -> Storage:
+        """Return the storage that reads through this object."""
+        return Storage.over(self, self._cached)
 
     def take_count(self) -> int:
         """Return the number of reads past the caches since the last call."""
@@ -40,52 +47,32 @@ class DoubtedStorage(Storage):
         self._names |= names
         return is_new
 
-    def read(
-        self,
-        name: str,
-        *,
-        max_bytes: int,
-        out: NDArray[np.uint8] | None = None,
-        transfer: Transfer | None = None,
-    ) -> NDArray[np.uint8] | None:
-        """Return the bytes of an object, see :meth:`Storage.read`."""
-        if name not in self._names:
-            return self._cached.read(name, max_bytes=max_bytes, out=out, transfer=transfer)
-        if name not in self._kept:
-            response = Transfer() if transfer is None else transfer
-            self._num_requests += 1
-            data = self.uncached.read(name, max_bytes=max_bytes, out=out, transfer=response)
+    def read(self, span: Span, transfer: Transfer | None) -> NDArray[np.uint8] | None:
+        """See :meth:`Store.read`."""
+        name = span.name
+        if name in self._kept and ((kept := self._kept[name]) is None or span.end is None or span.end <= len(kept[0])):
+            if kept is None:
+                return None
+            if transfer is not None:
+                transfer.modified = kept[1]
+            return span.of(kept[0])
+        response = Transfer() if transfer is None else transfer
+        data = self._store_of(name).read_span(span, response)
+        if name in self._names and span.end is None:
             if data is None:
                 self._kept[name] = None
             elif self._num_kept_bytes + len(data) <= _MAX_KEPT_BYTES:
                 self._num_kept_bytes += len(data)
-                self._kept[name] = data.copy(), response.modified
-            return data
-        kept = self._kept[name]
-        if kept is None:
-            return None
-        data, modified = kept
-        if transfer is not None:
-            transfer.modified = modified
-        if out is None:
-            return data.copy()
-        out[: len(data)] = data
-        return out[: len(data)]
+                self._kept[name] = data.tobytes(), response.modified
+        return data
 
-    def read_range(self, name: str, begin: int, end: int) -> NDArray[np.uint8] | None:
-        """Return some bytes of an object, see :meth:`Storage.read_range`."""
+    def stat(self, name: str) -> StoredObject | None:
+        """See :meth:`Store.stat`."""
         kept = self._kept.get(name)
-        if kept is not None and end <= len(kept[0]):
-            return kept[0][begin:end].copy()
-        return self._store_of(name).read_range(name, begin, end)
-
-    def size(self, name: str) -> int | None:
-        """Return the size of an object in bytes, None if it does not exist."""
-        kept = self._kept.get(name)
-        return self._store_of(name).size(name) if kept is None else len(kept[0])
+        return self._store_of(name).stat(name) if kept is None else StoredObject(name, len(kept[0]), kept[1] or 0.0)
 
     def _store_of(self, name: str) -> Storage:
         if name not in self._names:
             return self._cached
         self._num_requests += 1
-        return self.uncached
+        return self._cached.uncached

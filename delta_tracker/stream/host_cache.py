@@ -21,13 +21,14 @@ from weakref import finalize
 
 import numpy as np
 
-from delta_tracker.errors import BrokenCacheError, CorruptPartError, InvalidArgumentError, MalformedError, StorageError
+from delta_tracker.errors import BrokenCacheError, CorruptPartError, InvalidArgumentError, StorageError
 from delta_tracker.stream.format.digests import PIECE_BYTES
 from delta_tracker.stream.format.manifest import Manifest, Part
 from delta_tracker.stream.interruption import check
 from delta_tracker.stream.object_copy import checked_pieces
 from delta_tracker.stream.storage.local import CHUNK_BYTES, delete_draft, identity
-from delta_tracker.stream.storage.storage import Storage, Transfer
+from delta_tracker.stream.storage.storage import Storage, StoredObject, Transfer
+from delta_tracker.stream.storage.store import Span, Store
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -82,11 +83,11 @@ class HostCache:
             self._prepare()
 
     def over(self, storage: Storage, manifest: Manifest) -> Storage:
-        """Return a store that reads the parts of a version through the cache, and everything else from ``storage``.
+        """Return a read-only store with the parts of a version from the cache, and all else from ``storage``.
 
         It keeps the files that it has opened, so that an eviction does not affect a version that is being applied.
         """
-        return CachedStorage(storage, self, manifest.parts)
+        return Storage.over(CachedStore(storage, self, manifest.parts), storage)
 
     def open(self, storage: Storage, part: Part) -> int | None:
         """Return a descriptor of a verified file with the bytes of a part, fetched from ``storage`` if it is missing.
@@ -294,50 +295,38 @@ class HostCache:
             raise BrokenCacheError(str(self._directory), "its file system has no locks")
 
 
-class CachedStorage(Storage):
-    """Store that reads the parts of one version from files of a host cache, and everything else from the origin.
+class CachedStore(Store):
+    """Read-only view of a store that reads the parts of one version from files of a host cache.
 
     Each part is opened at its first read, and stays open until this object is garbage-collected.
     """
 
+    is_read_only = True
+
     def __init__(self, origin: Storage, cache: HostCache, parts: Sequence[Part]) -> None:
-        vars(self).update(vars(origin))  # everything but reads of parts is as in the origin
+        self.url = origin.url
         self._origin = origin
         self._cache = cache
         self._parts = {part.name: part for part in parts}
         self._opened: dict[str, int | None] = {}
         finalize(self, _close, self._opened)
 
-    def read(
-        self,
-        name: str,
-        *,
-        max_bytes: int,
-        out: NDArray[np.uint8] | None = None,
-        transfer: Transfer | None = None,
-    ) -> NDArray[np.uint8] | None:
-        """Return the bytes of an object as :meth:`Storage.read` does."""
-        descriptor = self._descriptor(name)
-        if descriptor is None:
-            return self._origin.read(name, max_bytes=max_bytes, out=out, transfer=transfer)
-        num_bytes = self._parts[name].num_bytes
-        if num_bytes > max_bytes:
-            raise MalformedError(name, f"it has {num_bytes} bytes, more than {max_bytes}")
-        if out is not None and len(out) < max_bytes:
-            raise InvalidArgumentError("out", len(out), f"Pass an array of {max_bytes} bytes")
-        memory = np.empty(num_bytes, dtype=np.uint8) if out is None else out[:num_bytes]
-        return self._from_file(name, descriptor, memory, 0)
+    def read(self, span: Span, transfer: Transfer | None) -> NDArray[np.uint8] | None:
+        """See :meth:`Store.read`."""
+        descriptor = self._descriptor(span.name)
+        if descriptor is None or (span.end or 0) > self._parts[span.name].num_bytes:
+            return self._origin.read_span(span, transfer)
+        try:
+            return _read_into(descriptor, span.memory(self._parts[span.name].num_bytes), span.begin)
+        except OSError as error:
+            reason = f"{span.name} cannot be read from the host cache: {type(error).__name__}: {error}"
+            raise StorageError(self.url, reason) from error
 
-    def read_range(self, name: str, begin: int, end: int) -> NDArray[np.uint8] | None:
-        """Return a range of an object as :meth:`Storage.read_range` does."""
-        descriptor = self._descriptor(name)
-        if descriptor is None or not 0 <= begin <= end <= self._parts[name].num_bytes:
-            return self._origin.read_range(name, begin, end)
-        return self._from_file(name, descriptor, np.empty(end - begin, dtype=np.uint8), begin)
-
-    def size(self, name: str) -> int | None:
-        """Return the size of an object as :meth:`Storage.size` does."""
-        return self._origin.size(name) if self._descriptor(name) is None else self._parts[name].num_bytes
+    def stat(self, name: str) -> StoredObject | None:
+        """See :meth:`Store.stat`. The modification time of a part in the cache is 0."""
+        if self._descriptor(name) is None:
+            return self._origin.stat(name)
+        return StoredObject(name, self._parts[name].num_bytes, 0.0)
 
     def _descriptor(self, name: str) -> int | None:
         if name not in self._parts:
@@ -345,13 +334,6 @@ class CachedStorage(Storage):
         if name not in self._opened:
             self._opened[name] = self._cache.open(self._origin, self._parts[name])
         return self._opened[name]
-
-    def _from_file(self, name: str, descriptor: int, memory: NDArray[np.uint8], begin: int) -> NDArray[np.uint8]:
-        try:
-            return _read_into(descriptor, memory, begin)
-        except OSError as error:
-            reason = f"{name} cannot be read from the host cache: {type(error).__name__}: {error}"
-            raise StorageError(self.url, reason) from error
 
 
 def _key(part: Part) -> str:

@@ -183,8 +183,8 @@ def _damage(job: Job, version: int, kind: str) -> type[Exception]:
 
 @pytest.mark.advice(
     "CorruptPartError: _InMemory.read _PieceReader._fetch _Pieces._load _check_hash _check_piece _check_size _refusals",
-    "MalformedError: parse_manifest version_error check_merged generation_error Storage.read.allocate "
-    "version_owners identities_after CachedStorage.read",
+    "MalformedError: parse_manifest version_error check_merged generation_error Span.memory "
+    "version_owners identities_after",
     "MissingVersionError: Source._check_gap next_entry",
 )
 @pytest.mark.parametrize("kind", _DAMAGES)

@@ -30,7 +30,7 @@ from delta_tracker.stream.host_cache import HostCache
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.mirror import Mirror
 from delta_tracker.stream.rollback import pin_version, release_pin
-from delta_tracker.stream.storage import storage as storage_module
+from delta_tracker.stream.storage import directory as directory_module
 from tests.advice.jobs import Job, refused, small_model
 from tests.stores.rules import alters, answers, calls, on
 from tests.stores.wrapped import WrappedStorage
@@ -56,7 +56,7 @@ def test_a_fenced_publisher_is_built_again(tmp_path: Path) -> None:
     assert _is_served(job)
 
 
-@pytest.mark.advice("WriteRefusedError: Storage._check_directory")
+@pytest.mark.advice("WriteRefusedError: DirectoryStore._check")
 @pytest.mark.parametrize("way", ["mounted again", "new publisher"])
 def test_a_directory_is_mounted_again_or_its_url_claimed(tmp_path: Path, way: str) -> None:
     job, root = Job(tmp_path), tmp_path / "stream"
@@ -96,7 +96,7 @@ def test_an_object_that_takes_a_name_is_removed(tmp_path: Path, call: str) -> No
     assert _is_served(job)
 
 
-@pytest.mark.advice("UnknownOutcomeError: Storage._sync")
+@pytest.mark.advice("UnknownOutcomeError: DirectoryStore._sync")
 def test_a_version_is_published_again_once_the_disk_can_be_flushed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,7 +107,7 @@ def test_a_version_is_published_again_once_the_disk_can_be_flushed(
 
     job.train(3)
     with monkeypatch.context() as patched:
-        patched.setattr(storage_module, "sync_names", fail)
+        patched.setattr(directory_module, "sync_names", fail)
         refused(UnknownOutcomeError, job.publisher.publish, "Check the disk, then try again; no row was lost")
     job.publisher.publish()
     assert _is_served(job)
@@ -125,8 +125,8 @@ def test_a_snapshot_follows_an_altered_entry(tmp_path: Path) -> None:
 
 
 @pytest.mark.advice(
-    "StorageError: Storage._find_directory Storage._read_file Storage._write_file _Translation.__exit__ "
-    "CachedStorage._from_file Storage._download Storage._fill Storage._too_short"
+    "StorageError: DirectoryStore._find DirectoryStore.read DirectoryStore._write _Translation.__exit__ "
+    "CachedStore.read BucketStore.download BucketStore._fill Span.too_short HttpStore.read"
 )
 def test_a_store_is_repaired_and_the_call_made_again(tmp_path: Path) -> None:
     (tmp_path / "stream").write_text("")

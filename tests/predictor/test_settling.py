@@ -26,7 +26,7 @@ from delta_tracker.errors import (
 )
 from delta_tracker.monitor import Monitor
 from delta_tracker.predictor import follower
-from delta_tracker.stream.doubted_storage import DoubtedStorage
+from delta_tracker.stream.doubted_storage import DoubtedStore
 from delta_tracker.stream.format.manifest import Link, Manifest
 from delta_tracker.stream.log import entry_name
 from delta_tracker.stream.maintenance.compaction import compact
@@ -366,7 +366,7 @@ def test_a_doubt_lasts_for_its_time_and_belongs_to_one_position() -> None:
     settling, storage = Settling(10.0, clock=lambda: now[0]), Storage("http://127.0.0.1:1")
     place = Position("0" * 32, Link(4, "0" * 32))
     part, entry = CorruptPartError("parts/x", "short"), MissingVersionError(5, 6)
-    assert isinstance(settling.doubt(part, place, storage), DoubtedStorage)
+    assert settling.doubt(part, place, storage) is not None
     assert settling.doubt(part, place, storage) is None, "once per doubt"
     now[0] = 9.0
     assert settling.doubt(entry, place, storage) is not None, "another object"
@@ -380,7 +380,7 @@ def test_a_doubt_lasts_for_its_time_and_belongs_to_one_position() -> None:
 
 
 def test_a_view_is_not_for_writing() -> None:
-    view = DoubtedStorage(Storage("http://127.0.0.1:1"))
+    view = DoubtedStore(Storage("http://127.0.0.1:1")).view()
     with pytest.raises(StreamError):
         view.put("a", [])
     with pytest.raises(InvalidArgumentError):

@@ -106,6 +106,9 @@ class TrueStorage(Storage):
         names = sorted(name for name in self.data if name.startswith(prefix + "/") and name > (after or ""))
         return [StoredObject(name, len(self.data[name]), 0.0) for name in names]
 
+    def names(self, prefix: str, *, after: str | None = None) -> list[str]:
+        return [each.name for each in self.objects(prefix, after=after)]
+
 
 def _draft(kind: str) -> Manifest:
     return Manifest(stream="", generation=0, writer="", version=0, kind=kind, created=0.0)  # type: ignore[arg-type]

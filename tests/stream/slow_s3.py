@@ -70,7 +70,8 @@ class SlowS3:
         storage = Storage("s3://bucket", options=settings | options)
         if self.max_retries is not None:
             retry = {"retry_config": {"max_retries": self.max_retries}}
-            storage._store = from_url(storage.url, **(connection(storage.url, settings | options) | retry))
+            store = from_url(storage.url, **(connection(storage.url, settings | options) | retry))
+            vars(storage._store).update(_store=store)
         return storage
 
     def limit(self, name: str, length: int) -> tuple[int, str]:

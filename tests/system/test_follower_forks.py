@@ -286,7 +286,7 @@ assert os.waitpid(pid, 0)[1] == 0
 )
 
 
-@pytest.mark.advice("StorageError: Storage._object_store")
+@pytest.mark.advice("StorageError: BucketStore._client")
 def test_a_remote_store_is_refused_in_a_child_instead_of_waiting_for_ever(tmp_path: Path) -> None:
     _run(_REMOTE, tmp_path)
     _run(_REMOTE_AFTER_A_FORK, tmp_path, prelude="")

@@ -12,7 +12,7 @@ from delta_tracker.errors import (
     StreamError,
     StreamReplacedError,
 )
-from delta_tracker.stream.doubted_storage import DoubtedStorage
+from delta_tracker.stream.doubted_storage import DoubtedStore
 from delta_tracker.stream.log import entry_name
 from delta_tracker.stream.pointer import POINTER_NAME
 from delta_tracker.stream.reading.position import Position
@@ -32,14 +32,14 @@ class Settling:
         self._clock = clock
         self._position: Position | None = None
         self._began = 0.0
-        self._storage: DoubtedStorage | None = None  # None without a doubt
+        self._doubted: DoubtedStore | None = None  # None without a doubt
         self._is_pointer_read = False
         self._num_reads = 0  # past the caches, until take_count()
 
     @property
     def is_over(self) -> bool:
         """True if the doubt has lasted long enough: the fault is not that of a cache."""
-        return self._storage is not None and self._clock() - self._began >= self.seconds
+        return self._doubted is not None and self._clock() - self._began >= self.seconds
 
     def take_count(self) -> int:
         """Return the number of reads past the caches since the last call."""
@@ -50,21 +50,21 @@ class Settling:
     def clear(self) -> None:
         """End the doubt, because a version was applied."""
         self._count()
-        self._storage = None
+        self._doubted = None
         self._is_pointer_read = False
 
     def _count(self) -> None:
-        self._num_reads += 0 if self._storage is None else self._storage.take_count()
+        self._num_reads += 0 if self._doubted is None else self._doubted.take_count()
 
-    def doubt(self, fault: StreamError, position: Position | None, storage: Storage) -> DoubtedStorage | None:
+    def doubt(self, fault: StreamError, position: Position | None, storage: Storage) -> Storage | None:
         """Begin or continue a doubt. Return the store to read the version from once more.
 
         Returns None if all objects that can cause the fault were read past the caches in this doubt.
         """
-        if self._storage is None or self._position != position:
+        if self._doubted is None or self._position != position:
             self.clear()
-            self._position, self._began, self._storage = position, self._clock(), DoubtedStorage(storage)
-        return self._storage if self._storage.doubt(_doubtful(fault, position)) else None
+            self._position, self._began, self._doubted = position, self._clock(), DoubtedStore(storage)
+        return self._doubted.view() if self._doubted.doubt(_doubtful(fault, position)) else None
 
     def may_read_pointer(self) -> bool:
         """Return True once per doubt: the pointer may be read past the caches."""

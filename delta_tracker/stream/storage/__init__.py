@@ -1,5 +1,5 @@
-"""Object stores: directories, memory, S3, Google Cloud Storage and Azure.
+"""Object stores: directories, memory, S3, Google Cloud Storage, Azure and web servers.
 
-Read ``storage.py`` first: it defines the class that all other modules use. ``url.py`` lists the supported URL schemes;
-add a new kind of store there. ``local.py`` writes files durably.
+Read ``store.py`` first: it defines what a kind of store does. ``directory.py``, ``memory.py``, ``objects.py`` and
+``http.py`` are one kind each, ``storage.py`` is what all other modules use, and ``local.py`` writes files durably.
 """

@@ -1,109 +1,62 @@
-"""Access to the objects of a stream in a directory or bucket, with atomic writes and exclusive creation."""
+"""Access to the objects of a stream in any kind of store: names are checked, and operations counted."""
 
 from __future__ import annotations
 
 import copy
-import itertools
-import logging
 import operator
 import os
-import random
-import re
 import secrets
-import stat
-import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from datetime import datetime
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, ParamSpec, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Self
 
-import numpy as np
-import obstore
-from obstore.exceptions import AlreadyExistsError, BaseError, NotSupportedError, UnknownConfigurationKeyError
-from obstore.store import from_url
+from obstore.exceptions import BaseError, NotSupportedError
 
 from delta_tracker.errors import (
     InvalidArgumentError,
-    MalformedError,
     StorageError,
-    UnknownOutcomeError,
     UnsupportedStoreError,
     WriteRefusedError,
     is_panic,
 )
-from delta_tracker.stream.interruption import answer, check, checked
-from delta_tracker.stream.storage.local import (
-    CHUNK_BYTES,
-    delete_draft,
-    list_files,
-    make_directory,
-    pieces,
-    sync_names,
-    write_file,
-)
+from delta_tracker.stream.storage.directory import DirectoryStore
+from delta_tracker.stream.storage.http import HttpStore
+from delta_tracker.stream.storage.memory import MemoryStore
+from delta_tracker.stream.storage.objects import PAGE_OBJECTS, UPLOAD_BYTES, BucketStore, back_off
+from delta_tracker.stream.storage.store import Repeatable, Span, Store, StoredObject, Transfer
 from delta_tracker.stream.storage.url import (
+    PLAIN_NAME,
     check_name,
     connection,
     is_http,
-    is_name,
     is_remote,
     local_directory,
     store_url,
 )
 
+__all__ = [
+    "PAGE_OBJECTS",
+    "UPLOAD_BYTES",
+    "Location",
+    "Repeatable",
+    "Storage",
+    "StoredObject",
+    "Transfer",
+    "back_off",
+    "open_storage",
+]
+
 if TYPE_CHECKING:
     from types import TracebackType
 
+    import numpy as np
     from numpy.typing import NDArray
-    from obstore import BytesStream, GetOptions, GetResult, ListStream, ObjectMeta
-    from obstore.store import ObjectStore
 
-    # Function that checks the size of an object in bytes, and returns memory for the bytes that are read.
-    _Allocate: TypeAlias = Callable[[int], NDArray[np.uint8]]
-
-T = TypeVar("T")
-P = ParamSpec("P")
 # Hosts that obstore asks for credentials if none are configured.
 _METADATA_HOSTS = ("169.254.169.254", "metadata.google.internal")
-_logger = logging.getLogger(__name__)
-
-# A multipart upload has at most 10,000 parts, which limits an object to 80 GB. Memory holds the parts in flight.
-UPLOAD_BYTES = 8 << 20
-_UPLOADS = 4
-# Maximum number of bytes lost by an interrupted download. Smaller chunks are slower, larger ones are not faster.
-_DOWNLOAD_BYTES = 256 << 10
 _CREATE_ATTEMPTS = 8
-_PAUSE_SECONDS = 0.01
-# Id of the process in which obstore's threads run; empty before the first use.
-_processes: list[int] = []
-PAGE_OBJECTS = 1000  # objects that a remote store returns per request
-_PLAIN_NAME = re.compile(r"[a-z]+/[0-9a-z_-]+(\.[a-z]+)?")
 _SHORT_NAME_LENGTH = 200  # of a plain name, which is not checked further
-
-
-@dataclass(frozen=True, slots=True)
-class StoredObject:
-    """Listing entry of an object: its name, its size in bytes, and its modification time in Unix seconds."""
-
-    name: str
-    num_bytes: int
-    modified: float
-
-
-@dataclass(slots=True, eq=False)
-class Transfer:
-    """Progress of a download from a remote store."""
-
-    out: NDArray[np.uint8] | None = None  # memory for all requested bytes; None until the object's size is known
-    num_bytes: int = 0  # number of bytes received so far
-    # size, ETag and modification time of the object; None before the first response
-    source: tuple[int, str | None, datetime] | None = None
-    # modification time of the object in Unix seconds, by the store's clock; None before the first response, and if a
-    # web server sends none
-    modified: float | None = None
 
 
 class Storage:
@@ -120,7 +73,8 @@ class Storage:
 
     Args:
         url: ``file:///absolute/directory``, ``s3://bucket/prefix``, ``gs://...``, ``az://...``, ``memory://`` (a
-            separate store for each object), ``http://host/path`` or ``https://host/path``; or the path of a directory.
+            separate store for each object), ``http://host/path`` or ``https://host/path``; or the path of a directory;
+            or a :class:`~delta_tracker.stream.storage.store.Store` of another kind, without the other arguments.
         create: True to create a missing local directory. If False, it is read as an empty store until it exists. Once
             it was found, this object writes only to this directory: if another one or none has its path, or if it is
             empty although this object has written to it, writes, deletions and syncs raise
@@ -153,65 +107,48 @@ class Storage:
 
     def __init__(
         self,
-        url: str | os.PathLike[str],
+        url: str | os.PathLike[str] | Store,
         *,
         create: bool = False,
         fsync: bool = True,
         options: Mapping[str, str] | None = None,
     ) -> None:
-        url = store_url(url)
-        self._directory = local_directory(url)
-        if not fsync and self._directory is None:
-            raise InvalidArgumentError("fsync", fsync, "Omit it: only a local directory is synced")
-        self.url = url
-        self._fsync = fsync
+        if isinstance(url, Store):
+            store = url
+        else:
+            with _Translation(url := store_url(url)):
+                store = _opened(url, options, create=create, fsync=fsync)
+        self.url = store.url
+        self.is_remote = store.is_remote
+        self.is_read_only = store.is_read_only
+        self.lists = not store.is_read_only
+        self.lists_from = store.lists_from
         self.requests = dict.fromkeys(("read", "size", "list", "write", "delete"), 0)
-        self.is_remote = is_remote(url)
-        self.is_read_only = is_http(url)
-        self.lists = not self.is_read_only
-        self.lists_from = self.lists and self._directory is None
+        self._store = store
         self._uncached: Storage | None = None
-        self._options = options
-        self._translated = _Translation(url)
-        self._found: os.stat_result | None = None  # status of the local directory, None until it is found
-        self._has_written = False
-        self._store: ObjectStore  # unless the store is a local directory
-        settings = connection(url, options)
-        with self._translated:
-            if self._directory is not None:
-                if create:
-                    make_directory(self._directory, fsync=fsync)
-                self._find_directory()
-                return
-            try:
-                self._store = from_url(url, **settings)
-            except UnknownConfigurationKeyError as error:
-                remedy = f"Use options of the store: {str(error).partition(chr(10))[0]}"
-                raise InvalidArgumentError("options", sorted(options or ()), remedy) from error
+        self._translated = _Translation(store.url)
+
+    @classmethod
+    def over(cls, store: Store, origin: Storage) -> Self:
+        """Return a view of ``origin`` through ``store``, which reads past all caches as ``origin`` does."""
+        view = cls(store)
+        vars(view).update(_uncached=origin.uncached)
+        return view
 
     def is_same(self, other: Storage) -> bool:
         """Return True if both objects access the same directory, or have the same url; options are not compared."""
-        if self is other:
-            return True
-        if self._directory is not None and other._directory is not None:
-            with self._translated:
-                try:
-                    return self._directory.samefile(other._directory)
-                except (FileNotFoundError, NotADirectoryError):
-                    return self._directory.resolve() == other._directory.resolve()
-        mine, others = self.url.rstrip("/"), other.url.rstrip("/")
-        return mine == others and not mine.startswith("memory:")
+        with self._translated:
+            return self is other or self._store.is_same(other._store)
 
     @property
     def uncached(self) -> Storage:
         """The same store, read past all caches, which may ignore that; this object if it is not at an http URL."""
-        if not self.is_read_only:
-            return self
         if self._uncached is None:
+            store = self._store.past_caches()
+            if store is self._store:
+                return self
             past = copy.copy(self)  # keeps the class and shares the counts
-            with self._translated:
-                store = from_url(self.url, **connection(self.url, self._options, past_cache=True))
-            vars(past).update(_store=store, _uncached=past)
+            vars(past).update(_store=store)
             self._uncached = past
         return self._uncached
 
@@ -221,12 +158,8 @@ class Storage:
         A publisher must not use this method: its claim is in the directory that it opened.
         """
         with self._translated:
-            if self._directory is not None and self._directory.is_dir():
-                try:
-                    self._check_directory()
-                except WriteRefusedError:
-                    return Storage(self.url, fsync=self._fsync)
-        return self
+            store = self._store.reopened()
+        return self if store is self._store else Storage(store)
 
     def put(self, name: str, buffers: Iterable[memoryview]) -> None:
         """Write the concatenated ``buffers`` as an object, replacing one of the same name.
@@ -241,10 +174,7 @@ class Storage:
         """
         self._begin("write", name, "put()")
         with self._translated:
-            if self._directory is None:
-                self._upload(name, buffers)
-            else:
-                self._write_file(name, checked(buffers), overwrite=True)
+            self._store.put(name, buffers)
 
     def create(self, name: str, data: bytes) -> bool:
         """Write an object; return False if one of that name exists. If several writers race, only one succeeds.
@@ -265,13 +195,7 @@ class Storage:
     def _create_once(self, name: str, data: bytes) -> bool:
         """Try once to create an object. False does not prove that it exists, see :meth:`create`."""
         with self._translated:
-            if self._directory is not None:
-                return self._write_file(name, [memoryview(data)], overwrite=False)
-            try:
-                self._ask(obstore.put, obstore.put_async, self._object_store(), name, data, mode="create")
-            except AlreadyExistsError:
-                return False
-            return True
+            return self._store.create(name, data)
 
     def replace(self, name: str, data: bytes) -> None:
         """Write or replace a small object atomically: readers see the old or the new bytes, even after a power loss.
@@ -280,11 +204,7 @@ class Storage:
         """
         self._begin("write", name, "replace()")
         with self._translated:
-            if self._directory is None:
-                store = self._object_store()
-                _repeated(lambda: self._ask(obstore.put, obstore.put_async, store, name, data, use_multipart=False))
-            else:
-                self._write_file(name, [memoryview(data)], overwrite=True)
+            self._store.replace(name, data)
 
     def read(
         self,
@@ -311,16 +231,8 @@ class Storage:
         self._begin("read", name)
         if out is not None and len(out) < max_bytes:
             raise InvalidArgumentError("out", len(out), f"Pass an array of {max_bytes} bytes")
-
-        def allocate(num_bytes: int) -> NDArray[np.uint8]:
-            if num_bytes > max_bytes:
-                raise MalformedError(name, f"it has {num_bytes} bytes, more than {max_bytes}")
-            return np.empty(num_bytes, dtype=np.uint8) if out is None else out[:num_bytes]
-
         with self._translated:
-            if self._directory is None:
-                return self._download(name, allocate, transfer=transfer)
-            return self._read_file(name, allocate, transfer=transfer)
+            return self._store.read(Span(self.url, name, max_bytes, out), transfer)
 
     def read_range(self, name: str, begin: int, end: int) -> NDArray[np.uint8] | None:
         """Return the bytes ``[begin, end)`` of an object, None if it does not exist.
@@ -330,23 +242,20 @@ class Storage:
         self._begin("read", name)
         if not 0 <= begin <= end:
             raise InvalidArgumentError("begin, end", (begin, end), "Pass 0 <= begin <= end")
-
-        def allocate(num_bytes: int) -> NDArray[np.uint8]:
-            if num_bytes < end:
-                raise self._too_short(name, num_bytes, end)
-            return np.empty(end - begin, dtype=np.uint8)
-
         with self._translated:
-            if self._directory is not None:
-                return self._read_file(name, allocate, begin)
-            if begin < end:
-                return self._download(name, allocate, begin, end)
-            num_bytes = self.size(name)  # stores reject a request for an empty range
-            return None if num_bytes is None else allocate(num_bytes)
+            return self._store.read(Span(self.url, name, end - begin, None, begin, end), None)
+
+    def read_span(self, span: Span, transfer: Transfer | None) -> NDArray[np.uint8] | None:
+        """Call :meth:`read` or :meth:`read_range`, for a store that wraps this object."""
+        if span.end is None:
+            return self.read(span.name, max_bytes=span.max_bytes, out=span.out, transfer=transfer)
+        return self.read_range(span.name, span.begin, span.end)
 
     def size(self, name: str) -> int | None:
         """Return the size of an object in bytes, None if it does not exist."""
-        found = self.stat(name)
+        self._begin("size", name)
+        with self._translated:
+            found = self._store.stat(name)
         return None if found is None else found.num_bytes
 
     def stat(self, name: str) -> StoredObject | None:
@@ -356,20 +265,7 @@ class Storage:
         """
         self._begin("size", name)
         with self._translated:
-            try:
-                if self._directory is None:
-                    store = self._object_store()
-                    meta = self._ask(obstore.head, obstore.head_async, store, name)
-                    return StoredObject(name, meta["size"], meta["last_modified"].timestamp())
-                if self._found is None:
-                    self._find_directory()
-                status = (self._directory / name).stat()
-            except FileNotFoundError:
-                return None
-            except NotADirectoryError:
-                self._find_directory()  # raises an error if the store itself is a file
-                return None
-            return StoredObject(name, status.st_size, status.st_mtime) if stat.S_ISREG(status.st_mode) else None
+            return self._store.stat(name)
 
     def delete(self, name: str) -> None:
         """Delete an object; no-op if it does not exist.
@@ -377,13 +273,8 @@ class Storage:
         A local object may be there again after a power loss, unless :meth:`sync` is called afterwards.
         """
         self._begin("delete", name, "delete()")
-        with self._translated, suppress(FileNotFoundError, NotADirectoryError):
-            if self._directory is None:
-                store = self._object_store()
-                _repeated(lambda: self._ask(obstore.delete, obstore.delete_async, store, name))
-            elif self._find_directory():
-                self._check_directory()
-                (self._directory / name).unlink()
+        with self._translated:
+            self._store.delete(name)
 
     def sync(self, prefix: str) -> None:
         """Flush all creations and deletions of objects in ``prefix`` to disk, or raise :class:`UnknownOutcomeError`.
@@ -393,8 +284,7 @@ class Storage:
         """
         self._begin(None, prefix, "sync()", argument="prefix")
         with self._translated:
-            self._check_directory()
-        self._sync(prefix, f"what was created or deleted in {prefix}/")
+            self._store.sync(prefix)
 
     def delete_draft(self, name: str) -> bool:
         """Delete an interrupted write's temporary file, which has a name in ``drafts/``.
@@ -402,62 +292,38 @@ class Storage:
         Returns False if it is still being written, or does not exist.
         """
         self._begin(None, name, "delete_draft()")
-        if self._directory is None:
-            self.delete(name)  # another program's object: remote stores have no temporary files
-            return True
         with self._translated:
-            self._check_directory()
-            return delete_draft(self._directory / name)
+            return self._store.delete_draft(name)
 
     def has_directory(self, prefix: str) -> bool:
         """Return False if the store is local and lacks the directory ``prefix``, as if its volume is not mounted."""
         check_name("prefix", prefix)
         with self._translated:
-            return self._directory is None or (self._directory / prefix).is_dir()
+            return self._store.has_directory(prefix)
 
     def objects(self, prefix: str, *, after: str | None = None) -> list[StoredObject]:
         """Return the objects in the directory ``prefix`` and below, sorted by name, or only those after ``after``.
 
         A local listing skips files whose names no method accepts, see also :func:`list_files`.
         """
-        if self._directory is not None:
-            files = self._list_files(self._directory, prefix, after, needs_status=True)
-            return [StoredObject(name, each.st_size, each.st_mtime) for name, each in files if each is not None]
-        self._begin_listing(prefix, after)
+        self._begin("list", prefix, "a listing", argument="prefix", after=after)
         with self._translated:
-            store = self._object_store()
-            pages = obstore.list(store, prefix, offset=after, chunk_size=PAGE_OBJECTS)
-            found = self._ask(lambda: list(itertools.chain.from_iterable(pages)), lambda: _collected(pages))
-            metas = sorted(found, key=operator.itemgetter("path"))
-            return [StoredObject(meta["path"], meta["size"], meta["last_modified"].timestamp()) for meta in metas]
+            return sorted(self._store.objects(prefix, after or ""), key=operator.attrgetter("name"))
 
     def names(self, prefix: str, *, after: str | None = None) -> list[str]:
         """Return the sorted names of the objects that :meth:`objects` returns. Faster than it in a local directory."""
-        if self._directory is None:
-            return [stored.name for stored in self.objects(prefix, after=after)]
-        return [name for name, _ in self._list_files(self._directory, prefix, after, needs_status=False)]
-
-    def _list_files(
-        self, directory: Path, prefix: str, after: str | None, *, needs_status: bool
-    ) -> list[tuple[str, os.stat_result | None]]:
-        self._begin_listing(prefix, after)
+        self._begin("list", prefix, "a listing", argument="prefix", after=after)
         with self._translated:
-            if not self._find_directory():
-                return []
-            # obstore is not used here: it fails at a strange name or link, and takes longer.
-            files = list_files(directory, prefix, after or "", needs_status=needs_status)
-        # A listing may have many names of this library, for which is_name() is not called.
-        return sorted(each for each in files if _PLAIN_NAME.fullmatch(each[0]) or is_name(each[0]))
+            return sorted(self._store.names(prefix, after or ""))
 
-    def _begin_listing(self, prefix: str, after: str | None) -> None:
-        self._begin("list", prefix, "a listing", argument="prefix")
+    def _begin(
+        self, kind: str | None, name: object, call: str = "", *, argument: str = "name", after: str | None = None
+    ) -> None:
+        """Check the names, reject a ``call`` that a read-only store does not support, and count the operation."""
+        if not isinstance(name, str) or len(name) > _SHORT_NAME_LENGTH or PLAIN_NAME.fullmatch(name) is None:
+            check_name(argument, name)
         if after is not None:
             check_name("after", after)
-
-    def _begin(self, kind: str | None, name: object, call: str = "", *, argument: str = "name") -> None:
-        """Check a name, reject a ``call`` that an http url does not support, and count the operation."""
-        if not isinstance(name, str) or len(name) > _SHORT_NAME_LENGTH or _PLAIN_NAME.fullmatch(name) is None:
-            check_name(argument, name)
         if call and self.is_read_only:
             raise UnsupportedStoreError(self.url, f"{call} of {name}")
         if kind is not None:
@@ -483,189 +349,6 @@ class Storage:
         self.delete(name)
         if second or there is None or there.tobytes() != b"first":
             raise UnsupportedStoreError(self.url)
-
-    def _find_directory(self) -> bool:
-        """Return True if the local directory exists, or existed before."""
-        assert self._directory is not None
-        try:
-            status = self._directory.stat()
-        except (FileNotFoundError, NotADirectoryError):
-            return self._found is not None
-        if not stat.S_ISDIR(status.st_mode):
-            raise StorageError(self.url, "it is a file instead of a directory")
-        self._found = self._found or status
-        return True
-
-    def _object_store(self) -> ObjectStore:
-        """Return the store. Refuse a remote one in a forked child: it lacks obstore's threads, so requests may hang."""
-        if not _processes:
-            _processes.append(os.getpid())
-        if self.is_remote and os.getpid() not in _processes:
-            reason = "this process was forked after obstore was used, and lacks its threads"
-            raise StorageError(self.url, reason, "Start this process with spawn, or use no store before the fork")
-        return self._store
-
-    def _upload(self, name: str, buffers: Iterable[memoryview]) -> None:
-        """Write an object to a remote store: a single chunk with one request, several with a multipart upload."""
-        store = self._object_store()
-        chunks = checked(_chunks(buffers))
-        first, second = next(chunks, b""), next(chunks, None)
-        if second is None:
-            _repeated(lambda: obstore.put(store, name, first, use_multipart=False))
-            return
-        parts: Iterator[bytes] = itertools.chain((first, second), chunks)
-
-        def upload() -> None:
-            nonlocal parts
-            sent, parts = parts, checked(_chunks(buffers))
-            obstore.put(store, name, sent, chunk_size=UPLOAD_BYTES, max_concurrency=_UPLOADS)
-
-        if iter(buffers) is buffers:
-            upload()
-        else:
-            _repeated(upload)
-
-    def _ask(
-        self, blocking: Callable[P, T], request: Callable[P, Awaitable[T]], *args: P.args, **options: P.kwargs
-    ) -> T:
-        """Send a request and return the response. Only requests to a remote store can be interrupted."""
-        if not self.is_remote:
-            return blocking(*args, **options)
-        return answer(partial(blocking, *args, **options), partial(request, *args, **options))
-
-    def _download(
-        self, name: str, allocate: _Allocate, begin: int = 0, end: int | None = None, transfer: Transfer | None = None
-    ) -> NDArray[np.uint8] | None:
-        """Return the bytes ``[begin, end)`` of a remote object, None if it does not exist.
-
-        If a request ends before all bytes arrived, the remaining bytes are requested, as long as each brings some.
-        """
-        transfer = Transfer() if transfer is None else transfer
-        while transfer.out is None or transfer.num_bytes < len(transfer.out):
-            before = transfer.num_bytes
-            try:
-                result = self._request(name, begin + transfer.num_bytes, end)
-                found = result.meta["size"], result.meta["e_tag"], result.meta["last_modified"]
-                if self.is_read_only and transfer.source is not None:
-                    # Two caches of one object may differ in its ETag and date; its hash is checked in the end.
-                    found = found[0], *transfer.source[1:]
-                if transfer.source not in (None, found):
-                    transfer.out, transfer.num_bytes, transfer.source = None, 0, None
-                    raise StorageError(self.url, f"{name} changed while it was read")
-                if transfer.out is None:
-                    transfer.out = allocate(found[0])
-                    seconds = found[2].timestamp()  # 0 if the server sent none
-                    transfer.source = found
-                    transfer.modified = None if self.is_read_only and seconds <= 0 else seconds
-                self._fill(name, result, transfer, begin)
-            except FileNotFoundError:
-                return None
-            except NotSupportedError as error:
-                if not self.is_read_only:
-                    raise
-                reason = f"{name}: the server answers a range with the whole object"
-                raise StorageError(self.url, reason, "Make it pass ranges on, or cache slices") from error
-            except (BaseError, OSError) as error:
-                if transfer.num_bytes <= before:
-                    raise
-                _logger.info("resuming %s at byte %d: %s", name, begin + transfer.num_bytes, type(error).__name__)
-        return transfer.out
-
-    def _request(self, name: str, begin: int, end: int | None) -> GetResult:
-        """Request the bytes ``[begin, end)`` of a remote object. An ``end`` of None means the end of the object."""
-        store = self._object_store()
-        options: GetOptions = {}
-        if end is not None:
-            options = {"range": (begin, end)}
-        elif begin:
-            options = {"range": {"offset": begin}}
-        return self._ask(obstore.get, obstore.get_async, store, name, options=options)
-
-    def _fill(self, name: str, result: GetResult, transfer: Transfer, begin: int) -> None:
-        """Append the bytes of a response to ``transfer``, which holds the object's bytes from ``begin`` on."""
-        out = transfer.out
-        assert out is not None, "allocated"
-        stream = result.stream(min_chunk_size=_DOWNLOAD_BYTES)
-        while (chunk := self._ask(lambda: next(stream, None), lambda: _next(stream))) is not None:
-            filled = transfer.num_bytes + len(chunk)
-            if filled > len(out):
-                raise StorageError(self.url, f"{name} has more than the announced {len(out)} bytes")
-            out[transfer.num_bytes : filled] = np.frombuffer(chunk, dtype=np.uint8)
-            transfer.num_bytes = filled
-        if transfer.num_bytes != len(out):
-            raise self._too_short(name, begin + transfer.num_bytes, begin + len(out))
-
-    def _read_file(
-        self, name: str, allocate: _Allocate, begin: int = 0, transfer: Transfer | None = None
-    ) -> NDArray[np.uint8] | None:
-        """Return the bytes of a local file from ``begin`` on, None if it does not exist."""
-        # obstore is not used here: its stream of a local file takes 30 times as long.
-        assert self._directory is not None
-        try:
-            # Non-blocking, because a named pipe must not block the reader.
-            descriptor = os.open(self._directory / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        except (FileNotFoundError, NotADirectoryError):
-            self._find_directory()
-            return None
-        try:
-            status = os.fstat(descriptor)
-            if stat.S_ISDIR(status.st_mode):
-                return None
-            if not stat.S_ISREG(status.st_mode):
-                raise StorageError(self.url, f"{name} is not a regular file", "Delete it: no publisher has written it")
-            if transfer is not None:
-                transfer.modified = status.st_mtime
-            data = allocate(status.st_size)
-            view = data.data
-            filled = 0
-            while filled < len(data):
-                check()
-                count = os.preadv(descriptor, [view[filled : filled + CHUNK_BYTES]], begin + filled)
-                if count == 0:
-                    raise self._too_short(name, begin + filled, begin + len(data))
-                filled += count
-            return data
-        finally:
-            os.close(descriptor)
-
-    def _too_short(self, name: str, num_bytes: int, expected: int) -> StorageError:
-        return StorageError(self.url, f"{name} ended after {num_bytes} of {expected} bytes")
-
-    def _write_file(self, name: str, buffers: Iterable[memoryview], *, overwrite: bool) -> bool:
-        assert self._directory is not None
-        if not self._find_directory():
-            raise StorageError(self.url, "the directory does not exist")
-        is_new = write_file(
-            self._directory, name, buffers, overwrite=overwrite, fsync=self._fsync, check=self._check_directory
-        )
-        self._has_written = True
-        if is_new:
-            self._sync(name.rpartition("/")[0], name)
-        return is_new
-
-    def _check_directory(self) -> None:
-        """Check that the local directory is the one that was found before, if any, and has not lost its objects."""
-        if self._found is None:
-            return
-        assert self._directory is not None
-        with suppress(FileNotFoundError, NotADirectoryError):
-            if os.path.samestat(self._directory.stat(), self._found) and (
-                # A new directory may have the inode number of a deleted one, but is empty.
-                not self._has_written
-                or (self._directory / "drafts").is_dir()  # cheaper than a listing
-                or any(self._directory.iterdir())
-            ):
-                return
-        raise WriteRefusedError(self.url)
-
-    def _sync(self, prefix: str, name: str) -> None:
-        """Flush the names in the directory ``prefix`` of a local store to disk; ``name`` is for the error."""
-        if self._directory is None or not self._fsync:
-            return
-        try:
-            sync_names(self._directory, prefix)
-        except OSError as error:
-            raise UnknownOutcomeError(self.url, name, f"{type(error).__name__}: {error}", prefix or ".") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -696,31 +379,6 @@ def _remedy_of(reason: str) -> str | None:
     return None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Repeatable(Iterable[T]):
-    """Iterable that calls ``make`` for each iteration."""
-
-    make: Callable[[], Iterator[T]]
-
-    def __iter__(self) -> Iterator[T]:
-        return self.make()
-
-
-def _repeated(request: Callable[[], T]) -> T:
-    """Send a request, and send it again while the store refuses it because of a concurrent one (409 on AWS)."""
-    for attempt in range(1, _CREATE_ATTEMPTS):
-        try:
-            return request()
-        except AlreadyExistsError:
-            back_off(attempt)
-    return request()
-
-
-def back_off(attempt: int) -> None:
-    """Sleep before a retry: 10 ms for ``attempt`` 1, then doubled each time, times a random factor of 0.5 to 1.5."""
-    time.sleep(_PAUSE_SECONDS * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))  # noqa: S311  no secret
-
-
 Location = str | os.PathLike[str] | Storage
 """URL or path of a stream, or its opened store."""
 
@@ -730,24 +388,14 @@ def open_storage(url: Location, *, create: bool = False) -> Storage:
     return url if isinstance(url, Storage) else Storage(url, create=create)
 
 
-def _chunks(buffers: Iterable[memoryview]) -> Iterator[bytes]:
-    """Yield copies of ``buffers`` in chunks of 8 MiB: obstore still uses a chunk while it requests the next one."""
-    chunk = bytearray()
-    for piece in pieces(buffers):  # no piece has bytes of two chunks
-        chunk += piece
-        if len(chunk) == UPLOAD_BYTES:
-            yield bytes(chunk)
-            chunk.clear()
-    if chunk:
-        yield bytes(chunk)
-
-
-async def _next(stream: BytesStream) -> bytes | None:
-    try:
-        return await anext(stream)
-    except StopAsyncIteration:
-        return None
-
-
-async def _collected(pages: ListStream[Sequence[ObjectMeta]]) -> list[ObjectMeta]:
-    return [meta async for page in pages for meta in page]
+def _opened(url: str, options: Mapping[str, str] | None, *, create: bool, fsync: bool) -> Store:
+    """Return the store of the kind that the scheme of the URL names."""
+    directory = local_directory(url)
+    if not fsync and directory is None:
+        raise InvalidArgumentError("fsync", fsync, "Omit it: only a local directory is synced")
+    connection(url, options)  # checks them
+    if directory is not None:
+        return DirectoryStore(url, directory, create=create, fsync=fsync)
+    if is_remote(url):
+        return HttpStore(url, options) if is_http(url) else BucketStore(url, options)
+    return MemoryStore(url)

@@ -51,6 +51,8 @@ _ENDPOINTS = frozenset({"endpoint", "endpoint_url"})
 # Control characters, backslashes, #, which obstore uses to mark a file that is still being written, and surrogates,
 # which replace bytes that are not UTF-8.
 _FORBIDDEN = re.compile(r"[\x00-\x1f\x7f\\#\ud800-\udfff]")
+PLAIN_NAME = re.compile(r"[a-z]+/[0-9a-z_-]+(\.[a-z]+)?")
+"""Most names of this library, which are valid: checked first, because a listing may have many."""
 _NO_PARTS = frozenset(("", ".", ".."))
 _MAX_NAME_BYTES = 1024
 

@@ -1,0 +1,226 @@
+"""Store in a bucket of S3, Google Cloud Storage or Azure, accessed through obstore."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import random
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+import numpy as np
+import obstore
+from obstore.exceptions import AlreadyExistsError, BaseError, UnknownConfigurationKeyError
+from obstore.store import from_url
+
+from delta_tracker.errors import InvalidArgumentError, StorageError
+from delta_tracker.stream.interruption import answer, checked
+from delta_tracker.stream.storage.local import pieces
+from delta_tracker.stream.storage.store import Span, Store, StoredObject, Transfer
+from delta_tracker.stream.storage.url import connection
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from obstore import BytesStream, GetOptions, GetResult, ListStream, ObjectMeta
+    from obstore.store import ObjectStore
+
+T = TypeVar("T")
+P = ParamSpec("P")
+_logger = logging.getLogger(__name__)
+
+# A multipart upload has at most 10,000 parts, which limits an object to 80 GB. Memory holds the parts in flight.
+UPLOAD_BYTES = 8 << 20
+_UPLOADS = 4
+# Maximum number of bytes lost by an interrupted download. Smaller chunks are slower, larger ones are not faster.
+_DOWNLOAD_BYTES = 256 << 10
+_ATTEMPTS = 8
+_PAUSE_SECONDS = 0.01
+# Id of the process in which obstore's threads run; empty before the first use.
+_processes: list[int] = []
+PAGE_OBJECTS = 1000  # objects that a remote store returns per request
+
+
+class BucketStore(Store):
+    """Objects of a bucket. Requests of threads with a stop flag can be interrupted.
+
+    Args:
+        url: URL of the store.
+        options: options of obstore.
+        past_cache: True to ask caches for the origin's objects.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, str] | None, *, past_cache: bool = False) -> None:
+        self.url = url
+        settings = connection(url, options, past_cache=past_cache)
+        try:
+            self._store: ObjectStore = from_url(url, **settings)
+        except UnknownConfigurationKeyError as error:
+            remedy = f"Use options of the store: {str(error).partition(chr(10))[0]}"
+            raise InvalidArgumentError("options", sorted(options or ()), remedy) from error
+
+    def read(self, span: Span, transfer: Transfer | None) -> NDArray[np.uint8] | None:
+        """A call with the transfer of a failed one requests only the rest of the object."""
+        return self.download(span, Transfer() if transfer is None else transfer)
+
+    def download(self, span: Span, transfer: Transfer, *, is_cached: bool = False) -> NDArray[np.uint8] | None:
+        """Return bytes of an object, None if it does not exist.
+
+        If a request ends before all bytes arrived, the remaining bytes are requested, as long as each brings some.
+        Raises StorageError if the object has changed since the first one; ``is_cached`` compares only the size, because
+        two caches of one object may differ in its ETag and date, and its hash is checked in the end.
+        """
+        if span.begin == span.end:  # stores reject a request for an empty range
+            found = self.stat(span.name)
+            return None if found is None else span.memory(found.num_bytes)
+        while transfer.out is None or transfer.num_bytes < len(transfer.out):
+            before = transfer.num_bytes
+            try:
+                result = self._request(span.name, span.begin + transfer.num_bytes, span.end)
+                source = result.meta["size"], result.meta["e_tag"], result.meta["last_modified"]
+                if is_cached and transfer.source is not None:
+                    source = source[0], *transfer.source[1:]
+                if transfer.source not in (None, source):
+                    transfer.out, transfer.num_bytes, transfer.source = None, 0, None
+                    raise StorageError(self.url, f"{span.name} changed while it was read")
+                if transfer.out is None:
+                    transfer.out = span.memory(source[0])
+                    transfer.source = source
+                    transfer.modified = source[2].timestamp() or None  # 0 if a web server sent none
+                self._fill(result, span, transfer)
+            except FileNotFoundError:
+                return None
+            except (BaseError, OSError) as error:
+                if transfer.num_bytes <= before or isinstance(error, StorageError):
+                    raise
+                begin = span.begin + transfer.num_bytes
+                _logger.info("resuming %s at byte %d: %s", span.name, begin, type(error).__name__)
+        return transfer.out
+
+    def stat(self, name: str) -> StoredObject | None:
+        try:
+            meta = self._ask(obstore.head, obstore.head_async, self._client(), name)
+        except FileNotFoundError:
+            return None
+        return StoredObject(name, meta["size"], meta["last_modified"].timestamp())
+
+    def put(self, name: str, buffers: Iterable[memoryview]) -> None:
+        """Sends a single chunk with one request, several with a multipart upload."""
+        store = self._client()
+        chunks = checked(_chunks(buffers))
+        first, second = next(chunks, b""), next(chunks, None)
+        if second is None:
+            _repeated(lambda: obstore.put(store, name, first, use_multipart=False))
+            return
+        parts: Iterator[bytes] = itertools.chain((first, second), chunks)
+
+        def upload() -> None:
+            nonlocal parts
+            sent, parts = parts, checked(_chunks(buffers))
+            obstore.put(store, name, sent, chunk_size=UPLOAD_BYTES, max_concurrency=_UPLOADS)
+
+        if iter(buffers) is buffers:
+            upload()
+        else:
+            _repeated(upload)
+
+    def create(self, name: str, data: bytes) -> bool:
+        try:
+            self._ask(obstore.put, obstore.put_async, self._client(), name, data, mode="create")
+        except AlreadyExistsError:
+            return False
+        return True
+
+    def replace(self, name: str, data: bytes) -> None:
+        store = self._client()
+        _repeated(lambda: self._ask(obstore.put, obstore.put_async, store, name, data, use_multipart=False))
+
+    def delete(self, name: str) -> None:
+        store = self._client()
+        try:
+            _repeated(lambda: self._ask(obstore.delete, obstore.delete_async, store, name))
+        except FileNotFoundError:
+            return
+
+    def objects(self, prefix: str, after: str) -> list[StoredObject]:
+        pages = obstore.list(self._client(), prefix, offset=after or None, chunk_size=PAGE_OBJECTS)
+        found = self._ask(lambda: list(itertools.chain.from_iterable(pages)), lambda: _collected(pages))
+        return [StoredObject(meta["path"], meta["size"], meta["last_modified"].timestamp()) for meta in found]
+
+    def _client(self) -> ObjectStore:
+        """Return obstore's store. Refuse it in a forked child: it lacks obstore's threads, so requests may hang."""
+        if not _processes:
+            _processes.append(os.getpid())
+        if os.getpid() not in _processes:
+            reason = "this process was forked after obstore was used, and lacks its threads"
+            raise StorageError(self.url, reason, "Start this process with spawn, or use no store before the fork")
+        return self._store
+
+    def _ask(
+        self, blocking: Callable[P, T], request: Callable[P, Awaitable[T]], *args: P.args, **options: P.kwargs
+    ) -> T:
+        """Send a request and return the response."""
+        return answer(partial(blocking, *args, **options), partial(request, *args, **options))
+
+    def _request(self, name: str, begin: int, end: int | None) -> GetResult:
+        """Request the bytes ``[begin, end)`` of an object. An ``end`` of None means the end of the object."""
+        options: GetOptions = {}
+        if end is not None:
+            options = {"range": (begin, end)}
+        elif begin:
+            options = {"range": {"offset": begin}}
+        return self._ask(obstore.get, obstore.get_async, self._client(), name, options=options)
+
+    def _fill(self, result: GetResult, span: Span, transfer: Transfer) -> None:
+        """Append the bytes of a response to ``transfer``, which holds the object's bytes from ``span.begin`` on."""
+        out = transfer.out
+        assert out is not None, "allocated"
+        stream = result.stream(min_chunk_size=_DOWNLOAD_BYTES)
+        while (chunk := self._ask(lambda: next(stream, None), lambda: _next(stream))) is not None:
+            filled = transfer.num_bytes + len(chunk)
+            if filled > len(out):
+                raise StorageError(self.url, f"{span.name} has more than the announced {len(out)} bytes")
+            out[transfer.num_bytes : filled] = np.frombuffer(chunk, dtype=np.uint8)
+            transfer.num_bytes = filled
+        if transfer.num_bytes != len(out):
+            raise span.too_short(span.begin + transfer.num_bytes, span.begin + len(out))
+
+
+def _repeated(request: Callable[[], T]) -> T:
+    """Send a request, and send it again while the store refuses it because of a concurrent one (409 on AWS)."""
+    for attempt in range(1, _ATTEMPTS):
+        try:
+            return request()
+        except AlreadyExistsError:
+            back_off(attempt)
+    return request()
+
+
+def back_off(attempt: int) -> None:
+    """Sleep before a retry: 10 ms for ``attempt`` 1, then doubled each time, times a random factor of 0.5 to 1.5."""
+    time.sleep(_PAUSE_SECONDS * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))  # noqa: S311  no secret
+
+
+def _chunks(buffers: Iterable[memoryview]) -> Iterator[bytes]:
+    """Yield copies of ``buffers`` in chunks of 8 MiB: obstore still uses a chunk while it requests the next one."""
+    chunk = bytearray()
+    for piece in pieces(buffers):  # no piece has bytes of two chunks
+        chunk += piece
+        if len(chunk) == UPLOAD_BYTES:
+            yield bytes(chunk)
+            chunk.clear()
+    if chunk:
+        yield bytes(chunk)
+
+
+async def _next(stream: BytesStream) -> bytes | None:
+    try:
+        return await anext(stream)
+    except StopAsyncIteration:
+        return None
+
+
+async def _collected(pages: ListStream[Sequence[ObjectMeta]]) -> list[ObjectMeta]:
+    return [meta async for page in pages for meta in page]

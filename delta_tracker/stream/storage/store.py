@@ -1,0 +1,168 @@
+"""Interface of a kind of store. A new kind implements it in one file, see ``delta_tracker/README.md``."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from delta_tracker.errors import MalformedError, StorageError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """Listing entry of an object: its name, its size in bytes, and its modification time in Unix seconds."""
+
+    name: str
+    num_bytes: int
+    modified: float
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """Progress of a download from a remote store."""
+
+    out: NDArray[np.uint8] | None = None  # memory for all requested bytes; None until the object's size is known
+    num_bytes: int = 0  # number of bytes received so far
+    # size, ETag and modification time of the object; None before the first response
+    source: tuple[int, str | None, datetime] | None = None
+    # modification time of the object in Unix seconds, by the store's clock; None before the first response, and if a
+    # web server sends none
+    modified: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Span:
+    """Bytes ``[begin, end)`` of an object that are read; ``end`` of None means its end, after at most ``max_bytes``."""
+
+    url: str
+    name: str
+    max_bytes: int
+    out: NDArray[np.uint8] | None = None
+    begin: int = 0
+    end: int | None = None
+
+    def memory(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Return memory for the bytes of an object with ``num_bytes`` bytes.
+
+        Raises MalformedError if it has more than ``max_bytes``, and StorageError if it ends before ``end``.
+        """
+        if self.end is not None:
+            if num_bytes < self.end:
+                raise self.too_short(num_bytes, self.end)
+            num_bytes = self.end - self.begin
+        elif num_bytes > self.max_bytes:
+            raise MalformedError(self.name, f"it has {num_bytes} bytes, more than {self.max_bytes}")
+        return np.empty(num_bytes, dtype=np.uint8) if self.out is None else self.out[:num_bytes]
+
+    def of(self, data: bytes) -> NDArray[np.uint8]:
+        """Return these bytes of an object whose bytes are ``data``."""
+        memory = self.memory(len(data))
+        memory.data[:] = memoryview(data)[self.begin : self.begin + len(memory)]
+        return memory
+
+    def too_short(self, num_bytes: int, expected: int) -> StorageError:
+        """Return the error for an object that ends after ``num_bytes`` of ``expected`` bytes."""
+        return StorageError(self.url, f"{self.name} ended after {num_bytes} of {expected} bytes")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Repeatable(Iterable[T]):
+    """Iterable that calls ``make`` for each iteration."""
+
+    make: Callable[[], Iterator[T]]
+
+    def __iter__(self) -> Iterator[T]:
+        return self.make()
+
+
+class Store(ABC):
+    """Objects of one kind of store. Thread-safe.
+
+    :class:`~delta_tracker.stream.storage.storage.Storage` calls it: it has then checked the name of the object, and
+    converts OSError and obstore's errors to :class:`StorageError`. A write has no effect that is visible before it is
+    complete, and is durable when the call returns; only :meth:`delete` may wait for :meth:`sync`. A store that is read
+    only has :meth:`read` and :meth:`stat`, and neither writes nor lists.
+
+    Attributes:
+        url: URL of the store.
+        is_remote: True if the store is accessed over a network, which may alter what is sent.
+        is_read_only: True if nothing can be written or listed.
+        lists_from: True if a listing after a name takes no time for the names before it.
+    """
+
+    url: str
+    is_remote = True
+    is_read_only = False
+    lists_from = True
+
+    @abstractmethod
+    def read(self, span: Span, transfer: Transfer | None) -> NDArray[np.uint8] | None:
+        """Return bytes of an object in ``span.memory(size)``, None if it does not exist.
+
+        Sets ``transfer.modified``, the modification time. A store may continue an interrupted transfer.
+        """
+
+    @abstractmethod
+    def stat(self, name: str) -> StoredObject | None:
+        """Return the size and the modification time of an object, None if it does not exist."""
+
+    def put(self, name: str, buffers: Iterable[memoryview]) -> None:
+        """Write or replace an object. Each buffer is written or copied before the next one is requested."""
+        raise NotImplementedError
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Write an object if its name is free, atomically.
+
+        Returns False if the name is taken, or may be: the caller then calls :meth:`stat`, and tries again.
+        """
+        raise NotImplementedError
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Write or replace a small object: readers see the old or the new bytes."""
+        raise NotImplementedError
+
+    def delete(self, name: str) -> None:
+        """Delete an object; no-op if it does not exist."""
+        raise NotImplementedError
+
+    def objects(self, prefix: str, after: str) -> list[StoredObject]:
+        """Return the objects in the directory ``prefix`` and below whose names are after ``after``, in any order."""
+        raise NotImplementedError
+
+    def names(self, prefix: str, after: str) -> list[str]:
+        """Return the names of the objects that :meth:`objects` returns, in any order."""
+        return [each.name for each in self.objects(prefix, after)]
+
+    def sync(self, prefix: str) -> None:  # noqa: B027  most stores have nothing to do
+        """Make all creations and deletions of objects in ``prefix`` durable."""
+
+    def delete_draft(self, name: str) -> bool:
+        """Delete the remains of an interrupted write in ``drafts/``; return False if it is still being written."""
+        self.delete(name)
+        return True
+
+    def has_directory(self, prefix: str) -> bool:  # noqa: ARG002  most stores have no volumes
+        """Return False if the directory ``prefix`` is missing as if a volume is not mounted."""
+        return True
+
+    def is_same(self, other: Store) -> bool:
+        """Return True if ``other`` has the same objects."""
+        return self.url.rstrip("/") == other.url.rstrip("/")
+
+    def reopened(self) -> Store:
+        """Return the store that is at the URL now; this object if it is still the same."""
+        return self
+
+    def past_caches(self) -> Store:
+        """Return a store that reads past all caches; this object if there are none."""
+        return self
