@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, InvalidStateError, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -83,9 +83,7 @@ class Delivery:
         """
 
         def run() -> None:
-            try:
-                outcome.set_running_or_notify_cancel()
-            except InvalidStateError:  # the first call was interrupted after it had started this
+            if outcome.done():  # the first call was interrupted after it had started this
                 return
             try:
                 found = self._completed(number, draft)

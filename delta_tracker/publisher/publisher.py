@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
@@ -185,13 +185,13 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         _check_tracker(tracker)
         self._caller = threading.get_ident(), os.getpid()
         self._still = _Standstill(tracker)
-        self._closing = ExitStack()  # calls that free the resources, in reverse order
+        self._closing: list[Callable[[], object]] = []  # calls that free the resources, in reverse order; idempotent
         self._versions: Versions | None = None  # None until the publisher is built, and after close()
         self._source: VersionSource | None = None
         self._upkeep: Upkeep | None = None
         source: VersionSource
         self._recorder = recorder = Recorder("publisher", self, name=name, monitor=monitor)
-        self._closing.callback(recorder.close)
+        self._closing.append(recorder.close)
 
         def prepare() -> dict[str, Any]:
             _check(cadence, retention, heartbeat_seconds, pointer_seconds)
@@ -223,9 +223,9 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
             }
 
         with ExitStack() as failing:
-            failing.push(self._closing)
+            failing.callback(self._free)
             exchange = Exchange(timeout, join=join)
-            self._closing.callback(exchange.close)
+            self._closing.append(exchange.close)
             ballots = Ballots(exchange)
             self._writer = writer = Coordinator(exchange, recorder, runtime)
             failing.callback(writer.release)
@@ -233,7 +233,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
             self._reports = Reports(gauges)
             hints = Hints(notifier, runtime=runtime)
             workers = join("publisher's workers", "Publisher(...)", _PATIENCE * timeout)
-            self._closing.callback(workers.close)
+            self._closing.append(workers.close)
             messages = exchange.exchange(Phase.BUILDING, Message.of(prepare))
             check_alike(messages, "top_k", "encoding", "vote_every", "cadence", "kind")
             if states is not None:
@@ -250,15 +250,15 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
                     on_pass=on_pass,
                     on_failure=gauges.upkeep_failed,
                 )
-                self._closing.callback(self._upkeep.close)
-            self._closing.callback(hints.close)
+                self._closing.append(self._upkeep.close)
+            self._closing.append(hints.close)
             beats = None
             if states is not None and heartbeat_seconds is not None and writer.is_first:
                 beats = Heartbeats(writer.storage, heartbeat_seconds, runtime)
-                self._closing.callback(beats.close)
+                self._closing.append(beats.close)
             committed = _Committed(hints, pointer, self._upkeep)
             delivery = Delivery(writer, workers, (1 - _PATIENCE) * timeout.total_seconds(), committed, runtime)
-            self._closing.callback(delivery.close)
+            self._closing.append(delivery.close)
             failing.pop_all()
         pace = None
         if cadence is not None:
@@ -271,7 +271,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         if seconds is None or not self._writer.is_first:
             return None
         pointer = PointerWriter(self._writer.storage, seconds=seconds, runtime=runtime)
-        self._closing.callback(pointer.close)
+        self._closing.append(pointer.close)
         # The thread of a publisher that is dropped without close() ends, too.
         weakref.finalize(self, pointer.end).atexit = False
         return pointer
@@ -428,7 +428,14 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         if self._source is not None:
             self._source.close(forgets=True)
         self._source = None
-        self._closing.close()
+        self._free()
+
+    def _free(self) -> None:
+        """Free the resources. An interrupted call is repeated by the next :meth:`close`."""
+        with ExitStack() as stack:
+            for call in self._closing:
+                stack.callback(call)
+        self._closing.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -462,10 +469,10 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
     def _result(self, versions: Versions) -> Manifest:
         """Return the newest entry, or raise the error of the last version."""
         error, head = self.error, self._writer.head
-        versions.returned()  # last: an interrupted call is continued by the same call
+        # In the last line, because an interrupted call is continued by the same call.
         if error is not None:
-            raise unraised(error)
-        return head
+            raise (unraised(error), versions.returned())[0]
+        return (head, versions.returned())[0]
 
 
 class _Committed:
