@@ -117,7 +117,7 @@ def test_what_is_not_complete_in_time_is_interrupted(tmp_path: Path) -> None:
     (tmp_path / "test_next.py").write_text("def test_next():\n    pass\n")
     begin = time.monotonic()
     paths = [str(tmp_path / f"test_{name}.py") for name in ("long", "next")]
-    assert [(run.path, run.status) for run in runs(paths, seconds=5)] == [(path, None) for path in paths]
+    assert [(run.path, run.status) for run in runs(paths, seconds=2)] == [(path, None) for path in paths]
     assert time.monotonic() - begin < 300
     assert not (tmp_path / "open").exists()
 

@@ -16,6 +16,7 @@ import pytest
 
 from delta_tracker.monitor import Monitor
 from delta_tracker.monitor.sinks.prometheus import PrometheusSink
+from tests import forked
 from tests.monitor.figures import total
 from tests.monitor.recording import Kept
 
@@ -184,8 +185,10 @@ assert applied.collect_total() == 5
 """
 
 
-def test_a_forked_child_records_its_own_and_shows_no_gauges_of_its_parent() -> None:
-    subprocess.run([sys.executable, "-W", "ignore", "-c", _FORKING], check=True, timeout=240, cwd=_ROOT)
+def test_a_forked_child_records_its_own_and_shows_no_gauges_of_its_parent(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(_FORKING)
+    done = forked.run(str(tmp_path / "program.py"), timeout_seconds=240)
+    assert done.returncode == 0, done.stderr
 
 
 def _scrape(port: int) -> str:

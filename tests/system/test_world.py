@@ -27,7 +27,8 @@ _UNADVERTISED = {"delta_tracker.stream.maintenance.retention.retain"}
 @pytest.fixture(scope="module")
 def worlds() -> Iterator[Interpreter]:
     """Programs with the clock of a world, which must be installed before the library is imported."""
-    with interpreter("tests.world.__main__") as each:
+    late = ["torch._dynamo", "delta_tracker.tracker.row_sets.numba_loops"]  # each program would import them
+    with interpreter("tests.world.__main__", *late) as each:
         yield each
 
 
