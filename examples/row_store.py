@@ -36,7 +36,7 @@ def main() -> None:
     service = [sys.executable, "-m", "delta_tracker.cli", "sink", url, rows_folder.as_uri().replace("file:", "lmdb:")]
 
     rows = None
-    for _ in range(3):
+    for _ in range(2):
         users = torch.randint(0, NUM_USERS, (32,))
         optimizer.zero_grad()
         table(users[:, None]).pow(2).sum().backward()
