@@ -27,6 +27,7 @@ os.environ.setdefault("PYTHONHASHSEED", "0")
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # otherwise a pool of processes that import torch
 
 # A revert needs any failing example, not the smallest, and shrinking may take a minute.
 settings.register_profile(
