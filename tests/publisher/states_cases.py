@@ -354,7 +354,7 @@ def wrong_order(rank: int, world_size: int, root: str) -> None:
     trainer.train()
     update()
     for action in (trainer.publisher.publish, trainer.publisher.snapshot):
-        with pytest.raises(UnfinishedStepError, match=r"after batch 1: .*order: backward\(\), opt.*step"):
+        with pytest.raises(UnfinishedStepError, match=r"after batch 1, .*order: backward\(\), opt.*step"):
             action()
     trainer.publisher.step()
     trainer.publisher.step()

@@ -51,12 +51,12 @@ REVERTS = {
             "a subclass of a sharded collection is skipped",
             Returns("Torchrec.holder", "self.collections.get(type(module))"),
             Loses("sharding.discover.discover", "UnsupportedModelError(...)", nth=1),
-            Loses("sharding.discover.discover", "UnsupportedModelError(...)", nth=2),
+            Loses("sharding.discover.discover", "UnsupportedModelError(...)"),
         ),
         Revert(
             "sharded modules that are no collection are skipped",
             Loses("sharding.discover.discover", "UnsupportedModelError(...)", nth=1),
-            Loses("sharding.discover.discover", "UnsupportedModelError(...)", nth=2),
+            Loses("sharding.discover.discover", "UnsupportedModelError(...)"),
         ),
         Revert(
             "recorded lookups replace the comparison of dense tables",
