@@ -469,10 +469,10 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
     def _result(self, versions: Versions) -> Manifest:
         """Return the newest entry, or raise the error of the last version."""
         error, head = self.error, self._writer.head
-        # In the last line, because an interrupted call is continued by the same call.
+        versions.returned()  # last: an interrupted call is continued by the same call
         if error is not None:
-            raise (unraised(error), versions.returned())[0]
-        return (head, versions.returned())[0]
+            raise unraised(error)
+        return head
 
 
 class _Committed:
