@@ -28,7 +28,7 @@ def _installed(folder: Path, package: str, version: str) -> None:
 
 @pytest.fixture(scope="module")
 def with_torch() -> Iterator[Interpreter]:
-    with interpreter("torch") as each:
+    with interpreter("torch", "torch.distributed.tensor") as each:
         yield each
 
 

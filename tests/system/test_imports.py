@@ -25,7 +25,7 @@ sys.modules.update(dict.fromkeys(blocked))  # an import of them raises; torch ha
 
 @pytest.fixture(scope="module")
 def with_torch() -> Iterator[Interpreter]:
-    with interpreter("torch") as each:
+    with interpreter("torch", "torch.distributed.tensor") as each:
         yield each
 
 
