@@ -144,13 +144,13 @@ def test_a_buffer_may_be_used_again_once_the_next_is_asked_for(storage: Storage,
     buffer = np.empty(num_bytes, dtype=np.uint8)
 
     def buffers():
-        for turn in range(10):
+        for turn in range(4):
             buffer[:] = turn
             yield buffer.data
 
     storage.put("x", buffers())
-    found = storage.read("x", max_bytes=1 << 30).reshape(10, num_bytes)
-    np.testing.assert_array_equal(found, np.repeat(np.arange(10, dtype=np.uint8), num_bytes).reshape(10, num_bytes))
+    found = storage.read("x", max_bytes=1 << 30).reshape(4, num_bytes)
+    assert all((found[turn] == turn).all() for turn in range(4))
 
 
 @pytest.mark.parametrize("num_bytes", [10, 20_000_000])
