@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from delta_tracker import Gate, Predictor, Storage
-from delta_tracker.errors import HeldVersionError
+from delta_tracker.errors import HeldVersionError, StreamError
 from delta_tracker.monitor import Monitor
 from delta_tracker.stream.log import Merged, StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
@@ -291,3 +294,29 @@ def test_names_of_entries_are_those_of_the_format() -> None:
         "log/00000000000000000007.json",
         "merged/00000000000000000009-00000000000000000002-delta.json",
     )
+
+
+def test_a_merged_delta_of_a_restored_stream_is_not_applied_to_rows_of_the_lost_one(tmp_path: Path) -> None:
+    stream, backup = tmp_path / "stream", tmp_path / "backup"
+    lost = Writer(Storage(stream, create=True), num_rows=200)
+    lost.snapshot()
+    shutil.copytree(stream, backup)
+    model = lost.model()
+    predictor = Predictor(model, stream)
+    for _ in range(3):
+        lost.delta([100])
+        predictor.sync()
+
+    shutil.rmtree(stream)
+    shutil.copytree(backup, stream)
+    writer = Writer(Storage(stream), num_rows=200)
+    for number in range(20):
+        writer.delta([number])
+    compact(writer.storage, fold=1e9)
+    (stream / entry_name(predictor.version + 1)).write_bytes(b"damaged")
+    with suppress(StreamError):
+        predictor.sync()
+    assert predictor.version == 4 or torch.equal(model[FQN], writer.table)
+    writer.snapshot()
+    predictor.sync()
+    assert torch.equal(model[FQN], writer.table)

@@ -45,6 +45,7 @@ from delta_tracker.stream.reading.path import (
     committed_entry,
     has_other_entry,
     is_forward,
+    is_proven,
     merged_deltas,
     next_entry,
     path_to,
@@ -375,9 +376,7 @@ def _newest(log: SeenLog, view: View, found: Iterable[Manifest], cause: StreamEr
 def _forward(log: SeenLog, view: View, position: Position, bound: int | None = None) -> Apply | Stay:
     """Apply the next version up to ``bound``, one that replaces many, or after a fault what leads around it."""
     ahead = log.ahead(position) if view.catches_up and bound is None else None
-    if ahead is not None and ahead.kind == "snapshot" and not _is_forward(log, view, position, ahead):
-        ahead = None  # it has no parent that would show that it is of another history
-    if ahead is not None and view.fault_of(log, ahead) is None:
+    if ahead is not None and _skips_to(log, view, position, ahead) and view.fault_of(log, ahead) is None:
         return Apply(log.number, (ahead,), Rule.CATCH_UP)
     try:
         entry = next_entry(log, position, log.next(position, looks_for_gap=view.looks_for_gap))
@@ -392,6 +391,13 @@ def _forward(log: SeenLog, view: View, position: Position, bound: int | None = N
     return Apply(log.number, (entry,), Rule.NEXT) if fault is None else _around(log, view, position, fault, bound)
 
 
+def _skips_to(log: SeenLog, view: View, position: Position, ahead: Manifest) -> bool:
+    """Return True if an entry that replaces many versions is of the history of a position."""
+    if ahead.kind == "snapshot":
+        return _is_forward(log, view, position, ahead)
+    return is_proven(log, position, ahead)
+
+
 def _around(log: SeenLog, view: View, position: Position, fault: StreamError, bound: int | None) -> Apply | Stay:
     """Apply a merged delta or a newer snapshot, because the next version cannot be applied."""
     is_unreadable = isinstance(fault, StorageError) and (view.is_patient or isinstance(fault, StaleCacheError))
@@ -403,6 +409,7 @@ def _around(log: SeenLog, view: View, position: Position, fault: StreamError, bo
     is_held = any(isinstance(each.error, HeldVersionError) and position.leads_to(each.entry) for each in view.faults)
     if not (is_held or isinstance(fault, StreamReplacedError)):
         merged = merged_deltas(log, position, allows=_allows(log, view, bound), skips_unreadable=not view.is_patient)
+        merged = (entry for entry in merged if is_proven(log, position, entry))
         if (found := _first(log, view, merged, Rule.RESYNC, fault)) is not None:
             return found
     allowed = _snapshots(log, view, bound)

@@ -322,6 +322,15 @@ def has_other_entry(log: Entries, position: Position) -> bool:
     return held is not None and not position.names(held)
 
 
+def is_proven(log: Entries, position: Position, merged: Manifest) -> bool:
+    """Return True unless a log has another entry in the place of the position's, so that a merged delta omits rows.
+
+    The parent of a merged delta that begins after the position proves it. That of another one is older.
+    """
+    assert merged.parent is not None, "the entry before a delta"
+    return merged.parent.version == position.version or not has_other_entry(log, position)
+
+
 def is_forward(log: Entries, position: Position, entry: Manifest) -> bool:
     """Return True if an entry of the position's stream is newer. Only in another copy may its version be lower."""
     if position.precedes(entry):
