@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from delta_tracker.arguments import is_number
 from delta_tracker.errors import HeldVersionError, InvalidArgumentError, unraised
+from delta_tracker.stream.entry_names import Merged
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.manifest import Link, Manifest
 
@@ -65,7 +66,7 @@ class GateKeeper:
         self._gate = gate
         self._sizes: Measure = {}
         self._accepted: set[int] = set()
-        self._refused: dict[Link, str] = {}  # reasons
+        self._refused: dict[tuple[str, Link], str] = {}  # reasons, by stream and version
         self.held: HeldVersionError | None = None
 
     def accept(self, version: int) -> None:
@@ -75,10 +76,22 @@ class GateKeeper:
         self._accepted.add(version)
 
     def recall(self, manifest: Manifest) -> None:
-        """Reject a version that was held and has not been accepted since, without reading its rows."""
-        reason = self._refused.get(manifest.link)
-        if reason is not None and manifest.version not in self._accepted:
+        """Reject a version that was held and has not been accepted since, without reading its rows.
+
+        So is a merged entry with its rows, also if retention has deleted the version meanwhile.
+        """
+        if manifest.version in self._accepted:
+            return
+        reason = self._refused.get((manifest.stream, manifest.link))
+        if reason is not None:
             self._hold(manifest, reason)
+        if manifest.merges is None:
+            return
+        first = Merged.of(manifest).first
+        for (stream, link), why in self._refused.items():
+            is_inside = stream == manifest.stream and first <= link.version <= manifest.version
+            if is_inside and link.version not in self._accepted:
+                self._hold(manifest, f"it has the rows of version {link.version}: {why}")
 
     def check(self, manifest: Manifest, contents: Contents) -> Measure:
         """Return the norms of the tables for :meth:`passed`. Raise HeldVersionError if a bound rejects the version."""
@@ -86,6 +99,7 @@ class GateKeeper:
         reason = reason or self._drift(measure)
         if reason and manifest.version not in self._accepted:
             _logger.error("version %d is held back by the gate: %s", manifest.version, reason)
+            self._refused[manifest.stream, manifest.link] = reason
             self._hold(manifest, reason)
         return measure
 
@@ -102,7 +116,6 @@ class GateKeeper:
         self._sizes.clear()
 
     def _hold(self, manifest: Manifest, reason: str) -> NoReturn:
-        self._refused[manifest.link] = reason
         self.held = HeldVersionError(manifest.version, reason)
         raise unraised(self.held)  # the traceback of a raised error keeps the rows of the version alive
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from delta_tracker import Predictor
-from delta_tracker.errors import HeldVersionError, InvalidArgumentError, StorageError
+from delta_tracker.errors import HeldVersionError, InvalidArgumentError, MissingVersionError, StorageError
 from delta_tracker.predictor import version_writer as version_writer_module
 from delta_tracker.predictor.gate import Gate
+from delta_tracker.stream.entry_names import entry_name
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.encoding import Encoding
@@ -335,3 +336,28 @@ def test_a_held_version_is_not_kept_in_memory(writer: Writer, monkeypatch: pytes
     assert len(read) == 4, "the four snapshots, each once"
     assert [each() for each in read] == [None] * 4
     assert not has_frames(predictor.error)
+
+
+@pytest.mark.parametrize("is_accepted", [True, False])
+def test_no_merged_entry_replaces_a_held_version_that_retention_has_deleted(
+    writer: Writer, *, is_accepted: bool
+) -> None:
+    publish(writer, "snapshot", 1.0)
+    predictor, model = predictor_of(writer, max_drift=0.5)
+    predictor.sync()
+    bad = publish(writer, "delta", math.nan)
+    with pytest.raises(HeldVersionError):
+        predictor.sync()
+    for value in (1.0, 1.1):
+        publish(writer, "delta", value)
+    compact(writer.storage, fold=1e-9)
+    writer.storage.delete(entry_name(bad.version))
+    with pytest.raises((HeldVersionError, MissingVersionError)):
+        predictor.sync()
+    assert predictor.version == bad.version - 1
+    if is_accepted:
+        predictor.accept(bad.version)
+    else:
+        writer.snapshot()
+    predictor.sync()
+    assert torch.equal(model[FQN], writer.table)
