@@ -7,6 +7,7 @@ thread without a flag is never interrupted.
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
@@ -77,24 +78,32 @@ def checked(items: Iterable[T]) -> Iterator[T]:
         yield item
 
 
-def answer(blocking: Callable[[], T], request: Callable[[], Awaitable[T]]) -> T:
+def is_interruptible() -> bool:
+    """Return True in a thread with a stop flag, whose requests :func:`answer` can cancel."""
+    return _thread.loop is not None
+
+
+def answer(blocking: Callable[[], T], request: Callable[[], Awaitable[T]], seconds: float = math.inf) -> T:
     """Return the response to a request. Raise Interrupted if the stop flag is set before the response arrives.
 
-    A thread without a stop flag calls ``blocking``; others await the same request, which can be cancelled.
+    A thread without a stop flag calls ``blocking``; others await the same request, which can be cancelled. They raise
+    TimeoutError if there is no response after ``seconds``.
     """
     if _thread.loop is None:
         return blocking()
     check()
-    return _thread.loop.run_until_complete(_result(request, _thread.stop))
+    return _thread.loop.run_until_complete(_result(request, _thread.stop, time.monotonic() + seconds))
 
 
-async def _result(request: Callable[[], Awaitable[T]], stop: threading.Event) -> T:
+async def _result(request: Callable[[], Awaitable[T]], stop: threading.Event, deadline: float) -> T:
     task = asyncio.ensure_future(request())
     while not (await asyncio.wait({task}, timeout=_SLICE_SECONDS))[0]:
-        if stop.is_set():
+        if stop.is_set() or time.monotonic() > deadline:
             task.cancel()
             await asyncio.wait({task}, timeout=_CANCEL_SECONDS)
             if task.done() and not task.cancelled():
                 task.exception()  # otherwise asyncio logs that it was never retrieved
-            raise Interrupted
+            if stop.is_set():
+                raise Interrupted
+            raise TimeoutError("no response in time")
     return task.result()

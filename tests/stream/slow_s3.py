@@ -38,6 +38,8 @@ class SlowS3:
         faults: returns the fault of each GET of a part by its name, or None.
         bytes_per_second: speed of each body, None for no limit.
         is_hanging: accept requests and answer none.
+        trickles: beginning of the names of objects whose bodies arrive byte by byte, five per second; that of a
+            listing is ``"?"``.
         max_retries: number of retries by the client, None for its default.
 
     Attributes:
@@ -51,6 +53,7 @@ class SlowS3:
     faults: Callable[[str], Fault | None] = lambda _: None
     bytes_per_second: float | None = None
     is_hanging: bool = False
+    trickles: str | None = None
     max_retries: int | None = None
     port: int = 0
     sent: Counter[str] = field(default_factory=Counter)
@@ -58,6 +61,10 @@ class SlowS3:
     num_broken: Counter[str] = field(default_factory=Counter)
     asked: list[str] = field(default_factory=list)
     closed: threading.Event = field(default_factory=threading.Event)
+
+    def web(self, **options: str) -> Storage:
+        """Return a storage that reads through the server as at an http URL."""
+        return Storage(f"http://{_HOST}:{self.port}/bucket", options=options)
 
     def storage(self, **options: str) -> Storage:
         """Return a storage that reads through the server."""
@@ -124,7 +131,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.send_response_only(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        self._send("?", memoryview(body))
 
     def _object(self, name: str) -> None:
         response = Transfer()
@@ -154,10 +161,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         state = self.state
         length, then = state.limit(name, len(data))
         begin = time.monotonic()
-        for start in range(0, length, _SEND_BYTES):
-            piece = data[start : min(start + _SEND_BYTES, length)]
+        is_slow = state.trickles is not None and name.startswith(state.trickles)
+        for start in range(0, length, 1 if is_slow else _SEND_BYTES):
+            piece = data[start : min(start + (1 if is_slow else _SEND_BYTES), length)]
             self.wfile.write(piece)
             state.sent[name] += len(piece)
+            if is_slow and state.closed.wait(0.2):
+                return
             if state.bytes_per_second is not None:
                 late = begin + (start + len(piece)) / state.bytes_per_second - time.monotonic()
                 if state.closed.wait(max(0.0, late)):

@@ -21,7 +21,8 @@ from delta_tracker.stream.format.manifest import Block, Manifest
 from delta_tracker.stream.format.part_buffer import PartBuffer
 from delta_tracker.stream.maintenance.retention import Retention
 from delta_tracker.stream.maintenance.upkeep import Upkeep
-from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.stream.pointer_writer import PointerWriter
+from delta_tracker.stream.storage.storage import Storage, Transfer
 from delta_tracker.stream.storage.url import connection
 from delta_tracker.types import TableSpec
 from tests.predictor.serving import eventually
@@ -87,6 +88,42 @@ def test_a_part_arrives_however_slow_its_transfer_is(server: SlowS3, writer: Wri
     settings = connection("s3://bucket", None)["client_options"]
     assert settings["timeout"] == "365days", "a request is limited by silence alone"
     assert settings["read_timeout"] == "30s"
+
+
+@pytest.mark.parametrize(
+    ("is_web", "trickles"),
+    [(True, "control/"), (True, "log/"), (True, "parts/"), (False, "log/"), (False, "parts/"), (False, "?")],
+)
+def test_a_stream_is_read_from_the_next_url_if_the_first_one_trickles(
+    server: SlowS3, writer: Writer, tmp_path: Path, is_web: bool, trickles: str
+) -> None:
+    """Bytes keep arriving, so the server is not silent."""
+    PointerWriter(writer.storage).write_now(writer.snapshot())
+    healthy = Storage(tmp_path)
+    for each in ("control", "log", "parts"):
+        for name in writer.storage.names(each):
+            healthy.put(name, [writer.storage.read(name, max_bytes=1 << 30).data])
+    server.trickles = trickles
+    model = writer.model()
+    slow = (server.web if is_web else server.storage)(read_timeout="500ms")
+    predictor = Predictor(model, [slow, healthy])
+    predictor.follow(poll_seconds=0.01)
+    eventually(lambda: predictor.version is not None)
+    predictor.stop()
+    assert torch.equal(model[FQN], writer.table)
+
+
+@pytest.mark.parametrize("is_web", [False, True])
+@pytest.mark.parametrize("name", ["log/x", "parts/x"])
+def test_a_call_ends_if_an_object_trickles(server: SlowS3, writer: Writer, is_web: bool, name: str) -> None:
+    storage = (server.web if is_web else server.storage)(read_timeout="500ms")
+    data = os.urandom(3_000 if name == "log/x" else 3_000_000)
+    writer.storage.create(name, data)
+    server.trickles, transfer = name, Transfer()
+    with pytest.raises(StorageError, match=rf"{name} arrives too slowly: \d+ bytes in"):
+        storage.read(name, max_bytes=len(data), transfer=transfer)
+    server.trickles = None
+    assert storage.read(name, max_bytes=len(data), transfer=transfer).tobytes() == data
 
 
 def test_a_later_call_resumes_where_the_last_one_failed(server: SlowS3, writer: Writer) -> None:

@@ -7,7 +7,8 @@ import logging
 import os
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
@@ -17,14 +18,14 @@ from obstore.exceptions import AlreadyExistsError, BaseError, UnknownConfigurati
 from obstore.store import from_url
 
 from delta_tracker.errors import InvalidArgumentError, StorageError
-from delta_tracker.stream.interruption import answer, checked
+from delta_tracker.stream.interruption import answer, checked, is_interruptible
 from delta_tracker.stream.storage.local import pieces
 from delta_tracker.stream.storage.store import Span, Store, StoredObject, Transfer
-from delta_tracker.stream.storage.url import connection
+from delta_tracker.stream.storage.url import connection, seconds_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-    from obstore import BytesStream, GetOptions, GetResult, ListStream, ObjectMeta
+    from obstore import GetOptions, GetResult
     from obstore.store import ObjectStore
 
 T = TypeVar("T")
@@ -36,6 +37,7 @@ UPLOAD_BYTES = 8 << 20
 _UPLOADS = 4
 # Maximum number of bytes lost by an interrupted download. Smaller chunks are slower, larger ones are not faster.
 _DOWNLOAD_BYTES = 256 << 10
+_BYTES_PER_SECOND = 16 << 10  # least average rate of a download, after the time without any byte that is allowed
 _ATTEMPTS = 8
 _PAUSE_SECONDS = 0.01
 # Id of the process in which obstore's threads run; empty before the first use.
@@ -61,6 +63,8 @@ class BucketStore(Store):
             remedy = f"Use options of the store: {str(error).partition(chr(10))[0]}"
             raise InvalidArgumentError("options", sorted(options or ()), remedy) from error
 
+        self._silence_seconds = seconds_of(settings["client_options"]["read_timeout"])
+
     def read(self, span: Span, transfer: Transfer | None) -> NDArray[np.uint8] | None:
         """A call with the transfer of a failed one requests only the rest of the object."""
         return self.download(span, Transfer() if transfer is None else transfer)
@@ -75,6 +79,7 @@ class BucketStore(Store):
         if span.begin == span.end:  # stores reject a request for an empty range
             found = self.stat(span.name)
             return None if found is None else span.memory(found.num_bytes)
+        began = time.monotonic(), transfer.num_bytes
         while transfer.out is None or transfer.num_bytes < len(transfer.out):
             before = transfer.num_bytes
             try:
@@ -89,7 +94,7 @@ class BucketStore(Store):
                     transfer.out = span.memory(source[0])
                     transfer.source = source
                     transfer.modified = source[2].timestamp() or None  # 0 if a web server sent none
-                self._fill(result, span, transfer)
+                self._fill(result, span, transfer, *began)
             except FileNotFoundError:
                 return None
             except (BaseError, OSError) as error:
@@ -146,8 +151,11 @@ class BucketStore(Store):
 
     def objects(self, prefix: str, after: str) -> list[StoredObject]:
         pages = obstore.list(self._client(), prefix, offset=after or None, chunk_size=PAGE_OBJECTS)
-        found = self._ask(lambda: list(itertools.chain.from_iterable(pages)), lambda: _collected(pages))
-        return [StoredObject(meta["path"], meta["size"], meta["last_modified"].timestamp()) for meta in found]
+        found: list[StoredObject] = []
+        # obstore repeats a request for that time.
+        while page := answer(lambda: next(pages, None), lambda: _next(pages), 2 * self._silence_seconds):
+            found += (StoredObject(each["path"], each["size"], each["last_modified"].timestamp()) for each in page)
+        return found
 
     def _client(self) -> ObjectStore:
         """Return obstore's store. Refuse it in a forked child: it lacks obstore's threads, so requests may hang."""
@@ -173,12 +181,27 @@ class BucketStore(Store):
             options = {"range": {"offset": begin}}
         return self._ask(obstore.get, obstore.get_async, self._client(), name, options=options)
 
-    def _fill(self, result: GetResult, span: Span, transfer: Transfer) -> None:
-        """Append the bytes of a response to ``transfer``, which holds the object's bytes from ``span.begin`` on."""
+    def _fill(self, result: GetResult, span: Span, transfer: Transfer, began: float, first: int) -> None:
+        """Append the bytes of a response to ``transfer``, which holds the object's bytes from ``span.begin`` on.
+
+        Raises StorageError if they arrive too slowly since ``began``, when ``transfer`` had ``first`` bytes.
+        """
         out = transfer.out
         assert out is not None, "allocated"
-        stream = result.stream(min_chunk_size=_DOWNLOAD_BYTES)
-        while (chunk := self._ask(lambda: next(stream, None), lambda: _next(stream))) is not None:
+
+        def following() -> bytes | None:
+            due = min(transfer.num_bytes + _DOWNLOAD_BYTES, len(out)) - first
+            seconds = began + self._silence_seconds + due / _BYTES_PER_SECOND - time.monotonic()
+            if seconds > 0:
+                with suppress(TimeoutError):
+                    chunk: bytes | None = answer(lambda: next(stream, None), lambda: _next(stream), seconds)
+                    return chunk
+            reason = f"{span.name} arrives too slowly: {transfer.num_bytes - first} bytes"
+            raise StorageError(self.url, f"{reason} in {time.monotonic() - began:.0f} s")
+
+        # Without a stop flag, the wait for a chunk has no limit: take what has arrived, and look at the time.
+        stream = result.stream(min_chunk_size=_DOWNLOAD_BYTES if is_interruptible() else 1)
+        while (chunk := following()) is not None:
             filled = transfer.num_bytes + len(chunk)
             if filled > len(out):
                 raise StorageError(self.url, f"{span.name} has more than the announced {len(out)} bytes")
@@ -215,12 +238,5 @@ def _chunks(buffers: Iterable[memoryview]) -> Iterator[bytes]:
         yield bytes(chunk)
 
 
-async def _next(stream: BytesStream) -> bytes | None:
-    try:
-        return await anext(stream)
-    except StopAsyncIteration:
-        return None
-
-
-async def _collected(pages: ListStream[Sequence[ObjectMeta]]) -> list[ObjectMeta]:
-    return [meta async for page in pages for meta in page]
+async def _next(stream: AsyncIterator[T]) -> T | None:
+    return await anext(stream, None)

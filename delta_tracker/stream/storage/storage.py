@@ -81,8 +81,9 @@ class Storage:
             :class:`WriteRefusedError`. Reads use the directory that is there.
         fsync: if False, the system decides when local objects reach the disk, and a machine failure may lose them.
         options: options of a remote store as obstore names them, such as ``endpoint``, ``region``, ``access_key_id``,
-            ``secret_access_key``, ``allow_http``, ``read_timeout`` (time without any byte, 30s by default) or
-            ``timeout`` (of a whole request, no limit by default); all values are strings.
+            ``secret_access_key``, ``allow_http``, ``read_timeout`` (30s by default: time without any byte,
+            and after which an object that has not arrived must average 16 KiB per second) or ``timeout`` (of a whole
+            request, no limit by default); all values are strings.
 
     Attributes:
         url: URL of the store.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -45,6 +46,7 @@ _CLIENT_OPTIONS = frozenset(
         "user_agent",
     }
 )
+_UNIT_SECONDS = {"n": 1e-9, "u": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 _OPTION_PREFIX = re.compile(r"^(aws|google|azure)_")
 _ENDPOINTS = frozenset({"endpoint", "endpoint_url"})
@@ -129,6 +131,17 @@ def connection(url: str, options: Mapping[Any, Any] | None, *, past_cache: bool 
     headers = {"default_headers": _NO_CACHE} if past_cache else {}
     retry = {"max_retries": _MAX_RETRIES, "retry_timeout": _RETRY_TIMEOUT}
     return {"client_options": client | headers, "config": store, "retry_config": retry}
+
+
+def seconds_of(duration: str) -> float:
+    """Return a duration of obstore's options in seconds, infinity if it has a unit of a day or longer.
+
+    Example:
+        >>> seconds_of("2min 1500ms"), seconds_of("365days")
+        (121.5, inf)
+    """
+    found = re.findall(r"(\d+)\s*(ms|mo|[a-zA-Z])", duration)
+    return sum(int(number) * _UNIT_SECONDS.get(unit, math.inf) for number, unit in found)
 
 
 def check_name(argument: str, name: object) -> None:
