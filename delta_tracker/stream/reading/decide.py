@@ -43,6 +43,7 @@ from delta_tracker.stream.reading.path import (
     Allows,
     check_is_newer,
     committed_entry,
+    has_entry,
     has_other_entry,
     is_forward,
     is_proven,
@@ -377,7 +378,7 @@ def _forward(log: SeenLog, view: View, position: Position, bound: int | None = N
     """Apply the next version up to ``bound``, one that replaces many, or after a fault what leads around it."""
     ahead = log.ahead(position) if view.catches_up and bound is None else None
     if ahead is not None and _skips_to(log, view, position, ahead) and view.fault_of(log, ahead) is None:
-        return Apply(log.number, (ahead,), Rule.CATCH_UP)
+        return Apply(log.number, (ahead,), Rule.CATCH_UP, is_elsewhere=_is_unproven(log, view, ahead))
     try:
         entry = next_entry(log, position, log.next(position, looks_for_gap=view.looks_for_gap))
     except (*FAULTS, StorageError) as error:
@@ -448,10 +449,14 @@ def _is_forward(log: SeenLog, view: View, position: Position, snapshot: Manifest
         return True
     if not is_forward(log, position, snapshot):
         return False
-    if len(view.logs) == 1 and not view.is_partial:
+    if not _has_others(view):
         return True
     is_other = snapshot.version <= position.version or has_other_entry(log, position)
     return not is_other or _all_others(log, view, lambda other: not position.names(other.read(position.version)))
+
+
+def _has_others(view: View) -> bool:
+    return len(view.logs) > 1 or view.is_partial
 
 
 def _all_others(log: SeenLog, view: View, lacks: Callable[[SeenLog], bool]) -> bool:
@@ -495,6 +500,14 @@ def _allows(log: SeenLog, view: View, bound: int | None = None) -> Allows | None
     return allows
 
 
+def _is_unproven(log: SeenLog, view: View, entry: Manifest) -> bool:
+    """Return True if a snapshot may be of another history than the position, whose entry the log lacks."""
+    position = view.position
+    if position is None or position.stream != entry.stream:
+        return True
+    return entry.kind == "snapshot" and _has_others(view) and not has_entry(log, position)
+
+
 def _first(
     log: SeenLog, view: View, entries: Iterable[Manifest], rule: Rule, cause: StreamError | None = None
 ) -> Apply | None:
@@ -504,8 +517,7 @@ def _first(
     for entry in entries:
         fault = view.fault_of(log, entry)
         if fault is None:
-            is_same = view.position is not None and view.position.stream == entry.stream
-            is_elsewhere = not is_same or isinstance(cause, StreamReplacedError) or cause is None
+            is_elsewhere = isinstance(cause, StreamReplacedError) or cause is None or _is_unproven(log, view, entry)
             return Apply(log.number, (entry,), rule, cause, is_elsewhere=is_elsewhere)
         first = first or fault
         if isinstance(fault, StorageError):
