@@ -244,6 +244,10 @@ class VersionSource:
         """Note that all ranks begin a delta, so that they wait for this rank in a read with ``top_k``."""
         self._ranks.is_expected = self._top_k is not None and not is_complete
 
+    def can_read(self, kind: Kind, *, is_complete: bool) -> bool:
+        """Return False if the read of a version is a collective that this rank has already begun."""
+        return kind == "snapshot" or is_complete or self._top_k is None or self._ranks.is_expected
+
     def fail_expected_read(self) -> None:
         """Fail the read with ``top_k`` in which the other ranks wait for this one. No-op if they do not wait.
 

@@ -282,16 +282,18 @@ class Versions:
     def _start(self, cut: Cut) -> None:
         """Read the rows of a version, and let the threads complete it, unless they do already.
 
-        After an interrupt, the rows are read again at the same batch. Later, they belong to another version.
+        After an interrupt, the rows are read again at the same batch. Later, they belong to another version. A read
+        that was a collective is not repeated, because the other ranks have ended theirs.
         """
         if cut.is_started:
             return
-        is_later = cut.is_tried and cut.batch != self._source.num_batches
-        cut.is_tried = True
+        source = self._source
+        is_same = cut.batch == source.num_batches and source.can_read(cut.kind, is_complete=cut.is_complete)
+        was_tried, cut.is_tried = cut.is_tried, True
         draft: Draft | Exception
         read: Delta | None = None
         try:
-            if not is_later or self._ballots.is_alone:
+            if not was_tried or is_same or self._ballots.is_alone:
                 part = None if cut.copied is None else cut.copied.result()
                 draft, read = self._source.cut(cut.kind, part, is_complete=cut.is_complete)
             else:

@@ -154,10 +154,17 @@ def test_the_same_call_continues_with_the_other_ranks(
 
 @pytest.mark.sweep("long")
 @pytest.mark.promise("lossless")
+def test_an_interrupt_outside_a_selection_of_rows_loses_no_rank(two_ranks: RankPool, tmp_path: Path) -> None:
+    choices = {"calls": ["publish"], "then": "again", "victim": 1, "has_top_k": True, "timeout_seconds": 4}
+    for place in _on_two_ranks(two_ranks, tmp_path, **choices):
+        assert place.startswith("distributed.py"), place
+
+
+@pytest.mark.sweep("long")
+@pytest.mark.promise("lossless")
 @pytest.mark.parametrize("then", ["close", "later"])
 @pytest.mark.parametrize("call", ["publish", "snapshot", "flush"])
 def test_other_ranks_wait_for_an_interrupted_one_within_the_timeout(
     two_ranks: RankPool, tmp_path: Path, call: str, then: str
 ) -> None:
-    seconds = {"timeout_seconds": 1.0} if then == "later" else {}
-    _on_two_ranks(two_ranks, tmp_path, calls=[call], then=then, victim=1, has_top_k=True, **seconds)
+    _on_two_ranks(two_ranks, tmp_path, calls=[call], then=then, victim=1, timeout_seconds=1.0)
