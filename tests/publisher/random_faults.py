@@ -515,6 +515,7 @@ def main() -> int:
     for seed in range(int(first), int(last)):
         kind, is_lost, problems = run_seed(pool, seed, kinds)
         seen[kind] = [count + found for count, found in zip(seen[kind], (1, bool(problems), is_lost), strict=True)]
+        print(f"{seed} {kind}", file=sys.stderr)
         print(*problems, sep="\n", end="\n" if problems else "", flush=True)
     pool.stop()
     for kind, (count, broken, lost) in seen.items():
