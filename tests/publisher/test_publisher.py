@@ -9,6 +9,7 @@ import pytest
 
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage
+from tests.publisher.random_faults import KINDS, run_seed
 from tests.ranks import RankFailureError, RankPool
 
 _CASES = "tests.publisher.publishing_cases"
@@ -255,3 +256,12 @@ def test_a_rank_that_is_interrupted_at_the_start_of_a_step_stays_in_step(two_ran
 @pytest.mark.parametrize("during", ["nothing", "a copy", "a delta"])
 def test_a_publisher_that_is_deleted_frees_its_consumer_and_threads(two_ranks: RankPool, url: str, during: str) -> None:
     two_ranks.run(f"{_CASES}:dropped", url=url, during=during)
+
+
+@pytest.mark.sweep("long", only=True)
+@pytest.mark.promise("lossless")
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_faults_of_a_rank_lose_no_row(two_ranks: RankPool, kind: str) -> None:
+    for seed in range(3):
+        _, _, problems = run_seed(two_ranks, seed, (kind,))
+        assert not problems
