@@ -128,9 +128,9 @@ def test_the_next_close_frees_what_an_interrupted_one_did_not(tmp_path: Path) ->
     assert _at_each_line(tmp_path, "close", again, (str(_PACKAGE),)) > 20
 
 
-def _on_two_ranks(pool: RankPool, path: Path, **choices: Any) -> list[str]:
+def _on_two_ranks(pool: RankPool, path: Path, step: int = 1, **choices: Any) -> list[str]:
     """Interrupt a rank at each line of some calls, or at a few; return the lines at which it was lost."""
-    url, every = f"file://{path}/stream", 1 if SWEEPS_ARE_WHOLE else 60
+    url, every = f"file://{path}/stream", step if SWEEPS_ARE_WHOLE else 60
     case = f"{versions_cases.__name__}:at_each_line"
     first, second = pool.run(case, url=url, choices={"every": every, **choices}, timeout_seconds=280)
     assert first == second
@@ -160,11 +160,11 @@ def test_an_interrupt_outside_a_selection_of_rows_loses_no_rank(two_ranks: RankP
         assert place.startswith("distributed.py"), place
 
 
-@pytest.mark.sweep("long")
+@pytest.mark.sweep("long", only=True)
 @pytest.mark.promise("lossless")
 @pytest.mark.parametrize("then", ["close", "later"])
 @pytest.mark.parametrize("call", ["publish", "snapshot", "flush"])
 def test_other_ranks_wait_for_an_interrupted_one_within_the_timeout(
     two_ranks: RankPool, tmp_path: Path, call: str, then: str
 ) -> None:
-    _on_two_ranks(two_ranks, tmp_path, calls=[call], then=then, victim=1, timeout_seconds=1.0)
+    _on_two_ranks(two_ranks, tmp_path, calls=[call], then=then, victim=1, step=20, timeout_seconds=8)
