@@ -337,9 +337,6 @@ class _Job:
             cadence=self.schedule.cadence,
             timeout=_TIMEOUT,
             pointer_seconds=None,
-<<<<<<< HEAD
-=======
->>>>>>> 03e8bf6e (Kill, stop and fence ranks, and fail stores, at random lines)
             **states,
         )
 
