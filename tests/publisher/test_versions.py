@@ -130,7 +130,7 @@ def test_the_next_close_frees_what_an_interrupted_one_did_not(tmp_path: Path) ->
 
 def _on_two_ranks(pool: RankPool, path: Path, step: int = 1, **choices: Any) -> list[str]:
     """Interrupt a rank at each line of some calls, or at a few; return the lines at which it was lost."""
-    url, every = f"file://{path}/stream", step if SWEEPS_ARE_WHOLE else 60
+    url, every = f"file://{path}/stream", step if SWEEPS_ARE_WHOLE else 150
     case = f"{versions_cases.__name__}:at_each_line"
     first, second = pool.run(case, url=url, choices={"every": every, **choices}, timeout_seconds=280)
     assert first == second
