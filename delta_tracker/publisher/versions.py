@@ -287,13 +287,12 @@ class Versions:
         """
         if cut.is_started:
             return
-        source = self._source
-        is_same = cut.batch == source.num_batches and source.can_read(cut.kind, is_complete=cut.is_complete)
-        was_tried, cut.is_tried = cut.is_tried, True
+        can_read = not cut.is_tried or self._can_repeat(cut)
+        cut.is_tried = True
         draft: Draft | Exception
         read: Delta | None = None
         try:
-            if not was_tried or is_same or self._ballots.is_alone:
+            if can_read:
                 part = None if cut.copied is None else cut.copied.result()
                 draft, read = self._source.cut(cut.kind, part, is_complete=cut.is_complete)
             else:
@@ -305,6 +304,12 @@ class Versions:
         self._source.fail_expected_read()  # the other ranks may wait for this one
         self._delivery.start(cut.outcome, cut.number, draft, read)
         cut.is_started = True
+
+    def _can_repeat(self, cut: Cut) -> bool:
+        """Return True if the rows of a version can be read again after an interrupt."""
+        source = self._source
+        is_same = cut.batch == source.num_batches and source.can_read(cut.kind, is_complete=cut.is_complete)
+        return is_same or self._ballots.is_alone
 
     def _end_read(self) -> None:
         """Commit or abort the read of a version whose outcome is known."""

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable
 from unittest.mock import Mock
 
-import obstore
 import pytest
 import torch
 from torch import Tensor
@@ -30,6 +29,7 @@ from delta_tracker.stream.format.manifest import Block, Manifest
 from delta_tracker.stream.heartbeat import read_heartbeats
 from delta_tracker.stream.log import Merged, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
+from delta_tracker.stream.storage.memory import MemoryStore
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableSpec
 from tests.predictor.serving import Breakable, PanicException, eventually, read
@@ -219,18 +219,17 @@ def test_a_panic_of_the_store_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) 
     writer = Writer(Storage("memory://"))
     last = writer.snapshot()
     model = writer.model()
-    listing = obstore.list
 
     def panic(*args: object, **kwargs: object) -> None:
         raise PanicException("called `Option::unwrap()` on a `None` value")
 
-    monkeypatch.setattr(obstore, "list", panic)
     predictor = Predictor(model, writer.storage)
-    with pytest.raises(StorageError, match=r"PanicException: called `Option::unwrap"):
-        predictor.sync()
-    predictor.follow(poll_seconds=0.001)
-    eventually(lambda: isinstance(predictor.error, StorageError))
-    monkeypatch.setattr(obstore, "list", listing)
+    with monkeypatch.context() as patched:
+        patched.setattr(MemoryStore, "names", panic)
+        with pytest.raises(StorageError, match=r"PanicException: called `Option::unwrap"):
+            predictor.sync()
+        predictor.follow(poll_seconds=0.001)
+        eventually(lambda: isinstance(predictor.error, StorageError))
     eventually(lambda: predictor.version == last.version and predictor.error is None)
     predictor.stop()
 
