@@ -43,7 +43,7 @@ _CATCH_UP = {
         ),
     ],
     "restored": [
-        Revert("a catch-up to a snapshot leaves the history", Replaces("decide._forward", "_is_forward(...)", "True")),
+        Revert("a catch-up to a snapshot leaves the history", Replaces("decide._skips_to", "_is_forward(...)", "True")),
         Revert(
             "a catch-up with a merged delta leaves the history",
             Replaces("CatchUp._is_ahead", "is_next(entry, position)", "True"),
@@ -56,7 +56,7 @@ _CATCH_UP = {
         Revert(
             "a catch-up leads to any stream",
             Replaces("CatchUp._is_ahead", "entry.stream == position.stream", "True"),
-            Replaces("decide._forward", "_is_forward(...)", "True"),
+            Replaces("decide._skips_to", "_is_forward(...)", "True"),
         ),
     ],
 }
