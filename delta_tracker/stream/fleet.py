@@ -21,11 +21,8 @@ _MIN_LOOKS = 3
 def evaluate(beat: Heartbeat, seconds_since: float, head: Manifest, *, order: Pin | None = None) -> State:
     """Return the state of a predictor. The table of `FLEET.md`, "The fleet view", defines the states.
 
-    Args:
-        beat: last heartbeat.
-        seconds_since: age of the heartbeat in seconds, by the store's clock.
-        head: newest entry of the stream.
-        order: newest pin or release of the stream; None if there is none. One of another stream is ignored.
+    ``beat`` is its last heartbeat, ``seconds_since`` its age in seconds by the store's clock, ``head`` the newest entry
+    of the stream, and ``order`` the newest pin or release, None without one. One of another stream is ignored.
 
     Example:
         >>> from delta_tracker.stream.log import StreamLog
@@ -57,10 +54,7 @@ def _is_above(pin: Pin, beat: Heartbeat) -> bool:
 
 
 def _waits_after(release: Pin, beat: Heartbeat, head: Manifest) -> bool:
-    """Return True if a canary applies no version because it may not apply the one of a release yet.
-
-    The versions between the canary's version and the release may be bad, so the canary applies none of them.
-    """
+    """Return True if a canary waits for a release above its bound, because the versions before it may be bad."""
     if not _is_canary(beat) or beat.error is not None or beat.version is None or beat.pin >= release.counter:
         return False
     if beat.version >= release.version or len({version for _, version, _ in beat.window}) > 1:

@@ -210,10 +210,7 @@ def read_record(
 
 
 def remove_heartbeats(storage: Storage, clock: StoreClock) -> int:
-    """Delete the heartbeats of predictors that are older than a day by the store's clock. Return their number.
-
-    A retention pass does the same; this function is for streams without one.
-    """
+    """Delete predictors' heartbeats older than a day by the store's clock, as retention does. Return their number."""
     listed, now = _listed(storage, clock), clock.now()
     old = [each.name for each in listed if _OBJECT.fullmatch(each.name) and now - each.modified > _REMOVED_SECONDS]
     for name in old:

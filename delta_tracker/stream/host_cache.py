@@ -296,10 +296,7 @@ class HostCache:
 
 
 class CachedStore(Store):
-    """Read-only view of a store that reads the parts of one version from files of a host cache.
-
-    Each part is opened at its first read, and stays open until this object is garbage-collected.
-    """
+    """Read-only view of a store with one version's parts from a host cache, which stay open from the first read on."""
 
     is_read_only = True
 

@@ -67,10 +67,7 @@ def sleep(seconds: float) -> None:
 
 
 def checked(items: Iterable[T]) -> Iterator[T]:
-    """Yield ``items`` and check the stop flag before each item.
-
-    The flag is that of the thread that requests the first item, even if another thread requests the others.
-    """
+    """Yield ``items``. Before each, check the stop flag of the thread that requested the first one."""
     stop = _thread.stop
     for item in items:
         if stop.is_set():

@@ -728,10 +728,7 @@ def _adopted(log: StreamLog, entry: Manifest, writer: str) -> Claim | None:
 
 
 def _append(log: StreamLog, draft: Manifest, sent: set[str]) -> tuple[Manifest, bytes] | None:
-    """Add the hash of ``draft`` to ``sent``, append it to the log, and return the entry and its bytes.
-
-    Returns None if its version already has another entry, or had one that retention deleted.
-    """
+    """Add the hash of ``draft`` to ``sent``, and append it. Return entry and bytes; None if its version was taken."""
     name, data = entry_name(draft.version), draft.to_json()
     entry = parse_manifest(name, data)
     sent.add(entry.xxh3)

@@ -62,6 +62,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
 
     An empty destination starts at the source's newest snapshot, or if a pin applies, at the one that leads to it. The
     retention of the source does not apply to the destination, which keeps everything unless ``retention`` is given.
+    Raises InvalidArgumentError if both are one store, or the destination is read-only.
 
     Args:
         source: store of the stream. At an http url, entries are read past the caches, and parts through them.
@@ -71,9 +72,6 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         pointer_seconds: minimum time between two writes of the pointer object of the destination, which readers over
             http need; None for no writes. Only :meth:`run` writes it.
         runtime: clock, waits, random numbers and threads.
-
-    Raises:
-        InvalidArgumentError: if both are one store, or the destination is read-only.
 
     Example:
         >>> mirror = Mirror(Storage("memory://"), Storage("memory://"))

@@ -88,10 +88,7 @@ class ObjectCopier:
 
 
 def checked_pieces(read: ReadRange, stored: Part | Stored) -> Iterator[NDArray[np.uint8]]:
-    """Yield the bytes of an object in pieces. The last one is yielded only if all bytes match the record.
-
-    ``read`` returns the bytes from a position to another one, or None if the object was deleted.
-    """
+    """Yield an object in pieces, the last only if all match the record. ``read`` returns None if it was deleted."""
     # In format 2, the hash covers the digests of the pieces of the body; in format 1, it covers the whole object.
     whole, body = xxhash.xxh3_128(), PieceHasher()
     digests = bytearray()

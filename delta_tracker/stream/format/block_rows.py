@@ -120,10 +120,7 @@ class BlockRows:
         return BlockRows(part, ids, lambda begin, end: self.read(start + begin, start + end)[:, left:right])
 
     def take(self, places: Tensor) -> BlockRows:
-        """Return the rows at the given indices with their states and owners. The result always has ids.
-
-        ``places`` are ``[M]`` int64 indices among the ``N`` rows, ascending and unique.
-        """
+        """Return the rows at ``[M]`` int64 indices, ascending, unique, with ids, and with their states and owners."""
         ids = places + self.block.rows[0] if self.ids is None else self.ids[places]
         part = replace(self.block, num_rows=len(places), ids="list")
         return self._read_through(part, ids, lambda read: lambda begin, end: gather(read, places[begin:end]))
@@ -136,10 +133,7 @@ class BlockRows:
 
 
 def gather(read: RowReader, places: Tensor) -> Tensor:
-    """Return the rows of a reader at the indices ``places``, ``[M]`` int64, ascending, as ``[M, width]``.
-
-    Reads all rows from the first to the last index.
-    """
+    """Return the rows ``places``, ``[M]`` int64, ascending, as ``[M, width]``. Reads all from the first to the last."""
     if not len(places):
         return read(0, 0)
     first = int(places[0])

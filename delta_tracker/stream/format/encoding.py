@@ -88,10 +88,7 @@ class Encoding(StrEnum):
         return "gaps" if self.is_quantized else "list"
 
     def width(self, num_columns: int) -> int:
-        """Return the number of columns of the stored tensor for rows with ``num_columns`` columns.
-
-        Raises InvalidArgumentError if the encoding does not support this number of columns.
-        """
+        """Return the number of stored columns of a row, or raise InvalidArgumentError if it cannot be encoded."""
         if num_columns < 1:
             raise InvalidArgumentError("num_columns", num_columns, "Pass 1 or more")
         match self:
@@ -120,10 +117,7 @@ def encode_rows(values: Tensor, encoding: Encoding) -> Tensor:
     """Encode rows, ``[N, C]`` of a floating point dtype, to ``[N, encoding.width(C)]`` in ``encoding.dtype``.
 
     ``values`` may be on any device and not contiguous; the result is on their device. Encode many rows in chunks that
-    fit the CPU cache, for example 16,384 x 64 values.
-
-    Raises:
-        InvalidArgumentError: if the encoding does not support ``C`` columns.
+    fit the CPU cache, for example 16,384 x 64 values. Raises InvalidArgumentError if ``C`` columns are not supported.
 
     Example:
         >>> stored = encode_rows(torch.tensor([[0.0, 1.0, 2.0, 255.0]]), Encoding.INT8)
@@ -176,10 +170,7 @@ def pack_ids(ids: Tensor) -> tuple[Tensor, Tensor]:
 
     A gap is the number of missing ids between two ids, or before the first id. A gap of 255 or more (an escape) is
     stored as the byte 255, and in full in a second tensor. The results, on the CPU, are ``[B]`` uint8, a zlib stream,
-    and ``[E]`` int64, the escapes.
-
-    Raises:
-        InvalidArgumentError: if the ids are not ascending, unique and non-negative.
+    and ``[E]`` int64, the escapes. Raises InvalidArgumentError if the ids are not ascending, unique and non-negative.
 
     Example:
         >>> packed, escapes = pack_ids(torch.tensor([0, 1, 5, 1000]))

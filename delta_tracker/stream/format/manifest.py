@@ -54,10 +54,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Record of an object of format 2 that is not a part: row states of a part, or training state of a rank.
-
-    The fields are those of :class:`Part`.
-    """
+    """Record, with the fields of a Part, of another object of format 2: row states, or training state of a rank."""
 
     name: PartName
     num_bytes: Count

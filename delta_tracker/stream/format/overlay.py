@@ -20,10 +20,7 @@ from delta_tracker.stream.format.manifest import Block
 
 
 class Overlay:
-    """Index of the blocks of listed rows, which must not overlap within a table.
-
-    A lookup costs two bisections per distinct column range of the table, for any number of blocks.
-    """
+    """Index of listed rows by block. Blocks of a table must not overlap. Lookups bisect twice per column range."""
 
     def __init__(self, listed: Iterable[BlockRows]) -> None:
         self._index = _Index((each.block, each) for each in listed)

@@ -195,12 +195,7 @@ _TOKEN = re.compile(
 
 
 def parse_manifest(name: str, data: bytes) -> Manifest:
-    """Parse and check the entry ``name``.
-
-    Raises:
-        NewerFormatError: if only newer releases can read the entry.
-        MalformedError: if the entry does not follow the format.
-    """
+    """Parse and check an entry. Raises NewerFormatError if only newer releases can read it, else MalformedError."""
     try:
         return _manifest(name, data)
     except NewerFormatError:
@@ -474,10 +469,7 @@ def _check_overlaps(manifest: Manifest) -> None:
 
 
 def _check_identities(manifest: Manifest) -> None:
-    """Check that the blocks of each table with raw ids have all columns and one encoding.
-
-    Then the listed rows of a version can always be written over its whole blocks.
-    """
+    """Check that blocks with raw ids have all columns and one encoding, so that listed rows fit over whole blocks."""
     encodings: dict[str, Encoding] = {}
     owned = [block for part in manifest.parts for block in part.blocks if block.table in manifest.identities]
     for block in owned:
@@ -488,11 +480,7 @@ def _check_identities(manifest: Manifest) -> None:
 
 
 def _cover(blocks: Sequence[Block], table: TableSpec) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the number of blocks that cover each cell of a table, ``[row ranges, column ranges]``.
-
-    The edges of all blocks divide the table into cells. A cell is a rectangle that each block covers fully or not at
-    all.
-    """
+    """Return the number of blocks over each cell, ``[row ranges, column ranges]``, between the edges of all blocks."""
     rows = np.unique([0, table.num_rows, *(edge for block in blocks for edge in block.rows)])
     columns = np.unique([0, table.dim, *(edge for block in blocks for edge in block.columns)])
     if len(rows) * len(columns) > _MAX_CELLS:

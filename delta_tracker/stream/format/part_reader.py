@@ -176,10 +176,7 @@ class PartReader:
 
     @property
     def rows(self) -> list[BlockRows]:
-        """Rows of each block in their stored encoding, read lazily, in the order of the part.
-
-        The rows have owners if their table has raw ids, but no states, see :meth:`with_states`.
-        """
+        """Rows of each block as stored, read lazily, in the order of the part; with owners, but without states."""
         found = []
         for index, ids in self._ids.items():
             block = self.part.blocks[index]
@@ -281,12 +278,7 @@ def _refusals(name: str) -> Iterator[None]:
 
 
 def read_training(storage: Storage, stored: Stored) -> StateReader:
-    """Return a reader of the training state of a rank. It reads and checks only what is loaded.
-
-    Raises:
-        CorruptPartError: if the bytes do not match the record, or are not an encoded state. A load may raise it, too.
-        StorageError: if the store cannot be read.
-    """
+    """Return a reader of a rank's training state, which checks only what is loaded, or raises CorruptPartError."""
     source = Ranged(storage, stored)
     with _refusals(stored.name):
         span = _File(stored, {TRAINING_KEY: (torch.uint8, None)}, source).spans[TRAINING_KEY]

@@ -54,10 +54,7 @@ def newest_rows(rows: Iterable[BlockRows], tables: Mapping[str, TableSpec]) -> I
 
 
 def _column_ranges(shapes: Collection[Shape], own: Encoding) -> Iterator[Shape]:
-    """Yield column ranges that do not overlap and cover ``shapes``.
-
-    Shapes that overlap are split at all of their edges, with the encoding ``own``.
-    """
+    """Yield disjoint column ranges that cover ``shapes``, split where these overlap, with the encoding ``own``."""
     groups: list[list[Shape]] = []
     covered = 0  # end of the columns of the groups
     for shape in sorted(shapes):

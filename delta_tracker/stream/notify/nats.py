@@ -33,15 +33,12 @@ class NatsNotifier(Forkable):
     ``--jetstream``.
 
     A thread of this object runs the connection from the first call to :meth:`close`. After the connection was lost or a
-    call failed, the next call connects again.
+    call failed, the next call connects again. Raises MissingExtraError without the package ``nats-py``.
 
     Args:
         url: ``nats://host:port`` or ``tls://host:port``, with a user and a password if the server needs them.
         subject: prefix of the subjects, and name of the JetStream stream: letters, digits, underscores and hyphens.
         timeout_seconds: timeout for a connection. Each call returns within twice this time.
-
-    Raises:
-        MissingExtraError: if the package ``nats-py`` is not installed.
     """
 
     def __init__(self, url: str, *, subject: str = "delta_tracker", timeout_seconds: float = 0.25) -> None:
@@ -71,10 +68,7 @@ class NatsNotifier(Forkable):
         self._run(lambda connection: connection.announce(stream, version))
 
     def wait(self, stream: str, after: int, timeout_seconds: float) -> bool:
-        """Wait until a version above ``after`` is announced. Return False if the wait times out.
-
-        The wait lasts at most the constructor's ``timeout_seconds``.
-        """
+        """Wait for a version above ``after``, at most the constructor's timeout. Return False if there was none."""
         seconds = min(timeout_seconds, self._timeout_seconds)
         return self._run(lambda connection: connection.wait(stream, after, seconds))
 
@@ -161,10 +155,7 @@ class NatsNotifier(Forkable):
 
 
 class _Connection:
-    """Connection to the server, with the newest hints that it has received. Used in one thread.
-
-    ``client`` is a ``nats.aio.client.Client``, and ``context`` its ``nats.js.JetStreamContext``.
-    """
+    """Connection (a ``nats.aio.client.Client`` and its JetStream context) with the newest hints, used in one thread."""
 
     def __init__(self, client: Any, context: Any, subject: str) -> None:  # noqa: ANN401
         self.client = client

@@ -14,15 +14,13 @@ class RedisNotifier:
 
     The version is the id of the Redis entry, so Redis rejects an old or repeated version. Consumer groups of Redis are
     not suitable: every predictor must receive every version, and starts from its own version.
+    Raises MissingExtraError without the package ``redis``.
 
     Args:
         url: ``redis://host:port/db``, ``rediss://...`` or ``unix://...``.
         key: prefix of the keys. The stream's id follows it, so that a new stream gets a new key.
         timeout_seconds: timeout for a connection. The timeout for a response is twice as long. A failed call is retried
             once immediately, on a new connection.
-
-    Raises:
-        MissingExtraError: if the package ``redis`` is not installed.
     """
 
     def __init__(self, url: str, *, key: str = "delta_tracker", timeout_seconds: float = 0.25) -> None:
@@ -57,10 +55,7 @@ class RedisNotifier:
                 raise
 
     def wait(self, stream: str, after: int, timeout_seconds: float) -> bool:
-        """Wait until a version above ``after`` is announced. Return False if the wait times out.
-
-        The wait lasts at most the constructor's ``timeout_seconds``.
-        """
+        """Wait for a version above ``after``, at most the constructor's timeout. Return False if there was none."""
         # For Redis, 0 means no timeout. Only the id of an entry is used, so malformed fields are harmless.
         block = max(1, int(1000 * min(timeout_seconds, self._timeout_seconds)))
         begin = "0-0" if after < 0 else _id(after)
