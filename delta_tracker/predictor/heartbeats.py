@@ -10,10 +10,7 @@ from delta_tracker.stream.storage.storage import Location, open_storage
 
 
 class Heartbeats:
-    """Writer of a predictor's heartbeats, by default to the store that it reads, also after a failover.
-
-    ``given`` is another url or store for them; None for the first store of the reader that can be written to.
-    """
+    """Writer of heartbeats to ``given``, by default to the reader's first writable store, also after a failover."""
 
     def __init__(self, reader: Reader, name: str, given: Location | None) -> None:
         storage = reader.sources.writable() if given is None else open_storage(given)

@@ -117,10 +117,7 @@ def _cells(parts: Sequence[BlockRows]) -> list[list[BlockRows]]:
 
 
 def _aligned(rows: Sequence[BlockRows]) -> list[tuple[BlockRows, ...]]:
-    """Split the blocks of one row range into groups whose blocks have the same row ids.
-
-    Rows are grouped by the set of column ranges that the version contains for them.
-    """
+    """Split the blocks of one row range into groups with the same row ids, one per set of stored column ranges."""
     if len(rows) == 1 or all(each.ids is None for each in rows):
         return [tuple(rows)]
     every = [torch.arange(*each.block.rows) if each.ids is None else each.ids for each in rows]

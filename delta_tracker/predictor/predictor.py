@@ -182,11 +182,8 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
 
         In a process that is forked while :meth:`follow` runs, the tables are as they were at the fork, between two
         chunks, and do not change until the process calls :meth:`follow` or :meth:`sync`. The parent continues to write
-        to tables in shared memory: do not look them up in the child.
-
-        Raises:
-            ForkedError: if the process was forked during a long write, so that rows may be torn. :meth:`sync` writes
-                them again.
+        to tables in shared memory: do not look them up in the child. After a fork during a long write, rows may be
+        torn: raises ForkedError until :meth:`sync` writes them again.
         """
         return self._destination.reading()
 
@@ -352,11 +349,8 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         """Return to an earlier version, and apply no newer one until :meth:`release`. Bypasses the gate.
 
         With ``follows_pins``, a newer pin or release of the stream ends the rollback. All data is read and validated
-        before the first row is written, except that a hash module's probes are checked version by version.
-
-        Args:
-            version: number of the version. The stream must still contain a snapshot at or before it, and all versions
-                from there up to it; merged versions will do.
+        before the first row is written, except that a hash module's probes are checked version by version. The stream
+        must still contain a snapshot at or before ``version``, and all versions in between; merged ones will do.
 
         Raises:
             InvalidArgumentError: if ``version`` is invalid, not committed yet or above the bound of a canary.
@@ -402,10 +396,8 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
 
         The next :meth:`sync` or :meth:`follow` continues with the version after this position, or resyncs; a pinned
         version is applied again, because the rows may be newer. A :meth:`rollback` is not part of the state. Load the
-        mapping of raw ids before: the model's state, or that of each ``RawIdIndex``.
-
-        Raises:
-            InvalidArgumentError: if ``state`` is invalid or does not fit the mapping of raw ids.
+        mapping of raw ids before: the model's state, or that of each ``RawIdIndex``. Raises InvalidArgumentError if
+        ``state`` is invalid or does not fit this mapping.
         """
         self._refuse_inside_reading("load_state_dict()")
         with self._syncing:

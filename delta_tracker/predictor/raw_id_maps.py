@@ -15,10 +15,7 @@ from delta_tracker.stream.format.manifest import Manifest
 
 
 def find_maps(model: object, names: Mapping[str, str]) -> dict[str, tuple[RawIdMap, ...]]:
-    """Return the mappings of the managed-collision modules of a model, by table FQN in the stream.
-
-    ``names`` has the FQN in the stream and in the model where they differ. A mapping of tables has no such modules.
-    """
+    """Return a model's raw-id mappings by table FQN in the stream. ``names`` has the FQN in the model if it differs."""
     if not isinstance(model, nn.Module) or not has_collisions(model):
         return {}
     from delta_tracker.sharding.raw_id_maps import raw_id_maps  # noqa: PLC0415  it needs torchrec

@@ -59,12 +59,7 @@ class Destination(Positioned, Protocol):
 
 
 class VersionWriter:
-    """Target of a reader that validates each version completely before its first row; see :class:`Target`.
-
-    Attributes:
-        destination: what the versions are written to.
-        gate: checks the values of each version; None without a gate.
-    """
+    """Target of a reader that checks all of a version, also by the ``gate``, before it writes to ``destination``."""
 
     def __init__(self, destination: Destination, *, gate: GateKeeper | None, cache: HostCache | None) -> None:
         self.destination = destination

@@ -131,10 +131,7 @@ class Plan:
 
 
 def check_model(job: LocalJob) -> tuple[Discovery, dict[str, LocalOwners]]:
-    """Check that the model and the tracker of a job can be restored at all, from any version.
-
-    Returns the tables of the model, and FQN to the raw ids of this rank's rows for each table with managed collisions.
-    """
+    """Check that a job can be restored at all. Return its tables, and FQN to the raw ids of this rank's rows."""
     found = discover(job.model)
     owners = local_owners(job.model, found)
     refuse_unrecoverable(found, {fqn: each.module for fqn, each in owners.items()})

@@ -244,10 +244,7 @@ class PublisherHeartbeat:
 
 
 def see_publisher(storage: Storage, head: Manifest) -> tuple[PublisherHeartbeat, float | None] | None:
-    """Return the last heartbeat of the publisher of an entry, and its time in Unix seconds by the store's clock.
-
-    Returns None if there is none of the same generation and claim, or if it is malformed.
-    """
+    """Return the heartbeat of an entry's publisher and its store time in Unix seconds; None if missing or malformed."""
     name, response = _publisher_path(head.generation), Transfer()
     beat = read_record(
         storage, name, "heartbeat", lambda data: convert(load_json(data), PublisherHeartbeat), response=response

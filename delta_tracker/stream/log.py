@@ -69,11 +69,7 @@ _SPREAD_SECONDS = 1.0  # readers that meet the same fault of a cache spread thei
 
 
 class StreamLog:
-    """Log of a stream, with methods to read entries and to claim the stream for writing.
-
-    Attributes:
-        is_listed: True if the store can list the entries.
-    """
+    """Log of a stream, to read it and to claim it for writing. ``is_listed`` is True if the store can list entries."""
 
     def __init__(self, storage: Storage, runtime: Runtime = REAL) -> None:
         self.storage = storage

@@ -132,10 +132,7 @@ def _parsed(data: bytes, counter: int) -> Pin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deletions:
-    """Announcement of a retention pass, which may delete entries of ``stream`` with versions below ``before``.
-
-    It exists below ``control/retention/`` while the pass runs.
-    """
+    """Announcement below ``control/retention/``: a running pass may delete versions below ``before`` of ``stream``."""
 
     stream: Hex
     before: Count
@@ -156,10 +153,7 @@ def has_deletions(storage: Storage) -> bool:
 
 
 def running_deletions(storage: Storage, *, now: float) -> list[Deletions]:
-    """Return the announcements of all retention passes that run, or were interrupted in the last hour.
-
-    ``now`` is the store's Unix time in seconds, such as the modification time of an object that was just written.
-    """
+    """Return the announcements of passes that run, or that stopped in the hour before ``now`` by the store's clock."""
     found = []
     for stored in storage.objects(_DELETIONS):
         if DELETIONS_NAME.fullmatch(stored.name) is None or now - stored.modified > DELETIONS_SECONDS:

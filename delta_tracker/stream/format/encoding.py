@@ -88,7 +88,7 @@ class Encoding(StrEnum):
         return "gaps" if self.is_quantized else "list"
 
     def width(self, num_columns: int) -> int:
-        """Return the number of stored columns of a row, or raise InvalidArgumentError if it cannot be encoded."""
+        """Return the stored columns of a row. Raises InvalidArgumentError if ``num_columns`` is not supported."""
         if num_columns < 1:
             raise InvalidArgumentError("num_columns", num_columns, "Pass 1 or more")
         match self:

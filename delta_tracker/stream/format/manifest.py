@@ -54,7 +54,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Record, with the fields of a Part, of another object of format 2: row states, or training state of a rank."""
+    """Record, as :class:`Part`, of another object of format 2: row states of a part, or training state of a rank."""
 
     name: PartName
     num_bytes: Count

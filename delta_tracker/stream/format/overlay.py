@@ -90,10 +90,7 @@ class WholeBlocks:
 
 
 def newest(rows: Iterable[BlockRows]) -> tuple[list[BlockRows], list[BlockRows]]:
-    """Return the whole blocks of a version, with listed rows written over them; and the listed rows outside of these.
-
-    Each row has its newest values if they are written in this order.
-    """
+    """Return whole blocks with listed rows written over them, and the other listed rows. Write them in this order."""
     every = list(rows)
     whole = [each for each in every if each.ids is None]
     listed = [each for each in every if each.ids is not None]

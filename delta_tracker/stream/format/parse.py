@@ -195,7 +195,7 @@ _TOKEN = re.compile(
 
 
 def parse_manifest(name: str, data: bytes) -> Manifest:
-    """Parse and check an entry. Raises NewerFormatError if only newer releases can read it, else MalformedError."""
+    """Parse and check an entry. Raises NewerFormatError for a newer format, MalformedError for an invalid entry."""
     try:
         return _manifest(name, data)
     except NewerFormatError:
@@ -480,7 +480,7 @@ def _check_identities(manifest: Manifest) -> None:
 
 
 def _cover(blocks: Sequence[Block], table: TableSpec) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the number of blocks over each cell, ``[row ranges, column ranges]``, between the edges of all blocks."""
+    """Return the number of blocks over each cell, ``[row ranges, column ranges]``. Block edges bound the cells."""
     rows = np.unique([0, table.num_rows, *(edge for block in blocks for edge in block.rows)])
     columns = np.unique([0, table.dim, *(edge for block in blocks for edge in block.columns)])
     if len(rows) * len(columns) > _MAX_CELLS:

@@ -24,10 +24,7 @@ Shape = tuple[tuple[int, int], Encoding]  # columns and encoding of a block
 
 
 def loaded_rows(part: PartReader, *, of_whole_blocks: bool = False) -> list[BlockRows]:
-    """Read the listed rows of a part (the rows stored with their ids), their states and their owners into memory.
-
-    With ``of_whole_blocks``, read the rows of its whole blocks instead, and return them as listed rows.
-    """
+    """Load the listed rows of a part, or those of its whole blocks as listed ones, with states and owners."""
     if all((block.ids == "all") != of_whole_blocks for block in part.part.blocks):
         return []  # without a read of the states
     found = [each for each in part.with_states() if (each.ids is None) == of_whole_blocks and each.block.num_rows]

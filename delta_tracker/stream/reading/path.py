@@ -162,10 +162,8 @@ def path_to(log: Entries, version: int, *, position: Position | None = None, of_
     The version belongs to the newest stream of the log. So must the position of the reader, if there is one. With
     ``of_any``, accepts also a version of a former stream, and one below a malformed newest entry.
 
-    Raises:
-        InvalidArgumentError: if the version is invalid or not committed yet.
-        StreamReplacedError: if the position belongs to another stream.
-        MissingVersionError, NoSnapshotError, MalformedError: as :func:`path_to_entry`.
+    Raises InvalidArgumentError if the version is invalid or not committed yet, StreamReplacedError if the position
+    belongs to another stream, and the errors of :func:`path_to_entry`.
     """
     head = _newest_below(log, version) if of_any else log.head()
     if head is None or type(version) is not int or not 0 <= version <= head.version:

@@ -506,11 +506,7 @@ class Resyncs:
 
 
 class IgnoredPins:
-    """Rare look for a pin of the stream, for a reader that follows no pins.
-
-    Attributes:
-        notice: which pin is not followed; empty if none applies.
-    """
+    """Rare look for a pin, for a reader that follows none. ``notice`` says which is ignored; empty if none applies."""
 
     def __init__(self, monotonic: Callable[[], float]) -> None:
         self.notice = ""

@@ -22,10 +22,7 @@ class OneThread:
     """Thread that runs actions in the order in which they are submitted. It ends when this object is deleted.
 
     Unlike in a ThreadPoolExecutor, an exception such as KeyboardInterrupt leaves no lock held in :meth:`submit`,
-    because the methods of the queue are atomic.
-
-    Args:
-        name: prefix of the thread's name.
+    because the methods of the queue are atomic. ``name`` is the prefix of the thread's name.
     """
 
     def __init__(self, name: str) -> None:
@@ -38,11 +35,7 @@ class OneThread:
         threading._register_atexit(_end, self._actions, self._thread)  # type: ignore[attr-defined]  # noqa: SLF001
 
     def submit(self, action: Callable[..., T], *args: object) -> Future[T]:
-        """Run an action after those that were submitted before, and return the future of its result.
-
-        Raises:
-            RuntimeError: after :meth:`shutdown`.
-        """
+        """Run an action after those submitted before. Return its future. Raises RuntimeError after :meth:`shutdown`."""
         if self._is_ended:
             raise RuntimeError("the thread has ended: build a new object")
         future: Future[T] = Future()

@@ -57,10 +57,7 @@ class Settling:
         self._num_reads += 0 if self._doubted is None else self._doubted.take_count()
 
     def doubt(self, fault: StreamError, position: Position | None, storage: Storage) -> Storage | None:
-        """Begin or continue a doubt. Return the store to read the version from once more.
-
-        Returns None if all objects that can cause the fault were read past the caches in this doubt.
-        """
+        """Begin or continue a doubt. Return the store to read from again; None if all was read past the caches."""
         if self._doubted is None or self._position != position:
             self.clear()
             self._position, self._began, self._doubted = position, self._clock(), DoubtedStore(storage)

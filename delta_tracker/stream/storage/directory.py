@@ -31,12 +31,7 @@ class DirectoryStore(Store):
     """Files below a directory. obstore is not used: its stream of a local file takes 30 times as long.
 
     Once the directory was found, only this directory is written to: it is identified by its device and inode numbers.
-
-    Args:
-        url: URL of the store.
-        directory: the directory.
-        create: True to create the directory if it is missing.
-        fsync: True to flush all writes to disk.
+    ``create`` creates it if it is missing, and ``fsync`` flushes all writes to disk.
     """
 
     is_remote = False

@@ -17,13 +17,7 @@ if TYPE_CHECKING:
 
 
 class HttpStore(Store):
-    """Objects that a web server returns.
-
-    Args:
-        url: URL of the store.
-        options: options of the client.
-        past_cache: True to ask caches for the origin's objects, which they may ignore.
-    """
+    """Objects that a web server returns. ``past_cache`` asks caches for the origin's objects; they may ignore it."""
 
     is_read_only = True
     lists_from = False

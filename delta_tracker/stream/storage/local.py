@@ -188,10 +188,7 @@ def _entries(folder: str, *, may_fail: bool) -> Iterator[os.DirEntry[str]]:
 
 
 def _status(entry: os.DirEntry[str], *, may_fail: bool) -> os.stat_result | None:
-    """Return the status of an entry of a directory. Return None if it was deleted or is a link that leads nowhere.
-
-    Also returns None if this process has no permission to read it, and it is a link or ``may_fail``.
-    """
+    """Return an entry's status; None if deleted, a link to nowhere, or unreadable and a link or ``may_fail``."""
     try:
         return entry.stat()
     except PermissionError:

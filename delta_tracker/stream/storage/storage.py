@@ -260,10 +260,7 @@ class Storage:
         return None if found is None else found.num_bytes
 
     def stat(self, name: str) -> StoredObject | None:
-        """Return the size and the modification time of an object, None if it does not exist.
-
-        A web server that sends no modification time is given the time 0.
-        """
+        """Return size and modification time (0 if a web server sends none) of an object; None if it does not exist."""
         self._begin("size", name)
         with self._translated:
             return self._store.stat(name)
@@ -288,10 +285,7 @@ class Storage:
             self._store.sync(prefix)
 
     def delete_draft(self, name: str) -> bool:
-        """Delete an interrupted write's temporary file, which has a name in ``drafts/``.
-
-        Returns False if it is still being written, or does not exist.
-        """
+        """Delete an interrupted write's file in ``drafts/``. Return False if it is being written or does not exist."""
         self._begin(None, name, "delete_draft()")
         with self._translated:
             return self._store.delete_draft(name)

@@ -91,13 +91,8 @@ class Store(ABC):
     :class:`~delta_tracker.stream.storage.storage.Storage` calls it: it has then checked the name of the object, and
     converts OSError and obstore's errors to :class:`StorageError`. A write has no effect that is visible before it is
     complete, and is durable when the call returns; only :meth:`delete` may wait for :meth:`sync`. A store that is read
-    only has :meth:`read` and :meth:`stat`, and neither writes nor lists.
-
-    Attributes:
-        url: URL of the store.
-        is_remote: True if the store is accessed over a network, which may alter what is sent.
-        is_read_only: True if nothing can be written or listed.
-        lists_from: True if a listing after a name takes no time for the names before it.
+    only (``is_read_only``) has :meth:`read` and :meth:`stat`, and neither writes nor lists. The attributes are those of
+    :class:`~delta_tracker.stream.storage.storage.Storage`.
     """
 
     url: str

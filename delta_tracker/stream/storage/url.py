@@ -145,10 +145,7 @@ def seconds_of(duration: str) -> float:
 
 
 def check_name(argument: str, name: object) -> None:
-    """Reject an object name that leads outside the store's URL, or that some kinds of stores do not support.
-
-    The error shows ``argument``, the name of the caller's argument.
-    """
+    """Reject a name, in the caller's ``argument``, that leads outside the URL or that some stores do not support."""
     if not isinstance(name, str) or not is_name(name):
         raise InvalidArgumentError(
             argument, name, "Pass a relative name such as parts/x, without backslash, #, control, empty, . or .. part"
