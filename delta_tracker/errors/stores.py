@@ -18,11 +18,10 @@ class StorageError(StreamError, OSError):
 class WriteRefusedError(StorageError):
     """The store at ``url`` has certainly not written an object.
 
-    It refuses to create the object ``name``, although no object of that name exists; ``attempts`` is the number of
-    requests. If they are None, the directory of a local store is not the one that was opened: it was unmounted, deleted
-    or replaced, so that a write would go to another disk or to another stream. Writes succeed again once the directory
-    is back. If it was replaced on purpose, or has another device number since its volume was mounted again, a new
-    publisher is necessary.
+    With a ``name``, the store refused ``attempts`` times to create this object, although no object of that name exists.
+    Without one, the directory of a local store was unmounted, deleted or replaced since it was opened, so that a write
+    would go to another disk or to another stream. Writes succeed again once the directory is back. If it was replaced
+    on purpose, or has another device number since its volume was mounted again, a new publisher is necessary.
     """
 
     def __init__(self, url: str, name: str | None = None, attempts: int | None = None) -> None:

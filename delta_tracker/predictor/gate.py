@@ -78,7 +78,7 @@ class GateKeeper:
     def recall(self, manifest: Manifest) -> None:
         """Reject a version that was held and has not been accepted since, without reading its rows.
 
-        So is a merged entry with its rows, also if retention has deleted the version meanwhile.
+        Rejects a merged entry with its rows, too: retention may have deleted the version itself.
         """
         if manifest.version in self._accepted:
             return

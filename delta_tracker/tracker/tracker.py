@@ -534,9 +534,9 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             consumer: name of the consumer; optional if there is only one consumer.
 
         Raises:
-            InvalidArgumentError: if there is no such consumer, or no name was given and there are several.
+            InvalidArgumentError: if there is no such consumer, if no name was given and there are several, or if the
+                tracker drops rows after reads (``delete_on_read=True``).
             ReservedConsumerError: if the consumer is reserved.
-            InvalidArgumentError: if the tracker drops rows after reads (``delete_on_read=True``).
         """
         self._log.rewind(self._log.resolve(consumer))
 
@@ -633,11 +633,11 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             owns the tensors.
 
         Raises:
-            InvalidArgumentError: if there is no such consumer, or no name was given and there are several.
+            InvalidArgumentError: if there is no such consumer, if no name was given and there are several, if ``top_k``
+                is invalid or has no ``score`` in a mode without a default score, if its ``score`` returns NaN or a
+                wrong shape, or if another rank fails in a read with ``top_k``.
             ReservedConsumerError: if the consumer is reserved; read it with its :class:`ConsumerHandle`.
             NeedsSnapshotError: if the consumer was dropped because the log exceeded ``max_bytes``.
-            InvalidArgumentError: if ``top_k`` is invalid, if it has no ``score`` in a mode without a default score, if
-                its ``score`` returns NaN or a wrong shape, or if another rank fails in a read with ``top_k``.
             RankLostError: if ``top_k`` is given and a rank died or did not make the call in time.
             UnsupportedTableError: if ``with_optimizer`` is set and the optimizer of a table is not fused, or if a
                 managed-collision module has raw ids that a stream cannot have: one id for two rows, an id in another
@@ -667,9 +667,9 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         """Move the consumer's cursor past an uncommitted read.
 
         Raises:
-            InvalidArgumentError: if ``delta`` is not a :class:`~delta_tracker.types.Delta`.
+            InvalidArgumentError: if ``delta`` is not a :class:`~delta_tracker.types.Delta`, or if its consumer was
+                removed.
             StaleDeltaError: if ``delta`` is no longer the consumer's uncommitted read.
-            InvalidArgumentError: if the consumer was removed.
         """
         _check_delta(delta)
         self._log.commit(delta)
@@ -854,9 +854,9 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             DetachedError: if the tracker is detached: the updates since then are unknown.
             UnsupportedTableError: if a plain module was replaced.
             RankMismatchError: if the strategy is a collective and another rank raised one of these errors.
-            InvalidArgumentError: if the strategy is unknown, or the state of a counter cannot be saved.
-            InvalidArgumentError: if rows changed since the last ``sync()`` of a ``DMPCollection``. If the strategy is
-                a collective, it is raised on every rank.
+            InvalidArgumentError: if the strategy is unknown, the state of a counter cannot be saved, or rows changed
+                since the last ``sync()`` of a ``DMPCollection``; the last one on every rank if the strategy is a
+                collective.
             RankLostError: if the strategy is a collective and a rank died or did not make the call in time.
         """
         return self._checkpoint.state_dict(strategy=strategy)

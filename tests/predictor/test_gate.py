@@ -338,10 +338,8 @@ def test_a_held_version_is_not_kept_in_memory(writer: Writer, monkeypatch: pytes
     assert not has_frames(predictor.error)
 
 
-@pytest.mark.parametrize("is_accepted", [True, False])
-def test_no_merged_entry_replaces_a_held_version_that_retention_has_deleted(
-    writer: Writer, *, is_accepted: bool
-) -> None:
+@pytest.mark.parametrize("way_out", ["accept the version", "accept the merged entry", "snapshot"])
+def test_no_merged_entry_replaces_a_held_version_that_retention_has_deleted(writer: Writer, way_out: str) -> None:
     publish(writer, "snapshot", 1.0)
     predictor, model = predictor_of(writer, max_drift=0.5)
     predictor.sync()
@@ -355,9 +353,9 @@ def test_no_merged_entry_replaces_a_held_version_that_retention_has_deleted(
     with pytest.raises((HeldVersionError, MissingVersionError)):
         predictor.sync()
     assert predictor.version == bad.version - 1
-    if is_accepted:
-        predictor.accept(bad.version)
-    else:
+    if way_out == "snapshot":
         writer.snapshot()
+    else:  # the log names the merged entry, the error before it the version
+        predictor.accept(bad.version if way_out == "accept the version" else bad.version + 2)
     predictor.sync()
     assert torch.equal(model[FQN], writer.table)

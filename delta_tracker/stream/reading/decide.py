@@ -43,10 +43,10 @@ from delta_tracker.stream.reading.path import (
     Allows,
     check_is_newer,
     committed_entry,
+    continues,
     has_entry,
     has_other_entry,
     is_forward,
-    is_proven,
     merged_deltas,
     next_entry,
     path_to,
@@ -396,7 +396,7 @@ def _skips_to(log: SeenLog, view: View, position: Position, ahead: Manifest) -> 
     """Return True if an entry that replaces many versions is of the history of a position."""
     if ahead.kind == "snapshot":
         return _is_forward(log, view, position, ahead)
-    return is_proven(log, position, ahead)
+    return continues(log, position, ahead)
 
 
 def _around(log: SeenLog, view: View, position: Position, fault: StreamError, bound: int | None) -> Apply | Stay:
@@ -410,7 +410,7 @@ def _around(log: SeenLog, view: View, position: Position, fault: StreamError, bo
     is_held = any(isinstance(each.error, HeldVersionError) and position.leads_to(each.entry) for each in view.faults)
     if not (is_held or isinstance(fault, StreamReplacedError)):
         merged = merged_deltas(log, position, allows=_allows(log, view, bound), skips_unreadable=not view.is_patient)
-        merged = (entry for entry in merged if is_proven(log, position, entry))
+        merged = (entry for entry in merged if continues(log, position, entry))
         if (found := _first(log, view, merged, Rule.RESYNC, fault)) is not None:
             return found
     allowed = _snapshots(log, view, bound)

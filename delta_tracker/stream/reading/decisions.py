@@ -220,7 +220,8 @@ class Apply:
         number: number of the url to read them from.
         entries: the entries. More than one are checked completely before the first row is written.
         cause: fault that a resync overcomes; None otherwise.
-        is_elsewhere: True if the entry does not follow the applied version. Not set for an order.
+        is_elsewhere: True if nothing shows that the entry is of the applied version's history. Rows are then mixed
+            while it is written. Not set for an order.
         order: the pin or the rollback that is followed, for which the gate is bypassed; None otherwise.
     """
 

@@ -326,10 +326,11 @@ def has_other_entry(log: Entries, position: Position) -> bool:
     return held is not None and not position.names(held)
 
 
-def is_proven(log: Entries, position: Position, merged: Manifest) -> bool:
-    """Return True unless a log has another entry in the place of the position's, so that a merged delta omits rows.
+def continues(log: Entries, position: Position, merged: Manifest) -> bool:
+    """Return False if a merged delta is of another history than the position, so that it lacks rows.
 
-    The parent of a merged delta that begins after the position proves it. That of another one is older.
+    One that begins after the position has it as its parent, see :func:`is_next`. One that begins before it is of
+    another history if the log has another entry in the place of the position's.
     """
     assert merged.parent is not None, "the entry before a delta"
     return merged.parent.version == position.version or not has_other_entry(log, position)
