@@ -132,13 +132,14 @@ def _on_two_ranks(pool: RankPool, path: Path, step: int = 1, **choices: Any) -> 
     """Interrupt a rank at each line of some calls, or at a few; return the lines at which it was lost."""
     url, every = f"file://{path}/stream", step if SWEEPS_ARE_WHOLE else 150
     case = f"{versions_cases.__name__}:at_each_line"
-    first, second = pool.run(case, url=url, choices={"every": every, **choices}, timeout_seconds=280)
+    first, second = pool.run(case, url=url, choices={"every": every, **choices}, timeout_seconds=1700)
     assert first == second
     assert first["num_lines"] > 80 / every
     return list(first["lost"])
 
 
 @pytest.mark.sweep("long")
+@pytest.mark.timeout(1800)
 @pytest.mark.promise("lossless")
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("calls", ["publish", "snapshot", "step flush", "step step step step step", "step close"])
@@ -153,6 +154,7 @@ def test_the_same_call_continues_with_the_other_ranks(
 
 
 @pytest.mark.sweep("long")
+@pytest.mark.timeout(1800)
 @pytest.mark.promise("lossless")
 def test_an_interrupt_outside_a_selection_of_rows_loses_no_rank(two_ranks: RankPool, tmp_path: Path) -> None:
     choices = {"calls": ["publish"], "then": "again", "victim": 1, "has_top_k": True, "timeout_seconds": 4}
@@ -161,6 +163,7 @@ def test_an_interrupt_outside_a_selection_of_rows_loses_no_rank(two_ranks: RankP
 
 
 @pytest.mark.sweep("long", only=True)
+@pytest.mark.timeout(1800)
 @pytest.mark.promise("lossless")
 @pytest.mark.parametrize("then", ["close", "later"])
 @pytest.mark.parametrize("call", ["publish", "snapshot", "flush"])
