@@ -14,6 +14,8 @@ BIN := $(VENV)/bin
 # -qq shows errors only; PIP_USER in the environment would install into the user's home
 PIP := PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq
 CODE := delta_tracker benchmarks examples tests
+# Four workers on two cores, because half of a test's time is a wait for a process, a server or a store.
+WORKERS := 4
 
 # Not in requirements-cpu.txt, because it takes 691 MB.
 TRITON := 3.7.1
@@ -40,7 +42,7 @@ test-area: $(VENV)/.installed  ## run the tests of AREA, such as predictor; with
 	@$(BIN)/python -m tests.areas $(AREA)
 
 test: $(VENV)/.installed  ## run the tests
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-gpu: $(INSTALLED)  ## run the tests on a GPU, or everywhere with DEVICE=simulated; PYTHON is the interpreter
 	@$(PYTHON) -m benchmarks.gpu_needs pytest pytest_timeout hypothesis
@@ -60,7 +62,7 @@ test-reverts: $(VENV)/.installed  ## bring faults back in a copy and check that 
 	@$(BIN)/python -W ignore -m tests.reverts $(ARGS)
 
 # Files whose tests are marked as sweeps, see tests/sweeps.py.
-SWEEPS = $(BIN)/python -m pytest -n 2 --dist worksteal $$(grep -rlE 'mark\.sweep\(' tests --include='test_*.py')
+SWEEPS = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $$(grep -rlE 'mark\.sweep\(' tests --include='test_*.py')
 
 test-sweeps: $(VENV)/.installed  ## run the sweeps completely that take up to half a minute each, as CI does
 	@DELTA_TRACKER_WHOLE_SWEEPS=short $(SWEEPS)

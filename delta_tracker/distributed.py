@@ -317,10 +317,12 @@ class _Meeting:
 
     def _wait(self) -> None:
         """Wait for the thread in steps, because Python may miss a signal that arrives as a wait begins."""
-        logged = None
-        while not self._has_ended.wait(_INTERRUPT_PAUSE.total_seconds()):
+        logged, late_seconds, step_seconds = None, 0.0, _INTERRUPT_PAUSE.total_seconds()
+        while not self._has_ended.wait(step_seconds):
             now = time.monotonic()
-            if now >= self._deadline + _ANSWER_SECONDS:
+            # Steps, not the clock, count after the deadline: while this process was stopped, no answer could arrive.
+            late_seconds = late_seconds + step_seconds if now >= self._deadline else 0.0
+            if late_seconds >= _ANSWER_SECONDS:
                 raise RankLostError(
                     f"{self._silent} did not answer rank {self._rank} within {self._timeout.total_seconds():g} s",
                     "Check the process that hosts the store, rank 0 or its launcher; if it died, restart the job",

@@ -351,7 +351,7 @@ def lost_rank_again(rank: int, world_size: int, url: str) -> None:
     spec = Spec([Table("t", 6, "row")])
     model = shard(spec)
     with ModelDeltaTracker(model) as tracker:
-        publisher = Publisher(tracker, url, timeout=timedelta(seconds=1))
+        publisher = Publisher(tracker, url, timeout=timedelta(seconds=2))
         if rank == 0:
             lengths = frames_of_each(publisher.publish, RankLostError)
             assert len(set(lengths[1:])) == 1, lengths
