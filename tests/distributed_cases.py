@@ -7,6 +7,7 @@ import logging
 import os
 import random
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -77,6 +78,20 @@ def killed(rank: int, world_size: int, port: int, folder: str, victim: int, phas
     _create_with(create, phase, pid, signal.SIGKILL, sends=rank == driver)
     eventually(lambda: len(list(Path(folder).iterdir())) == world_size - 1)
     os._exit(0)  # skips the end of the group, which would wait for the victim
+
+
+def paused(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """All ranks stand still for longer than the timeout and the last answers of the store, as on a paused machine."""
+
+    def pause() -> None:
+        (Path(folder) / str(rank)).touch()
+        eventually(lambda: len(list(Path(folder).iterdir())) == world_size)
+        process = subprocess.Popen(["sh", "-c", f"sleep 5.5; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+        process.wait()
+
+    with _before_creation(pause):
+        return _outcome(timedelta(seconds=2))
 
 
 def late(rank: int, world_size: int, folder: str) -> dict[str, Any]:

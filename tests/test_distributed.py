@@ -48,6 +48,12 @@ def test_a_rank_that_is_stopped_is_reported_by_all_others(four_ranks: RankPool, 
     assert [result["again"] for result in results] == ["4 ranks"] * 4
 
 
+@_SWEEP
+def test_a_pause_of_the_whole_machine_loses_no_rank(two_ranks: RankPool, tmp_path: Path) -> None:
+    for result in two_ranks.run(f"{_CASES}:paused", folder=str(tmp_path)):
+        assert result["message"] == "created"
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("phase", _FEWER_PHASES)
 def test_a_rank_that_is_killed_is_reported(tmp_path: Path, victim: int, phase: str) -> None:
