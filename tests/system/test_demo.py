@@ -43,7 +43,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Completed
     """Run the demo once, scraping its metrics."""
     folder = tmp_path_factory.mktemp("demo")
     out, output, errors = (folder / name for name in ("out", "output", "errors"))
-    # As many batches as the training needs to last for some collections of its metrics, of which there is one per second.
+    # So many batches that the training lasts for some collections of its metrics, of which there is one per second.
     command = ["examples.movielens", "--out", str(out), "--ratings", "2500", "--batch", "8", "--every", "16"]
     program = forked.Program(*command, output=output, errors=errors)
     try:
