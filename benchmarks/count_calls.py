@@ -35,7 +35,7 @@ import torch
 
 import delta_tracker
 from benchmarks.workloads import Trainer, distinct_ids, one_rank, tables
-from delta_tracker import ModelDeltaTracker, Predictor, Publisher, TrackingMode
+from delta_tracker import ModelDeltaTracker, Predictor, Publisher, TrackingMode, Upkeep
 from delta_tracker.stream.pointer import POINTER_NAME
 
 _PACKAGE = str(Path(delta_tracker.__file__).parent) + "/"
@@ -91,7 +91,7 @@ class Rounds:
         (self._table,) = self._trainer.tables
         self._tracker = ModelDeltaTracker(self._trainer.model, mode=mode)
         self._pointer = root / POINTER_NAME
-        self._publisher = Publisher(self._tracker, root.as_uri(), pointer_seconds=3600.0)
+        self._publisher = Publisher(self._tracker, root.as_uri(), upkeep=Upkeep(pointer_seconds=3600.0))
         self._held = {self._trainer.fqn(self._table): torch.zeros(_NUM_ROWS, _DIM)}
         self._predictor = Predictor(self._held, root.as_uri())
         self._generator = torch.Generator().manual_seed(0)

@@ -42,7 +42,7 @@ from benchmarks.workloads import uniform_ids
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher, Retention
 from delta_tracker.stream.format.manifest import Kind, Link
 from delta_tracker.stream.log import StreamLog, entry_name, part_name
-from delta_tracker.stream.maintenance.upkeep import Upkeep
+from delta_tracker.stream.maintenance.upkeep import Upkeep, UpkeepThread
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.stream.storage.url import local_directory
 from tests.ranks import RankPool
@@ -100,7 +100,7 @@ class Log:
         self._served = nn.ModuleDict({"user": nn.EmbeddingBag(_NUM_ROWS, _DIM, mode="sum")})
         self._predictor = Predictor(self._served, storage)
         self._sync()
-        self._upkeep: Upkeep | None = None
+        self._upkeep: UpkeepThread | None = None
         self._num_passes = 0
         self.traces_memory = False
         self._done = threading.Event()
@@ -145,9 +145,9 @@ class Log:
     def retention_pass(self) -> Figures:
         """Time a retention pass of a running publisher, for which nothing is to delete."""
         if self._upkeep is None:
-            self._upkeep = Upkeep(
+            self._upkeep = UpkeepThread(
                 self._storage,
-                Retention(versions=1 << 40),
+                Upkeep(retention=Retention(versions=1 << 40)),
                 retain_every=1,
                 on_pass=lambda *_: self._done.set(),
                 close_seconds=0,

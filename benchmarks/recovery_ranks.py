@@ -35,7 +35,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from benchmarks.bench_step import Dlrm, recorded_seconds
 from benchmarks.stores import lookups
 from benchmarks.workloads import Table, tables, zipf_ids
-from delta_tracker import ModelDeltaTracker, Publisher
+from delta_tracker import ModelDeltaTracker, Publisher, Recovery
 from delta_tracker.publisher.cadence import Cadence
 from delta_tracker.recovery.restore import restore
 from delta_tracker.stream.maintenance.compaction import compact
@@ -186,8 +186,7 @@ def _publisher(trained: _Trained, root: Path, name: str) -> Publisher:
         trained.tracker,
         Storage((root / name).as_uri(), create=True, fsync=True),
         name,
-        states="optimizer",
-        training_state={"optimizer": trained.optimizer},
+        recovery=Recovery(training_state={"optimizer": trained.optimizer}),
         cadence=Cadence(batches=1),
         timeout=_TIMEOUT,
     )

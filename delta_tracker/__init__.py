@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from delta_tracker.predictor.predictor import Predictor
     from delta_tracker.publisher.cadence import Cadence
     from delta_tracker.publisher.publisher import Publisher
+    from delta_tracker.publisher.training import Recovery
     from delta_tracker.raw_id_index import RawIdIndex
     from delta_tracker.recovery.random_states import RandomStates
     from delta_tracker.recovery.restore import restore
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from delta_tracker.row_target import RowTarget
     from delta_tracker.stream.format.encoding import Encoding
     from delta_tracker.stream.maintenance.retention import Retention
+    from delta_tracker.stream.maintenance.upkeep import Upkeep
     from delta_tracker.stream.reading.canary import Canary
     from delta_tracker.stream.storage.storage import Storage
     from delta_tracker.tracker.checkpoint.rank_counters import RankCounters
@@ -57,6 +59,7 @@ __all__ = [
     "RandomStates",
     "RankCounters",
     "RawIdIndex",
+    "Recovery",
     "Retention",
     "RowSink",
     "RowTarget",
@@ -67,6 +70,7 @@ __all__ = [
     "Takeover",
     "TopK",
     "TrackingMode",
+    "Upkeep",
     "restore",
 ]
 
@@ -88,6 +92,7 @@ _HOMES = {
     "RandomStates": "delta_tracker.recovery.random_states",
     "RankCounters": "delta_tracker.tracker.checkpoint.rank_counters",
     "RawIdIndex": "delta_tracker.raw_id_index",
+    "Recovery": "delta_tracker.publisher.training",
     "Retention": "delta_tracker.stream.maintenance.retention",
     "RowSink": "delta_tracker.row_sink",
     "RowTarget": "delta_tracker.row_target",
@@ -98,6 +103,7 @@ _HOMES = {
     "Takeover": "delta_tracker.recovery.standby",
     "TopK": "delta_tracker.tracker.top_k",
     "TrackingMode": "delta_tracker.types",
+    "Upkeep": "delta_tracker.stream.maintenance.upkeep",
     "restore": "delta_tracker.recovery.restore",
 }
 

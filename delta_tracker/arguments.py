@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import threading
 from numbers import Real
 from typing import TypeGuard
+
+from delta_tracker.errors import InvalidArgumentError
 
 
 def is_number(value: object) -> TypeGuard[float]:
@@ -17,3 +20,13 @@ def is_number(value: object) -> TypeGuard[float]:
     if isinstance(value, bool) or not isinstance(value, Real):
         return False
     return math.isfinite(value)
+
+
+def check_seconds(argument: str, seconds: object) -> None:
+    """Check that an argument is a positive number of seconds that a wait accepts, or None.
+
+    Raises:
+        InvalidArgumentError: if it is not.
+    """
+    if seconds is not None and not (is_number(seconds) and 0 < seconds < threading.TIMEOUT_MAX):
+        raise InvalidArgumentError(argument, seconds, "Pass seconds above 0, or None")

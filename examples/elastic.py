@@ -24,7 +24,7 @@ import torch
 from torch import distributed as dist
 from torchrec import KeyedJaggedTensor
 
-from delta_tracker import DataPosition, ModelDeltaTracker, Predictor, Publisher, restore
+from delta_tracker import DataPosition, ModelDeltaTracker, Predictor, Publisher, Recovery, restore
 from delta_tracker.errors import NotRecoverableError
 from examples.crash_and_resume import COLUMNS, NUM_ROWS, TABLE, sharded_model
 
@@ -69,7 +69,7 @@ def work(folder: Path) -> None:
         if error.version is not None:
             raise
         tracker.attach_data(data)
-    publisher = Publisher(tracker, url, "stream", states="optimizer")
+    publisher = Publisher(tracker, url, "stream", recovery=Recovery())
     publisher.publish()
     (folder / f"rank-of-{os.getppid()}").write_text(str(os.getpid()))
     for features in data:

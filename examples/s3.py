@@ -16,7 +16,7 @@ from torch import distributed as dist
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from delta_tracker import ModelDeltaTracker, Predictor, Publisher, Retention, Storage
+from delta_tracker import ModelDeltaTracker, Predictor, Publisher, Retention, Storage, Upkeep
 
 NUM_ROWS, COLUMNS = 10_000, 16
 TABLE = "embedding_bags.item"
@@ -32,7 +32,7 @@ def main(url: str, options: dict[str, str]) -> None:
 
     storage = Storage(url, options=options)
     # Raises UnsupportedStoreError for a store that lets two publishers create one object: it would lose versions.
-    publisher = Publisher(tracker, storage, retention=Retention(versions=100))
+    publisher = Publisher(tracker, storage, upkeep=Upkeep(retention=Retention(versions=100)))
     publisher.snapshot()
     served = torch.empty(NUM_ROWS, COLUMNS)
     predictor = Predictor({TABLE: served}, storage)

@@ -27,9 +27,11 @@ from delta_tracker import (
     Publisher,
     RankCounters,
     RawIdIndex,
+    Recovery,
     Retention,
     Storage,
     TopK,
+    Upkeep,
     restore,
 )
 from delta_tracker import monitor as monitoring
@@ -283,21 +285,25 @@ MISTAKES: Mapping[str, Mistake] = {
     "an age as text": Mistake(lambda: TopK(rows=5, max_age="2"), "max_age='2'", "1 or more"),  # type: ignore[arg-type]
     "a score that is no function": Mistake(lambda: TopK(rows=5, score="norm"), "score='norm'", "Pass a function"),  # type: ignore[arg-type]
     "a cadence as a number": Mistake(lambda: _publisher(cadence=100), "cadence=100", "Cadence(batches=100)"),
+    "upkeep as a retention": Mistake(
+        lambda: _publisher(upkeep=Retention(versions=5)), "upkeep=Retention(", "Upkeep(compact_every=50)"
+    ),
+    "recovery as a text": Mistake(lambda: _publisher(recovery="optimizer"), "recovery='optimizer'", "Recovery("),
     "a cadence of 0": Mistake(lambda: Cadence(batches=0), "batches=0", "positive"),
     "a cadence without a bound": Mistake(
         lambda: _publisher(cadence=Cadence()), "Cadence='no bound'", "Pass one of batches"
     ),
     "step() without a cadence": Mistake(lambda: _publisher().step(), "cadence=None", "cadence=Cadence(...)"),
-    "retention as a number": Mistake(lambda: _publisher(retention=500), "retention=500", "Retention(versions=500)"),
+    "retention as a number": Mistake(lambda: Upkeep(retention=500), "retention=500", "Retention(versions=500)"),
     "retention of 0": Mistake(lambda: Retention(versions=0), "versions=0", "1 or more"),
     "heartbeats as text": Mistake(
-        lambda: _publisher(heartbeat_seconds="5"), "heartbeat_seconds='5'", "Pass seconds above 0"
+        lambda: Recovery(heartbeat_seconds="5"), "heartbeat_seconds='5'", "Pass seconds above 0"
     ),
     "a notifier's url": Mistake(
         lambda: _publisher(notifier="redis://localhost"), "notifier='redis://localhost'", "RedisNotifier(url)"
     ),
     "a timeout in seconds": Mistake(lambda: _publisher(timeout=20), "timeout=20", "timedelta(seconds=30)"),
-    "compact every -1": Mistake(lambda: _publisher(compact_every=-1), "compact_every=-1", "2 or more"),
+    "compact every -1": Mistake(lambda: Upkeep(compact_every=-1), "compact_every=-1", "2 or more"),
     "dense names that match nothing": Mistake(
         lambda: _publisher(dense=["over.weight"]), "dense='over.weight'", "Pass some of"
     ),
@@ -363,9 +369,7 @@ MISTAKES: Mapping[str, Mistake] = {
     "sync inside reading()": Mistake(_sync_inside_reading, "inside reading()", "Leave the"),
     "a store's option misspelt": Mistake(lambda: _bucket(acces_key="x"), "acces_key", "is not valid for store"),
     "an http endpoint": Mistake(lambda: _bucket(endpoint="http://127.0.0.1:1"), "endpoint", "allow_http='true'"),
-    "restore without states": Mistake(
-        lambda: restore(_model(), _stream()), "version 2", 'Publisher(..., states="optimizer")'
-    ),
+    "restore without states": Mistake(lambda: restore(_model(), _stream()), "version 2", "recovery=Recovery(...)"),
     "a metric's name": Mistake(lambda: monitoring.counter("my metric!", "x"), "name='my metric!'", "Use letters"),
     "a file as sink": Mistake(lambda: Monitor().start(["m.jsonl"]), "sinks=['m.jsonl']", "JsonlSink(path)"),  # type: ignore[list-item]
     "inspect nothing": Mistake(lambda: _command("inspect", "/nonexistent/x"), "/nonexistent/x", "Check the URL"),

@@ -37,7 +37,7 @@ class NotRecoverableError(StreamError, LookupError):
             remedy = "Check the URL, or start without restore: no version was published yet"
         else:
             problem = f"version {version} of {url} cannot be restored: {reason}"
-            remedy = 'Choose another version; publish with Publisher(..., states="optimizer") to write such versions'
+            remedy = "Choose another version; a Publisher(..., recovery=Recovery(...)) writes such versions"
         super().__init__(problem, remedy)
         self.url, self.version, self.reason = url, version, reason
 

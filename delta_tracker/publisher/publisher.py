@@ -6,15 +6,14 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from torch import nn
 
-from delta_tracker.arguments import is_number
 from delta_tracker.distributed import DEFAULT_TIMEOUT, RankGroup
 from delta_tracker.errors import (
     FencedError,
@@ -33,17 +32,15 @@ from delta_tracker.publisher.gauges import PublisherGauges
 from delta_tracker.publisher.heartbeats import Heartbeats
 from delta_tracker.publisher.reports import Reports
 from delta_tracker.publisher.row_gatherer import EncodingChoice, name_encodings
-from delta_tracker.publisher.training import Stateful, Training
+from delta_tracker.publisher.training import Recovery
 from delta_tracker.publisher.version_source import VersionSource
 from delta_tracker.publisher.versions import Versions
 from delta_tracker.sharding.interrupted import check_complete
 from delta_tracker.stream.claimed import ClaimedStream
 from delta_tracker.stream.format.manifest import Manifest
-from delta_tracker.stream.heartbeat import BEAT_SECONDS
-from delta_tracker.stream.maintenance.retention import Retention
-from delta_tracker.stream.maintenance.upkeep import Upkeep
+from delta_tracker.stream.maintenance.upkeep import Upkeep, UpkeepThread
 from delta_tracker.stream.notify.notifier import Hints, Notifier
-from delta_tracker.stream.pointer_writer import POINTER_SECONDS, PointerWriter
+from delta_tracker.stream.pointer_writer import PointerWriter
 from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.storage.storage import Location
 from delta_tracker.tracker.top_k import TopK
@@ -93,30 +90,14 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         encoding: :class:`~delta_tracker.stream.format.encoding.Encoding` of all tables, or a mapping of FQN to
             encoding. Tables without an encoding are stored in their own dtype.
         cadence: bounds at which :meth:`step` publishes; None if :meth:`step` is not used.
-        retention: versions that the stream keeps. A background thread of rank 0 removes other versions periodically.
-            Only versions before a snapshot can be removed: create snapshots with ``cadence.snapshot_every`` or
-            ``compact_every``. None keeps all versions.
-        compact_every: number of versions between two compactions, 2 or more; None disables compaction. Compaction
-            runs in the same background thread as the retention.
+        upkeep: retention, compaction and pointer object of the stream; None for ``Upkeep()``.
         notifier: delivers a hint of each version to waiting predictors; None if predictors only poll.
         timeout: maximum wait for the other ranks, including the wait until every rank has built its publisher.
         monitor: monitor for the metrics; None for ``delta_tracker.monitor.MONITOR``.
-        states: ``"optimizer"`` publishes the training state with each version, so that
-            :func:`~delta_tracker.recovery.restore.restore` can continue training from it: the states of the fused
-            optimizers for each published row, the dense tensors, the objects in ``training_state`` and ``rank_state``,
-            and the position in the data. The entries have format 2. After ``restore``, a publisher starts with a delta.
-            After a load of a checkpoint, it starts with a snapshot, because the checkpoint may lack the states of the
-            optimizers. None publishes values only.
-        training_state: name to object with ``state_dict`` and ``load_state_dict``, such as the dense optimizer and the
-            learning rate scheduler. Rank 0's state is published. Needs ``states``. Trainable dense parameters that no
-            passed optimizer has are logged.
-        rank_state: the same for objects whose state differs between the ranks. Each rank's state is published.
-        heartbeat_seconds: time between two heartbeats, which show a :class:`~delta_tracker.recovery.standby.Standby`
-            that training advances. Rank 0 writes them in a thread of its own while :meth:`step`, :meth:`publish` or
-            :meth:`snapshot` is called, with ``states`` only. None for no heartbeats.
-        pointer_seconds: minimum time between two writes of the pointer object ``control/head.json``, by which readers
-            over http find new versions. Rank 0 writes it in a thread of its own, only after commits. Its failures are
-            logged. None to write none: readers over http then find no version.
+        recovery: training state to publish with each version, so that
+            :func:`~delta_tracker.recovery.restore.restore` can continue training from it. The entries have format 2.
+            After ``restore``, a publisher starts with a delta. After a load of a checkpoint, it starts with a snapshot,
+            because the checkpoint may lack the states of the optimizers. None publishes values only.
         runtime: clock, waits and threads of the publisher, which a simulation replaces.
         join: makes a process group of all ranks, see :class:`~delta_tracker.distributed.RankGroup`.
         name: label ``publisher`` of the metrics; None for ``"publisher"``. If another publisher of this process has the
@@ -127,10 +108,9 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         ReservedConsumerError: if the consumer is already reserved.
         DetachedError: if the tracker is detached.
         IncompleteModelError: if a restore of the model was interrupted.
-        UnsupportedModelError, UnsupportedTableError: if ``states`` is given and a table has
-            a training state that cannot be published, or is not fused and has no optimizer in ``training_state`` or
-            ``rank_state``.
-        InvalidArgumentError: if an argument is invalid, if ``states`` is given together with ``top_k`` or with an
+        UnsupportedModelError, UnsupportedTableError: if ``recovery`` is given and a table has a training state that
+            cannot be published, or is not fused and has no optimizer in ``recovery``.
+        InvalidArgumentError: if an argument is invalid, if ``recovery`` is given together with ``top_k`` or with an
             encoding, if the dense names or the encoding do not fit the model, if
             ``top_k`` has no ``score`` and the tracking mode computes none, if the claim in ``url`` was used, or if rank
             0 uses another store.
@@ -139,7 +119,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         StorageError: if this rank cannot use the store. If the store failed during the claim, the stream may be
             claimed, and its former publisher fenced.
         PublishError: if another rank raised one of these errors, or if ``top_k``, ``encoding``, ``cadence`` or
-            ``states`` differ between the ranks.
+            ``recovery`` differ between the ranks.
         RankLostError: if a rank dies, or does not build a publisher in time.
 
     Example:
@@ -168,17 +148,12 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         dense: nn.Module | Iterable[str] | None = None,
         encoding: EncodingChoice = None,
         cadence: Cadence | None = None,
-        retention: Retention | None = None,
-        compact_every: int | None = None,
+        upkeep: Upkeep | None = None,
+        recovery: Recovery | None = None,
         notifier: Notifier | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
         monitor: Monitor | None = None,
         name: str | None = None,
-        states: Literal["optimizer"] | None = None,
-        training_state: Mapping[str, Stateful] | None = None,
-        rank_state: Mapping[str, Stateful] | None = None,
-        heartbeat_seconds: float | None = BEAT_SECONDS,
-        pointer_seconds: float | None = POINTER_SECONDS,
         runtime: Runtime = REAL,
         join: Join = RankGroup,
     ) -> None:
@@ -188,18 +163,16 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         self._closing: list[Callable[[], object]] = []  # calls that free the resources, in reverse order; idempotent
         self._versions: Versions | None = None  # None until the publisher is built, and after close()
         self._source: VersionSource | None = None
-        self._upkeep: Upkeep | None = None
+        self._upkeep: UpkeepThread | None = None
         source: VersionSource
         self._recorder = recorder = Recorder("publisher", self, name=name, monitor=monitor)
         self._closing.append(recorder.close)
 
         def prepare() -> dict[str, Any]:
-            _check(cadence, retention, heartbeat_seconds, pointer_seconds)
-            _check_claim(url, states)
+            _check(url, cadence, upkeep, recovery)
             if cadence is not None:
                 ballots.vote_every = cadence.calls_per_vote(exchange.group.world_size)
             check_complete(tracker.model)
-            training = _training(states, training_state, rank_state)
             nonlocal source
             self._source = source = VersionSource(
                 tracker,
@@ -209,7 +182,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
                 encoding=encoding,
                 exchange=exchange,
                 recorder=recorder,
-                training=training,
+                recovery=recovery,
             )
             failing.callback(source.close, forgets=False)
             return {
@@ -218,7 +191,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
                 # Compared before the cadence, which also contains it, because its error message is shorter.
                 "vote_every": f"vote_every={ballots.vote_every}",
                 "cadence": f"cadence={cadence}",
-                "kind": f"states={states!r}",
+                "kind": "recovery=None" if recovery is None else "recovery=Recovery(...)",
                 "states": states_message(source.schemas.latest.states),
             }
 
@@ -236,25 +209,21 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
             self._closing.append(workers.close)
             messages = exchange.exchange(Phase.BUILDING, Message.of(prepare))
             check_alike(messages, "top_k", "encoding", "vote_every", "cadence", "kind")
-            if states is not None:
+            if recovery is not None:
                 writer.declare(messages, tracker.tables)
             writer.open(url)
             source.resume(exchange, writer)
-            pointer = self._start_pointer(pointer_seconds, runtime)
-            if retention is not None or compact_every is not None:
+            chosen = Upkeep() if upkeep is None else upkeep
+            pointer = self._start_pointer(chosen.pointer_seconds, runtime)
+            if chosen.has_passes:
                 on_pass = None if pointer is None else lambda has_changed: pointer.rescan() if has_changed else None
-                self._upkeep = Upkeep(
-                    writer.storage,
-                    retention,
-                    compact_every=compact_every,
-                    on_pass=on_pass,
-                    on_failure=gauges.upkeep_failed,
-                )
+                failed = gauges.upkeep_failed
+                self._upkeep = UpkeepThread(writer.storage, chosen, on_pass=on_pass, on_failure=failed)
                 self._closing.append(self._upkeep.close)
             self._closing.append(hints.close)
             beats = None
-            if states is not None and heartbeat_seconds is not None and writer.is_first:
-                beats = Heartbeats(writer.storage, heartbeat_seconds, runtime)
+            if recovery is not None and recovery.heartbeat_seconds is not None and writer.is_first:
+                beats = Heartbeats(writer.storage, recovery.heartbeat_seconds, runtime)
                 self._closing.append(beats.close)
             committed = _Committed(hints, pointer, self._upkeep)
             delivery = Delivery(writer, workers, (1 - _PATIENCE) * timeout.total_seconds(), committed, runtime)
@@ -315,7 +284,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
     def step(self) -> None:
         """Publish when a bound of the cadence is reached. Call it on every rank after each ``tracker.step()``.
 
-        With ``states``, call it in the last line of the training loop, and with gradient accumulation only after the
+        With ``recovery``, call it in the last line of the training loop, and with gradient accumulation only after the
         last batch that is accumulated: a version has the state from which the next batch continues. Training then waits
         up to 5 seconds for an update in progress. After a wait that timed out, later waits take up to 0.05 seconds,
         until one succeeds. Such a version is not published: if the loop keeps the output of a model whose backward pass
@@ -367,7 +336,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
             FencedError: if a newer publisher has claimed the stream; raised on every rank. Nothing was published.
             PublishError: if another rank failed, called another method, or is at another batch; every row stays
                 pending.
-            UnfinishedStepError: with ``states``, if an update was still in progress after the wait that :meth:`step`
+            UnfinishedStepError: with ``recovery``, if an update was still in progress after the wait that :meth:`step`
                 describes, or rows were updated since the last ``tracker.step()``, so that the next batch has begun;
                 every row stays pending.
             UnknownOutcomeError: on rank 0, if the store failed during the commit; every row stays pending. The version
@@ -478,7 +447,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
 class _Committed:
     """Function that rank 0 calls after each commit. It announces the version, and starts the other writers."""
 
-    def __init__(self, hints: Hints, pointer: PointerWriter | None, upkeep: Upkeep | None) -> None:
+    def __init__(self, hints: Hints, pointer: PointerWriter | None, upkeep: UpkeepThread | None) -> None:
         self._hints = hints
         self._pointer = pointer
         self._upkeep = upkeep
@@ -526,40 +495,19 @@ def _budget(top_k: TopK | None) -> str:
     return f"top_k={replace(top_k, score=None)}" + (" with a score" if top_k.score is not None else "")
 
 
-def _check_claim(url: object, states: str | None) -> None:
-    """Check that a recovery stream that a takeover has claimed continues with states."""
-    if isinstance(url, ClaimedStream) and url.has_states and states is None:
-        raise InvalidArgumentError("url", url, "Pass one of taken.serving, or states= as the trainer did")
-
-
-def _check(cadence: object, retention: object, heartbeat_seconds: float | None, pointer_seconds: float | None) -> None:
+def _check(url: object, cadence: object, upkeep: object, recovery: object) -> None:
     """Check some arguments of a publisher.
 
     Raises:
-        InvalidArgumentError: if one is invalid.
+        InvalidArgumentError: if one is invalid, or if a takeover has claimed a stream with states, which continues with
+            states only.
     """
     if cadence is not None and not isinstance(cadence, Cadence):
         raise InvalidArgumentError("cadence", cadence, "Pass a Cadence, for example Cadence(batches=100)")
-    if retention is not None and not isinstance(retention, Retention):
-        raise InvalidArgumentError("retention", retention, "Pass a Retention, for example Retention(versions=500)")
-    for argument, seconds in (("heartbeat_seconds", heartbeat_seconds), ("pointer_seconds", pointer_seconds)):
-        if seconds is not None and not (is_number(seconds) and 0 < seconds < threading.TIMEOUT_MAX):
-            raise InvalidArgumentError(argument, seconds, "Pass seconds above 0, or None")
-
-
-def _training(
-    states: object, training_state: Mapping[str, Stateful] | None, rank_state: Mapping[str, Stateful] | None
-) -> Training | None:
-    """Return the objects whose states are published; None if only values are published.
-
-    Raises:
-        InvalidArgumentError: if ``states`` is invalid, or None although there are such objects.
-    """
-    if states == "optimizer":
-        return Training(training_state or {}, rank_state or {})
-    if states is not None:
-        raise InvalidArgumentError("states", states, 'Pass "optimizer" or None')
-    for name, objects in (("training_state", training_state), ("rank_state", rank_state)):
-        if objects is not None:
-            raise InvalidArgumentError(name, sorted(objects), 'Pass states="optimizer", too')
-    return None
+    if upkeep is not None and not isinstance(upkeep, Upkeep):
+        raise InvalidArgumentError("upkeep", upkeep, "Pass an Upkeep, for example Upkeep(compact_every=50)")
+    if recovery is not None and not isinstance(recovery, Recovery):
+        remedy = 'Pass a Recovery, for example Recovery(training_state={"optimizer": optimizer})'
+        raise InvalidArgumentError("recovery", recovery, remedy)
+    if isinstance(url, ClaimedStream) and url.has_states and recovery is None:
+        raise InvalidArgumentError("url", url, "Pass one of taken.serving, or recovery= as the trainer did")

@@ -23,18 +23,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from delta_tracker.arguments import check_seconds
 from delta_tracker.errors import InvalidArgumentError, UnsupportedTableError
 from delta_tracker.publisher.host_copies import Source
 from delta_tracker.sharding.collision_states import collision_state
 from delta_tracker.sharding.dense import dense_tensors
 from delta_tracker.sharding.torchrec_api import known_torchrec
 from delta_tracker.state_tree import StateTree, flatten
+from delta_tracker.stream.heartbeat import BEAT_SECONDS
 from delta_tracker.tracker.tracker import ModelDeltaTracker
 
 _logger = logging.getLogger(__name__)
@@ -53,17 +55,37 @@ class Stateful(Protocol):
         """Restore a state."""
 
 
-@dataclass(frozen=True, slots=True)
-class Training:
-    """The user's objects whose states are in each version.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovery:
+    """Training state that a publisher writes with each version, so that training can continue from it.
+
+    Besides the objects that are named here, a version has the states of the fused optimizers for each of its rows, the
+    dense tensors and the position in the data. :func:`~delta_tracker.recovery.restore.restore` and a
+    :class:`~delta_tracker.recovery.standby.Standby` take objects of the same names.
 
     Args:
-        shared: name to object with the same state on every rank, of which rank 0's state is written.
-        per_rank: name to object with a state of its own on each rank.
+        training_state: name to object with ``state_dict`` and ``load_state_dict``, such as the dense optimizer and the
+            learning rate scheduler. Rank 0's state is published. Trainable dense parameters that no passed optimizer
+            has are logged.
+        rank_state: the same for objects whose state differs between the ranks. Each rank's state is published.
+        heartbeat_seconds: time between two heartbeats, which show a standby that training advances. Rank 0 writes them
+            in a thread of its own while a method of the publisher is called. None for no heartbeats.
+
+    Raises:
+        InvalidArgumentError: if ``heartbeat_seconds`` is invalid. A publisher checks the objects.
+
+    Example:
+        >>> optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)
+        >>> Recovery(training_state={"optimizer": optimizer}).heartbeat_seconds
+        5.0
     """
 
-    shared: Mapping[str, Stateful]
-    per_rank: Mapping[str, Stateful]
+    training_state: Mapping[str, Stateful] = field(default_factory=dict)
+    rank_state: Mapping[str, Stateful] = field(default_factory=dict)
+    heartbeat_seconds: float | None = BEAT_SECONDS
+
+    def __post_init__(self) -> None:
+        check_seconds("heartbeat_seconds", self.heartbeat_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +126,7 @@ class TrainingSource:
 
     Args:
         tracker: tracker of the model. The position in the training data is that of its ``attach_data``.
-        training: objects of the user. The optimizers of tables that are not fused must be among them, because updates
+        recovery: objects of the user. The optimizers of tables that are not fused must be among them, because updates
             of their states cannot be found by comparing rows.
         collisions: function that returns this rank's managed-collision modules by table FQN.
         is_first: True on rank 0.
@@ -119,13 +141,13 @@ class TrainingSource:
     def __init__(
         self,
         tracker: ModelDeltaTracker,
-        training: Training,
+        recovery: Recovery,
         *,
         collisions: Callable[[], Mapping[str, nn.Module]],
         is_first: bool,
         publisher: str,
     ) -> None:
-        training_state, rank_state = training.shared, training.per_rank
+        training_state, rank_state = recovery.training_state, recovery.rank_state
         _check_objects("training_state", training_state)
         _check_objects("rank_state", rank_state)
         if twice := sorted(training_state.keys() & rank_state.keys()):

@@ -10,7 +10,7 @@ import torch
 
 from delta_tracker.errors import InvalidArgumentError, UnfinishedStepError
 from delta_tracker.publisher.schemas import Schemas
-from delta_tracker.publisher.training import ConsumerState, TakenState, Training, TrainingSource
+from delta_tracker.publisher.training import ConsumerState, Recovery, TakenState, TrainingSource
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.tracker.consumer_handle import ConsumerHandle
 from delta_tracker.tracker.top_k import TopK
@@ -32,12 +32,18 @@ class TrainingCuts:
     """
 
     def __init__(
-        self, tracker: ModelDeltaTracker, handle: ConsumerHandle, objects: Training, schemas: Schemas, *, is_first: bool
+        self,
+        tracker: ModelDeltaTracker,
+        handle: ConsumerHandle,
+        recovery: Recovery,
+        schemas: Schemas,
+        *,
+        is_first: bool,
     ) -> None:
         self._tracker = tracker
         self._handle = handle
         self._source = TrainingSource(
-            tracker, objects, collisions=schemas.collisions, is_first=is_first, publisher=handle.name
+            tracker, recovery, collisions=schemas.collisions, is_first=is_first, publisher=handle.name
         )
         self._watch = tracker.watch_states()
         self._waited_in_vain = False

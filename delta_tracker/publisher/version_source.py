@@ -20,7 +20,7 @@ from delta_tracker.publisher.host_copies import Source
 from delta_tracker.publisher.repair import rows_to_repair
 from delta_tracker.publisher.row_gatherer import EncodingChoice, Gatherer, choose_encodings
 from delta_tracker.publisher.schemas import Schemas
-from delta_tracker.publisher.training import Training
+from delta_tracker.publisher.training import Recovery
 from delta_tracker.publisher.training_cuts import TrainingCuts, check_recoverable
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.sharding.kernel_memory import one_cut
@@ -45,7 +45,7 @@ class VersionSource:
     Args:
         exchange: communication with the other ranks. Only rank 0 writes replicated tables and dense tensors.
         recorder: records the time of reads and encodings.
-        training: objects whose states are in each version, together with the states of the fused optimizers; None for
+        recovery: objects whose states are in each version, together with the states of the fused optimizers; None for
             versions of values only.
 
     Attributes:
@@ -66,24 +66,24 @@ class VersionSource:
         encoding: EncodingChoice,
         exchange: Exchange,
         recorder: Recorder,
-        training: Training | None = None,
+        recovery: Recovery | None = None,
     ) -> None:
         is_first = exchange.rank == 0
         encodings = choose_encodings(encoding, tracker)
-        if training is not None:
+        if recovery is not None:
             check_recoverable(tracker, encodings, top_k)
         self._tracker = tracker
         self._top_k = top_k
         self._ranks = AllRanks(exchange.group)
-        self._gatherer = Gatherer(tracker, writes_replicas=is_first, with_states=training is not None)
+        self._gatherer = Gatherer(tracker, writes_replicas=is_first, with_states=recovery is not None)
         self.dense = None if dense is None else DenseTensors(tracker, dense, is_first=is_first)
         self.handle = tracker.reserve(consumer, holder="Publisher")
         try:
             self.handle.check_top_k(top_k)
-            self.schemas = Schemas(tracker, self._gatherer, encoding, has_states=training is not None)
+            self.schemas = Schemas(tracker, self._gatherer, encoding, has_states=recovery is not None)
             self._training: TrainingCuts | None = None
-            if training is not None:
-                self._training = TrainingCuts(tracker, self.handle, training, self.schemas, is_first=is_first)
+            if recovery is not None:
+                self._training = TrainingCuts(tracker, self.handle, recovery, self.schemas, is_first=is_first)
         except BaseException:
             self.handle.release()
             raise

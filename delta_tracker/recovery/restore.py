@@ -61,7 +61,7 @@ def restore(  # noqa: PLR0913  all but two have a default
     ignore: Collection[str] = (),
     timeout: timedelta = DEFAULT_TIMEOUT,
 ) -> Restored:
-    """Restore the training state of a version that a ``Publisher(..., states="optimizer")`` published. A collective.
+    """Restore the training state of a version that a ``Publisher(..., recovery=...)`` published. A collective.
 
     All ranks call it in their training threads, after they have built the model, the optimizers and the tracker, and
     before they build a publisher. If the model contains ``DistributedDataParallel``, as a ``DistributedModelParallel``
@@ -100,13 +100,14 @@ def restore(  # noqa: PLR0913  all but two have a default
 
     Example:
         >>> import torch
-        >>> from delta_tracker import ModelDeltaTracker, Publisher, Storage
+        >>> from delta_tracker import ModelDeltaTracker, Publisher, Recovery, Storage
         >>> def build():
         ...     model = torch.nn.Sequential(torch.nn.EmbeddingBag(1000, 16, sparse=True))
         ...     return model, torch.optim.Adagrad(model.parameters(), lr=0.1)
         >>> (trained, optimizer), (resumed, other) = build(), build()
         >>> stream, tracker = Storage("memory://"), ModelDeltaTracker(trained)
-        >>> with Publisher(tracker, stream, states="optimizer", training_state={"optimizer": optimizer}) as publisher:
+        >>> recovery = Recovery(training_state={"optimizer": optimizer})
+        >>> with Publisher(tracker, stream, recovery=recovery) as publisher:
         ...     trained(torch.tensor([[7, 42, 7]])).sum().backward()
         ...     optimizer.step()
         ...     tracker.step()

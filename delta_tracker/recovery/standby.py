@@ -64,7 +64,7 @@ class Takeover:
 
     Example:
         >>> taken = standby.take_over()  # doctest: +SKIP
-        >>> publisher = Publisher(tracker, taken.recovery, states="optimizer")  # doctest: +SKIP
+        >>> publisher = Publisher(tracker, taken.recovery, recovery=Recovery())  # doctest: +SKIP
     """
 
     restored: Restored
@@ -89,7 +89,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
     ``training_state``, ``rank_state``, ``data`` and ``ignore`` are those of ``restore``, with the same errors.
 
     Args:
-        url: url of the recovery stream, or its storage. Its versions need ``states="optimizer"``.
+        url: url of the recovery stream, or its storage. Its versions need ``recovery=``.
         serving: urls of all serving streams that the trainer publishes, or their storages.
         name: name of the heartbeat of this job in the store, and label ``standby`` of the metrics. It must differ from
             those of predictors and of other standbys.
@@ -101,7 +101,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
     Example:
         >>> standby = Standby(model, url, tracker=tracker, data=data, serving=[serving_url])  # doctest: +SKIP
         >>> taken = standby.follow(silence=30)  # returns when the publisher is silent for 30 s  # doctest: +SKIP
-        >>> publisher = Publisher(tracker, taken.recovery, states="optimizer")  # doctest: +SKIP
+        >>> publisher = Publisher(tracker, taken.recovery, recovery=Recovery())  # doctest: +SKIP
         >>> serving = Publisher(tracker, taken.serving[0], "serving")  # doctest: +SKIP
     """
 

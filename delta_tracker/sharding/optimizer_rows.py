@@ -33,7 +33,7 @@ from delta_tracker.types import TABLE_DTYPES, StateSpec, TableStates
 # Names of fbgemm's WeightDecayMode without further states or counters.
 _WEIGHT_DECAYS = frozenset({"NONE", "L2", "DECOUPLE"})
 _PROBLEM = "cannot be published with states"
-_REMEDY = "Train it with one fused optimizer with states of float32, float16 or bfloat16, or publish without states"
+_REMEDY = "Train it with one fused optimizer with states of float32, float16 or bfloat16, or publish without recovery="
 _HYPERPARAMETERS = ("eps", "beta1", "beta2", "weight_decay")
 _NAMES = ("iter", "iter_cpu", "lr", "group_lr", *_HYPERPARAMETERS)
 
@@ -191,7 +191,7 @@ def refuse_unrecoverable(found: Discovery, collisions: Mapping[str, nn.Module]) 
     obstacles |= dict.fromkeys(found.skipped, "in fqns_to_skip, so that its rows are not in a stream")
     obstacles |= {fqn: "a table of a DMPCollection" for fqn, shard in found.shards.items() if shard.num_replicas > 1}
     if obstacles:
-        remedy = "Publish without states, and save checkpoints with torch.distributed.checkpoint"
+        remedy = "Publish without recovery=, and save checkpoints with torch.distributed.checkpoint"
         raise UnsupportedModelError(obstacles, remedy, problem="sharded parts whose training state cannot be published")
     tables: dict[str, list[str]] = {}
     for name, fqns in (*_planned(found), *_own(found)):
@@ -199,7 +199,7 @@ def refuse_unrecoverable(found: Discovery, collisions: Mapping[str, nn.Module]) 
             tables.setdefault(name, []).extend(fqns)
     for name, fqns in tables.items():
         problem = "tables whose optimizer has counters that cannot be published"
-        remedy = "Train them with another fused optimizer, or publish without states"
+        remedy = "Train them with another fused optimizer, or publish without recovery="
         raise UnsupportedModelError(dict.fromkeys(fqns, name), remedy, problem=problem)
 
 

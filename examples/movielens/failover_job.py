@@ -19,7 +19,7 @@ import xxhash
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from delta_tracker import DataPosition, ModelDeltaTracker, Predictor, Publisher, Standby, Takeover
+from delta_tracker import DataPosition, ModelDeltaTracker, Predictor, Publisher, Recovery, Standby, Takeover
 from delta_tracker.errors import FencedError, NoSnapshotError, NotRecoverableError
 from examples.movielens.data import Ratings
 from examples.movielens.forks import Send
@@ -127,8 +127,7 @@ def live(send: Send, settings: Settings, ratings: Ratings, number: int, rank: in
         publisher = Publisher(
             tracker,
             settings.stream.as_uri() if taken is None else taken.recovery,
-            states="optimizer",
-            heartbeat_seconds=settings.silence_seconds / 4,
+            recovery=Recovery(heartbeat_seconds=settings.silence_seconds / 4),
         )
         try:
             for batch in position:

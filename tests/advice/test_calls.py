@@ -10,7 +10,7 @@ import pytest
 import torch
 import torchmetrics
 
-from delta_tracker import DataPosition, Gate, ModelDeltaTracker, Predictor, Publisher, Storage, restore
+from delta_tracker import DataPosition, Gate, ModelDeltaTracker, Predictor, Publisher, Recovery, Storage, restore
 from delta_tracker.cli import diff as diff_command
 from delta_tracker.cli.main import main
 from delta_tracker.compat import ModelDeltaTrackerTrec
@@ -184,7 +184,7 @@ def test_a_position_is_attached_before_the_first_batch(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tracker = ModelDeltaTracker(model)
     with Publisher(
-        tracker, f"file://{tmp_path}", states="optimizer", training_state={"optimizer": optimizer}
+        tracker, f"file://{tmp_path}", recovery=Recovery(training_state={"optimizer": optimizer})
     ) as publisher:
         publisher.snapshot()
 

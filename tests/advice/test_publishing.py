@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from delta_tracker import Cadence, ModelDeltaTracker, Predictor, Publisher, Storage
+from delta_tracker import Cadence, ModelDeltaTracker, Predictor, Publisher, Recovery, Storage
 from delta_tracker.errors import (
     AlteredEntryError,
     BrokenCacheError,
@@ -201,7 +201,7 @@ def test_a_step_of_the_tracker_follows_that_of_the_optimizer(tmp_path: Path) -> 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tracker = ModelDeltaTracker(model)
     with Publisher(
-        tracker, f"file://{tmp_path}", states="optimizer", training_state={"optimizer": optimizer}
+        tracker, f"file://{tmp_path}", recovery=Recovery(training_state={"optimizer": optimizer})
     ) as publisher:
         for _ in range(2):
             model(torch.tensor([[3]])).sum().backward()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from delta_tracker import ModelDeltaTracker, Publisher, Standby, Storage, restore
+from delta_tracker import ModelDeltaTracker, Publisher, Recovery, Standby, Storage, restore
 from delta_tracker.errors import (
     CorruptPartError,
     IncompleteModelError,
@@ -46,7 +46,7 @@ class _Job:
         return {"optimizer": self.optimizer}
 
     def publisher(self, url: Any = None, **options: Any) -> Publisher:
-        arguments = {"states": "optimizer", "training_state": self.state} | options
+        arguments = {"recovery": Recovery(training_state=self.state)} | options
         return Publisher(self.tracker, url or self.url, **arguments)
 
     def train(self, *rows: int) -> None:
@@ -118,13 +118,13 @@ def test_another_version_is_restored_or_none(tmp_path: Path, kind: str) -> None:
     else:
         trainer = _published(tmp_path)
         if kind == "without states":
-            with trainer.publisher(states=None, training_state=None) as publisher:
+            with trainer.publisher(recovery=None) as publisher:
                 trainer.train(5)
                 publisher.snapshot()
         else:
             part = StreamLog(Storage(job.url)).read(4).parts[0]  # with the rows
             (tmp_path / "stream" / part.name).unlink()
-        refused(NotRecoverableError, job.restore, "Choose another version", 'states="optimizer"')
+        refused(NotRecoverableError, job.restore, "Choose another version", "recovery=")
         assert job.restore(3) == 3
         with job.publisher() as publisher:
             publisher.publish()
@@ -194,7 +194,7 @@ class _Rejecting:
 )
 def test_a_failed_restore_is_repeated_once_the_problem_is_fixed(tmp_path: Path) -> None:
     trainer = _Job(tmp_path)
-    with trainer.publisher(training_state=trainer.state | {"reader": _Rejecting()}) as publisher:
+    with trainer.publisher(recovery=Recovery(training_state=trainer.state | {"reader": _Rejecting()})) as publisher:
         trainer.train(3)
         publisher.snapshot()
     job, reader = _Job(tmp_path), _Rejecting()
@@ -238,8 +238,8 @@ def test_a_tracker_of_another_shard_is_attached_again(tmp_path: Path) -> None:
 def test_a_model_with_a_skipped_table_is_published_without_states(tmp_path: Path) -> None:
     job = _Job(tmp_path, small_model(2))
     job.tracker = ModelDeltaTracker(job.model, fqns_to_skip=["1"])
-    refused(UnsupportedModelError, job.publisher, "Publish without states")
-    with job.publisher(states=None, training_state=None) as publisher:
+    refused(UnsupportedModelError, job.publisher, "Publish without recovery=")
+    with job.publisher(recovery=None) as publisher:
         assert publisher.snapshot().version == 1
 
 
@@ -247,7 +247,7 @@ def test_a_model_with_a_skipped_table_is_published_without_states(tmp_path: Path
 def test_the_optimizer_of_a_table_is_passed(tmp_path: Path) -> None:
     job = _Job(tmp_path)
     refused(
-        UnsupportedTableError, lambda: _snapshot(job, training_state={}), "Pass the optimizer that has its parameter"
+        UnsupportedTableError, lambda: _snapshot(job, recovery=Recovery()), "Pass the optimizer that has its parameter"
     )
     with job.publisher() as publisher:
         publisher.snapshot()

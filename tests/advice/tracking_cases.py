@@ -18,7 +18,7 @@ from torchrec.distributed.sharding_plan import construct_module_sharding_plan, r
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from delta_tracker import ModelDeltaTracker, Publisher, RankCounters
+from delta_tracker import ModelDeltaTracker, Publisher, RankCounters, Recovery
 from delta_tracker.distributed import TORCH_TIMEOUT, RankGroup
 from delta_tracker.errors import (
     DetachedError,
@@ -266,7 +266,7 @@ def unrecoverable(rank: int, world_size: int, url: str, kind: str) -> None:
     model = shard(spec)
     tracker = ModelDeltaTracker(model)
     optimizer = ordinary_optimizer(model, "SGD", lr=0.1)
-    publish = partial(Publisher, tracker, url, states="optimizer", training_state={"dense": optimizer})
+    publish = partial(Publisher, tracker, url, recovery=Recovery(training_state={"dense": optimizer}))
     optimizer.save_param_groups(True)
     tbe = tbe_of(next(each for each in discover(model).kernels if each.is_fused).module)
     if kind == "in progress":
@@ -281,11 +281,11 @@ def unrecoverable(rank: int, world_size: int, url: str, kind: str) -> None:
         return
     if kind == "counters":
         tbe.use_rowwise_bias_correction = True
-        refused(UnsupportedModelError, publish, "another fused optimizer", "publish without states")
+        refused(UnsupportedModelError, publish, "another fused optimizer", "publish without recovery=")
     else:
         with mock.patch.object(optimizer_rows, "TABLE_DTYPES", {torch.float16}):
             refused(
-                UnsupportedTableError, lambda: publish().snapshot(), "float32, float16 or bfloat16", "without states"
+                UnsupportedTableError, lambda: publish().snapshot(), "float32, float16 or bfloat16", "without recovery="
             )
     with Publisher(tracker, f"{url}/other") as publisher:
         assert publisher.snapshot().version == 1

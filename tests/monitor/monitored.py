@@ -16,7 +16,7 @@ from datetime import timedelta
 
 import torch
 
-from delta_tracker import Cadence, ModelDeltaTracker, Predictor, Publisher, Retention, Storage
+from delta_tracker import Cadence, ModelDeltaTracker, Predictor, Publisher, Retention, Storage, Upkeep
 from delta_tracker.monitor import MONITOR
 from delta_tracker.monitor.sinks.prometheus import PrometheusSink
 from delta_tracker.stream.heartbeat_metrics import show_heartbeats
@@ -41,7 +41,9 @@ def train(storage: Storage) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     cadence = Cadence(seconds=_CADENCE_SECONDS, snapshot_every=20)
     tracker = ModelDeltaTracker(model)
-    publisher = Publisher(tracker, storage, cadence=cadence, retention=Retention(versions=40, grace_seconds=30))
+    publisher = Publisher(
+        tracker, storage, cadence=cadence, upkeep=Upkeep(retention=Retention(versions=40, grace_seconds=30))
+    )
     show_heartbeats(storage)
     while True:
         optimizer.zero_grad()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from delta_tracker import ModelDeltaTracker, Predictor, Publisher, TopK, TrackingMode
+from delta_tracker import ModelDeltaTracker, Predictor, Publisher, TopK, TrackingMode, Upkeep
 from delta_tracker.distributed import Gathering
 from delta_tracker.errors import FencedError
 from delta_tracker.publisher.cadence import Cadence
@@ -308,8 +308,7 @@ def kept_up(rank: int, world_size: int, url: str) -> dict[str, Any]:
             trainer.tracker,
             url,
             cadence=Cadence(batches=1),
-            retention=Retention(versions=4, grace_seconds=0.0),
-            compact_every=3,
+            upkeep=Upkeep(retention=Retention(versions=4, grace_seconds=0.0), compact_every=3),
             notifier=notifier if rank == 0 else None,
         )
         follower = empty_model(trainer.tracker)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from delta_tracker import ModelDeltaTracker, Predictor, Publisher, Storage, TopK, TrackingMode
+from delta_tracker import ModelDeltaTracker, Predictor, Publisher, Storage, TopK, TrackingMode, Upkeep
 from delta_tracker.errors import RankLostError, StreamError
 from delta_tracker.publisher.cadence import Cadence
 from delta_tracker.stream.log import StreamLog
@@ -131,7 +131,9 @@ def slower_than_the_timeout(rank: int, world_size: int, url: str) -> dict[str, A
 
     with ModelDeltaTracker(model) as tracker:
         storage = WrappedStorage(Storage(url, create=True))
-        with Publisher(tracker, storage, timeout=timedelta(seconds=1), pointer_seconds=None) as publisher:
+        with Publisher(
+            tracker, storage, timeout=timedelta(seconds=1), upkeep=Upkeep(pointer_seconds=None)
+        ) as publisher:
             publisher.publish()
             model(batch(_SPEC, torch.Generator().manual_seed(rank), size=20)).backward()
             tracker.step()
@@ -149,7 +151,11 @@ def lost_while_writing(rank: int, world_size: int, url: str, root: str, how: str
     tracker = ModelDeltaTracker(model)
     storage = WrappedStorage(Storage(url, create=True))
     publisher = Publisher(
-        tracker, storage, timeout=timedelta(seconds=timeout), cadence=Cadence(batches=1), pointer_seconds=None
+        tracker,
+        storage,
+        timeout=timedelta(seconds=timeout),
+        cadence=Cadence(batches=1),
+        upkeep=Upkeep(pointer_seconds=None),
     )
     publisher.publish()
     model(batch(_SPEC, torch.Generator().manual_seed(rank), size=30)).backward()

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from delta_tracker import ModelDeltaTracker, Publisher, Retention
+from delta_tracker import ModelDeltaTracker, Publisher, Retention, Upkeep
 from delta_tracker.errors import FencedError
 from delta_tracker.monitor import Monitor
 from tests.models import Spec, Table, batch, shard
@@ -72,7 +72,7 @@ def failing_upkeep(rank: int, world_size: int, url: str) -> None:
     monitor, model = Monitor(), shard(Spec([Table("t", 6, "row")]))
     figures, by_name = Figures(monitor), {"publisher": "publisher"}
     with ModelDeltaTracker(model) as tracker, mock.patch("time.time", _an_hour_ahead):
-        publisher = Publisher(tracker, url, monitor=monitor, retention=Retention(versions=1))
+        publisher = Publisher(tracker, url, monitor=monitor, upkeep=Upkeep(retention=Retention(versions=1)))
         Path(url.removeprefix("file://"), "predictors").symlink_to("predictors")
         while publisher.upkeep_error is None:
             publisher.snapshot()

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 from torch import distributed as dist
 
-from delta_tracker import ModelDeltaTracker, Publisher
+from delta_tracker import ModelDeltaTracker, Publisher, Upkeep
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.stream.pointer import POINTER_NAME, read_pointer
 from delta_tracker.stream.storage.storage import Storage
@@ -34,7 +34,7 @@ def publishes_without_the_pointer(rank: int, world_size: int, url: str, hangs: b
     rules = [calls(is_pointer, before=lambda _: tried.set()), *[gate] * hangs, fails(is_pointer, "it is full")]
     storage = WrappedStorage(Storage(url, create=True), *rules)
     with ModelDeltaTracker(shard(Spec.every_sharding(world_size))) as tracker:
-        publisher = Publisher(tracker, storage, pointer_seconds=0.001)
+        publisher = Publisher(tracker, storage, upkeep=Upkeep(pointer_seconds=0.001))
         for _ in range(3):
             publisher.publish()
         assert tried.wait(_DEADLINE) is (rank == 0)
@@ -50,7 +50,7 @@ def points_at_the_head(rank: int, world_size: int, url: str) -> dict[str, Any]:
     before = _threads()
     storage = Storage(url, create=True)
     with ModelDeltaTracker(shard(Spec.every_sharding(world_size))) as tracker:
-        publisher = Publisher(tracker, storage, compact_every=4, pointer_seconds=0.001)
+        publisher = Publisher(tracker, storage, upkeep=Upkeep(compact_every=4, pointer_seconds=0.001))
         assert _threads() <= before, "nothing is committed yet"
         for _ in range(6):
             publisher.publish()
@@ -68,7 +68,7 @@ def ends_with_the_publisher(rank: int, world_size: int, url: str) -> None:
     """Drop a publisher without closing it, and check that its thread ends."""
     before = _threads()
     with ModelDeltaTracker(shard(Spec.every_sharding(world_size))) as tracker:
-        publisher: Publisher | None = Publisher(tracker, url, pointer_seconds=0.001)
+        publisher: Publisher | None = Publisher(tracker, url, upkeep=Upkeep(pointer_seconds=0.001))
         assert publisher is not None
         publisher.publish()
         assert _threads() - before
@@ -83,8 +83,8 @@ def writes_no_pointer(rank: int, world_size: int, url: str) -> None:
     with ModelDeltaTracker(shard(Spec.every_sharding(world_size)), ["a", "b"]) as tracker:
         for seconds in (0, -1.0, float("nan"), float("inf")):
             with pytest.raises(InvalidArgumentError, match="pointer_seconds"):
-                Publisher(tracker, storage, "a", pointer_seconds=seconds)
-        publisher = Publisher(tracker, storage, "b", pointer_seconds=None)
+                Publisher(tracker, storage, "a", upkeep=Upkeep(pointer_seconds=seconds))
+        publisher = Publisher(tracker, storage, "b", upkeep=Upkeep(pointer_seconds=None))
         publisher.publish()
         publisher.close()
     assert read_pointer(storage) is None

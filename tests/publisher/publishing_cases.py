@@ -20,7 +20,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from delta_tracker import ModelDeltaTracker, Predictor, Publisher, TopK, TrackingMode
+from delta_tracker import ModelDeltaTracker, Predictor, Publisher, TopK, TrackingMode, Upkeep
 from delta_tracker.errors import DeltaTrackerError, FencedError, PublishError, RankLostError, StorageError
 from delta_tracker.publisher import coordinator
 from delta_tracker.publisher.cadence import Cadence
@@ -882,7 +882,7 @@ def lost_entry(rank: int, world_size: int, url: str, call: str) -> list[str]:
     messages = []
     with ModelDeltaTracker(model) as tracker:
         storage = Storage(url, create=True)
-        publisher = Publisher(tracker, storage, cadence=Cadence(batches=1), pointer_seconds=None)
+        publisher = Publisher(tracker, storage, cadence=Cadence(batches=1), upkeep=Upkeep(pointer_seconds=None))
         publisher.publish()
         held, behind = empty_model(tracker), empty_model(tracker)
         ahead, late = Predictor(held, url), Predictor(behind, url)

@@ -47,7 +47,7 @@ import torch
 from torch import distributed as dist
 
 import delta_tracker
-from delta_tracker import ModelDeltaTracker, Predictor, Publisher, Storage, TopK, TrackingMode
+from delta_tracker import ModelDeltaTracker, Predictor, Publisher, Recovery, Storage, TopK, TrackingMode, Upkeep
 from delta_tracker.errors import DeltaTrackerError, RankLostError
 from delta_tracker.publisher.cadence import Cadence
 from delta_tracker.stream.log import StreamLog
@@ -327,17 +327,15 @@ class _Job:
         self.generator = torch.Generator().manual_seed(seed * 10 + rank)
 
     def build(self) -> Publisher:
-        states: dict[str, Any] = {}
-        if self.schedule.has_states:
-            states = {"states": "optimizer", "rank_state": {"counter": self.counter}}
+        recovery = Recovery(rank_state={"counter": self.counter}) if self.schedule.has_states else None
         return Publisher(
             self.tracker,
             self.storage,
             top_k=self.schedule.top_k,
             cadence=self.schedule.cadence,
             timeout=_TIMEOUT,
-            pointer_seconds=None,
-            **states,
+            upkeep=Upkeep(pointer_seconds=None),
+            recovery=recovery,
         )
 
     def run(self, *, is_built: bool = True) -> Run:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any
 from unittest import mock
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from delta_tracker import ModelDeltaTracker, Predictor, Publisher, TopK
+from delta_tracker import ModelDeltaTracker, Predictor, Publisher, Recovery, TopK
 from delta_tracker.errors import (
     DeltaTrackerError,
     IncompleteModelError,
@@ -59,9 +59,9 @@ class Trainer:
         self.consumer = "stream" if "stream" in self.tracker.consumers else None
         self.publisher = self.publish_to(url, **kwargs)
 
-    def publish_to(self, url: str, **kwargs: Any) -> Publisher:
-        kwargs = {"states": "optimizer", "training_state": {"dense": self.optimizer}} | kwargs
-        return Publisher(self.tracker, url, self.consumer, **kwargs)
+    def publish_to(self, url: str, *, rank_state: Mapping[str, Any] | None = None, **kwargs: Any) -> Publisher:
+        recovery = Recovery(training_state={"dense": self.optimizer}, rank_state=rank_state or {})
+        return Publisher(self.tracker, url, self.consumer, **{"recovery": recovery, **kwargs})
 
     def train(self) -> None:
         self.optimizer.zero_grad()
@@ -392,11 +392,9 @@ def refused(rank: int, world_size: int, root: str) -> None:
         ({"top_k": TopK(rows=5, score=lambda _, rows: torch.ones(len(rows)))}, "top_k"),
         ({"encoding": Encoding.INT8}, "encoding"),
         ({"encoding": Encoding.F16}, "encoding"),
-        ({"states": "all"}, "states"),
-        ({"states": None}, "training_state"),
-        ({"states": None, "training_state": None, "rank_state": {}}, "rank_state"),
-        ({"training_state": {}}, "replica"),
-        ({"states": None if rank else "optimizer", "training_state": None if rank else {"d": trainer.optimizer}}, ""),
+        ({"recovery": "optimizer"}, "recovery"),
+        ({"recovery": Recovery()}, "replica"),
+        ({"recovery": None} if rank else {}, "recovery=None where rank 0 has recovery=Recovery" if rank else ""),
     ]
     for kwargs, text in choices:
         with pytest.raises(DeltaTrackerError, match=text):
@@ -422,14 +420,14 @@ def resumed(rank: int, world_size: int, root: str) -> None:
     trainer = Trainer(rank, world_size, url)
     kinds = []
     for states, is_restored in (
-        ("optimizer", False),
-        ("optimizer", True),
-        ("optimizer", False),
-        (None, False),
-        (None, False),
-        ("optimizer", False),
+        (True, False),
+        (True, True),
+        (True, False),
+        (False, False),
+        (False, False),
+        (True, False),
     ):
-        objects = {"dense": trainer.optimizer} if states else None
+        objects = {"dense": trainer.optimizer}
         trainer.train()
         state = trainer.tracker.state_dict()
         trainer.publisher.close()
@@ -441,7 +439,8 @@ def resumed(rank: int, world_size: int, root: str) -> None:
             trainer.tracker.load_state_dict(state)
         # No snapshot is due by the cadence, so each one is due to a load or a change of format.
         cadence = Cadence(batches=1, snapshot_every=100 if states else None)
-        trainer.publisher = trainer.publish_to(url, states=states, training_state=objects, cadence=cadence)
+        recovery = Recovery(training_state=objects) if states else None
+        trainer.publisher = trainer.publish_to(url, recovery=recovery, cadence=cadence)
         trainer.train()
         trainer.publisher.step()
         trainer.publisher.step()

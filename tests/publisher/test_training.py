@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.publisher.host_copies import HostCopier
-from delta_tracker.publisher.training import ConsumerState, TakenState, Training, TrainingSource
+from delta_tracker.publisher.training import ConsumerState, Recovery, TakenState, TrainingSource
 from delta_tracker.state_tree import unpack
 from delta_tracker.tracker.data_position import DataPosition
 from delta_tracker.types import ShardSpec, TableSpec
@@ -62,7 +62,7 @@ def _tracker(data: DataPosition[int] | None = None) -> Any:
 def _source(tracker: Any, *, training: Any = None, rank: Any = None, is_first: bool = True) -> TrainingSource:
     return TrainingSource(
         tracker,
-        Training(training or {}, rank or {}),
+        Recovery(training_state=training or {}, rank_state=rank or {}),
         collisions=dict,
         is_first=is_first,
         publisher="pub",

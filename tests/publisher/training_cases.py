@@ -15,13 +15,13 @@ import tests.models
 from delta_tracker import ModelDeltaTracker
 from delta_tracker.errors import InvalidArgumentError, UnsupportedTableError
 from delta_tracker.publisher.host_copies import HostCopier
-from delta_tracker.publisher.training import TakenState, Training, TrainingSource
+from delta_tracker.publisher.training import Recovery, TakenState, TrainingSource
 from delta_tracker.state_tree import unpack
 from tests.models import Spec, Table, batch, ordinary_optimizer, shard
 
 
 def _source(tracker: ModelDeltaTracker, rank: int, training: Any, ranks: Any) -> TrainingSource:
-    objects = Training(training, ranks)
+    objects = Recovery(training_state=training, rank_state=ranks)
     return TrainingSource(tracker, objects, collisions=dict, is_first=rank == 0, publisher="default")
 
 

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch import distributed as dist
 
-from delta_tracker import Cadence, ModelDeltaTracker, Predictor, Publisher, TopK, TrackingMode
+from delta_tracker import Cadence, ModelDeltaTracker, Predictor, Publisher, Recovery, TopK, TrackingMode
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage
@@ -69,9 +69,7 @@ class _Job:
                 self._urls[name],
                 name,
                 cadence=cadence,
-                states="optimizer",
-                training_state=trainer.training_state,
-                rank_state=trainer.rank_state,
+                recovery=Recovery(training_state=trainer.training_state, rank_state=trainer.rank_state),
             )
         return Publisher(
             trainer.tracker, self._urls[name], name, top_k=TopK(rows=5), encoding=Encoding.INT8, cadence=cadence

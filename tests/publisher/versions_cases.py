@@ -16,7 +16,7 @@ import torch
 from torch import distributed as dist
 
 import delta_tracker
-from delta_tracker import Cadence, ModelDeltaTracker, Predictor, Publisher, TopK, TrackingMode
+from delta_tracker import Cadence, ModelDeltaTracker, Predictor, Publisher, TopK, TrackingMode, Upkeep
 from delta_tracker.errors import DeltaTrackerError, PublishError, RankLostError
 from tests.models import Spec, Table, shard
 from tests.publisher.flights import finish
@@ -99,7 +99,7 @@ class _Job:
             top_k=TopK(rows=1000) if schedule.has_top_k else None,  # all rows, by a read that is a collective
             cadence=Cadence(batches=1, snapshot_every=schedule.snapshot_every),
             timeout=timedelta(seconds=schedule.timeout_seconds),
-            pointer_seconds=None,
+            upkeep=Upkeep(pointer_seconds=None),
         )
 
     def train(self) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
-from delta_tracker import ModelDeltaTracker, Publisher, Standby
+from delta_tracker import ModelDeltaTracker, Publisher, Recovery, Standby
 from delta_tracker.recovery.random_states import RandomStates
 from delta_tracker.recovery.restore import restore
 from delta_tracker.sharding.collision_states import collision_state
@@ -62,7 +62,7 @@ class Trainer:
         return losses
 
     def publisher(self, path: str) -> Publisher:
-        return Publisher(self.tracker, f"file://{path}", states="optimizer", rank_state={"random": self.random})
+        return Publisher(self.tracker, f"file://{path}", recovery=Recovery(rank_state={"random": self.random}))
 
     def restore(self, path: str, version: int | None = None, **kwargs: Any) -> Any:
         arguments: dict[str, Any] = {"tracker": self.tracker, "rank_state": {"random": self.random}, **kwargs}

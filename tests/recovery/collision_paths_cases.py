@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 from torchrec.modules.mc_modules import DistanceLFU_EvictionPolicy, LFU_EvictionPolicy, LRU_EvictionPolicy
 
-from delta_tracker import Delta, ModelDeltaTracker, Publisher
+from delta_tracker import Delta, ModelDeltaTracker, Publisher, Recovery
 from delta_tracker.errors import StorageError
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.recovery import plan
@@ -37,7 +37,7 @@ class _Job(Trainer):
 
     def publisher(self, path: str) -> Publisher:
         states: Any = {"random": self.random}
-        return Publisher(self.tracker, f"file://{path}", "stream", states="optimizer", rank_state=states)
+        return Publisher(self.tracker, f"file://{path}", "stream", recovery=Recovery(rank_state=states))
 
     def rest(self) -> tuple[list[float], list[Delta]]:
         """Train to the end; return the losses and what the other consumer reads."""

@@ -14,7 +14,7 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import tests.models
-from delta_tracker import DataPosition, ModelDeltaTracker, Publisher
+from delta_tracker import DataPosition, ModelDeltaTracker, Publisher, Recovery
 from delta_tracker.recovery.random_states import RandomStates
 from delta_tracker.recovery.restore import restore
 from tests.models import Spec, Table, ordinary_optimizer, shard
@@ -112,7 +112,7 @@ def resumed(rank: int, world_size: int, url: str) -> list[list[int]]:
     with ModelDeltaTracker(job.model) as tracker:
         tracker.attach_data(job.data)
         states = {"random": RandomStates()}
-        publisher = Publisher(tracker, url, states="optimizer", training_state=objects, rank_state=states)
+        publisher = Publisher(tracker, url, recovery=Recovery(training_state=objects, rank_state=states))
         trained = job.train(tracker, _NUM_STEPS, publisher)
         publisher.close()
     expected = job.state

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from delta_tracker import DataPosition, ModelDeltaTracker, Publisher
+from delta_tracker import DataPosition, ModelDeltaTracker, Publisher, Recovery
 from delta_tracker.errors import StorageError
 from delta_tracker.recovery import job, plan
 from delta_tracker.recovery.path import recovery_path
@@ -144,9 +144,7 @@ class Trainer:
             f"file://{path}/stream",
             "main",
             dense=["dense.weight"],
-            states="optimizer",
-            training_state=self.training_state,
-            rank_state=self.rank_state,
+            recovery=Recovery(training_state=self.training_state, rank_state=self.rank_state),
             **options,
         )
 

@@ -19,7 +19,7 @@ from unittest import mock
 
 from torch import distributed as dist
 
-from delta_tracker import Cadence, Predictor, Publisher, Standby, Takeover
+from delta_tracker import Cadence, Predictor, Publisher, Recovery, Standby, Takeover, Upkeep
 from delta_tracker.errors import StorageError, UnsupportedStoreError
 from delta_tracker.monitor import Monitor
 from delta_tracker.publisher import coordinator
@@ -29,7 +29,7 @@ from delta_tracker.recovery.following import Following
 from delta_tracker.recovery.random_states import RandomStates
 from delta_tracker.recovery.targets import RowWriter
 from delta_tracker.sharding.interrupted import check_complete
-from delta_tracker.stream.heartbeat import PublisherPulse, read_heartbeats
+from delta_tracker.stream.heartbeat import BEAT_SECONDS, PublisherPulse, read_heartbeats
 from delta_tracker.stream.liveness import Liveness
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
@@ -69,21 +69,18 @@ class Job(Trainer):
             taken.recovery,
             "main",
             dense=["dense.weight"],
-            states="optimizer",
-            training_state=self.training_state,
-            rank_state=self.rank_state,
+            recovery=Recovery(training_state=self.training_state, rank_state=self.rank_state),
         )
 
-    def publisher(self, path: str, **kwargs: Any) -> Publisher:
+    def publisher(self, path: str, *, heartbeat_seconds: float = BEAT_SECONDS, **kwargs: Any) -> Publisher:
         """Return a publisher with states."""
+        objects = {"training_state": self.training_state, "rank_state": self.rank_state}
         return Publisher(
             self.tracker,
             f"file://{path}/stream",
             "main",
             dense=["dense.weight"],
-            states="optimizer",
-            training_state=self.training_state,
-            rank_state=self.rank_state,
+            recovery=Recovery(**objects, heartbeat_seconds=heartbeat_seconds),
             **kwargs,
         )
 
@@ -1013,7 +1010,7 @@ def disturbed(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> li
     """A version that is damaged or missing is passed as soon as there is a way; a stream that does not fit raises."""
     trainer, job = Job(spec_of(**spec), rank), made(spec, rank)
     # Readers notice a damaged log once the pointer passes it, up to a second later: here at once.
-    publisher = trainer.publisher(path, pointer_seconds=None)
+    publisher = trainer.publisher(path, upkeep=Upkeep(pointer_seconds=None))
     standby = job.standby(path)
     messages = []
     for what in ("part", "entry", "merged"):

@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from delta_tracker import ModelDeltaTracker, Predictor, Publisher, TopK, TrackingMode, restore
+from delta_tracker import ModelDeltaTracker, Predictor, Publisher, Recovery, TopK, TrackingMode, restore
 from delta_tracker.errors import InvalidArgumentError, UnsupportedModelError, UnsupportedTableError
 from tests.ranks import RankPool
 from tests.sweeps import SWEEPS_ARE_WHOLE, num_examples
@@ -484,7 +484,7 @@ def test_training_continues_bit_for_bit_after_a_restore(tmp_path: Path, is_spars
 
     model, optimizers = build()
     tracker = ModelDeltaTracker(model)
-    with closing(Publisher(tracker, url, states="optimizer", training_state=optimizers)) as publisher:
+    with closing(Publisher(tracker, url, recovery=Recovery(training_state=optimizers))) as publisher:
         for batch in range(4):
             publisher.publish()
             train(model, optimizers, batch)
@@ -510,7 +510,7 @@ def test_a_sparse_momentum_is_refused_in_training_states(tmp_path: Path) -> None
     tracker = ModelDeltaTracker(model)
     tracker.step()
     with pytest.raises(InvalidArgumentError, match=r"momentum_buffer.*plain dense tensors"):
-        Publisher(tracker, f"file://{tmp_path}", states="optimizer", training_state={"o": optimizer})
+        Publisher(tracker, f"file://{tmp_path}", recovery=Recovery(training_state={"o": optimizer}))
 
 
 def test_beside_sharded_collections_they_are_named_and_not_tracked(one_rank: RankPool) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, multiprocessing, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from delta_tracker import Cadence, Encoding, ModelDeltaTracker, Predictor, Publisher, Storage, restore
+from delta_tracker import Cadence, Encoding, ModelDeltaTracker, Predictor, Publisher, Recovery, Storage, restore
 from delta_tracker.errors import InvalidArgumentError, ModelMismatchError, UnsupportedTableError
 from delta_tracker.publisher.cadence import Pace
 from delta_tracker.sharding import step_hook
@@ -193,7 +193,7 @@ def test_an_optimizer_that_failed_and_is_gone_does_not_stop_publishing() -> None
     model, storage = _model(), Storage("memory://")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tracker = ModelDeltaTracker(model)
-    with Publisher(tracker, storage, states="optimizer", training_state={"optimizer": optimizer}) as publisher:
+    with Publisher(tracker, storage, recovery=Recovery(training_state={"optimizer": optimizer})) as publisher:
         publisher.snapshot()
         failing = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)  # cannot add sparse and dense tensors
         _backward(model, 1, 2)
@@ -262,7 +262,7 @@ def test_a_frozen_table_is_restored_without_an_optimizer() -> None:
 
     (model, optimizer), (resumed, other) = build(), build()
     storage, tracker = Storage("memory://"), ModelDeltaTracker(model)
-    with Publisher(tracker, storage, states="optimizer", training_state={"optimizer": optimizer}) as publisher:
+    with Publisher(tracker, storage, recovery=Recovery(training_state={"optimizer": optimizer})) as publisher:
         publisher.snapshot()
         _backward(model, 3)
         optimizer.step()

@@ -20,7 +20,7 @@ from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block, Manifest
 from delta_tracker.stream.format.part_buffer import PartBuffer
 from delta_tracker.stream.maintenance.retention import Retention
-from delta_tracker.stream.maintenance.upkeep import Upkeep
+from delta_tracker.stream.maintenance.upkeep import Upkeep, UpkeepThread
 from delta_tracker.stream.pointer_writer import PointerWriter
 from delta_tracker.stream.storage.storage import Storage, Transfer
 from delta_tracker.stream.storage.url import connection
@@ -332,7 +332,9 @@ def test_stop_does_not_wait_for_a_huge_part(tmp_path: Path) -> None:
 def test_closing_does_not_wait_for_upkeep_that_hangs(server: SlowS3, writer: Writer) -> None:
     version = writer.snapshot().version
     storage = server.storage(read_timeout="60s", timeout="60s")
-    upkeep = Upkeep(storage, Retention(versions=1), retain_every=1, compact_every=2, close_seconds=0.2)
+    upkeep = UpkeepThread(
+        storage, Upkeep(retention=Retention(versions=1), compact_every=2), retain_every=1, close_seconds=0.2
+    )
     server.is_hanging = True
     upkeep.after(version)
     eventually(lambda: len(server.asked) > 0)

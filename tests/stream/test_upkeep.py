@@ -11,7 +11,7 @@ import pytest
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.retention import Retention
-from delta_tracker.stream.maintenance.upkeep import Upkeep
+from delta_tracker.stream.maintenance.upkeep import Upkeep, UpkeepThread
 from delta_tracker.stream.storage.storage import Storage
 from tests.raised import has_frames
 from tests.stores.rules import Gate, fails, on
@@ -34,7 +34,9 @@ def test_a_stream_stays_small_while_it_is_written() -> None:
     storage = Storage("memory://")
     writer = Writer(storage, num_rows=40)
     writer.snapshot()
-    upkeep = Upkeep(storage, Retention(versions=3, grace_seconds=0), compact_every=4, retain_every=4)
+    upkeep = UpkeepThread(
+        storage, Upkeep(retention=Retention(versions=3, grace_seconds=0), compact_every=4), retain_every=4
+    )
     for row in range(40):
         upkeep.after(writer.delta([row]).version)
         _wait_for_the_pass()  # the tests of compaction have a schedule that does not wait
@@ -49,7 +51,7 @@ def test_one_pass_at_a_time_and_close_waits_for_it() -> None:
     gate = Gate(on("objects", name="parts"))
     storage = WrappedStorage(Storage("memory://"), gate)
     writer = Writer(storage.inner)
-    upkeep = Upkeep(storage, Retention(versions=1), retain_every=1)
+    upkeep = UpkeepThread(storage, Upkeep(retention=Retention(versions=1)), retain_every=1)
     upkeep.after(writer.snapshot().version)
     assert gate.reached.wait(60)
     upkeep.after(writer.delta([1]).version)
@@ -69,7 +71,7 @@ def test_a_failure_is_logged_once_and_cleared_when_a_pass_succeeds(caplog: pytes
     storage = WrappedStorage(Storage("memory://"), outage)
     writer = Writer(storage.inner)
     failures: list[str] = []
-    upkeep = Upkeep(storage, Retention(versions=1), retain_every=1, on_failure=failures.append)
+    upkeep = UpkeepThread(storage, Upkeep(retention=Retention(versions=1)), retain_every=1, on_failure=failures.append)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             upkeep.after(writer.snapshot().version)
@@ -93,7 +95,7 @@ def test_a_retention_pass_does_not_clear_the_error_of_a_compaction(caplog: pytes
     unreachable = fails(on("names", "objects", name="merged"), lambda _: OSError("no route"))
     storage = WrappedStorage(Storage("memory://"))
     writer = Writer(storage.inner)
-    upkeep = Upkeep(storage, Retention(), compact_every=4, retain_every=1)
+    upkeep = UpkeepThread(storage, Upkeep(retention=Retention(), compact_every=4), retain_every=1)
     writer.snapshot()
     errors = []
     with caplog.at_level(logging.WARNING):
@@ -114,7 +116,9 @@ def test_versions_are_removed_although_the_compaction_before_fails() -> None:
     storage = WrappedStorage(Storage("memory://"), fails(on("put"), lambda _: OSError("no space")))
     writer = Writer(storage.inner)
     writer.snapshot()
-    upkeep = Upkeep(storage, Retention(versions=1, grace_seconds=0), compact_every=4, retain_every=4)
+    upkeep = UpkeepThread(
+        storage, Upkeep(retention=Retention(versions=1, grace_seconds=0), compact_every=4), retain_every=4
+    )
     for row in range(12):  # the passes after every fourth version compact and retain
         if row == 4:
             writer.snapshot()
@@ -127,7 +131,7 @@ def test_versions_are_removed_although_the_compaction_before_fails() -> None:
 def test_an_error_to_start_a_pass_ends_with_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     storage = Storage("memory://")
     writer = Writer(storage)
-    upkeep = Upkeep(storage, Retention(), retain_every=1)
+    upkeep = UpkeepThread(storage, Upkeep(retention=Retention()), retain_every=1)
 
     def fail(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -144,7 +148,7 @@ def test_an_error_to_start_a_pass_ends_with_the_next_one(monkeypatch: pytest.Mon
 def test_the_memory_of_a_failed_pass_is_freed() -> None:
     storage = WrappedStorage(Storage("memory://"), fails(on("put"), lambda _: OSError("no space")))
     writer = Writer(storage.inner)
-    upkeep = Upkeep(storage, None, compact_every=2)
+    upkeep = UpkeepThread(storage, Upkeep(compact_every=2))
     for manifest in (writer.snapshot(), writer.delta([1]), writer.delta([2])):
         upkeep.after(manifest.version)
     upkeep.close()
@@ -152,7 +156,15 @@ def test_the_memory_of_a_failed_pass_is_freed() -> None:
     assert not has_frames(upkeep.error)
 
 
-@pytest.mark.parametrize(("name", "value"), [("compact_every", 1), ("retain_every", 0), ("close_seconds", -1)])
+@pytest.mark.parametrize(("name", "value"), [("retain_every", 0), ("close_seconds", -1)])
 def test_invalid_bounds_are_refused(name: str, value: object) -> None:
     with pytest.raises(InvalidArgumentError, match=name):
-        Upkeep(Storage("memory://"), None, **{name: value})
+        UpkeepThread(Storage("memory://"), Upkeep(), **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("retention", 5), ("compact_every", 1), ("pointer_seconds", 0), ("pointer_seconds", "1")]
+)
+def test_invalid_upkeep_is_refused(name: str, value: object) -> None:
+    with pytest.raises(InvalidArgumentError, match=name):
+        Upkeep(**{name: value})

@@ -13,7 +13,7 @@ import torchmetrics
 from torch import distributed as dist
 from torch.distributed import _functional_collectives as functional
 
-from delta_tracker import ModelDeltaTracker, Predictor, Publisher, TopK, TrackingMode
+from delta_tracker import ModelDeltaTracker, Predictor, Publisher, TopK, TrackingMode, Upkeep
 from delta_tracker.monitor import Monitor
 from delta_tracker.monitor.device.torchmetric import TorchMetric
 from delta_tracker.monitor.sinks.jsonl import JsonlSink
@@ -106,8 +106,7 @@ def whole_library(rank: int, world_size: int, root: str) -> dict[str, list[str]]
             url,
             top_k=TopK(rows=9),
             cadence=Cadence(batches=2, snapshot_every=4),
-            retention=Retention(versions=4, grace_seconds=0.0),
-            compact_every=3,
+            upkeep=Upkeep(retention=Retention(versions=4, grace_seconds=0.0), compact_every=3),
         )
         predictor = Predictor(empty_model(tracker), url, name=f"rank-{rank}")
         publisher.publish()

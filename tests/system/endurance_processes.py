@@ -19,7 +19,7 @@ import xxhash
 from torch import Tensor
 from torch import distributed as dist
 
-from delta_tracker import ModelDeltaTracker, Predictor, Publisher
+from delta_tracker import ModelDeltaTracker, Predictor, Publisher, Recovery, Upkeep
 from delta_tracker.errors import NotRecoverableError, PublishError, StorageError
 from delta_tracker.publisher.cadence import Cadence
 from delta_tracker.recovery.restore import restore
@@ -125,12 +125,10 @@ class Trainer:
         publisher = Publisher(
             self._tracker,
             self._paths.url,
-            states="optimizer",
-            training_state={"optimizer": self._optimizer},
+            recovery=Recovery(training_state={"optimizer": self._optimizer}),
             dense=self._dense,
             cadence=Cadence(seconds=0.5, snapshot_every=100),
-            retention=Retention(versions=100, grace_seconds=20.0),
-            compact_every=20,
+            upkeep=Upkeep(retention=Retention(versions=100, grace_seconds=20.0), compact_every=20),
             timeout=TIMEOUT,
         )
         due, is_over = time.monotonic() + _RECORD_SECONDS, False

@@ -50,7 +50,17 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from delta_tracker import DataPosition, ModelDeltaTracker, Predictor, Publisher, Standby, TopK, TrackingMode
+from delta_tracker import (
+    DataPosition,
+    ModelDeltaTracker,
+    Predictor,
+    Publisher,
+    Recovery,
+    Standby,
+    TopK,
+    TrackingMode,
+    Upkeep,
+)
 from delta_tracker.errors import FencedError, NoSnapshotError, PublishError, StorageError
 from delta_tracker.recovery.random_states import RandomStates
 from delta_tracker.stream.format.encoding import Encoding
@@ -257,11 +267,12 @@ class Member:
             self._tracker,
             recovery,
             "recovery",
-            states="optimizer",
-            training_state=self._trainer.training_state,
-            rank_state=self._rank_state,
-            compact_every=3 if self._plan.seed % 5 == 1 else None,
-            heartbeat_seconds=self._plan.silence_seconds / 5,
+            recovery=Recovery(
+                training_state=self._trainer.training_state,
+                rank_state=self._rank_state,
+                heartbeat_seconds=self._plan.silence_seconds / 5,
+            ),
+            upkeep=Upkeep(compact_every=3 if self._plan.seed % 5 == 1 else None),
             timeout=_TIMEOUT,
         )
         self._serving = Publisher(

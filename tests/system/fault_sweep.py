@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from delta_tracker import ModelDeltaTracker, Predictor, Publisher
+from delta_tracker import ModelDeltaTracker, Predictor, Publisher, Recovery, Upkeep
 from delta_tracker.errors import (
     FencedError,
     IncompleteModelError,
@@ -80,9 +80,8 @@ class Trainer:
             self.tracker,
             self.storage,
             dense=self.model.module.dense,
-            states="optimizer" if self.has_states else None,
-            pointer_seconds=None,  # its thread would make the number of operations random
-            training_state={"optimizer": self.optimizer} if self.has_states else None,
+            recovery=Recovery(training_state={"optimizer": self.optimizer}) if self.has_states else None,
+            upkeep=Upkeep(pointer_seconds=None),  # its thread would make the number of operations random
         )
 
     def restore(self) -> int:

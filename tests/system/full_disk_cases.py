@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import distributed as dist
 
-from delta_tracker import ModelDeltaTracker, Predictor, Publisher
+from delta_tracker import ModelDeltaTracker, Predictor, Publisher, Upkeep
 from tests.models import Spec, batch, shard
 from tests.publisher.publishing_cases import assert_equal, attempt, empty_model
 
@@ -35,7 +35,7 @@ def full(rank: int, world_size: int, directory: str) -> list[str]:
     generator = torch.Generator().manual_seed(rank)
     said = []
     with ModelDeltaTracker(model) as tracker:
-        publisher = Publisher(tracker, url, pointer_seconds=None)
+        publisher = Publisher(tracker, url, upkeep=Upkeep(pointer_seconds=None))
         held = empty_model(tracker)
         predictor = Predictor(held, url, name=f"rank-{rank}")
         publisher.snapshot()

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from delta_tracker import Encoding, TopK, TrackingMode
+from delta_tracker import Encoding, TopK, TrackingMode, Upkeep
 from delta_tracker.publisher.cadence import Cadence
 from delta_tracker.stream.maintenance.retention import Retention
 from tests.system.random_fault import FAULTS
@@ -33,6 +33,7 @@ class Job:
         world_sizes: number of ranks of each life.
         collections: the model.
         fault: kind of the fault in each life.
+        has_states: True if the versions have the states of the optimizers.
         begins: how each life begins: "new", "checkpoint" or "stream".
         publishing: arguments of the publisher.
         encodings: encoding by FQN.
@@ -44,6 +45,7 @@ class Job:
     world_sizes: tuple[int, ...]
     collections: tuple[Collection, ...]
     fault: str
+    has_states: bool
     begins: tuple[str, ...]
     publishing: Mapping[str, Any]
     encodings: Mapping[str, Encoding]
@@ -70,7 +72,6 @@ class Job:
                     kinds = [Encoding.F16, Encoding.BF16, Encoding.INT8] + [Encoding.INT4] * (layout.table.dim % 4 == 0)
                     encodings[collection.fqn(layout.table.name)] = draw.choice(kinds)
         publishing = {
-            "states": "optimizer" if has_states else None,
             "top_k": TopK(rows=draw.choice([5, 20]), score=None if mode is not TrackingMode.ID_ONLY else sum_of_columns)
             if has_top_k
             else None,
@@ -78,8 +79,11 @@ class Job:
             "cadence": Cadence(
                 batches=draw.choice([1, 2, 4]), snapshot_every=draw.choice([None, 4]), vote_every=draw.choice([1, 1, 2])
             ),
-            "retention": Retention(versions=3, grace_seconds=0) if draw.random() < 0.3 else None,
-            "compact_every": draw.choice([None, None, 2, 3]),
+            "upkeep": Upkeep(
+                retention=Retention(versions=3, grace_seconds=0) if draw.random() < 0.3 else None,
+                compact_every=draw.choice([None, None, 2, 3]),
+                pointer_seconds=None,
+            ),
         }
         return cls(
             seed,
@@ -87,16 +91,12 @@ class Job:
             world_sizes,
             tuple(collections),
             FAULTS[seed % len(FAULTS)],
+            has_states,
             ("new", *later),
             publishing,
             encodings,
             draw.choice([None, None, None, None, 30_000]),
         )
-
-    @property
-    def has_states(self) -> bool:
-        """Whether the versions have the states of the optimizers."""
-        return self.publishing["states"] is not None
 
     @property
     def has_dense(self) -> bool:

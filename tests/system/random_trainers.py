@@ -45,7 +45,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch import distributed as dist
 
-from delta_tracker import Delta, ModelDeltaTracker, Publisher, TopK, TrackingMode, restore
+from delta_tracker import Delta, ModelDeltaTracker, Publisher, Recovery, TopK, TrackingMode, restore
 from delta_tracker.errors import (
     DeltaTrackerError,
     InvalidArgumentError,
@@ -166,7 +166,7 @@ class Life:
         return state
 
     def _objects(self) -> dict[str, Any]:
-        """Return the states of the optimizers that are published with the rows."""
+        """Return the states of the optimizers that are published with the rows and restored; empty for none."""
         if not self._job.has_states:
             return {}
         assert not self._trained.split, "no table has a DENSE kernel"
@@ -178,9 +178,8 @@ class Life:
             storage,
             "stream",
             dense=self._trained.model.module.dense if self._job.has_dense else None,
-            pointer_seconds=None,
+            recovery=Recovery(**self._objects()) if self._job.has_states else None,
             timeout=_TIMEOUT,
-            **self._objects(),
             **self._job.publishing,
         )
         self._mirror.generations[publisher.generation] = self._number

@@ -42,7 +42,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from delta_tracker import DataPosition, ModelDeltaTracker, Predictor, Publisher
+from delta_tracker import DataPosition, ModelDeltaTracker, Predictor, Publisher, Recovery, Upkeep
 from delta_tracker.errors import NotRecoverableError, RestoreFailedError, RestoreMismatchError
 from delta_tracker.publisher.cadence import Cadence
 from delta_tracker.recovery.random_states import RandomStates
@@ -93,12 +93,13 @@ class Life:
             self._publisher = Publisher(
                 self.tracker,
                 self._url,
-                states="optimizer",
-                training_state=self.trainer.training_state,
-                rank_state=self.trainer.rank_state | {"random": self._random},
+                recovery=Recovery(
+                    training_state=self.trainer.training_state,
+                    rank_state=self.trainer.rank_state | {"random": self._random},
+                ),
                 dense=self.trainer.model.module.dense if self._job.seed % 2 else None,
                 cadence=Cadence(batches=1, snapshot_every=every),
-                compact_every=3 if self._job.seed % 5 == 1 else None,
+                upkeep=Upkeep(compact_every=3 if self._job.seed % 5 == 1 else None),
                 timeout=_TIMEOUT,
             )
         return self._publisher

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from delta_tracker import ModelDeltaTracker, Predictor, Publisher, TrackingMode
+from delta_tracker import ModelDeltaTracker, Predictor, Publisher, TrackingMode, Upkeep
 from delta_tracker.monitor import MONITOR
 from delta_tracker.monitor.sinks.chrome_trace import ChromeTraceSink
 from delta_tracker.monitor.sinks.jsonl import JsonlSink
@@ -70,8 +70,7 @@ class Soak:
             self._tracker,
             url,
             cadence=Cadence(batches=2, snapshot_every=10),
-            retention=Retention(versions=20, grace_seconds=0.5),
-            compact_every=5,
+            upkeep=Upkeep(retention=Retention(versions=20, grace_seconds=0.5), compact_every=5),
         )
         self._served: dict[str, Tensor] = {
             fqn: torch.full((table.num_rows, table.dim), -1.0) for fqn, table in self._tracker.tables.items()

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from delta_tracker import Cadence, ModelDeltaTracker, Predictor, Publisher
+from delta_tracker import Cadence, ModelDeltaTracker, Predictor, Publisher, Recovery, Upkeep
 from delta_tracker.errors import DeltaTrackerError, MissingVersionError, NotRecoverableError
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.publisher.version_source import VersionSource
@@ -51,11 +51,10 @@ class Job:
         self.publisher = Publisher(
             self.tracker,
             storage,
-            states="optimizer",
-            training_state=state,
+            recovery=Recovery(training_state=state),
             cadence=Cadence(batches=1),
             monitor=Monitor(),
-            pointer_seconds=None,
+            upkeep=Upkeep(pointer_seconds=None),
         )
 
     def train(self, *rows: int) -> None:
@@ -161,5 +160,5 @@ def test_a_standby_follows_over_a_lost_entry_and_takes_over(tmp_path: Path, has_
     assert standby.version == 5
     taken = standby.take_over(force=True)
     assert torch.equal(model[0].weight, job.model[0].weight)
-    with Publisher(tracker, taken.recovery, states="optimizer", training_state={"optimizer": optimizer}) as publisher:
+    with Publisher(tracker, taken.recovery, recovery=Recovery(training_state={"optimizer": optimizer})) as publisher:
         assert publisher.publish().generation == 3

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from delta_tracker import Predictor
+from delta_tracker import Predictor, Upkeep
 from delta_tracker.planning.forecast import forecast
 from delta_tracker.planning.version_size import VersionSize
 from delta_tracker.stream.storage.storage import Storage
@@ -32,7 +32,7 @@ def _billed(seen: Sequence[str]) -> Counter[str]:
 def test_a_stream_on_s3_takes_the_planned_requests(s3: S3) -> None:
     url = f"{s3.url}/{secrets.token_hex(8)}"
     with proxy(s3.port) as trainers, proxy(s3.port) as predictors:
-        job = Job(Storage(url, options=s3.through(trainers.port)), 0.05, pointer_seconds=None)
+        job = Job(Storage(url, options=s3.through(trainers.port)), 0.05, upkeep=Upkeep(pointer_seconds=None))
         trainers.seen.clear()
         for number in range(4):
             job.publish(snapshot=number % 2 == 0)

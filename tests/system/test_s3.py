@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from delta_tracker import ModelDeltaTracker, Predictor, Publisher
+from delta_tracker import ModelDeltaTracker, Predictor, Publisher, Recovery, Upkeep
 from delta_tracker.errors import CorruptPartError, FencedError, StorageError, UnsupportedStoreError, WriteRefusedError
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.stream.log import StreamLog
@@ -255,11 +255,9 @@ def test_each_write_of_a_version_that_s3_refuses_once_as_concurrent_is_repeated(
     with Publisher(
         tracker,
         storage,
-        states="optimizer",
-        training_state={"optimizer": optimizer},
+        recovery=Recovery(training_state={"optimizer": optimizer}, heartbeat_seconds=0.001),
         monitor=Monitor(),
-        heartbeat_seconds=0.001,
-        pointer_seconds=0.001,
+        upkeep=Upkeep(pointer_seconds=0.001),
     ) as publisher:
         for number in range(12):
             bad.busy, bad.busy_after = dict.fromkeys(methods, 1), number

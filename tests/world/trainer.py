@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from delta_tracker import Encoding, ModelDeltaTracker, Publisher, Retention, Standby, restore
+from delta_tracker import Encoding, ModelDeltaTracker, Publisher, Recovery, Retention, Standby, Upkeep, restore
 from delta_tracker.errors import DeltaTrackerError
 from tests.world.values import Schedule
 
@@ -224,18 +224,20 @@ class Trainer:
                 url,
                 dense=None if schedule.has_raw_ids else self._trained.module,
                 encoding=None if schedule.encoding is None else Encoding[schedule.encoding],
-                states="optimizer" if schedule.states else None,
-                training_state=self._training_state if schedule.states else None,
-                retention=Retention(versions=3, grace_seconds=10.0) if schedule.has_upkeep else None,
-                compact_every=3 if schedule.has_upkeep else None,
-                heartbeat_seconds=None,
-                pointer_seconds=0.001 if schedule.has_web else None,
+                recovery=Recovery(training_state=self._training_state, heartbeat_seconds=None)
+                if schedule.states
+                else None,
+                upkeep=Upkeep(
+                    retention=Retention(versions=3, grace_seconds=10.0) if schedule.has_upkeep else None,
+                    compact_every=3 if schedule.has_upkeep else None,
+                    pointer_seconds=0.001 if schedule.has_web else None,
+                ),
             )
 
     @property
-    def _training_state(self) -> dict[str, Any] | None:
+    def _training_state(self) -> dict[str, Any]:
         optimizer = self._trained.optimizer
-        return None if optimizer is None else {"optimizer": optimizer}
+        return {} if optimizer is None else {"optimizer": optimizer}
 
     def restore(self, url: str) -> tuple[str, int]:
         """Restore the newest version; return its stream and version."""

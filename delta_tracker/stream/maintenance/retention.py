@@ -82,7 +82,7 @@ class Retention:
         heartbeat_seconds: time for which a heartbeat that is not replaced is kept; at least 3600.
 
     Example:
-        >>> Retention(versions=500).versions  # for Publisher(..., retention=Retention(versions=500))
+        >>> Retention(versions=500).versions  # for Upkeep(retention=Retention(versions=500))
         500
     """
 

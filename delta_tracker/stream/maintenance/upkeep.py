@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
+from delta_tracker.arguments import check_seconds
 from delta_tracker.errors import InvalidArgumentError, kind_of, unraised
 from delta_tracker.stream.interruption import Interrupted, interruptible
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retained, Retention, RetentionPasses
+from delta_tracker.stream.pointer_writer import POINTER_SECONDS
 from delta_tracker.stream.storage.storage import Storage
 
 _logger = logging.getLogger(__name__)
@@ -27,15 +30,53 @@ class _Step(NamedTuple):
     run: Callable[[], bool]  # returns False if it changed nothing
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Upkeep:
+    """Work on a stream that a publisher does in threads of rank 0, besides the versions.
+
+    Args:
+        retention: versions that the stream keeps. Others are removed every 16 versions. Only versions before a snapshot
+            can be removed: create snapshots with ``Cadence(snapshot_every=...)`` or ``compact_every``. None keeps all
+            versions.
+        compact_every: number of versions between two compactions, 2 or more; None disables compaction.
+        pointer_seconds: minimum time between two writes of the pointer object ``control/head.json``, by which readers
+            over http find new versions. It is written only after commits. Its failures are logged. None to write none:
+            readers over http then find no version.
+
+    Raises:
+        InvalidArgumentError: if an argument is invalid.
+
+    Example:
+        >>> Upkeep(retention=Retention(versions=500), compact_every=50).pointer_seconds
+        1.0
+    """
+
+    retention: Retention | None = None
+    compact_every: int | None = None
+    pointer_seconds: float | None = POINTER_SECONDS
+
+    def __post_init__(self) -> None:
+        retention: object = self.retention
+        if retention is not None and not isinstance(retention, Retention):
+            raise InvalidArgumentError("retention", retention, "Pass a Retention, for example Retention(versions=500)")
+        if self.compact_every is not None:
+            _check_count("compact_every", self.compact_every, 2)
+        check_seconds("pointer_seconds", self.pointer_seconds)
+
+    @property
+    def has_passes(self) -> bool:
+        """True if there is a retention or a compaction."""
+        return self.retention is not None or self.compact_every is not None
+
+
+class UpkeepThread:
     """Runner of compaction and retention in a background thread, one pass at a time. Not thread-safe.
 
     A pass compacts before it deletes, and deletes even if the compaction failed. A failure is kept in :attr:`error`,
     and logged unless the same step failed with the same kind of error before. The next pass retries.
 
     Args:
-        retention: bounds for retention passes; None disables retention.
-        compact_every: number of versions between compactions, 2 or more; None disables compaction.
+        upkeep: retention and compaction. The pointer object is not written here.
         retain_every: number of versions between retention passes.
         close_seconds: time that :meth:`close` waits for a running pass before it interrupts the pass.
         on_pass: called in the background thread after each pass, with False if the pass deleted nothing and merged
@@ -46,25 +87,22 @@ class Upkeep:
     def __init__(
         self,
         storage: Storage,
-        retention: Retention | None,
+        upkeep: Upkeep,
         *,
-        compact_every: int | None = None,
         retain_every: int = RETAIN_EVERY,
         close_seconds: float = 10.0,
         on_pass: Callable[[bool], None] | None = None,
         on_failure: Callable[[str], None] | None = None,
     ) -> None:
-        for name, value, least in (("compact_every", compact_every, 2), ("retain_every", retain_every, 1)):
-            if value is not None and (type(value) is not int or value < least):
-                raise InvalidArgumentError(name, value, f"Pass an integer of {least} or more")
+        _check_count("retain_every", retain_every, 1)
         if not 0 <= close_seconds < threading.TIMEOUT_MAX:
             raise InvalidArgumentError("close_seconds", close_seconds, "Pass seconds, 0 or more")
         self._log = log = StreamLog(storage)
         self._steps: list[_Step] = []
-        if compact_every is not None:
-            self._steps.append(_Step("compaction", compact_every, lambda: compact(log) is not None))
-        if retention is not None:
-            passes = RetentionPasses(log, retention)
+        if upkeep.compact_every is not None:
+            self._steps.append(_Step("compaction", upkeep.compact_every, lambda: compact(log) is not None))
+        if upkeep.retention is not None:
+            passes = RetentionPasses(log, upkeep.retention)
             self._steps.append(_Step("retention", retain_every, lambda: passes.run() != Retained()))
         self._last: dict[str, int] = {}  # name of a step to the version of its last run, at first the preceding one
         self._close_seconds = close_seconds
@@ -154,3 +192,8 @@ class Upkeep:
         self._errors = {**self._errors, step: unraised(error)}
         if self._on_failure is not None:
             self._on_failure(step)
+
+
+def _check_count(argument: str, value: object, least: int) -> None:
+    if type(value) is not int or value < least:
+        raise InvalidArgumentError(argument, value, f"Pass an integer of {least} or more")
