@@ -125,7 +125,7 @@ class EvictionHook(Watcher):
             self._applied(key, ids)
             self._listener.acknowledge_writes(self._tables)  # the tables of a kernel share a version counter
 
-        return lambda: self._contained(done, otherwise=None)
+        return partial(self._contained, done, otherwise=None)
 
     def _missed(self) -> None:
         """Mark all rows after an eviction whose start could not be reported."""
