@@ -268,15 +268,15 @@ def _most_bytes(engine: str, num_rows: int, num_readers: int, num_open: int) -> 
     """Return the largest log size while readers take turns and every 100th row changes between reads."""
     store = Ours({"t": num_rows}, engine)
     for number in range(1, num_readers):
-        store.log.add(f"reader {number}")
+        store.log.consumers.add(f"reader {number}")
     most = 0
     for turn in range(3 * num_readers):
-        reader = store.log.consumers[turn % num_readers]
+        reader = store.log.consumers.names[turn % num_readers]
         for _ in range(1 + num_open):
             store.record(lookups({"t": torch.arange(0, num_rows, 100)}))
-            most = max(most, store.log.log_bytes)
+            most = max(most, store.log.memory().log_bytes)
             store.read(reader, commit=False)
-            most = max(most, store.log.log_bytes)
+            most = max(most, store.log.memory().log_bytes)
         store.read(reader)
     return most
 

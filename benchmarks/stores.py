@@ -76,18 +76,19 @@ class Ours:
         del rows
         ids = dict(zip(features.keys(), features.values().split_with_sizes(features.length_per_key()), strict=True))
         key = next(self._keys)
-        self.log.opened(key, ids)
-        self.log.applied(key, ids)
-        self.log.step()
+        self.log.writes.begin_write(key, ids)
+        self.log.writes.end_write(key, ids)
+        self.log.consumers.step()
 
     def read(self, reader: str = _READER, *, commit: bool = True) -> Found:
         """Cut, read, commit if ``commit``, and compact."""
-        reading = self.log.read(reader)
+        reading = self.log.consumers.read(reader)
         rows = {
             name: DeltaRows(changed.ids, changed.states, known=changed.known) for name, changed in reading.rows.items()
         }
-        delta = Delta(rows, consumer=reader, start=reading.start, stop=reading.stop, batches=reading.batches)
-        self.log.seal(delta, commit=commit)
+        batches = reading.batches
+        reading.delta = Delta(rows, consumer=reader, start=reading.start, stop=reading.stop, batches=batches)
+        reading.commit() if commit else reading.hold()
         return {name: (changed.ids, changed.states) for name, changed in rows.items()}
 
 

@@ -60,8 +60,8 @@ class _Case:
             sharders=[sharder],
         )
         self._tracker = ModelDeltaTracker(self._model, ["each", "none"], auto_compact=True, mode=mode)
-        self._log = self._tracker._log  # noqa: SLF001  to switch the hook's work off
-        self._launched = self._log.output_launched
+        self._writes = self._tracker._log.writes  # noqa: SLF001  to switch the hook's work off
+        self._launched = self._writes.output_launched
         self._ids = torch.Generator().manual_seed(dist.get_rank())
 
     def in_hook(self) -> Figures:
@@ -77,7 +77,7 @@ class _Case:
         values = torch.randint(self._num_rows, (count,), generator=self._ids)
         features = KeyedJaggedTensor(self._names, values, lengths=torch.ones(count, dtype=torch.int64))
         self._tracker.get_delta("each")
-        self._log.output_launched = launched  # type: ignore[method-assign]
+        self._writes.output_launched = launched  # type: ignore[method-assign]
         dist.barrier()
         begin, begin_cpu = time.perf_counter(), time.process_time()
         self._model.module["ebc"](features).values().sum().backward()

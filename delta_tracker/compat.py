@@ -124,12 +124,12 @@ class ModelDeltaTrackerTrec(own.ModelDeltaTracker):
             text = "Call get_delta(top_k=TopK(...)) for budgets that differ between tables"
             raise InvalidArgumentError("per_table_percentage", dict(per_table_percentage), text)
         top_k = None if top_percentage in (None, 1) else TopK(fraction=top_percentage, per_table=True)
-        return self._reader.read(self._log.resolve(consumer), _unique, top_k=top_k)
+        return self._reader.read(self._log.consumers.resolve(consumer), _unique, top_k=top_k)
 
     def get_unique_ids(self, consumer: str | None = None) -> dict[str, Tensor]:
         """Return the ids of :meth:`get_unique`, ``[N]`` int64 by table FQN, and move the consumer's cursor."""
         return self._reader.read(
-            self._log.resolve(consumer), lambda delta: {fqn: rows.ids for fqn, rows in _unique(delta).items()}
+            self._log.consumers.resolve(consumer), lambda delta: {fqn: rows.ids for fqn, rows in _unique(delta).items()}
         )
 
 

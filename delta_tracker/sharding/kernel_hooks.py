@@ -70,16 +70,16 @@ class UpdateListener(Protocol):
     """Interface for receiving the reports of hooks.
 
     The methods are called in the thread of the lookup or write, and must not wait for the device. Calls of
-    :meth:`opened`, :meth:`applied` and :meth:`ended` with the same key belong to the same write.
+    :meth:`begin_write`, :meth:`end_write` and :meth:`end_write_later` with the same key belong to the same write.
     """
 
     def looked_up(self, ids: Mapping[str, Tensor | None]) -> None:
         """Handle a lookup of the rows ``ids`` (table FQN to ``[N]`` local ids, None for all)."""
 
-    def opened(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
+    def begin_write(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
         """Handle the start of the write ``key`` to the rows ``ids`` (table FQN to ``[N]`` local ids, None for all)."""
 
-    def applied(self, key: int, tables: Mapping[str, Tensor | None]) -> None:
+    def end_write(self, key: int, tables: Mapping[str, Tensor | None]) -> None:
         """Handle the end of the write ``key``.
 
         Args:
@@ -87,7 +87,7 @@ class UpdateListener(Protocol):
             tables: mapping whose keys are the FQNs of the written tables. Its values are ignored.
         """
 
-    def ended(self, key: int) -> None:
+    def end_write_later(self, key: int) -> None:
         """Handle the end of the backward pass that performs the write ``key``. Called even if the pass raised.
 
         The write changes no more rows after this call. The call may come from any thread or from a destructor, so the
@@ -114,8 +114,8 @@ class UpdateListener(Protocol):
 
         Args:
             fqns: FQNs of the tables.
-            key: key of a write that may be in progress until :meth:`applied` or :meth:`ended`; :data:`UNSEEN` for all
-                later writes, of which no hook reports the rows; None for a write that has ended.
+            key: key of a write that may be in progress until :meth:`end_write` or :meth:`end_write_later`;
+                :data:`UNSEEN` for all later writes, of which no hook reports the rows; None for a write that has ended.
         """
 
     def notice_writes(self, fqns: Iterable[str]) -> None:
@@ -158,34 +158,34 @@ class Watcher:
         """Stop reporting. The remaining reports of a lookup or write in progress are dropped."""
         self._listener = cast("UpdateListener", _Deaf())
 
-    def _opened(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
+    def _begin_write(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
         if is_capturing():
             self._captured()
             return
 
-        def opened() -> bool:
+        def begin() -> bool:
             with self._timer():
-                self._listener.opened(key, ids)
+                self._listener.begin_write(key, ids)
             return True
 
         try:
-            if not self._contained(opened, otherwise=False):
+            if not self._contained(begin, otherwise=False):
                 self._listener.mark_all_later(ids, key)  # the write has not begun: no cut has returned its rows yet
         except BaseException:  # interrupted: the write does not begin
-            self._listener.ended(key)
+            self._listener.end_write_later(key)
             raise
 
-    def _applied(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
-        def applied() -> bool:
-            self._listener.applied(key, ids)
+    def _end_write(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
+        def end() -> bool:
+            self._listener.end_write(key, ids)
             return True
 
-        is_applied = False
+        has_ended = False
         try:
-            is_applied = self._contained(applied, otherwise=False)
+            has_ended = self._contained(end, otherwise=False)
         finally:  # also after an interrupt
-            if not is_applied:
-                self._listener.ended(key)  # otherwise, the rows would be open for ever
+            if not has_ended:
+                self._listener.end_write_later(key)  # otherwise, it would be in progress for ever
 
     def _captured(self) -> None:
         """Report that the current lookup or write is captured into a CUDA graph, whose replays call no hook."""
@@ -332,10 +332,10 @@ class PostLookupHook(Watcher):
         self.num_updates += 1
         if not update.is_proven:
             self._contained(lambda: self._listener.notice_writes(self._tables), otherwise=None)
-        token = _BackwardToken(key, self._listener)  # first, so that a batch that is open is always closed
+        token = _BackwardToken(key, self._listener)  # first, so that a write that began always ends
         if not self._contained(lambda: _end_with_backward(token), otherwise=False):
             update.token = token  # it is deleted with the graph
-        self._opened(key, update.ids)
+        self._begin_write(key, update.ids)
         if not self._lookups:
             self._contained(lambda: self._count(update.ids), otherwise=None)
         return True
@@ -354,8 +354,8 @@ class PostLookupHook(Watcher):
             # Compiled code increments the version of the weights. Another node may write the rows later in the pass.
             self._contained(lambda: self._listener.acknowledge_writes(self._tables), otherwise=None)
         if key is not None and update.is_proven:
-            # None after a nested pass of the same graph; the end of the outer pass closes its key
-            self._applied(key, update.ids)
+            # None after a nested pass of the same graph; the end of the outer pass ends its write
+            self._end_write(key, update.ids)
 
     def _count(self, ids: Mapping[str, Tensor | None]) -> None:
         for fqn, looked_up in ids.items():
@@ -393,9 +393,9 @@ class _Update:
     Args:
         ids: table FQN to ``[N]`` local ids; None for all rows.
         is_proven: True if the end of the node proves the write. False if the lookup was compiled or its node is
-            unknown, so that the batch is open until the end of the backward pass.
+            unknown, so that it is in progress until the end of the backward pass.
         open_keys: thread to key of the write. Several threads may run a backward pass of one graph.
-        is_missed: True if a hook failed before it could open a batch for the write.
+        is_missed: True if a hook failed before it could begin the write.
         token: reports the end of the write when it is deleted, if the autograd engine could not take it.
     """
 
@@ -436,7 +436,7 @@ class _BackwardToken:
         """Do nothing. The engine calls the token at the end of a pass that succeeded."""
 
     def __del__(self) -> None:
-        self._listener.ended(self._key)
+        self._listener.end_write_later(self._key)
 
 
 def _end_with_backward(token: _BackwardToken) -> bool:

@@ -195,11 +195,11 @@ class SyncHook(Watcher):
                 ids[fqn] = None if fqn in ids else rows  # all rows of a table that is averaged twice
         if self._keeps_states:
             self._contained(lambda: self._capture_whole(ids), otherwise=None)
-        self._opened(key, ids)
+        self._begin_write(key, ids)
 
         def after(is_synced: bool) -> None:  # noqa: FBT001  the only argument
             self._log.diverged(self._tables)  # in case of an error below
-            self._applied(key, ids)
+            self._end_write(key, ids)
             self._log.acknowledge_writes(self._tables)
             if is_synced:
                 self._left_out_states = not includes_states

@@ -110,7 +110,7 @@ class StepHook(Watcher):
         """Close the open step of an optimizer that was deleted, by its ``id()``."""
         step = self._steps.pop(number, None)
         if step is not None:
-            self._listener.ended(step.key)
+            self._listener.end_write_later(step.key)
 
     def before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Report the rows that a step is going to write."""
@@ -142,11 +142,11 @@ class StepHook(Watcher):
             is_computed_inside=_has_closure(args, kwargs),
             may_load=type(optimizer) is torch.optim.SGD and _has_others(optimizer, "pre"),
         )
-        self._steps[number] = step  # before its rows are open, so that they are closed after any error
+        self._steps[number] = step  # before its write begins, so that it ends after any error
         if not step.is_computed_inside:
             step.rows = self._rows(optimizer, step)
             if step.rows:
-                self._opened(step.key, step.rows)
+                self._begin_write(step.key, step.rows)
         step.versions = self._versions()
         return True
 
@@ -175,7 +175,7 @@ class StepHook(Watcher):
         for fqn, ids in late.items():
             self._listener.mark(fqn, ids, is_written=True)
         if step.rows:
-            self._applied(step.key, step.rows)
+            self._end_write(step.key, step.rows)
         # A table without a gradient after its closure is not acknowledged: the version counter reports the write.
         self._listener.acknowledge_writes(written)
         # This has also acknowledged the writes of other threads since `now` was read.

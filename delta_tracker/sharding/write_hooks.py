@@ -119,10 +119,10 @@ class EvictionHook(Watcher):
         key = next(self._keys)
         ids = self._contained(lambda: self._ids_by_table(evicted), otherwise=self._all_rows())
         self._contained(lambda: self._listener.notice_writes(self._tables), otherwise=None)
-        self._opened(key, ids)
+        self._begin_write(key, ids)
 
         def done() -> None:
-            self._applied(key, ids)
+            self._end_write(key, ids)
             self._listener.acknowledge_writes(self._tables)  # the tables of a kernel share a version counter
 
         return partial(self._contained, done, otherwise=None)

@@ -74,7 +74,9 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
         self._is_transient = is_transient
         self._is_released = False
         # Without the log: the finalizer would keep it, and the model, which may refer to this handle.
-        self._deleted = weakref.finalize(self, _abandon, (name, is_transient), log.abandoned, checkpoint.notes)
+        self._deleted = weakref.finalize(
+            self, _abandon, (name, is_transient), log.consumers.abandoned, checkpoint.notes
+        )
         self._deleted.atexit = False
 
     @property
@@ -90,7 +92,7 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
     @property
     def position(self) -> int:
         """Log position of the consumer's cursor."""
-        return self._log.position(self._held())
+        return self._log.consumers.position(self._held())
 
     # Reading
 
@@ -129,16 +131,16 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
             InvalidArgumentError: if ``delta`` belongs to another consumer.
         """
         self._check_own(delta)
-        self._log.commit(delta)
+        self._log.consumers.uncommitted(delta).commit()
 
     def abort(self, delta: Delta) -> None:
         """Discard the consumer's uncommitted read; its rows stay pending. Raises the errors of :meth:`commit`."""
         self._check_own(delta)
-        self._log.abort(delta)
+        self._log.consumers.uncommitted(delta).abort()
 
     def clear(self) -> None:
         """Discard the consumer's pending rows and treat it as up to date, even if it was dropped."""
-        self._log.clear(self._held())
+        self._log.consumers.clear(self._held())
 
     def distrust(self, fqn: str, ids: Tensor) -> None:
         """Make rows pending for the consumer, with unknown old states, and abort its uncommitted read.
@@ -155,16 +157,16 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
         """
         name = self._held()
         self._model.shard(fqn).spec.check_ids(ids)
-        self._log.distrust(name, fqn, ids.long())
+        self._log.consumers.distrust(name, fqn, ids.long())
 
     @property
     def needs_snapshot(self) -> bool:
         """True if the consumer was dropped because the log exceeded ``max_bytes``, and therefore needs all rows."""
-        return self._log.is_behind(self._held())
+        return self._log.consumers.is_behind(self._held())
 
     def others(self) -> dict[str, tuple[int, dict[str, Tensor]]]:
-        """Return what is pending for the tracker's other consumers; see :meth:`ChangeLog.others`."""
-        return self._log.others(self._held())
+        """Return what is pending for the tracker's other consumers; see :meth:`LogConsumers.others`."""
+        return self._log.consumers.others(self._held())
 
     def note_of(self, name: str) -> object:
         """Return the note about a consumer of the tracker; None if there is none.
@@ -192,12 +194,12 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
         """
         self._held()
         end = time.monotonic() + seconds
-        while self._log.open_updates() or self._lookups_in_flight():
+        while self._log.writes.num_writes() or self._lookups_in_flight():
             if time.monotonic() < end:
                 time.sleep(_POLL_SECONDS)
                 continue
             gc.collect()  # an output in a reference cycle keeps its graph
-            writes, lookups = self._log.open_updates(), self._lookups_in_flight()
+            writes, lookups = self._log.writes.num_writes(), self._lookups_in_flight()
             if writes or lookups:
                 what = "the write of the rows" if writes else "the step before the backward pass"
                 raise UnfinishedStepError(
@@ -249,14 +251,14 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
             is_transient=True,
         )
         try:
-            self._log.add(name, holder=self._holder)
+            self._log.consumers.add(name, holder=self._holder)
         except InvalidArgumentError:
             copy._deleted.detach()  # the consumer belongs to another handle
             raise
         except BaseException:  # remove the consumer, because no handle is returned
             copy._deleted.detach()
-            if name in self._log.consumers:
-                self._log.remove(name)
+            if name in self._log.consumers.names:
+                self._log.consumers.remove(name)
             raise
         return copy
 
@@ -293,9 +295,9 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
         if self._is_released:
             return
         if not self._is_transient:
-            self._log.release(self._name)
-        elif self._name in self._log.consumers:  # an interrupted call may have removed it
-            self._log.remove(self._name)
+            self._log.consumers.release(self._name)
+        elif self._name in self._log.consumers.names:  # an interrupted call may have removed it
+            self._log.consumers.remove(self._name)
         self._deleted.detach()
         self._is_released = True
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from delta_tracker.errors import InvalidArgumentError, ReservedConsumerError, StaleDeltaError
 from delta_tracker.rows import ChangedRows, merge_first
 from delta_tracker.tracker.log_state import PendingState
+from delta_tracker.tracker.read import Read
 from delta_tracker.types import Delta
 
 
@@ -17,34 +18,34 @@ class Consumer:
 
     position: int  # log position of the cursor
     batch: int  # `step()` count of the cursor
-    sealed: Delta | None = None  # uncommitted read
+    read: Read | None = None  # uncommitted read
+    reading: Read | None = None  # read in progress
     carried: Mapping[str, ChangedRows] = field(default_factory=dict)  # by table FQN
     is_behind: bool = False  # True if the consumer was dropped and needs a snapshot
     holder: str | None = None  # description of the owner that reserved the consumer
     is_transient: bool = False  # True if it exists only while a snapshot is copied; it is not saved in checkpoints
 
     def moved(self, position: int, batch: int) -> Consumer:
-        """Return the record at another position, without an uncommitted read and carried rows."""
+        """Return the record at another position, without reads and carried rows."""
         return Consumer(position=position, batch=batch, holder=self.holder, is_transient=self.is_transient)
 
 
 class ConsumerPositions:
     """Registry of a log's consumers.
 
-    For each consumer, it keeps the cursor (a log position and a ``step()`` count), the uncommitted read and the carried
-    rows. *Carried rows* are pending rows that are not in the log after the cursor: rows that committed reads left out,
-    rows that were restored from a checkpoint or by a rewind, and rows that were made pending for this consumer only
-    (see :meth:`~delta_tracker.tracker.change_log.ChangeLog.distrust`).
-
-    :meth:`seal` stores a consumer's uncommitted read. :meth:`advance` moves the cursor to the end of the read and
-    carries the rows that the read left out. :meth:`abort` discards the read. A second :meth:`seal` replaces the
-    uncommitted read; :meth:`check_uncommitted` then raises :class:`StaleDeltaError` for the replaced read.
+    For each consumer, it keeps the cursor (a log position and a ``step()`` count), the reads and the carried rows.
+    *Carried rows* are pending rows that are not in the log after the cursor: rows that committed reads left out, rows
+    that were restored from a checkpoint or by a rewind, and rows that were made pending for this consumer only (see
+    :meth:`~delta_tracker.tracker.log_consumers.LogConsumers.distrust`).
 
     The last statement of each method that changes a consumer replaces the consumer's record, so that an interrupted
     call has either no effect or its whole effect.
 
     Args:
         names: names of the consumers, at least one, all different.
+
+    Attributes:
+        num_batches: number of ``step()`` calls.
 
     Raises:
         InvalidArgumentError: if ``names`` is empty, repeats a name or is a string, or if a name is not a string.
@@ -58,6 +59,7 @@ class ConsumerPositions:
             raise InvalidArgumentError("consumers", names, "Pass a list of one or more different names")
         self._consumers = {name: Consumer(position=0, batch=0) for name in names}
         self._origin: Mapping[str, ChangedRows] = {}
+        self.num_batches = 0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -66,12 +68,13 @@ class ConsumerPositions:
 
     @property
     def pinned(self) -> set[int]:
-        """Positions across which segments must not be merged: cursors and ends of uncommitted reads.
+        """Positions across which segments must not be merged: cursors and ends of reads.
 
         Positions of dropped consumers are not included.
         """
         standing = self._standing.values()
-        return {each.position for each in standing} | {each.sealed.stop for each in standing if each.sealed is not None}
+        reads = [read for each in standing for read in (each.read, each.reading) if read is not None]
+        return {each.position for each in standing} | {read.stop for read in reads}
 
     @property
     def oldest(self) -> int | None:
@@ -97,8 +100,8 @@ class ConsumerPositions:
         yield from self._origin.values()
         for each in self._consumers.values():
             yield from each.carried.values()
-            if each.sealed is not None:
-                yield from each.sealed.kept.values()
+            if each.read is not None and each.read.delta is not None:
+                yield from each.read.delta.kept.values()
 
     def resolve(self, name: str | None) -> str:
         """Return ``name`` if a consumer has this name. If ``name`` is None, return the name of the only consumer.
@@ -129,7 +132,7 @@ class ConsumerPositions:
         self._consumers[name] = replace(self._consumers[name], holder=holder)
 
     def abandon(self, name: str) -> None:
-        """End the reservation of consumer ``name`` and discard its uncommitted read. Remove a transient consumer.
+        """End the reservation of consumer ``name`` and discard its reads. Remove a transient consumer.
 
         Does nothing if there is no such consumer: memory may have run out before it was added.
         """
@@ -139,7 +142,7 @@ class ConsumerPositions:
         if consumer.is_transient:
             del self._consumers[name]
         else:
-            self._consumers[name] = replace(consumer, holder=None, sealed=None)
+            self._consumers[name] = replace(consumer, holder=None, read=None, reading=None)
 
     def check_free(self, name: str) -> None:
         """Check that consumer ``name`` is not reserved.
@@ -168,28 +171,28 @@ class ConsumerPositions:
         """Return the record of consumer ``name``."""
         return self._consumers[name]
 
-    def add(self, name: str, position: int, batch: int, *, holder: str | None) -> None:
+    def add(self, name: str, position: int, *, holder: str | None) -> None:
         """Add consumer ``name``.
 
         Args:
             name: the consumer.
             position: position of the cursor.
-            batch: ``step()`` count of the cursor.
             holder: description of the owner of a transient consumer, which exists only while a snapshot is copied, is
                 not saved in checkpoints and has no metrics. None adds an ordinary consumer.
         """
-        added = Consumer(position=position, batch=batch, holder=holder, is_transient=holder is not None)
-        self._consumers[name] = added
+        self._consumers[name] = Consumer(
+            position=position, batch=self.num_batches, holder=holder, is_transient=holder is not None
+        )
 
-    def place(self, names: Collection[str], position: int, batch: int) -> None:
-        """Move consumers to a position. Discards their uncommitted reads and their carried rows.
+    def place(self, names: Collection[str], position: int) -> None:
+        """Move consumers to a position. Discards their reads and their carried rows.
 
         Args:
             names: the consumers. They keep their reservations.
             position: position of the cursors.
-            batch: ``step()`` count of the cursors.
         """
-        self._consumers = {**self._consumers, **{name: self._consumers[name].moved(position, batch) for name in names}}
+        moved = {name: self._consumers[name].moved(position, self.num_batches) for name in names}
+        self._consumers = {**self._consumers, **moved}
 
     def give_up(self, name: str, position: int) -> None:
         """Drop consumer ``name``: discard its pending rows and move it to ``position``."""
@@ -199,12 +202,12 @@ class ConsumerPositions:
     def rewind(self, name: str) -> None:
         """Move consumer ``name`` to the log's first position and replace its carried rows with :attr:`origin`.
 
-        Discards its uncommitted read.
+        Discards its reads.
         """
         self._consumers[name] = replace(self._consumers[name].moved(0, 0), carried=self._origin)
 
     def restore(self, position: int, states: Mapping[str, PendingState], origin: Mapping[str, ChangedRows]) -> None:
-        """Move consumers to a position and replace their carried rows. Discards their uncommitted reads.
+        """Move consumers to a position and replace their carried rows. Discards their reads.
 
         Args:
             position: position of the cursors.
@@ -224,7 +227,7 @@ class ConsumerPositions:
     def carry(self, name: str, fqn: str, rows: ChangedRows, *, origin: ChangedRows | None) -> None:
         """Add rows to a consumer's carried rows. If an id is already carried, the new row replaces the old one.
 
-        Discards the consumer's uncommitted read.
+        Discards the consumer's reads.
 
         Args:
             name: the consumer.
@@ -233,7 +236,7 @@ class ConsumerPositions:
             origin: rows to add to :attr:`origin`, so that :meth:`rewind` makes them pending; None to add none.
         """
         consumer = self._consumers[name]
-        carried = replace(consumer, carried=_over(rows, fqn, consumer.carried), sealed=None)
+        carried = replace(consumer, carried=_over(rows, fqn, consumer.carried), read=None, reading=None)
         if origin is not None:
             self._origin = _over(origin, fqn, self._origin)
         self._consumers[name] = carried
@@ -241,12 +244,15 @@ class ConsumerPositions:
     def forget_tables(self, fqns: Collection[str]) -> None:
         """Drop all rows of the tables ``fqns`` from the carried rows and from :attr:`origin`.
 
-        Called when the ids in these tables refer to different rows than before. Discards all uncommitted reads.
+        Called when the ids in these tables refer to different rows than before. Discards all reads.
         """
         origin = {fqn: rows for fqn, rows in self._origin.items() if fqn not in fqns}
         consumers = {
             name: replace(
-                each, carried={fqn: rows for fqn, rows in each.carried.items() if fqn not in fqns}, sealed=None
+                each,
+                carried={fqn: rows for fqn, rows in each.carried.items() if fqn not in fqns},
+                read=None,
+                reading=None,
             )
             for name, each in self._consumers.items()
         }
@@ -256,34 +262,61 @@ class ConsumerPositions:
         """Remove consumer ``name``."""
         del self._consumers[name]
 
-    def seal(self, delta: Delta) -> None:
-        """Store ``delta`` as the uncommitted read of its consumer, which replaces an earlier one."""
-        self._consumers[delta.consumer] = replace(self._consumers[delta.consumer], sealed=delta)
+    def begin(self, read: Read) -> None:
+        """Store ``read`` as the read in progress of its consumer, which replaces an earlier one."""
+        self._consumers[read.consumer] = replace(self._consumers[read.consumer], reading=read)
 
-    def advance(self, delta: Delta) -> None:
-        """Move a consumer's cursor to the end of its read ``delta``, and discard its uncommitted read.
+    def hold(self, read: Read) -> None:
+        """Make ``read``, which is in progress, the uncommitted read of its consumer. Replaces an earlier one."""
+        self._consumers[read.consumer] = replace(self._consumers[read.consumer], read=read, reading=None)
+
+    def advance(self, read: Read) -> None:
+        """Move a consumer's cursor to the end of ``read``, and discard its reads.
 
         The rows that the read left out become the consumer's carried rows.
         """
-        carried = {fqn: rows.aged() for fqn, rows in delta.kept.items()}
-        self._consumers[delta.consumer] = replace(
-            self._consumers[delta.consumer], position=delta.stop, batch=delta.batches[1], carried=carried, sealed=None
-        )
+        carried = {} if read.delta is None else {fqn: rows.aged() for fqn, rows in read.delta.kept.items()}
+        self._consumers[read.consumer] = replace(
+            self._consumers[read.consumer],
+            position=read.stop, batch=read.batches[1], carried=carried, read=None, reading=None,
+        )  # fmt: skip
 
-    def abort(self, delta: Delta) -> None:
-        """Discard a consumer's uncommitted read ``delta``; its rows stay pending. See :meth:`check_uncommitted`."""
-        self.check_uncommitted(delta)
-        self._consumers[delta.consumer] = replace(self._consumers[delta.consumer], sealed=None)
+    def discard(self, read: Read) -> bool:
+        """Discard ``read``. Return False if it is neither in progress nor uncommitted."""
+        consumer = self._consumers.get(read.consumer)
+        if consumer is None or read not in (consumer.reading, consumer.read):
+            return False
+        is_held = consumer.read is read
+        self._consumers[read.consumer] = replace(consumer, read=None) if is_held else replace(consumer, reading=None)
+        return True
 
-    def check_uncommitted(self, delta: Delta) -> None:
-        """Check that ``delta`` is its consumer's uncommitted read.
+    def has_committed(self, read: Read) -> bool:
+        """Return True if the newest change of a consumer's cursor is that of :meth:`advance` with ``read``."""
+        return read.consumer in self._consumers and self._consumers[read.consumer].position == read.stop
+
+    def uncommitted(self, delta: Delta) -> Read:
+        """Return the uncommitted read that returned ``delta``.
 
         Raises:
-            StaleDeltaError: if it is not.
+            StaleDeltaError: if there is none.
             InvalidArgumentError: if the consumer was removed.
         """
-        if self._consumers[self.resolve(delta.consumer)].sealed is not delta:
+        read = self._consumers[self.resolve(delta.consumer)].read
+        if read is None or read.delta is not delta:
             raise StaleDeltaError(delta.consumer)
+        return read
+
+    def current(self, read: Read) -> Consumer:
+        """Check that ``read`` is in progress or uncommitted, and return its consumer.
+
+        Raises:
+            StaleDeltaError: if it is neither.
+            InvalidArgumentError: if the consumer was removed.
+        """
+        consumer = self._consumers.get(read.consumer) or self._consumers[self.resolve(read.consumer)]
+        if read not in (consumer.reading, consumer.read):
+            raise StaleDeltaError(read.consumer)
+        return consumer
 
     @property
     def _standing(self) -> dict[str, Consumer]:

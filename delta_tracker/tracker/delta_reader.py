@@ -18,9 +18,10 @@ from delta_tracker.rows import ChangedRows, split_places
 from delta_tracker.sharding.kernel_memory import one_cut
 from delta_tracker.sharding.local_shard import LocalShard
 from delta_tracker.sharding.weights import num_optimizer_states, read_optimizer, read_rows, row_chunks
-from delta_tracker.tracker.change_log import ChangeLog, Reading
+from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.modes import Capture
 from delta_tracker.tracker.profiling import profiler_range
+from delta_tracker.tracker.read import Read
 from delta_tracker.tracker.top_k import AllRanks, Candidates, TopK, choose
 from delta_tracker.tracker.tracked_model import TrackedModel
 from delta_tracker.types import Delta, DeltaRows
@@ -74,33 +75,34 @@ class DeltaReader:
                 ``top_k`` creates.
         """
         with self._log.lock:
-            with one_cut(), profiler_range("delta_tracker: read"):
-                try:
-                    self._model.check_attached()
-                    self.check(top_k, with_optimizer=with_optimizer)
-                    reading = self._log.read(consumer, with_states=with_states or top_k is not None)
-                except Exception as error:
-                    if isinstance(top_k, TopK):
-                        self._choose(error, top_k, ranks)  # report the error to the ranks that wait for this one
-                    raise
-                try:
-                    chosen = {} if top_k is None else self._choose(reading.rows, top_k, ranks)
-                    delta = self._delta(
-                        reading,
+            read = None
+            try:
+                with one_cut(), profiler_range("delta_tracker: read"):
+                    try:
+                        self._model.check_attached()
+                        self.check(top_k, with_optimizer=with_optimizer)
+                        read = self._log.consumers.read(consumer, with_states=with_states or top_k is not None)
+                    except Exception as error:
+                        if isinstance(top_k, TopK):
+                            self._choose(error, top_k, ranks)  # report the error to the ranks that wait for this one
+                        raise
+                    chosen = {} if top_k is None else self._choose(read.rows, top_k, ranks)
+                    read.delta = self._delta(
+                        read,
                         chosen,
                         with_states=with_states,
                         with_values=with_values,
                         with_optimizer=with_optimizer,
                     )
-                    found = result(delta)
-                except BaseException:
-                    self._log.discard()
-                    raise
-            try:
-                self._log.seal(delta, commit=commit)
+                    found = result(read.delta)
+                if commit:
+                    read.commit()
+                else:
+                    read.hold()
                 return found  # noqa: TRY300  an interrupt before it must not lose the rows
             except BaseException:
-                self._log.undo_commit(delta)
+                if read is not None:
+                    read.abort()
                 raise
 
     def check(self, top_k: TopK | None, *, with_optimizer: bool) -> None:
@@ -122,7 +124,7 @@ class DeltaReader:
 
     def _delta(
         self,
-        reading: Reading,
+        read: Read,
         chosen: Mapping[str, Tensor],
         *,
         with_states: bool,
@@ -132,7 +134,7 @@ class DeltaReader:
         """Build the delta of a read. Values and optimizer states are read from the current rows.
 
         Args:
-            reading: the pending rows that the read found.
+            read: the read, with the pending rows.
             chosen: table FQN to ``[N]`` bool, True for the rows to return. A table whose rows are all returned may be
                 missing.
             with_states: as in :meth:`read`.
@@ -141,22 +143,22 @@ class DeltaReader:
         """
         rows, left_out = {}, {}
         places = split_places(chosen) if chosen else {}
-        for fqn, changed in reading.rows.items():
+        for fqn, changed in read.rows.items():
             sent = changed if with_states else changed.without_states()
             if fqn in places:
                 kept, other = places[fqn]
                 sent, left_out[fqn] = sent.take(kept, new_rows), changed.take(other, new_rows)
-            elif fqn in reading.shared:
+            elif fqn in read.shared:
                 sent = sent.copy(new_rows)
             rows[fqn] = self._rows(
                 fqn, sent, with_states=with_states, with_values=with_values, with_optimizer=with_optimizer
             )
         return Delta(
             rows,
-            consumer=reading.consumer,
-            start=reading.start,
-            stop=reading.stop,
-            batches=reading.batches,
+            consumer=read.consumer,
+            start=read.start,
+            stop=read.stop,
+            batches=read.batches,
             left_out=left_out,
         )
 

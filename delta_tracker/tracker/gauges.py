@@ -8,7 +8,8 @@ from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.monitor.series import Cell
 
 if TYPE_CHECKING:
-    from delta_tracker.tracker.change_log import ChangeLog, Standing
+    from delta_tracker.tracker.change_log import ChangeLog
+    from delta_tracker.tracker.log_consumers import Standing
     from delta_tracker.tracker.tracked_model import TrackedModel
     from delta_tracker.types import Delta
 
@@ -54,7 +55,9 @@ class TrackerGauges:
             return
         try:
             memory = log.memory()
-            standings = log.standings(counts=all(shard.device.type == "cpu" for shard in model.shards.values()))
+            standings = log.consumers.standings(
+                counts=all(shard.device.type == "cpu" for shard in model.shards.values())
+            )
             num_rows = {fqn: store.num_rows for fqn, store in log.stores.items()}
         finally:
             log.lock.release()

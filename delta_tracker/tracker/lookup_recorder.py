@@ -85,4 +85,4 @@ class LookupRecorder:
                     looked_up.append((fqn, ids, None if states is None else states[rows]))
         for fqn, ids, old in looked_up:  # all are valid
             first = (ids, None) if old is None else first_per_id(ids, old)
-            self._log.mark(fqn, first[0], states=first[1])
+            self._log.writes.mark(fqn, first[0], states=first[1])

@@ -338,7 +338,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         The ``batches`` of the consumer's next delta start at this value. Before the first committed read, it is the
         value of :attr:`curr_batch_idx` when the consumer was added.
         """
-        return self._log.batches
+        return self._log.consumers.batches
 
     def step(self) -> None:
         """Count one batch and enforce ``max_bytes``. Updates are tracked even if this method is never called.
@@ -347,7 +347,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         """
         # Before the batch is counted: if this is interrupted in between, the call can be repeated.
         self._num_stepped = self._num_updates()
-        self._log.step()
+        self._log.consumers.step()
         if self._data_position is not None:
             self._data_position.advance()
 
@@ -406,7 +406,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         if ids is not None:
             shard.spec.check_ids(ids)
             ids = to_device(ids, shard.device)
-        self._log.mark(fqn, ids, is_written=True)
+        self._log.writes.mark(fqn, ids, is_written=True)
 
     def record_ids(self, kjt: KeyedIds) -> None:
         """Mark the ids of a lookup as changed. Not needed for lookups that the hooks record.
@@ -446,7 +446,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
     @property
     def consumers(self) -> tuple[str, ...]:
         """Names of the consumers."""
-        return self._log.consumers
+        return self._log.consumers.names
 
     def add_consumer(self, consumer: str) -> None:
         """Add a consumer. Its first read starts at the current end of the change log.
@@ -457,7 +457,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         Raises:
             InvalidArgumentError: if a consumer of this name exists, or the name is not a string.
         """
-        self._log.add(consumer)
+        self._log.consumers.add(consumer)
 
     def remove_consumer(self, consumer: str) -> None:
         """Remove a consumer. With ``delete_on_read``, also drop the rows that were pending only for this consumer.
@@ -466,7 +466,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             InvalidArgumentError: if there is no such consumer.
             ReservedConsumerError: if the consumer is reserved.
         """
-        self._log.remove(self._log.resolve(consumer))
+        self._log.consumers.remove(self._log.consumers.resolve(consumer))
 
     def reserve(self, consumer: str | None = None, *, holder: str = "a ConsumerHandle") -> ConsumerHandle:
         """Reserve a consumer, and return a handle with exclusive access to it.
@@ -484,7 +484,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             DetachedError: after :meth:`detach`.
         """
         self._model.check_attached()
-        name = self._log.reserve(consumer, holder)
+        name = self._log.consumers.reserve(consumer, holder)
         try:
             return ConsumerHandle(
                 name,
@@ -497,7 +497,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
                 lookups_in_flight=self._lookups_in_flight,
             )
         except BaseException:
-            self._log.release(name)
+            self._log.consumers.release(name)
             raise
 
     def needs_snapshot(self, consumer: str | None = None) -> bool:
@@ -509,7 +509,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         Raises:
             InvalidArgumentError: if there is no such consumer, or no name was given and there are several.
         """
-        return self._log.is_behind(consumer)
+        return self._log.consumers.is_behind(consumer)
 
     def clear(self, consumer: str | None = None) -> None:
         """Discard the pending rows of a consumer, or of all consumers if no name is given.
@@ -522,8 +522,8 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             ReservedConsumerError: if the consumer is reserved.
         """
         with self._log.lock:
-            names = self._log.consumers if consumer is None else [consumer]
-            self._log.clear(*[self._log.resolve(each) for each in names])  # all or none
+            names = self._log.consumers.names if consumer is None else [consumer]
+            self._log.consumers.clear(*[self._log.consumers.resolve(each) for each in names])  # all or none
 
     def rewind(self, consumer: str | None = None) -> None:
         """Make all rows that changed since the tracker was created pending again for a consumer.
@@ -538,7 +538,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
                 tracker drops rows after reads (``delete_on_read=True``).
             ReservedConsumerError: if the consumer is reserved.
         """
-        self._log.rewind(self._log.resolve(consumer))
+        self._log.consumers.rewind(self._log.consumers.resolve(consumer))
 
     # Memory
 
@@ -568,7 +568,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         Raises:
             InvalidArgumentError: if there is no such consumer, or no name was given and there are several.
         """
-        return self._log.num_pending(consumer)
+        return self._log.consumers.num_pending(consumer)
 
     def compact(self, start_idx: int = 0, end_idx: int | None = None) -> None:
         """Merge segments of the log that no cursor separates, and drop rows that every consumer has committed.
@@ -638,6 +638,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
                 wrong shape, or if another rank fails in a read with ``top_k``.
             ReservedConsumerError: if the consumer is reserved; read it with its :class:`ConsumerHandle`.
             NeedsSnapshotError: if the consumer was dropped because the log exceeded ``max_bytes``.
+            StaleDeltaError: if the ``score`` of ``top_k`` reads, clears or rewinds the same consumer.
             RankLostError: if ``top_k`` is given and a rank died or did not make the call in time.
             UnsupportedTableError: if ``with_optimizer`` is set and the optimizer of a table is not fused, or if a
                 managed-collision module has raw ids that a stream cannot have: one id for two rows, an id in another
@@ -645,7 +646,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             DetachedError: after :meth:`detach`.
         """
         return self._reader.read(
-            self._log.resolve(consumer),
+            self._log.consumers.resolve(consumer),
             lambda delta: delta,
             commit=commit,
             with_states=with_states,
@@ -660,7 +661,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         The errors are those of :meth:`get_delta`.
         """
         return self._reader.read(
-            self._log.resolve(consumer), lambda delta: {fqn: rows.ids for fqn, rows in delta.items()}
+            self._log.consumers.resolve(consumer), lambda delta: {fqn: rows.ids for fqn, rows in delta.items()}
         )
 
     def commit(self, delta: Delta) -> None:
@@ -672,12 +673,12 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             StaleDeltaError: if ``delta`` is no longer the consumer's uncommitted read.
         """
         _check_delta(delta)
-        self._log.commit(delta)
+        self._log.consumers.uncommitted(delta).commit()
 
     def abort(self, delta: Delta) -> None:
         """Discard an uncommitted read; its rows stay pending. The errors are those of :meth:`commit`."""
         _check_delta(delta)
-        self._log.abort(delta)
+        self._log.consumers.uncommitted(delta).abort()
 
     def read_rows(self, fqn: str, ids: Tensor | None = None) -> Tensor:
         """Return a copy of this rank's current rows of a table.
@@ -974,7 +975,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         for fqn in owners.keys() - owned.keys():
             compared[fqn].attach(owners[fqn])
         for fqn in unseen:
-            self._log.mark(fqn, None, is_written=True)
+            self._log.writes.mark(fqn, None, is_written=True)
         self._attach()
 
     def detach(self) -> None:
@@ -1012,12 +1013,12 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         self._deleted.atexit = False
         try:  # one by one, so that all are removed if one cannot be registered
             for kernel in found.kernels:
-                hooks.append(PostLookupHook(kernel, self._log, self._keys, self._metrics, lookups=lookups))
-            hooks.extend(watch_output_dists(model, found, self._log, self._keys, self._metrics))
-            hooks.extend(watch_writes(model, found, self._log, self._keys, self._metrics))
-            hooks.extend(watch_steps(found, self._log, self._keys, self._metrics))
+                hooks.append(PostLookupHook(kernel, self._log.writes, self._keys, self._metrics, lookups=lookups))
+            hooks.extend(watch_output_dists(model, found, self._log.writes, self._keys, self._metrics))
+            hooks.extend(watch_writes(model, found, self._log.writes, self._keys, self._metrics))
+            hooks.extend(watch_steps(found, self._log.writes, self._keys, self._metrics))
             keeps_old = self._capture.keeps_old
-            hooks.extend(watch_syncs(model, found, self._log, self._keys, self._metrics, keeps_states=keeps_old))
+            hooks.extend(watch_syncs(model, found, self._log.writes, self._keys, self._metrics, keeps_states=keeps_old))
         except BaseException:
             self._remove_hooks()
             raise

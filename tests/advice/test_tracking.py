@@ -44,7 +44,7 @@ class _Trained:
         self.tracker.step()
 
 
-@pytest.mark.advice("NeedsSnapshotError: ChangeLog.read")
+@pytest.mark.advice("NeedsSnapshotError: LogConsumers.read")
 @pytest.mark.parametrize("way", ["clear", "max_bytes"])
 def test_a_dropped_consumer_gets_all_rows_and_then_deltas(way: str) -> None:
     trained = _Trained(mode=TrackingMode.EMBEDDING, max_bytes=200, engine="torch")
@@ -67,7 +67,7 @@ def test_a_dropped_consumer_gets_all_rows_and_then_deltas(way: str) -> None:
         assert larger.tracker.get_delta_ids()["0"].tolist() == list(range(20))
 
 
-@pytest.mark.advice("StaleDeltaError: ConsumerPositions.check_uncommitted")
+@pytest.mark.advice("StaleDeltaError: ConsumerPositions.uncommitted")
 def test_a_stale_delta_is_read_again() -> None:
     trained = _Trained()
     trained.train(1, 2)
@@ -261,7 +261,7 @@ def test_top_rows_need_scores(way: str) -> None:
     assert trained.tracker.get_delta(top_k=top_k).num_rows == 1
 
 
-@pytest.mark.advice("InvalidArgumentError: ChangeLog.rewind")
+@pytest.mark.advice("InvalidArgumentError: LogConsumers.rewind")
 def test_a_tracker_that_keeps_its_history_can_rewind() -> None:
     refused(InvalidArgumentError, _Trained().tracker.rewind, "Build the tracker with delete_on_read=False")
     trained = _Trained(delete_on_read=False)

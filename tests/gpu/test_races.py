@@ -90,8 +90,8 @@ def test_a_read_waits_for_marks_of_another_stream(engine: str, with_states: bool
         side.catch_up()
         with side():
             slow_down()
-            store.open_batch(number, ids)
-            store.close_batch(number)
+            store.begin_write(number, ids)
+            store.end_write(number)
         store.cut(number + 1)
         assert set(store.changed(number, number + 1).ids.tolist()) == expected
     wait()

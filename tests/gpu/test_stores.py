@@ -26,13 +26,13 @@ def test_recording_does_not_wait_and_keeps_the_oldest_states(engine: str, with_s
     raw = DeltaStore(EmbdUpdateMode.FIRST if with_states else EmbdUpdateMode.NONE)
     batches = [torch.randint(0, _NUM_ROWS, (_NUM_IDS,), generator=generator) for _ in range(3)]
     on_it = [put(ids) for ids in batches]
-    store.open_batch(-1, on_it[0][:1])  # the first one may compile
-    store.close_batch(-1)
+    store.begin_write(-1, on_it[0][:1])  # the first one may compile
+    store.end_write(-1)
     with no_sync():
         for number, ids in enumerate(on_it):
-            store.open_batch(number, ids)
+            store.begin_write(number, ids)
             weights.index_copy_(0, ids, weights.index_select(0, ids).mul_(0.5).add_(1))
-            store.close_batch(number)
+            store.end_write(number)
             raw.append(number, "t", ids, weights.index_select(0, ids) if with_states else None)
         store.cut(1)
     expected = torch.cat(batches).unique()
@@ -83,11 +83,11 @@ def test_old_states_take_the_memory_of_their_rows(max_device_bytes: int) -> None
     )
     batches = [torch.randint(0, 200_000, (65_536,), device=OF_MODULES) for _ in range(40)]
     rows = torch.cat(batches).unique()
-    store.open_batch(-1, batches[0])  # the first one allocates
+    store.begin_write(-1, batches[0])  # the first one allocates
     with no_sync():
         for batch, ids in enumerate(batches):
-            store.open_batch(batch, ids)
-            store.close_batch(batch)
+            store.begin_write(batch, ids)
+            store.end_write(batch)
     store.cut(1)
     changed = store.changed(0, 1)
     assert torch.equal(changed.ids, rows)

@@ -48,12 +48,12 @@ def test_the_store_records_on_a_device(with_states: bool) -> None:
         old_states = (lambda ids: on_it.index_select(0, ids)) if with_states else None
         store = SegmentStore(10, SIMULATED, engine="torch", old_states=old_states)
         ids = on_device(_IDS)
-        store.open_batch(0, ids)
-        store.close_batch(0)
-        store.open_batch(1, ids[:2])
+        store.begin_write(0, ids)
+        store.end_write(0)
+        store.begin_write(1, ids[:2])
         store.mark(ids, is_written=True)
         store.mark(None)
-        store.open_batch(2, None)
+        store.begin_write(2, None)
     with find_syncs() as found:
         store.cut(1)
     assert not found, "also a cut with open batches"

@@ -69,7 +69,7 @@ class FakeTracker:
 
     def reserve(self, consumer: str | None, *, holder: str) -> ConsumerHandle:
         return ConsumerHandle(
-            self.log.reserve(consumer, holder),
+            self.log.consumers.reserve(consumer, holder),
             holder,
             log=self.log,
             model=self._tracked,
@@ -87,12 +87,12 @@ class FakeTracker:
             between: called after the first hook and before the write.
         """
         self._num_writes += 1
-        self.log.opened(self._num_writes, ids)
+        self.log.writes.begin_write(self._num_writes, ids)
         if between is not None:
             between()
         for fqn, rows in ids.items():
             self.weights[fqn].index_fill_(0, rows, values)
-        self.log.applied(self._num_writes, tuple(ids))
+        self.log.writes.end_write(self._num_writes, tuple(ids))
 
 
 class _HeldTensors(DenseTensors):

@@ -76,7 +76,7 @@ class _Run:
         self._pending |= rows
         self._since_cut |= rows
         self._dense.fill_(value)
-        self._tracker.log.step()
+        self._tracker.log.consumers.step()
 
     def _publish_meanwhile(self, is_open: set[tuple[str, int]]) -> None:
         """Publish a delta while a batch is open: its rows may have the old or the new values, and are sent again."""

@@ -112,7 +112,7 @@ def test_rows_of_a_device_have_the_bytes_of_the_cpu(encoding: Encoding) -> None:
     held["t0"][3, 1], held["t0"][5, 2], held["t0"][7] = torch.nan, torch.inf, -torch.inf
     source = version_source(tracker, encoding=encoding)
     with find_syncs():
-        tracker.log.mark("t0", on_device(torch.arange(40)))
+        tracker.log.writes.mark("t0", on_device(torch.arange(40)))
         draft, _ = source.cut("delta", None)
         _, rows = read(draft)["t0"]
     expected = encode_rows(held["t0"], encoding)

@@ -55,8 +55,8 @@ REVERTS = {
         ),
         Revert(
             "old states are captured after a sync",
-            Loses("SyncHook.before", "_opened(...)"),
-            Replaces("SyncHook.before.after", "_applied(...)", "(self._opened(key, ids), _)"),
+            Loses("SyncHook.before", "_begin_write(...)"),
+            Replaces("SyncHook.before.after", "_end_write(...)", "(self._begin_write(key, ids), _)"),
         ),
     ],
     "tests/sharding/test_replicas.py::test_rows_that_the_next_average_changes_are_reported": [

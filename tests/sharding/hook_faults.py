@@ -33,8 +33,8 @@ _NO_POINTS = ("__get__", "fill_", "all_gather", "register_hook")
 # Functions that handle errors, and those that torch calls: they contain one call of a function that may fail. Their own
 # lines allocate no more than a call does.
 HANDLERS = {
-    "ChangeLog.ended",
-    "ChangeLog.mark_all_later",
+    "LogWrites.end_write_later",
+    "LogWrites.mark_all_later",
     "EvictionHook.before",
     "EvictionHook._missed",
     "OdistSlot.__call__",

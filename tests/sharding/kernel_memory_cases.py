@@ -22,9 +22,10 @@ from delta_tracker.sharding.local_shard import LocalShard
 from delta_tracker.sharding.row_cache import RowCache
 from delta_tracker.sharding.weights import read_rows
 from delta_tracker.tracker.change_log import ChangeLog
+from delta_tracker.tracker.log_writes import LogWrites
 from delta_tracker.tracker.modes import EmbeddingCapture
 from delta_tracker.tracker.store.make_store import make_store
-from delta_tracker.types import Delta, DeltaRows, ShardSpec, TableSpec
+from delta_tracker.types import ShardSpec, TableSpec
 from tests.models import Spec, Table, batch, kernels_of, shard
 from tests.sharding.cached_kernel import CachedTbe, Location, cache_lookups
 
@@ -120,18 +121,18 @@ def steps(rank: int, world_size: int, num_tables: int, mode: str) -> dict[str, A
     model = shard(spec)
     features = batch(spec, torch.Generator().manual_seed(1), max_length=5)
     num_ops = 0
-    opened = ChangeLog.opened
+    begin_write = LogWrites.begin_write
 
-    def counted(log: ChangeLog, key: int, ids: Any) -> None:
+    def counted(log: LogWrites, key: int, ids: Any) -> None:
         nonlocal num_ops
         assert all(len(table_ids) for table_ids in ids.values())
         with _Ops() as ops:
-            opened(log, key, ids)
+            begin_write(log, key, ids)
         num_ops += ops.num_ops
 
     with ModelDeltaTracker(model, mode=TrackingMode[mode]) as tracker:
         model(features).backward()
-        with _counted(model) as calls, patch.object(ChangeLog, "opened", counted):
+        with _counted(model) as calls, patch.object(LogWrites, "begin_write", counted):
             model(features).backward()
             tracker.step()
         assert tracker.num_hook_errors == 0
@@ -216,36 +217,27 @@ def in_place(rank: int, world_size: int, seed: int) -> None:
             for slot, fqn in enumerate(shards):
                 tbe.load(slot, ids[fqn][:2], generator)
             before = tbe.num_flushes, tbe.num_splits
-            log.opened(key, ids)
+            log.writes.begin_write(key, ids)
             assert (tbe.num_flushes, tbe.num_splits - (key == 0)) == before
             for slot, fqn in enumerate(shards):
                 values = torch.rand(len(ids[fqn]), held[fqn].shape[1], generator=generator)
                 tbe.write(slot, ids[fqn], values)
                 held[fqn][ids[fqn]] = values
-            log.applied(key, ids)
+            log.writes.end_write(key, ids)
             if key % 3 == 1:  # a cut that flushes nothing, so that the cache has the newest rows
                 before = tbe.num_flushes
-                log.clear("reader")
+                log.consumers.clear("reader")
                 assert tbe.num_flushes == before
                 sent = {fqn: rows.clone() for fqn, rows in held.items()}
             if key % 3 == 0:
                 before = tbe.num_flushes, tbe.num_splits
                 with one_cut():
-                    reading = log.read("reader")
+                    reading = log.consumers.read("reader")
                     for fqn, rows in reading.rows.items():
                         assert torch.equal(rows.states, sent[fqn][rows.ids]), (key, fqn)
                         assert torch.equal(read_rows(shards[fqn], rows.ids), held[fqn][rows.ids]), (key, fqn)
                         assert torch.equal(read_rows(shards[fqn]), held[fqn]), (key, fqn)
-                    log.seal(
-                        Delta(
-                            {fqn: DeltaRows(rows.ids) for fqn, rows in reading.rows.items()},
-                            consumer="reader",
-                            start=reading.start,
-                            stop=reading.stop,
-                            batches=reading.batches,
-                        ),
-                        commit=True,
-                    )
+                    reading.commit()
                 assert (tbe.num_flushes - 1, tbe.num_splits) == before
                 sent = {fqn: rows.clone() for fqn, rows in held.items()}
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from delta_tracker import ModelDeltaTracker, TopK, TrackingMode
-from delta_tracker.tracker.change_log import ChangeLog
+from delta_tracker.tracker.log_segments import LogSegments
 from tests.models import Spec, batch, shard
 from tests.tracker.collision_cases import collision_batch, shard_collision
 
@@ -174,17 +174,17 @@ def contained(rank: int, world_size: int) -> dict[str, Any]:
     model, spec, generator = _model(world_size, bag=True)
     log = _Log(model, mode=TrackingMode.EMBEDDING)
     log.crowd()
-    healthy = ChangeLog.compact
+    healthy = LogSegments.compact
 
-    def broken(self: ChangeLog) -> None:
+    def broken(self: LogSegments) -> None:
         raise KeyError("broken")
 
-    ChangeLog.compact = broken  # type: ignore[method-assign]
+    LogSegments.compact = broken  # type: ignore[method-assign]
     try:
         with torch.no_grad():
             model(batch(spec, generator))
     finally:
-        ChangeLog.compact = healthy  # type: ignore[method-assign]
+        LogSegments.compact = healthy  # type: ignore[method-assign]
     num_errors = log.tracker.num_hook_errors
     inside, may_end = threading.Event(), threading.Event()
 

@@ -176,16 +176,16 @@ def waiting(rank: int, world_size: int) -> None:
         output = model(batch(spec, generator))
         is_inside, is_free = threading.Event(), threading.Event()
         raised: list[object] = []
-        open_before = tracker._log.opened
+        begin_before = tracker._log.writes.begin_write
 
-        def opened(key: int, ids: Any) -> None:
-            open_before(key, ids)
+        def begin_write(key: int, ids: Any) -> None:
+            begin_before(key, ids)
             if not tracker._lookups_in_flight():  # the last of the kernels
                 is_inside.set()
                 is_free.wait(20)
 
         for hook in tracker._hooks:
-            hook._listener = _Listening(hook._listener, opened)
+            hook._listener = _Listening(hook._listener, begin_write)
         thread = threading.Thread(target=output.backward)
         thread.start()
         is_inside.wait(20)
@@ -197,16 +197,16 @@ def waiting(rank: int, world_size: int) -> None:
         handle.wait_for_updates(20)
         thread.join()
         assert len(raised) == 1
-        assert tracker._lookups_in_flight() == tracker._log.open_updates() == 0
+        assert tracker._lookups_in_flight() == tracker._log.writes.num_writes() == 0
         assert output is not None  # it is in use, but its backward pass has begun
 
 
 class _Listening:
-    """A listener whose ``opened`` is another function."""
+    """A listener whose ``begin_write`` is another function."""
 
-    def __init__(self, listener: Any, opened: Any) -> None:
+    def __init__(self, listener: Any, begin_write: Any) -> None:
         self._listener = listener
-        self.opened = opened
+        self.begin_write = begin_write
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._listener, name)

@@ -214,11 +214,11 @@ def exceeded(rank: int, world_size: int) -> dict[str, Any]:
         tracker.get_delta()
         model.sync()
         before = tracker.memory().log_bytes
-        tracker._log._max_bytes = 100
+        tracker._log.consumers._max_bytes = 100
         _train(model, spec, torch.Generator().manual_seed(rank), tracker)
         needs = tracker.needs_snapshot()
         tracker.clear()
-        tracker._log._max_bytes = None
+        tracker._log.consumers._max_bytes = None
         model.sync()
         return {"before": before, "needs": needs, "rows": tracker.get_delta().num_rows}
 

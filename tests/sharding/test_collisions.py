@@ -25,7 +25,7 @@ def test_the_buckets_are_those_of_the_plan(two_ranks: RankPool) -> None:
 
 
 @pytest.mark.advice(
-    "UnsupportedModelError: local_owners _check_apart", "UnsupportedTableError: _local_owners ChangeLog._check_owners"
+    "UnsupportedModelError: local_owners _check_apart", "UnsupportedTableError: _local_owners LogSegments.check_owners"
 )
 def test_other_collision_modules_are_refused_unless_skipped(one_rank: RankPool) -> None:
     (answer,) = one_rank.run(f"{_CASES}:other_modules")

@@ -21,7 +21,7 @@ from tests.stores.wrapped import WrappedStorage
 from tests.system.random_models import every
 
 FAULTS = ("exception", "interrupt", "disk", "s3", "hook", "store")
-_HOOK_FILES = ("tracker/store", "tracker/row_sets", "tracker/change_log.py")
+_HOOK_FILES = ("tracker/store", "tracker/row_sets", "tracker/change_log.py", "tracker/log_")
 
 
 class _HookFault(Fault):

@@ -208,7 +208,7 @@ def loading(
             old = restored.consumers[name].rows.get(fqn)
             if old is None:
                 continue
-            now = tracker._log.read(name).rows[fqn]
+            now = tracker._log.consumers.read(name).rows[fqn]
             at = torch.isin(now.ids, old.ids)
             assert torch.equal(now.ids[at], old.ids), fqn
             if old.states is not None:
@@ -393,10 +393,10 @@ def behind(rank: int, world_size: int) -> list[list[str]]:
     made, model, tracker = build(spec_of("row", "table:0"), "embedding")
     train(made, model, torch.Generator().manual_seed(rank), 2)
     if rank == 1:
-        tracker._log._max_bytes = 1
+        tracker._log.consumers._max_bytes = 1
         tracker.step()
         assert all(tracker.needs_snapshot(name) for name in CONSUMERS)
-        tracker._log._max_bytes = None
+        tracker._log.consumers._max_bytes = None
         tracker.clear("b")
     saved = exchange(tracker.state_dict())
     tracker.detach()

@@ -30,9 +30,9 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from delta_tracker import ModelDeltaTracker, TopK, TrackingMode
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.rows import ChangedRows
-from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.checkpoint.pack import pack
 from delta_tracker.tracker.log_state import LogState, PendingState
+from delta_tracker.tracker.log_writes import LogWrites
 from delta_tracker.types import Identity
 from tests.models import with_kernel
 from tests.publisher.publishing_cases import attempt
@@ -350,15 +350,15 @@ def interrupted_eviction(rank: int, world_size: int, method: str, number: int) -
         model(collision_batch(generator)).backward()
     trackers = [ModelDeltaTracker(model) for _ in range(3)]
     before = [tracker.read_tables() for tracker in trackers]
-    own, calls = getattr(ChangeLog, method), itertools.count()
+    own, calls = getattr(LogWrites, method), itertools.count()
 
-    def interrupted(log: ChangeLog, *args: Any, **kwargs: Any) -> None:
+    def interrupted(log: LogWrites, *args: Any, **kwargs: Any) -> None:
         own(log, *args, **kwargs)
         if next(calls) == number:
             raise KeyboardInterrupt
 
     is_interrupted = False
-    with mock.patch.object(ChangeLog, method, interrupted):
+    with mock.patch.object(LogWrites, method, interrupted):
         for _ in range(20):
             with torch.no_grad():  # lookups that only evict
                 try:

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from delta_tracker.tracker.change_log import ChangeLog, Reading
+from delta_tracker.tracker.change_log import ChangeLog
+from delta_tracker.tracker.read import Read
 from delta_tracker.tracker.store.segments import SegmentStore
 from delta_tracker.types import Delta, DeltaRows
 
@@ -38,7 +39,7 @@ class _Reader:
     cut: int
     copy: list[int]
     left_out: dict[int, int] = field(default_factory=dict)  # row to age
-    open_read: tuple[int, Delta, list[int], dict[int, int]] | None = None
+    open_read: tuple[int, Read, list[int], dict[int, int]] | None = None
 
 
 class Schedule:
@@ -74,7 +75,7 @@ class Schedule:
         key = len(self.batches)
         rows = set(range(NUM_ROWS)) if ids is None else {i if 0 <= i < NUM_ROWS else 0 for i in ids}
         self.batches[key] = _Batch(rows, self.time, failed=ids is None)
-        self.log.opened(key, {"t": None if ids is None else torch.tensor(ids, dtype=torch.int64)})
+        self.log.writes.begin_write(key, {"t": None if ids is None else torch.tensor(ids, dtype=torch.int64)})
 
     def write(self, key: int) -> None:
         batch = self.batches[key]
@@ -87,7 +88,7 @@ class Schedule:
         self.write(key)
         self.time += 1
         self.batches[key].closed = self.time
-        self.log.applied(key, ["t"])
+        self.log.writes.end_write(key, ["t"])
 
     def raise_in(self, key: int, *, is_written: bool) -> None:
         """Raise in the backward of an open batch, before or after the write; only its end is reported."""
@@ -95,7 +96,7 @@ class Schedule:
             self.write(key)
         self.time += 1
         self.batches[key].closed = self.time
-        self.log.ended(key)
+        self.log.writes.end_write_later(key)
 
     def edit(self, ids: list[int]) -> None:
         """Change rows outside a batch, then notify the log."""
@@ -103,7 +104,7 @@ class Schedule:
         for row in set(ids):
             self.weights[row] += 1
         self.batches[len(self.batches)] = _Batch(set(ids), self.time, closed=self.time, failed=True)
-        self.log.mark("t", torch.tensor(ids, dtype=torch.int64), is_written=True)
+        self.log.writes.mark("t", torch.tensor(ids, dtype=torch.int64), is_written=True)
 
     def overwrite(self, ids: list[int]) -> None:
         """Change rows outside a batch; only the version counter of the weights shows it."""
@@ -116,13 +117,13 @@ class Schedule:
     def read(self, name: str, left_out: set[int] = frozenset()) -> None:
         """Read without committing, leaving some rows out."""
         self.time += 1
-        reading = self.log.read(name)
+        reading = self.log.consumers.read(name)
         changed = reading.rows["t"]
         self.check(name, reading)
         keep = torch.tensor([row not in left_out for row in changed.ids.tolist()], dtype=torch.bool)
         rest = changed.take(~keep)
         sent = changed.copy() if "t" in reading.shared else changed
-        delta = Delta(
+        reading.delta = Delta(
             {"t": DeltaRows(sent.ids[keep])},
             consumer=name,
             start=reading.start,
@@ -131,18 +132,19 @@ class Schedule:
             left_out={"t": rest},
         )
         self.counts["left out"] += len(rest)
-        self.log.seal(delta, commit=False)
+        reading.hold()
         ages = {row: self.readers[name].left_out.get(row, 0) + 1 for row in rest.ids.tolist()}
-        self.readers[name].open_read = (self.time, delta, list(self.weights), ages)
+        self.readers[name].open_read = (self.time, reading, list(self.weights), ages)
 
     def fail_read(self, name: str) -> None:
-        """Raise in a read before it is sealed; the consumer's earlier read stays valid."""
+        """Raise in a read before it has a result; the consumer's earlier read stays valid."""
         num_segments = self.store.num_segments
-        self.check(name, self.log.read(name))
-        self.log.discard()
+        reading = self.log.consumers.read(name)
+        self.check(name, reading)
+        reading.abort()
         assert self.store.num_segments <= num_segments
 
-    def check(self, name: str, reading: Reading) -> None:
+    def check(self, name: str, reading: Read) -> None:
         reader, changed = self.readers[name], reading.rows["t"]
         batches = [
             b for b in self.batches.values() if b.opened > reader.cut or b.closed is None or b.closed > reader.cut
@@ -171,9 +173,9 @@ class Schedule:
         reader = self.readers[name]
         if reader.open_read is None:
             return
-        cut, delta, weights, ages = reader.open_read
-        self.log.commit(delta)
-        for row in delta["t"].ids.tolist():
+        cut, reading, weights, ages = reader.open_read
+        reading.commit()
+        for row in reading.delta["t"].ids.tolist():
             reader.copy[row] = weights[row]
         stale = {row for row in range(NUM_ROWS) if reader.copy[row] != weights[row]}
         assert stale <= set(ages), (name, stale, ages)
@@ -182,23 +184,23 @@ class Schedule:
     def abort(self, name: str) -> None:
         reader = self.readers[name]
         if reader.open_read is not None:
-            self.log.abort(reader.open_read[1])
+            reader.open_read[1].abort()
             reader.open_read = None
 
     def add(self, name: str) -> None:
         if name not in self.readers:
             self.time += 1
-            self.log.add(name)
+            self.log.consumers.add(name)
             self.readers[name] = _Reader(self.time, list(self.weights))
 
     def remove(self, name: str) -> None:
         if name in self.readers and len(self.readers) > 1:
-            self.log.remove(name)
+            self.log.consumers.remove(name)
             del self.readers[name]
 
     def clear(self, name: str) -> None:
         self.time += 1
-        self.log.clear(name)
+        self.log.consumers.clear(name)
         self.readers[name] = _Reader(self.time, list(self.weights))
 
     def finish(self) -> None:

@@ -168,7 +168,8 @@ class World:
             return key
         for number, rank in enumerate(self.ranks):
             failed = number == failing
-            rank.log.opened(key, {"t": None if failed else torch.tensor(rank.local(rows), dtype=torch.int64)})
+            ids = None if failed else torch.tensor(rank.local(rows), dtype=torch.int64)
+            rank.log.writes.begin_write(key, {"t": ids})
             block = _block(rank)
             self._mark(block if failed else where & block, known=not failed)
         if failing is not None:
@@ -185,7 +186,7 @@ class World:
     def close(self, key: int) -> None:
         self.write(key)
         for rank in self.ranks if self.is_fused else []:
-            rank.log.applied(key, ["t"])
+            rank.log.writes.end_write(key, ["t"])
         del self.opened[key]
 
     def edit(self, rows: set[int]) -> None:
@@ -195,7 +196,7 @@ class World:
         self._add(where)
         self._mark(where, known=not self.is_fused)
         for rank in self.ranks if self.is_fused else []:
-            rank.log.mark("t", torch.tensor(rank.local(rows), dtype=torch.int64), is_written=True)
+            rank.log.writes.mark("t", torch.tensor(rank.local(rows), dtype=torch.int64), is_written=True)
 
     def distrust(self, name: str, rows: set[int]) -> None:
         """Mark rows whose copy at a consumer is unknown."""
@@ -210,12 +211,12 @@ class World:
         cells.known[where] = False
         cells.ages[where] = 0
         for rank in self.ranks:
-            rank.log.distrust(name, "t", torch.tensor(rank.local(rows), dtype=torch.int64))
+            rank.log.consumers.distrust(name, "t", torch.tensor(rank.local(rows), dtype=torch.int64))
 
     def step(self) -> None:
         self.num_batches += 1
         for rank in self.ranks:
-            rank.log.step()
+            rank.log.consumers.step()
 
     def _add(self, where: Tensor) -> None:
         self.values += where.float() * (self.values.abs().max() + 1)
@@ -227,11 +228,11 @@ class World:
         """Read on every rank without committing; each rank chooses the rows that it leaves out."""
         reader, left = self.readers[name], torch.zeros(NUM_ROWS, DIM, dtype=torch.bool)
         for rank in self.ranks:
-            reading = rank.log.read(name)
+            reading = rank.log.consumers.read(name)
             changed = reading.rows["t"]
             self.check(name, rank, changed)
             keep = torch.tensor([not leave_out(row) for row in changed.ids.tolist()], dtype=torch.bool)
-            rank.open_reads[name] = Delta(
+            reading.delta = Delta(
                 {"t": DeltaRows(changed.ids[keep])},
                 consumer=name,
                 start=reading.start,
@@ -239,7 +240,8 @@ class World:
                 batches=reading.batches,
                 left_out={"t": changed.take(~keep)},
             )
-            rank.log.seal(rank.open_reads[name], commit=False)
+            reading.hold()
+            rank.open_reads[name] = reading
             for row in changed.ids[~keep].tolist():
                 left[row + rank.rows.start, rank.columns] = True
         since = _Cells()
@@ -277,7 +279,7 @@ class World:
         if reader.since is None:
             return
         for rank in self.ranks:
-            rank.log.commit(rank.open_reads.pop(name))
+            rank.open_reads.pop(name).commit()
         since, seen, left = reader.since
         sent = reader.cells.pending & ~left
         reader.has[sent] = seen[sent]
@@ -289,7 +291,7 @@ class World:
     def abort(self, name: str) -> None:
         if self.readers[name].since is not None:
             for rank in self.ranks:
-                rank.log.abort(rank.open_reads.pop(name))
+                rank.open_reads.pop(name).abort()
             self.readers[name].since = None
 
     def reshard(self, blocks: Blocks) -> None:
@@ -301,7 +303,7 @@ class World:
         for rank in before:  # saving leaves the ranks undisturbed
             for name in CONSUMERS:
                 if self.readers[name].since is None:
-                    self.check(name, rank, rank.log.read(name).rows["t"])
+                    self.check(name, rank, rank.log.consumers.read(name).rows["t"])
         self._forget_ranks()
 
     def remember(self) -> None:
@@ -369,8 +371,8 @@ class World:
             self.close(key)
         if self.keeps_all:
             for rank in self.ranks:
-                rank.log.rewind("a")
-                found = rank.log.read("a").rows["t"].ids + rank.rows.start
+                rank.log.consumers.rewind("a")
+                found = rank.log.consumers.read("a").rows["t"].ids + rank.rows.start
                 # elements that a restore joined in a row stay joined
                 assert set(found.tolist()) >= {row for row in rank.rows if bool(self.ever[row, rank.columns].any())}
                 assert set(found.tolist()) <= {row for row in rank.rows if bool(self.ever[row].any())}

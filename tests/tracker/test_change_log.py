@@ -22,7 +22,10 @@ from delta_tracker.errors import (
 )
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.sharding.collisions import SortedOwners
-from delta_tracker.tracker.change_log import ChangeLog, Reading
+from delta_tracker.tracker.change_log import ChangeLog
+from delta_tracker.tracker.log_consumers import LogConsumers
+from delta_tracker.tracker.log_writes import LogWrites
+from delta_tracker.tracker.read import Read
 from delta_tracker.tracker.row_sets.torch import TorchRows
 from delta_tracker.tracker.store.owners import OwnerStore
 from delta_tracker.tracker.store.segments import SegmentStore
@@ -54,7 +57,7 @@ def _log(consumers: list[str]) -> ChangeLog:
     return ChangeLog(stores, consumers, delete_on_read=True, max_bytes=None, owners=owners)
 
 
-def _delta(reading: Reading, *, leaves_out: bool = False) -> Delta:
+def _delta(reading: Read, *, leaves_out: bool = False) -> Delta:
     left_out = {fqn: rows.take(rows.ids % 3 == 0) for fqn, rows in reading.rows.items()} if leaves_out else {}
     start, stop, batches = reading.start, reading.stop, reading.batches
     return Delta({}, consumer=reading.consumer, start=start, stop=stop, batches=batches, left_out=left_out)
@@ -64,75 +67,72 @@ _MARKING_ALL = ("mark_all_later", "mark_everything", "mark_everything_later", "r
 
 
 def _calls(log: ChangeLog, generator: random.Random) -> dict[str, Callable[[], object]]:
-    """Return one call for each public name of the log."""
+    """Return one call for each public name of the log, its writes and its consumers."""
     ids = torch.tensor(generator.sample(range(_NUM_ROWS), 5))
     key, name = generator.randrange(1 << 40), f"extra {generator.randrange(3)}"
 
-    def read_and(end: Callable[[Delta], None]) -> None:
+    def read_and(end: Callable[[Read], object], *, holds: bool = False) -> None:
         with log.lock:
-            end(_delta(log.read("other"), leaves_out=generator.random() < 0.5))
-
-    def sealed(delta: Delta) -> Delta:
-        log.seal(delta, commit=False)
-        return delta
-
-    def read_and_discard() -> None:
-        with log.lock:
-            log.read("other")
-            log.discard()
+            read = log.consumers.read("other")
+            read.delta = _delta(read, leaves_out=generator.random() < 0.5)
+            if holds:
+                read.hold()
+            end(read)
 
     return {
-        "abort": lambda: read_and(lambda delta: log.abort(sealed(delta))),
-        "acknowledge_writes": lambda: log.acknowledge_writes(["t"]),
-        "add": lambda: log.add(name),
-        "applied": lambda: log.applied(key, ["t"]),
-        "batches": lambda: log.batches,
-        "carried_bytes": lambda: log.carried_bytes,
-        "changed_since_sync": lambda: log.changed_since_sync(["t"]),
-        "clear": lambda: log.clear("other"),
-        "commit": lambda: read_and(lambda delta: log.commit(sealed(delta))),
+        "abort": lambda: read_and(log.consumers.abort, holds=True),
+        "acknowledge_writes": lambda: log.writes.acknowledge_writes(["t"]),
+        "add": lambda: log.consumers.add(name),
+        "end_write": lambda: log.writes.end_write(key, ["t"]),
+        "batches": lambda: log.consumers.batches,
+        "changed_since_sync": lambda: log.writes.changed_since_sync(["t"]),
+        "clear": lambda: log.consumers.clear("other"),
+        "commit": lambda: read_and(log.consumers.commit, holds=True),
         "compact": log.compact,
-        "consumers": lambda: log.consumers,
-        "discard": read_and_discard,
-        "diverged": lambda: log.diverged(["t"]),
-        "distrust": lambda: log.distrust("other", "t", ids),
-        "ended": lambda: log.ended(key),
-        "is_behind": lambda: log.is_behind("other"),
-        "log_bytes": lambda: log.log_bytes,
-        "looked_up": lambda: log.looked_up({"t": ids}),
-        "mark": lambda: log.mark("t", ids),
-        "mark_all_later": lambda: log.mark_all_later(["t"]),
+        "compacts_after_odist": lambda: log.writes.compacts_after_odist,
+        "cut": log.writes.cut,
+        "names": lambda: log.consumers.names,
+        "diverged": lambda: log.writes.diverged(["t"]),
+        "distrust": lambda: log.consumers.distrust("other", "t", ids),
+        "end_writes": log.writes.end_writes,
+        "end_write_later": lambda: log.writes.end_write_later(key),
+        "hold": lambda: read_and(log.consumers.hold),
+        "is_behind": lambda: log.consumers.is_behind("other"),
+        "looked_up": lambda: log.writes.looked_up({"t": ids}),
+        "mark": lambda: log.writes.mark("t", ids),
+        "mark_all_later": lambda: log.writes.mark_all_later(["t"]),
         "mark_everything": log.mark_everything,
         "mark_everything_later": log.mark_everything_later,
         "memory": log.memory,
-        "notice_writes": lambda: log.notice_writes(["t"]),
+        "notice_writes": lambda: log.writes.notice_writes(["t"]),
         "num_batches": lambda: log.num_batches,
         "num_compacted": lambda: log.num_compacted,
-        "num_pending": lambda: log.num_pending("other"),
+        "num_pending": lambda: log.consumers.num_pending("other"),
         "num_recorded": lambda: log.num_recorded,
-        "open_updates": log.open_updates,
-        "opened": lambda: log.opened(key, {"t": ids}),
-        "others": lambda: log.others("reader"),
-        "position": lambda: log.position("other"),
-        "read": read_and_discard,
-        "release": lambda: log.release("other"),
-        "remove": lambda: log.remove(log.resolve(name)),
+        "num_writes": log.writes.num_writes,
+        "begin_write": lambda: log.writes.begin_write(key, {"t": ids}),
+        "others": lambda: log.consumers.others("reader"),
+        "position": lambda: log.consumers.position("other"),
+        "read": lambda: read_and(log.consumers.abort),
+        "release_abandoned": log.consumers.release_abandoned,
+        "remove_tables": lambda: log.writes.remove_tables(["absent"]),
+        "release": lambda: log.consumers.release("other"),
+        "remove": lambda: log.consumers.remove(log.consumers.resolve(name)),
         "replace": lambda: log.replace({f"new {generator.randrange(3)}": SegmentStore(_NUM_ROWS, engine="torch")}),
-        "reserve": lambda: log.reserve("other", "a test"),
-        "resolve": lambda: log.resolve("reader"),
+        "reserve": lambda: log.consumers.reserve("other", "a test"),
+        "resolve": lambda: log.consumers.resolve("reader"),
         "restore": lambda: log.restore(log.state()),
-        "output_launched": log.output_launched,
+        "output_launched": log.writes.output_launched,
         "owners": lambda: log.owners,
         "owners_of": lambda: log.owners_of("t", ids),
-        "rewind": lambda: log.rewind("other"),
-        "seal": lambda: read_and(lambda delta: log.seal(delta, commit=True)),
-        "standings": lambda: log.standings(counts=True),
+        "rewind": lambda: log.consumers.rewind("other"),
+        "standings": lambda: log.consumers.standings(counts=True),
         "state": log.state,
-        "step": log.step,
+        "step": log.consumers.step,
         "stores": lambda: sum(store.num_rows for store in log.stores.values()),
-        "synced": lambda: log.synced(["t"]),
-        "undo_commit": lambda: read_and(log.undo_commit),
-        "unsynced": lambda: log.unsynced(["t"]),
+        "synced": lambda: log.writes.synced(["t"]),
+        "uncommitted": lambda: read_and(lambda read: log.consumers.uncommitted(read.delta), holds=True),
+        "unsynced": lambda: log.writes.unsynced(["t"]),
     }
 
 
@@ -153,7 +153,8 @@ class _CountedLock:
 
 _NAMES = [
     name
-    for name, each in inspect.getmembers(ChangeLog)
+    for part in (ChangeLog, LogWrites, LogConsumers)
+    for name, each in inspect.getmembers(part)
     if not name.startswith("_") and (inspect.isfunction(each) or isinstance(each, property))
 ]
 
@@ -164,26 +165,26 @@ def test_every_method_takes_the_lock(name: str) -> None:
     calls = _calls(log, random.Random(0))
     assert name in calls, "a new method: add a call of it"
     # The calls acquire the lock too, so count the method's own.
-    if name in ("commit", "abort", "seal", "discard", "undo_commit"):
-        delta = _delta(log.read("other"))
-        log.seal(delta, commit=False)
-        argument = {"seal": {"commit": False}}.get(name, {})
-        calls[name] = lambda: getattr(log, name)(*([] if name == "discard" else [delta]), **argument)
+    if name in ("commit", "abort", "hold", "uncommitted"):
+        read = log.consumers.read("other")
+        read.delta = _delta(read)
+        read.hold()
+        calls[name] = lambda: getattr(log.consumers, name)(read.delta if name == "uncommitted" else read)
     if name == "read":
-        calls[name] = lambda: log.read("other")
+        calls[name] = lambda: log.consumers.read("other")
     if name == "remove":
-        log.add("gone")
-        calls[name] = lambda: log.remove("gone")
+        log.consumers.add("gone")
+        calls[name] = lambda: log.consumers.remove("gone")
     if name == "restore":
         state = log.state()
         calls[name] = lambda: log.restore(state)
-    lock = log.lock = _CountedLock()
+    lock = log.lock = log.writes.lock = log.consumers.lock = _CountedLock()
     try:
         calls[name]()
     except DeltaTrackerError:
         assert name == "rewind", "a log that forgets cannot rewind"
     # The hook acquires it without blocking, and only if there are segments to compact.
-    assert (lock.num_taken > 0) == (name not in ("ended", "mark_all_later", "output_launched"))
+    assert (lock.num_taken > 0) == (name not in ("end_write_later", "mark_all_later", "output_launched"))
 
 
 class _Threads:
@@ -199,7 +200,7 @@ class _Threads:
     def run(self) -> None:
         everything = [name for name in _NAMES if name not in _MARKING_ALL]
         changing = ["add", "remove"]
-        asking = ["carried_bytes"] * 20 + ["stores", "num_recorded", "consumers", "memory"]
+        asking = ["memory"] * 20 + ["stores", "num_recorded", "names"]
         works: list[Callable[[], None]] = [
             *(
                 partial(self._call, random.Random(seed), names)
@@ -234,14 +235,15 @@ class _Threads:
         draw = random.Random(9)
         for _ in range(5000):
             row = draw.randrange(_NUM_ROWS)
-            self.log.mark("u", torch.tensor([row]))
+            self.log.writes.mark("u", torch.tensor([row]))
             self.marked.add(row)
 
     def _read(self) -> None:
         with self.log.lock:
-            reading = self.log.read("reader")
-            self.log.seal(_delta(reading), commit=True)
-        self.received.update(reading.rows["u"].ids.tolist())
+            reading = self.log.consumers.read("reader")
+            ids = reading.rows["u"].ids.tolist()
+            reading.commit()
+        self.received.update(ids)
 
 
 @pytest.mark.usefixtures("frequent_switches")
@@ -256,10 +258,8 @@ def test_reads_alone_keep_the_log_short() -> None:
     store = SegmentStore(100)
     log = ChangeLog({"t": store}, ["a"], delete_on_read=True, auto_compact=True, max_bytes=None)
     for number in range(100):
-        log.mark("t", torch.tensor([number]))
-        reading = log.read("a")
-        sent = Delta({}, consumer="a", start=reading.start, stop=reading.stop, batches=(0, 0))
-        log.seal(sent, commit=True)
+        log.writes.mark("t", torch.tensor([number]))
+        log.consumers.read("a").commit()
     assert store.num_segments <= 17
 
 
@@ -271,19 +271,18 @@ def test_an_invalid_bound_is_refused(max_bytes: object) -> None:
 
 def test_rows_left_out_of_a_moved_table_are_forgotten() -> None:
     log = ChangeLog({"t": SegmentStore(30)}, ["a"], delete_on_read=True, max_bytes=None)
-    log.mark("t", torch.tensor([3, 25]))
-    reading = log.read("a")
+    log.writes.mark("t", torch.tensor([3, 25]))
+    reading = log.consumers.read("a")
     left_out = {"t": reading.rows["t"].take(torch.tensor([False, True]))}
     rows = {"t": DeltaRows(torch.tensor([3]))}
-    sent = Delta(rows, consumer="a", start=0, stop=reading.stop, batches=(0, 0), left_out=left_out)
-    log.seal(sent, commit=True)
-    reading = log.read("a")
-    uncommitted = Delta({}, consumer="a", start=reading.start, stop=reading.stop, batches=(0, 0))
-    log.seal(uncommitted, commit=False)
+    reading.delta = Delta(rows, consumer="a", start=0, stop=reading.stop, batches=(0, 0), left_out=left_out)
+    reading.commit()
+    uncommitted = log.consumers.read("a")
+    uncommitted.hold()
     log.replace({"t": SegmentStore(10)})
     with pytest.raises(StaleDeltaError):
-        log.commit(uncommitted)
-    assert log.read("a").rows["t"].ids.tolist() == list(range(10))
+        uncommitted.commit()
+    assert log.consumers.read("a").rows["t"].ids.tolist() == list(range(10))
 
 
 @pytest.mark.promise("independent")
@@ -291,22 +290,17 @@ def test_a_slow_consumer_is_dropped_and_recovers() -> None:
     store = SegmentStore(1000, engine="torch", old_states=lambda ids: torch.zeros(len(ids), 16))
     log = ChangeLog({"t": store}, ["fast", "slow"], delete_on_read=True, max_bytes=20_000)
     for batch in range(50):
-        log.opened(batch, {"t": torch.arange(batch * 10, batch * 10 + 10)})
-        log.applied(batch, ["t"])
-        log.step()
-        reading = log.read("fast")
-        delta = Delta(
-            {"t": DeltaRows(reading.rows["t"].ids)},
-            consumer="fast", start=reading.start, stop=reading.stop, batches=reading.batches,
-        )  # fmt: skip
-        log.seal(delta, commit=True)
-        assert log.log_bytes <= 20_000
+        log.writes.begin_write(batch, {"t": torch.arange(batch * 10, batch * 10 + 10)})
+        log.writes.end_write(batch, ["t"])
+        log.consumers.step()
+        log.consumers.read("fast").commit()
+        assert log.memory().log_bytes <= 20_000
     with pytest.raises(NeedsSnapshotError, match="max_bytes=20000") as caught:
-        log.read("slow")
+        log.consumers.read("slow")
     assert caught.value.consumer == "slow"
-    log.clear("slow")
-    log.opened(99, {"t": torch.tensor([7])})
-    assert log.read("slow").rows["t"].ids.tolist() == [7]
+    log.consumers.clear("slow")
+    log.writes.begin_write(99, {"t": torch.tensor([7])})
+    assert log.consumers.read("slow").rows["t"].ids.tolist() == [7]
 
 
 def test_writes_not_marked_for_lack_of_memory_are_marked_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,8 +310,8 @@ def test_writes_not_marked_for_lack_of_memory_are_marked_by_the_next_call(monkey
     with monkeypatch.context() as patch:
         patch.setattr(TorchRows, "mark_all", _raises_memory_error)
         with pytest.raises(MemoryError):
-            log.read("a")
-    assert log.read("a").rows["t"].ids.tolist() == list(range(8))
+            log.consumers.read("a")
+    assert log.consumers.read("a").rows["t"].ids.tolist() == list(range(8))
 
 
 def _raises_memory_error(*_: object) -> None:
@@ -327,43 +321,43 @@ def _raises_memory_error(*_: object) -> None:
 def test_a_commit_succeeds_where_memory_runs_out_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     store = SegmentStore(1000, engine="torch")
     log = ChangeLog({"t": store}, ["fast", "slow"], delete_on_read=True, max_bytes=10)
-    log.mark("t", torch.tensor([3]))
-    reading = log.read("fast")
-    sent = Delta({"t": DeltaRows(reading.rows["t"].ids)}, consumer="fast", start=0, stop=reading.stop, batches=(0, 0))
+    log.writes.mark("t", torch.tensor([3]))
+    reading = log.consumers.read("fast")
     with monkeypatch.context() as patch:
         patch.setattr(store, "cut", _raises_memory_error)
-        log.seal(sent, commit=True)
-    assert log.read("fast").rows["t"].ids.tolist() == []
+        reading.commit()
+    assert log.consumers.read("fast").rows["t"].ids.tolist() == []
 
 
 @pytest.mark.parametrize("is_abandoned", [False, True])
 @pytest.mark.parametrize("call", ["num_pending", "is_behind", "resolve"])
 def test_the_only_consumer_needs_no_name_while_a_snapshot_is_copied(call: str, *, is_abandoned: bool) -> None:
     log = _log(["default"])
-    log.mark("t", torch.tensor([1, 2]))
-    log.add("default (snapshot)", holder="a publisher")
+    log.writes.mark("t", torch.tensor([1, 2]))
+    log.consumers.add("default (snapshot)", holder="a publisher")
     if is_abandoned:
-        log.abandoned.append(("default (snapshot)", True))
-    assert getattr(log, call)(None) == {"num_pending": {"t": 2, "u": 0}, "is_behind": False, "resolve": "default"}[call]
-    assert log.consumers == (("default",) if is_abandoned else ("default", "default (snapshot)"))
+        log.consumers.abandoned.append(("default (snapshot)", True))
+    expected = {"num_pending": {"t": 2, "u": 0}, "is_behind": False, "resolve": "default"}[call]
+    assert getattr(log.consumers, call)(None) == expected
+    assert log.consumers.names == (("default",) if is_abandoned else ("default", "default (snapshot)"))
     with pytest.raises(InvalidArgumentError, match=r"known consumers: 'default'\."):
-        getattr(log, call)("absent")
+        getattr(log.consumers, call)("absent")
 
 
 def test_a_reserved_consumer_that_was_never_added_is_ignored() -> None:
     log = _log(["default"])
-    log.abandoned.append(("default (snapshot)", True))  # memory ran out before the log added it
-    assert log.resolve(None) == "default"
-    assert not log.abandoned
+    log.consumers.abandoned.append(("default (snapshot)", True))  # memory ran out before the log added it
+    assert log.consumers.resolve(None) == "default"
+    assert not log.consumers.abandoned
 
 
 @pytest.mark.parametrize("call", ["num_pending", "is_behind"])
 def test_an_abandoned_consumer_is_not_found_by_name(call: str) -> None:
     log = _log(["default"])
-    log.add("default (snapshot)", holder="a publisher")
-    log.abandoned.append(("default (snapshot)", True))
+    log.consumers.add("default (snapshot)", holder="a publisher")
+    log.consumers.abandoned.append(("default (snapshot)", True))
     with pytest.raises(InvalidArgumentError, match="known consumers: 'default'"):
-        getattr(log, call)("default (snapshot)")
+        getattr(log.consumers, call)("default (snapshot)")
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -373,11 +367,10 @@ def test_the_read_after_a_write_that_no_hook_could_open_waits_for_the_write(seed
         log = ChangeLog({"t": SegmentStore(4, "cuda", engine="torch")}, ["a"], delete_on_read=True, max_bytes=None)
         reader = torch.cuda.Stream()
         with torch.cuda.stream(reader):
-            log.read("a")
-            log.discard()
-        log.mark_all_later(["t"], 7)
+            log.consumers.read("a").abort()
+        log.writes.mark_all_later(["t"], 7)
         weights.fill_(3)
-        log.applied(7, ["t"])
+        log.writes.end_write(7, ["t"])
         with torch.cuda.stream(reader):
-            ids = log.read("a").rows["t"].ids
+            ids = log.consumers.read("a").rows["t"].ids
             assert weights.index_select(0, ids).tolist() == [3] * 4

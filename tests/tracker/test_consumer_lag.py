@@ -9,8 +9,9 @@ import torch
 
 from delta_tracker import Delta
 from delta_tracker.tracker import consumer_lag as module
-from delta_tracker.tracker.change_log import ChangeLog, Standing
+from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.consumer_lag import Lag, LagClock
+from delta_tracker.tracker.log_consumers import Standing
 from delta_tracker.tracker.store.segments import SegmentStore
 from delta_tracker.tracker.store.shadow import ShadowStore
 
@@ -63,7 +64,7 @@ def test_ages_are_those_of_all_moments_kept(clock: list[float], seed: int) -> No
 
 
 def _oldest_pending(log: ChangeLog) -> float | None:
-    return log.standings(counts=False)["a"].lag.oldest_pending
+    return log.consumers.standings(counts=False)["a"].lag.oldest_pending
 
 
 def test_rows_that_are_left_out_keep_their_age_until_all_are_sent(clock: list[float]) -> None:
@@ -100,12 +101,11 @@ def test_a_consumer_moved_back_has_the_earlier_ages(clock: list[float]) -> None:
 
 def test_a_row_open_at_a_read_is_pending_since_that_read(clock: list[float]) -> None:
     log = ChangeLog({"t": SegmentStore(8)}, ["a"], delete_on_read=True, max_bytes=None)
-    log.opened(0, {"t": torch.tensor([3])})
+    log.writes.begin_write(0, {"t": torch.tensor([3])})
     clock[0] = 5
-    reading = log.read("a")
-    log.seal(Delta({}, consumer="a", start=reading.start, stop=reading.stop, batches=reading.batches), commit=True)
+    log.consumers.read("a").commit()
     clock[0] = 7
-    assert log.num_pending("a") == {"t": 1}
+    assert log.consumers.num_pending("a") == {"t": 1}
     assert _oldest_pending(log) == 2
 
 
@@ -114,23 +114,22 @@ def test_a_dropped_consumer_lags_since_its_last_read(clock: list[float]) -> None
     log = ChangeLog({"t": SegmentStore(1 << 12)}, ["a", "b"], delete_on_read=True, max_bytes=800)
     for _ in range(20):
         clock[0] += 1
-        log.mark("t", torch.arange(9))
-        log.step()
-        reading = log.read("b")
-        log.seal(Delta({}, consumer="b", start=reading.start, stop=reading.stop, batches=reading.batches), commit=True)
-        if log.is_behind("a"):
+        log.writes.mark("t", torch.arange(9))
+        log.consumers.step()
+        log.consumers.read("b").commit()
+        if log.consumers.is_behind("a"):
             break
-    assert log.is_behind("a")
+    assert log.consumers.is_behind("a")
     clock[0] += 1
-    shown = log.standings(counts=True)
+    shown = log.consumers.standings(counts=True)
     lag = Lag(batches=log.num_batches, seconds=clock[0], oldest_pending=clock[0] - 1)
     assert shown["a"] == Standing(lag, {"t": 1 << 12})
     assert shown["b"].pending == {"t": 0}
-    assert log.standings(counts=False)["b"].pending == {}, "what is not counted is not shown as 0"
+    assert log.consumers.standings(counts=False)["b"].pending == {}, "what is not counted is not shown as 0"
     log.restore(log.state())
     clock[0] += 1
     assert _oldest_pending(log) == 1
-    log.clear("a")
+    log.consumers.clear("a")
     assert _oldest_pending(log) is None
 
 
@@ -140,11 +139,11 @@ def test_rows_that_a_read_finds_by_comparison_are_pending_since_that_read(clock:
     log = ChangeLog({"t": store}, ["a"], delete_on_read=True, max_bytes=None)
     rows[1:3] = 1
     clock[0] = 5
-    reading = log.read("a")
+    reading = log.consumers.read("a")
     clock[0] = 6
     assert _oldest_pending(log) == 1
     part = {"t": reading.rows["t"].take(torch.tensor([True, False]))}
-    delta = Delta({}, consumer="a", start=reading.start, stop=reading.stop, batches=reading.batches, left_out=part)
-    log.seal(delta, commit=True)
+    reading.delta = Delta({}, consumer="a", start=0, stop=reading.stop, batches=reading.batches, left_out=part)
+    reading.commit()
     clock[0] = 8
     assert _oldest_pending(log) == 3

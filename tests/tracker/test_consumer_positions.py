@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from delta_tracker.errors import InvalidArgumentError, StaleDeltaError
+from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.consumer_positions import ConsumerPositions
-from delta_tracker.types import Delta
+from delta_tracker.tracker.read import Read
 
 
-def _delta(consumer: str, stop: int) -> Delta:
-    return Delta({}, consumer=consumer, start=0, stop=stop, batches=(0, stop))
+def _read(consumer: str, stop: int) -> Read:
+    return Read(ChangeLog({}, [consumer], delete_on_read=True, max_bytes=None), consumer, 0, stop, (0, stop))
 
 
 def test_unknown_consumers_are_refused() -> None:
@@ -35,17 +36,31 @@ def test_unknown_consumers_are_refused() -> None:
 
 def test_only_the_newest_read_can_be_committed_and_only_once() -> None:
     cursors = ConsumerPositions(["a", "b"])
-    old, new = _delta("a", 1), _delta("a", 2)
-    cursors.seal(old)
-    cursors.seal(new)
+    old, new = _read("a", 1), _read("a", 2)
+    for read in (old, new):
+        cursors.begin(read)
+        cursors.hold(read)
     with pytest.raises(StaleDeltaError):
-        cursors.check_uncommitted(old)
+        cursors.current(old)
+    assert not cursors.discard(old)
     assert cursors.pinned == {0, 2}
-    cursors.check_uncommitted(new)
+    cursors.current(new)
     cursors.advance(new)
     with pytest.raises(StaleDeltaError):
-        cursors.check_uncommitted(new)
-    with pytest.raises(StaleDeltaError):
-        cursors.abort(new)
+        cursors.current(new)
+    assert not cursors.discard(new)
+    assert cursors.has_committed(new)
     places = [(each.position, each.batch) for each in (cursors["a"], cursors["b"])]
     assert (places, cursors.oldest) == ([(2, 2), (0, 0)], 0)
+
+
+def test_a_read_in_progress_is_pinned_and_leaves_the_uncommitted_one_valid() -> None:
+    cursors = ConsumerPositions(["a"])
+    old, new = _read("a", 1), _read("a", 2)
+    cursors.begin(old)
+    cursors.hold(old)
+    cursors.begin(new)
+    assert cursors.pinned == {0, 1, 2}
+    assert cursors.discard(new)
+    assert cursors.pinned == {0, 1}
+    cursors.current(old)

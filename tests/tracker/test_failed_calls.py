@@ -23,7 +23,9 @@ from delta_tracker.errors import (
 from delta_tracker.sharding import step_hook
 from delta_tracker.sharding.step_hook import _STEPS
 from delta_tracker.tracker import tracker as tracker_module
-from delta_tracker.tracker.change_log import ChangeLog
+from delta_tracker.tracker.log_consumers import LogConsumers
+from delta_tracker.tracker.log_segments import LogSegments
+from delta_tracker.tracker.log_writes import LogWrites
 from delta_tracker.tracker.store.segments import SegmentStore
 from delta_tracker.tracker.store.shadow import ShadowStore
 from tests.ranks import RankPool
@@ -90,7 +92,7 @@ def test_a_reattach_that_fails_detaches_the_tracker(
 
 
 @pytest.mark.promise("lossless")
-@pytest.mark.parametrize(("owner", "method"), [(ChangeLog, "_cut"), (SegmentStore, "forget"), (ShadowStore, "forget")])
+@pytest.mark.parametrize(("owner", "method"), [(LogSegments, "cut"), (SegmentStore, "forget"), (ShadowStore, "forget")])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_a_load_that_runs_out_of_memory_loses_no_row(
     monkeypatch: pytest.MonkeyPatch, error: type[BaseException], owner: type, method: str
@@ -140,15 +142,15 @@ def test_a_load_without_a_state_that_is_interrupted_loses_no_row(
     monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
     tracker = ModelDeltaTracker(_Two())
-    mark = ChangeLog.mark
+    mark = LogWrites.mark
 
-    def fail(log: ChangeLog, fqn: str, *args: Any, **kwargs: Any) -> None:
+    def fail(log: LogWrites, fqn: str, *args: Any, **kwargs: Any) -> None:
         if fqn == "b":
             raise error
         mark(log, fqn, *args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ChangeLog, "mark", fail)
+        patch.setattr(LogWrites, "mark", fail)
         with pytest.raises(error):
             tracker.load_state_dict({})
     assert {fqn: ids.tolist() for fqn, ids in tracker.get_delta_ids().items()} == {"a": _EVERY, "b": _EVERY}
@@ -159,7 +161,7 @@ def test_a_restore_from_a_stream_that_is_interrupted_loses_no_row(monkeypatch: p
     tracker = ModelDeltaTracker(_model())
     tracker.mark_changed("0", torch.tensor([1]))
     with monkeypatch.context() as patch:
-        patch.setattr(ChangeLog, "distrust", _raising(KeyboardInterrupt))
+        patch.setattr(LogConsumers, "distrust", _raising(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             tracker.restore_from_stream(3, {"default": {"0": torch.tensor([2])}}, {})
     assert _ids(tracker) == _EVERY
@@ -261,7 +263,7 @@ def test_rows_are_only_gone_if_the_call_that_drops_them_returns(
     tracker = ModelDeltaTracker(model, ["first", "second"])
     _train(model, 2)
     with monkeypatch.context() as patch:
-        patch.setattr(ChangeLog, "compact", _raising(error))
+        patch.setattr(LogSegments, "compact", _raising(error))
         try:
             getattr(tracker, call)("first")
         except KeyboardInterrupt:
@@ -299,13 +301,13 @@ def test_no_consumer_is_cleared_if_not_all_can_be(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.promise("lossless")
-@pytest.mark.parametrize("method", ["opened", "applied", "acknowledge_writes", "notice_writes"])
+@pytest.mark.parametrize("method", ["begin_write", "end_write", "acknowledge_writes", "notice_writes"])
 def test_an_interrupted_step_of_an_optimizer_is_sent_once(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     model = _model()
     tracker = ModelDeltaTracker(model)
-    own = getattr(ChangeLog, method)
+    own = getattr(LogWrites, method)
 
-    def interrupted(log: ChangeLog, *args: Any) -> None:
+    def interrupted(log: LogWrites, *args: Any) -> None:
         own(log, *args)
         raise KeyboardInterrupt
 
@@ -313,7 +315,7 @@ def test_an_interrupted_step_of_an_optimizer_is_sent_once(monkeypatch: pytest.Mo
     model(torch.tensor([[5]])).sum().backward()
     before = tracker.read_rows("0")
     with monkeypatch.context() as patch:
-        patch.setattr(ChangeLog, method, interrupted)
+        patch.setattr(LogWrites, method, interrupted)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
     changed = (tracker.read_rows("0") != before).any(dim=1).nonzero().flatten().tolist()
@@ -325,22 +327,22 @@ def test_an_interrupted_step_of_an_optimizer_is_sent_once(monkeypatch: pytest.Mo
     assert _ids(tracker) == [6]
 
 
-@pytest.mark.parametrize("method", ["applied", "acknowledge_writes"])
+@pytest.mark.parametrize("method", ["end_write", "acknowledge_writes"])
 def test_an_interrupted_hook_of_one_tracker_leaves_no_step_of_another_open(
     monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     model = _model()
     trackers = [ModelDeltaTracker(model) for _ in range(3)]
-    own = getattr(ChangeLog, method)
+    own = getattr(LogWrites, method)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.tensor([[5]])).sum().backward()
     with monkeypatch.context() as patch:
 
-        def interrupted(log: ChangeLog, *args: Any) -> None:
+        def interrupted(log: LogWrites, *args: Any) -> None:
             own(log, *args)
             raise KeyboardInterrupt
 
-        patch.setattr(ChangeLog, method, interrupted)
+        patch.setattr(LogWrites, method, interrupted)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
     for tracker in trackers:

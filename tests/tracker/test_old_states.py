@@ -13,7 +13,6 @@ from delta_tracker.host_copy import HostCopy
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.store import old_states
 from delta_tracker.tracker.store.segments import SegmentStore
-from delta_tracker.types import Delta
 from tests.fake_streams.simulation import fake_streams
 from tests.sweeps import SWEEPS_ARE_WHOLE
 from tests.syncs import SIMULATED, SyncError, find_syncs, held, on_device
@@ -113,21 +112,19 @@ class _Recorder:
             ids = torch.randint(self.store.num_rows, (self.num_ids,), generator=self._generator)
             self.seen.update(ids.tolist())
             with find_syncs() as found:
-                self.log.opened(0, {"t": on_device(ids)})
-                self.log.applied(0, ["t"])
-                self.log.step()
+                self.log.writes.begin_write(0, {"t": on_device(ids)})
+                self.log.writes.end_write(0, ["t"])
+                self.log.consumers.step()
             self.found += found
 
     def read(self, name: str) -> int:
         """Read and commit, check the states, and return the number of waits."""
         with find_syncs() as found:
-            reading = self.log.read(name)
+            reading = self.log.consumers.read(name)
         rows = reading.rows["t"]
         assert torch.equal(held(rows.states)[:, 0], held(rows.ids) * float(_NUM_COLUMNS))
         assert bool(held(rows.known).all())
-        self.log.seal(
-            Delta({}, consumer=name, start=reading.start, stop=reading.stop, batches=reading.batches), commit=True
-        )
+        reading.commit()
         return len(found)
 
     @property
@@ -191,12 +188,12 @@ def test_memory_for_further_states_is_released_before_a_consumer_is_dropped() ->
         )
         log = ChangeLog({"t": store}, ["a"], delete_on_read=True, max_bytes=10_000 + 100 * _ROW_BYTES + 1000)
         for batch in range(10):
-            log.opened(batch, {"t": on_device(torch.arange(batch * 10, batch * 10 + 10))})
-            log.applied(batch, ["t"])
-            log.step()
-            assert log.log_bytes <= 10_000 + 100 * _ROW_BYTES + 1000
-        assert not log.is_behind("a")
-        assert held(log.read("a").rows["t"].ids).tolist() == list(range(100))
+            log.writes.begin_write(batch, {"t": on_device(torch.arange(batch * 10, batch * 10 + 10))})
+            log.writes.end_write(batch, ["t"])
+            log.consumers.step()
+            assert log.memory().log_bytes <= 10_000 + 100 * _ROW_BYTES + 1000
+        assert not log.consumers.is_behind("a")
+        assert held(log.consumers.read("a").rows["t"].ids).tolist() == list(range(100))
 
 
 def test_states_given_with_ids_are_kept_without_waiting() -> None:
@@ -235,9 +232,9 @@ def _trained(seed: int) -> None:
             on_it = [torch.tensor(batch, device="cuda") for batch in batches]
             before, pageable = devices.num_waits, devices.num_pageable
             for number, (batch, ids) in enumerate(zip(batches, on_it, strict=True)):
-                store.open_batch(number, ids)
+                store.begin_write(number, ids)
                 weights.index_fill_(0, ids, float(number + position * 10))
-                store.close_batch(number)
+                store.end_write(number)
                 for row in batch:
                     expected.setdefault(row, current[row])
                     current[row] = float(number + position * 10)

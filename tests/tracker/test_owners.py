@@ -15,7 +15,8 @@ from torch import Tensor
 from delta_tracker.errors import InvalidArgumentError, UnsupportedTableError
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.sharding.collisions import LocalOwners, SortedOwners, Versions
-from delta_tracker.tracker.change_log import ChangeLog, Reading
+from delta_tracker.tracker.change_log import ChangeLog
+from delta_tracker.tracker.read import Read
 from delta_tracker.tracker.store.owners import OwnerStore
 from delta_tracker.tracker.store.segments import SegmentStore
 from delta_tracker.types import Bucket, Delta, Identity
@@ -98,7 +99,7 @@ class _History:
                 owners[slot] = self.draw.choice([*free, NO_OWNER])
         self._own(owners)
         written = [slot for slot in range(_NUM_SLOTS) if self.draw.random() < 0.2]
-        self.log.mark("t", torch.tensor(written, dtype=torch.int64))
+        self.log.writes.mark("t", torch.tensor(written, dtype=torch.int64))
         self.now[written] += 1
         self._changed(written)
 
@@ -112,8 +113,8 @@ class _History:
 
     def extra_cut(self) -> None:
         """Cut the log without a read."""
-        self.log.add("passing")
-        self.log.remove("passing")
+        self.log.consumers.add("passing")
+        self.log.consumers.remove("passing")
 
     def _own(self, owners: list[int]) -> None:
         self._changed([slot for slot in range(_NUM_SLOTS) if owners[slot] != self.module.owners[slot]])
@@ -126,7 +127,7 @@ class _History:
     def read(self, name: str = "") -> None:
         """Read and check one consumer, then commit all, commit a part as top-k does, or abort."""
         name = name or self.draw.choice("ab")
-        reading = self.log.read(name)
+        reading = self.log.consumers.read(name)
         rows = reading.rows["t"]
         ids, owners = rows.ids.tolist(), self.module.owners
         assert set(ids) >= {slot for slot in range(_NUM_SLOTS) if self.known[name][slot] != owners[slot]}
@@ -136,14 +137,14 @@ class _History:
         self.num_evicted += sum(self.known[name][slot] not in (owners[slot], NO_OWNER) for slot in ids)
         end = self.draw.random()
         left = rows.former == torch.tensor(owners)[rows.ids] if end < 0.3 else torch.zeros_like(rows.ids).bool()
-        delta = _delta(reading, left)
-        self.log.seal(delta, commit=False)
+        reading.delta = _delta(reading, left)
+        reading.hold()
         if end < 0.8:
-            self.log.commit(delta)
+            reading.commit()
             self.known[name] = list(owners)
             self.pending[name] = set(rows.ids[left].tolist())
         else:
-            self.log.abort(delta)
+            reading.abort()
 
     def save(self) -> None:
         """Save and restore the log, as a checkpoint does."""
@@ -153,7 +154,7 @@ class _History:
         """Doubt some rows of one consumer; their owners are those of its last read, or unknown."""
         name, knows = self.draw.choice("ab"), self.draw.random() < 0.5
         ids = self.draw.sample(range(_NUM_SLOTS), 2)
-        self.log.distrust(name, "t", torch.tensor(ids), knows_owners=knows)
+        self.log.consumers.distrust(name, "t", torch.tensor(ids), knows_owners=knows)
         self.pending[name].update(ids)
         self.ever.update(ids)
         for slot in ids:
@@ -166,13 +167,13 @@ class _History:
         name = self.draw.choice("ab")
         if self._forgets:
             with pytest.raises(InvalidArgumentError):
-                self.log.rewind(name)
+                self.log.consumers.rewind(name)
         else:
-            self.log.rewind(name)
+            self.log.consumers.rewind(name)
             self.known[name], self.pending[name] = list(self.first), set(self.ever)
 
 
-def _delta(reading: Reading, left: Tensor) -> Delta:
+def _delta(reading: Read, left: Tensor) -> Delta:
     return Delta(
         {},
         consumer=reading.consumer,
@@ -206,14 +207,14 @@ def test_unknown_owners_are_none() -> None:
         )
         if rewinds:
             log.restore(replace(log.state(), history=None))
-            log.rewind("a")
+            log.consumers.rewind("a")
         else:
             log.mark_everything()
-        reading = log.read("a")
+        reading = log.consumers.read("a")
         assert reading.rows["t"].former.tolist() == [NO_OWNER] * _NUM_SLOTS
-        log.seal(_delta(reading, torch.zeros(_NUM_SLOTS, dtype=torch.bool)), commit=True)
+        reading.commit()
         log.replace({"t": SegmentStore(_NUM_SLOTS, engine="torch")}, {"t": _store(module)})
-        assert log.read("a").rows["t"].former.tolist() == [NO_OWNER] * _NUM_SLOTS
+        assert log.consumers.read("a").rows["t"].former.tolist() == [NO_OWNER] * _NUM_SLOTS
 
 
 def test_a_read_that_runs_out_of_memory_can_be_repeated() -> None:
@@ -225,8 +226,8 @@ def test_a_read_that_runs_out_of_memory_can_be_repeated() -> None:
         log = ChangeLog(stores, ["a"], delete_on_read=True, max_bytes=None, owners={"t": _store(module)})
         module.set(now)
         with Faults(number) as faults, suppress(MemoryError):
-            log.read("a")
-        rows = log.read("a").rows["t"]
+            log.consumers.read("a")
+        rows = log.consumers.read("a").rows["t"]
         assert {1, 2} <= set(rows.ids.tolist())
         assert rows.former is not None
         for slot, former in zip(rows.ids.tolist(), rows.former.tolist(), strict=True):
@@ -287,18 +288,18 @@ def test_invalid_owners_are_refused_at_reads_and_do_not_stop_training(owners: li
     module.set(owners)
     for _ in range(2):
         with pytest.raises(UnsupportedTableError, match=reason):
-            log.read("a")
-    log.mark("t", torch.tensor([4]))
-    log.step()  # drops both consumers, which cuts the log
-    log.clear("a")
+            log.consumers.read("a")
+    log.writes.mark("t", torch.tensor([4]))
+    log.consumers.step()  # drops both consumers, which cuts the log
+    log.consumers.clear("a")
     log.state()
     module.set([8 if owner == NO_OWNER and slot == 2 else owner for slot, owner in enumerate(owners)])
     with pytest.raises(UnsupportedTableError, match=reason):  # the new owner is valid, the others are not
-        log.read("a")
+        log.consumers.read("a")
     module.set([9, *[NO_OWNER] * 5])
-    log.clear("a")
+    log.consumers.clear("a")
     module.set([9, 2, *[NO_OWNER] * 4])
-    rows = log.read("a").rows["t"]
+    rows = log.consumers.read("a").rows["t"]
     assert rows.ids.tolist() == [1]
     assert rows.former.tolist() == [NO_OWNER]
 
@@ -359,7 +360,7 @@ def test_a_tracker_that_is_attached_again_keeps_the_former_owners(one_rank: Rank
 
 @pytest.mark.promise("lossless")
 @pytest.mark.parametrize("number", range(3))
-@pytest.mark.parametrize("method", ["notice_writes", "opened", "applied", "acknowledge_writes"])
+@pytest.mark.parametrize("method", ["notice_writes", "begin_write", "end_write", "acknowledge_writes"])
 def test_an_interrupted_eviction_loses_no_row_and_leaves_none_open(
     one_rank: RankPool, method: str, number: int
 ) -> None:

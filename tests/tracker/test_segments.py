@@ -16,11 +16,11 @@ from torch import Tensor
 
 from delta_tracker.rows import ChangedRows
 from delta_tracker.tracker.change_log import ChangeLog
+from delta_tracker.tracker.log_consumers import LogConsumers
 from delta_tracker.tracker.row_sets.row_set import RowSet
 from delta_tracker.tracker.row_sets.torch import TorchRows
 from delta_tracker.tracker.store import segments
 from delta_tracker.tracker.store.segments import SegmentStore, _Segment
-from delta_tracker.types import Delta
 from tests.syncs import SIMULATED, SyncError, find_syncs, held, on_device
 from tests.tracker.reference import NUM_ROWS, Schedule
 
@@ -136,24 +136,24 @@ def _run_seeds(mutant: type[SegmentStore]) -> None:
 
 class _NoRemark(SegmentStore):
     def cut(self, position: int) -> None:
-        held, self._open = self._open, {}
+        held, self._writes = self._writes, {}
         super().cut(position)
-        self._open = held
+        self._writes = held
 
 
 class _CloseAtCut(SegmentStore):
     def cut(self, position: int) -> None:
         super().cut(position)
-        self._open.clear()
+        self._writes.clear()
 
 
 class _MarkOnClose(SegmentStore):
-    def open_batch(self, batch: int, ids: Tensor | None) -> None:
-        self._open[batch] = ids
+    def begin_write(self, batch: int, ids: Tensor | None) -> None:
+        self._writes[batch] = ids
 
-    def close_batch(self, batch: int) -> None:
-        if batch in self._open:
-            self.mark(self._open.pop(batch))
+    def end_write(self, batch: int) -> None:
+        if batch in self._writes:
+            self.mark(self._writes.pop(batch))
 
 
 class _MergeAcrossPins(SegmentStore):
@@ -162,8 +162,8 @@ class _MergeAcrossPins(SegmentStore):
 
 
 class _KeepsOpen(SegmentStore):
-    def close_batch(self, batch: int) -> None:
-        """Never close a batch: sends too many rows."""
+    def end_write(self, batch: int) -> None:
+        """Never end a write: sends too many rows."""
 
 
 class _SkipsLastRow(SegmentStore):
@@ -239,10 +239,10 @@ class _OneSharedState(SegmentStore):
 
 
 class _MarksOnceAfterAFailure(SegmentStore):
-    def open_batch(self, batch: int, ids: Tensor | None) -> None:
-        super().open_batch(batch, ids)
+    def begin_write(self, batch: int, ids: Tensor | None) -> None:
+        super().begin_write(batch, ids)
         if ids is None:
-            self._open[batch] = torch.empty(0, dtype=torch.int64)
+            self._writes[batch] = torch.empty(0, dtype=torch.int64)
 
 
 @pytest.mark.parametrize(
@@ -284,18 +284,18 @@ def test_the_reference_catches_a_merge_in_which_the_newer_state_wins(monkeypatch
 
 
 def test_the_reference_catches_a_consumer_added_without_a_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    def add(self: ChangeLog, consumer: str) -> None:
-        self._lag.placed(consumer, self._position)
-        self._consumers.add(consumer, self._position, self._num_batches, holder=None)
+    def add(self: LogConsumers, consumer: str) -> None:
+        self._lag.placed(consumer, self._segments.position)
+        self._cursors.add(consumer, self._segments.position, holder=None)
 
-    monkeypatch.setattr(ChangeLog, "add", add)
+    monkeypatch.setattr(LogConsumers, "add", add)
     with pytest.raises(AssertionError):
         _run_seeds(SegmentStore)
 
 
 def test_a_shard_without_rows_accepts_every_call() -> None:
     store = SegmentStore(0)
-    store.open_batch(0, torch.tensor([3]))
+    store.begin_write(0, torch.tensor([3]))
     store.mark(None)
     store.cut(1)
     assert store.changed(0, 1).ids.tolist() == []
@@ -304,15 +304,15 @@ def test_a_shard_without_rows_accepts_every_call() -> None:
 def test_backward_passes_that_raised_cost_bounded_memory() -> None:
     store = SegmentStore(50, engine="torch")
     for batch in range(5000):
-        store.open_batch(batch, torch.tensor([batch % 40]))
-    assert len(store._open) <= 257
+        store.begin_write(batch, torch.tensor([batch % 40]))
+    assert len(store._writes) <= 257
     assert store.log_bytes < 10_000
     store.cut(1)
     store.cut(2)
     assert store.changed(1, 2).ids.tolist() == list(range(40)), "still open, all of them"
-    store.open_batch(5000, None)
+    store.begin_write(5000, None)
     for batch in range(5001, 5600):
-        store.open_batch(batch, torch.tensor([0]))
+        store.begin_write(batch, torch.tensor([0]))
     store.cut(3)
     store.cut(4)
     assert store.changed(3, 4).ids.tolist() == list(range(50))
@@ -321,12 +321,12 @@ def test_backward_passes_that_raised_cost_bounded_memory() -> None:
 def test_open_rows_are_kept_if_their_merge_runs_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     store = SegmentStore(300, engine="torch")
     for batch in range(256):
-        store.open_batch(batch, torch.tensor([batch]))
+        store.begin_write(batch, torch.tensor([batch]))
     with monkeypatch.context() as patch:
         patch.setattr(torch, "unique", _raising_memory_error)
         with pytest.raises(MemoryError):
-            store.open_batch(256, torch.tensor([256]))
-    store.open_batch(257, torch.tensor([257]))
+            store.begin_write(256, torch.tensor([256]))
+    store.begin_write(257, torch.tensor([257]))
     store.cut(1)
     store.cut(2)
     assert store.changed(1, 2).ids.tolist() == list(range(258)), "still open, all of them"
@@ -345,7 +345,7 @@ def test_a_write_of_unknown_rows_marks_all_rows_until_it_is_over(is_over: bool) 
         store.cut(position)
         assert store.changed(position - 1, position).ids.tolist() == [0, 1, 2]
     if is_over:
-        store.close_batch(7)
+        store.end_write(7)
     for position, is_marked in ((3, True), (4, not is_over)):
         store.notice_writes()
         store.cut(position)
@@ -356,18 +356,18 @@ def test_a_write_of_unknown_rows_marks_all_rows_until_it_is_over(is_over: bool) 
 def test_backward_passes_that_raised_on_a_device_do_not_make_training_wait(
     monkeypatch: pytest.MonkeyPatch, keeps_states: bool
 ) -> None:
-    monkeypatch.setattr(segments, "_MAX_OPEN", 16)  # instead of 256, for speed
+    monkeypatch.setattr(segments, "_MAX_WRITES", 16)  # instead of 256, for speed
     weights = on_device(torch.arange(20.0)[:, None])
     states = (lambda ids: weights.index_select(0, ids)) if keeps_states else None
     with find_syncs():
         store = SegmentStore(20, SIMULATED, engine="torch", old_states=states)
         with find_syncs() as found:
             for batch in range(50):
-                store.open_batch(batch, on_device(torch.tensor([3 + batch % 10, 99, 3 + batch % 10])))
+                store.begin_write(batch, on_device(torch.tensor([3 + batch % 10, 99, 3 + batch % 10])))
         assert not found
-        assert len(store._open) <= 17
-        opened = sum(ids.nbytes for ids in store._open.values() if ids is not None)
-        assert opened <= 8 * (16 * 3 + 20), "16 batches, and at most one id for each row"
+        assert len(store._writes) <= 17
+        num_bytes = sum(ids.nbytes for ids in store._writes.values() if ids is not None)
+        assert num_bytes <= 8 * (16 * 3 + 20), "16 batches, and at most one id for each row"
         store.cut(1)
         weights += 100
         store.cut(2)
@@ -396,14 +396,12 @@ def test_a_row_set_kept_for_reuse_drops_no_consumer(always_spare: None) -> None:
     log = ChangeLog({"t": SegmentStore(1000, engine="torch")}, ["a", "b"], delete_on_read=True, max_bytes=1500)
     for batch in range(3):
         for name in ("a", "b"):
-            log.mark("t", torch.tensor([batch]))
-            reading = log.read(name)
-            delta = Delta({}, consumer=name, start=reading.start, stop=reading.stop, batches=reading.batches)
-            log.seal(delta, commit=True)
-            log.step()
-            assert log.log_bytes <= 1500
-    assert not log.is_behind("a")
-    assert not log.is_behind("b")
+            log.writes.mark("t", torch.tensor([batch]))
+            log.consumers.read(name).commit()
+            log.consumers.step()
+            assert log.memory().log_bytes <= 1500
+    assert not log.consumers.is_behind("a")
+    assert not log.consumers.is_behind("b")
 
 
 @pytest.mark.promise("independent")
@@ -455,8 +453,8 @@ def _recorded_on_a_device(num_batches: int, num_ids: int, num_rows: int) -> tupl
     store = SegmentStore(num_rows, SIMULATED, engine="torch", old_states=lambda ids: weights.index_select(0, ids))
     with find_syncs() as found:
         for batch in range(num_batches):
-            store.open_batch(batch, on_device(torch.randint(num_rows, (num_ids,), generator=generator)))
-            store.close_batch(batch)
+            store.begin_write(batch, on_device(torch.randint(num_rows, (num_ids,), generator=generator)))
+            store.end_write(batch)
     return store, found
 
 

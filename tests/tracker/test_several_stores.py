@@ -45,12 +45,12 @@ def _num_launches(num_tables: int, method: str, *, with_states: bool) -> int:
     for key in (0, 1):
         ids = {name: on_device(torch.tensor([key, 1, 7, -1])) for name in stores}
         with find_syncs() as waits, _Launches() as launches:
-            log.opened(key, ids) if method == "opened" else log.looked_up(ids)
+            log.writes.begin_write(key, ids) if method == "begin_write" else log.writes.looked_up(ids)
         assert not waits
     return launches.num
 
 
-@pytest.mark.parametrize("method", ["opened", "looked_up"])
+@pytest.mark.parametrize("method", ["begin_write", "looked_up"])
 def test_the_launches_of_a_batch_do_not_grow_with_the_number_of_tables(method: str) -> None:
     """Each table once took six operations for each batch: 156 for the 26 tables of one kernel."""
     with find_syncs():
@@ -63,7 +63,7 @@ def test_the_launches_of_a_batch_do_not_grow_with_the_number_of_tables(method: s
 def test_with_old_states_each_table_takes_only_the_launches_that_copy_them() -> None:
     """Each table once took 29 operations for each batch, of which 21 marked its rows."""
     with find_syncs():
-        two, three, many = (_num_launches(num_tables, "opened", with_states=True) for num_tables in (2, 3, 100))
+        two, three, many = (_num_launches(num_tables, "begin_write", with_states=True) for num_tables in (2, 3, 100))
     assert many - two == (three - two) * 98
     assert three - two <= 10
 
@@ -91,8 +91,9 @@ def test_each_table_has_the_rows_that_it_has_alone(seed: int, with_states: bool)
                 name: torch.tensor([draw.randrange(-2, 42) for _ in range(draw.randrange(5))]).long() for name in names
             }
             whole = draw.random() < 0.1
-            alone.opened(key, dict.fromkeys(names) if whole else ids)
-            together.opened(key, dict.fromkeys(names) if whole else {n: on_device(own) for n, own in ids.items()})
+            alone.writes.begin_write(key, dict.fromkeys(names) if whole else ids)
+            there = {name: on_device(own) for name, own in ids.items()}
+            together.writes.begin_write(key, dict.fromkeys(names) if whole else there)
             for name in names:
                 rows = ids[name].where((ids[name] >= 0) & (ids[name] < sizes[name]), 0)
                 if sizes[name]:
@@ -100,18 +101,19 @@ def test_each_table_has_the_rows_that_it_has_alone(seed: int, with_states: bool)
             stays_open = draw.random() < 0.1
             for log in (alone, together):
                 if not stays_open:
-                    log.applied(key, names)
-                log.step()
+                    log.writes.end_write(key, names)
+                log.consumers.step()
             if draw.random() < 0.3:
                 _compare(alone, together, draw.choice(["often", "often", "seldom"]))
         _compare(alone, together, "seldom")
 
 
 def _compare(alone: ChangeLog, together: ChangeLog, consumer: str) -> None:
-    expected, found = (log.read(consumer).rows for log in (alone, together))
-    for log in (alone, together):
-        log.discard()
-        log.clear(consumer)
+    reads = [log.consumers.read(consumer) for log in (alone, together)]
+    expected, found = (read.rows for read in reads)
+    for read, log in zip(reads, (alone, together), strict=True):
+        read.abort()
+        log.consumers.clear(consumer)
     for name, rows in expected.items():
         assert held(found[name].ids).tolist() == rows.ids.tolist()
         if rows.states is not None:
@@ -163,15 +165,16 @@ def test_an_engine_that_fails_on_a_device_is_replaced(
         stores = {name: _store(weights, SIMULATED) for name in "ab"}
         log = ChangeLog(stores, ["reader"], delete_on_read=True, max_bytes=None)
         changed = {"a": {1, 2}, "b": {3}}
-        log.opened(0, {name: on_device(torch.tensor([*rows])) for name, rows in changed.items()})
-        log.applied(0, changed)
+        log.writes.begin_write(0, {name: on_device(torch.tensor([*rows])) for name, rows in changed.items()})
+        log.writes.end_write(0, changed)
         _Failing.failing = failing
-        log.opened(1, {"a": on_device(torch.tensor([5]))})
-        log.applied(1, {"a": None})
+        log.writes.begin_write(1, {"a": on_device(torch.tensor([5]))})
+        log.writes.end_write(1, {"a": None})
         if failing == "count":
-            log.num_pending("reader")
-        rows = log.read("reader").rows
-        log.discard()
+            log.consumers.num_pending("reader")
+        read = log.consumers.read("reader")
+        rows = read.rows
+        read.abort()
         assert {1, 2, 5} <= set(held(rows["a"].ids).tolist())
         assert 3 in held(rows["b"].ids).tolist()
         fails = failing != ("mark" if with_states else "mark_new_padded")

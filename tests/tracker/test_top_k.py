@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from delta_tracker import TopK
-from delta_tracker.errors import InvalidArgumentError
+from delta_tracker import DeltaRows, ModelDeltaTracker, TopK
+from delta_tracker.errors import InvalidArgumentError, StaleDeltaError
 from delta_tracker.tracker.top_k import AllRanks, Candidates, _ordered_keys, choose
 from tests.ranks import RankPool
 from tests.syncs import find_syncs, held, on_device
@@ -223,3 +223,44 @@ def test_a_rank_that_cannot_read_does_not_keep_the_others_waiting(two_ranks: Ran
 @pytest.mark.parametrize("scored", [False, True])
 def test_rows_with_another_raw_id_are_never_left_out(two_ranks: RankPool, scored: bool) -> None:
     assert all(count > 20 for count in two_ranks.run("tests.tracker.collision_cases:left_out_owners", scored=scored))
+
+
+def _train(model: nn.Module, *ids: int) -> None:
+    model.zero_grad()
+    model(torch.tensor([ids])).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_rows_that_change_while_a_score_reads_another_consumer_are_sent_later() -> None:
+    model = nn.Sequential(nn.EmbeddingBag(8, 4, sparse=True))
+    tracker = ModelDeltaTracker(model, ["first", "second"])
+
+    def score(fqn: str, rows: DeltaRows) -> Tensor:
+        _train(model, 5)
+        tracker.get_delta("second")
+        return torch.zeros(len(rows))
+
+    _train(model, 2)
+    assert tracker.get_delta("first", top_k=TopK(rows=8, score=score))["0"].ids.tolist() == [2]
+    assert tracker.get_delta_ids("first")["0"].tolist() == [5]
+    assert tracker.get_delta_ids("second")["0"].tolist() == []
+
+
+@pytest.mark.advice("StaleDeltaError: ConsumerPositions.current")
+@pytest.mark.parametrize("call", ["get_delta", "clear", "remove_consumer"])
+def test_a_score_that_changes_its_own_consumer_makes_the_read_stale(call: str) -> None:
+    model = nn.Sequential(nn.EmbeddingBag(8, 4, sparse=True))
+    tracker = ModelDeltaTracker(model, ["first", "second"])
+
+    def score(fqn: str, rows: DeltaRows) -> Tensor:
+        _train(model, 5)
+        getattr(tracker, call)("first")
+        _train(model, 6)
+        return torch.zeros(len(rows))
+
+    _train(model, 2)
+    with pytest.raises(InvalidArgumentError if call == "remove_consumer" else StaleDeltaError):
+        tracker.get_delta("first", top_k=TopK(rows=8, score=score))
+    if call != "remove_consumer":
+        assert tracker.get_delta_ids("first")["0"].tolist() == [6]
+    assert tracker.get_delta_ids("second")["0"].tolist() == [2, 5, 6]

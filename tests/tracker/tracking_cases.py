@@ -20,7 +20,7 @@ from delta_tracker import Delta, DeltaRows, ModelDeltaTracker, TopK, TrackingMod
 from delta_tracker.buffers import MEMORY
 from delta_tracker.cuda_fence import StreamFence
 from delta_tracker.errors import DeltaTrackerError, InvalidArgumentError
-from delta_tracker.tracker.change_log import ChangeLog
+from delta_tracker.tracker.log_writes import LogWrites
 from delta_tracker.tracker.store.segments import SegmentStore
 from tests.models import Spec, Table, batch, kernels_of, shard, with_kernel
 
@@ -187,11 +187,11 @@ def schedule(  # noqa: C901, PLR0912, PLR0915  one branch for each event
         "forward": 2, "backward": 2, "backward inside": 2, "eval": 1, "drop": 1, "step": 1, "read": 2, "abort": 1,
         "top-k": 1, "raise": 0.5, "overwrite": 0.2, "fail read": 0.3,
     }  # fmt: skip
-    opened, is_reading_inside = ChangeLog.opened, False
+    begin_write, is_reading_inside = LogWrites.begin_write, False
 
-    def read_when_opened(log: ChangeLog, key: int, ids: Any) -> None:
+    def read_when_it_begins(log: LogWrites, key: int, ids: Any) -> None:
         nonlocal is_reading_inside
-        opened(log, key, ids)
+        begin_write(log, key, ids)
         if not is_reading_inside:
             return
         is_reading_inside = False  # once per backward
@@ -201,7 +201,7 @@ def schedule(  # noqa: C901, PLR0912, PLR0915  one branch for each event
         copies["b"].commit()
 
     built = ModelDeltaTracker(model, names, auto_compact=bool(seed % 2), mode=mode)
-    with built as tracker, mock.patch.object(ChangeLog, "opened", read_when_opened):
+    with built as tracker, mock.patch.object(LogWrites, "begin_write", read_when_it_begins):
         copies = {name: _Copy(tracker, name) for name in names}
         nothing: dict[str, set[int]] = {fqn: set() for fqn in tracker.tables}
         pending: list[torch.Tensor] = []
@@ -320,7 +320,7 @@ def failing_hook(rank: int, world_size: int) -> int:
 
 def failing_close(rank: int, world_size: int, fails: str) -> list[list[int]]:
     """Fail once while a written batch is closed: one read returns all rows, later ones those of their batch."""
-    owner = {"close_batch": SegmentStore, "leave": StreamFence}[fails]
+    owner = {"end_write": SegmentStore, "leave": StreamFence}[fails]
     method = getattr(owner, fails)
     num_left = 1
 

@@ -84,7 +84,8 @@ class TrackerCheckpoint:
     @property
     def annotations(self) -> Mapping[str, object]:
         """Mapping from consumer name to the note that :meth:`annotate` set or that was loaded with a state."""
-        return MappingProxyType({name: note for name, note in self._annotations.items() if name in self._log.consumers})
+        names = self._log.consumers.names
+        return MappingProxyType({name: note for name, note in self._annotations.items() if name in names})
 
     @property
     def notes(self) -> dict[str, object]:
@@ -93,11 +94,11 @@ class TrackerCheckpoint:
 
     def is_as_restored(self, consumer: str) -> bool:
         """Return True if a state was loaded or restored and the consumer's cursor has not moved since then."""
-        return self._positions.get(consumer) == self._log.position(consumer)
+        return self._positions.get(consumer) == self._log.consumers.position(consumer)
 
     def current_note(self, consumer: str) -> object:
         """Return the note about a consumer; None if there is none, or if the cursor has moved since it was set."""
-        is_current = self._noted.get(consumer) == self._log.position(consumer)
+        is_current = self._noted.get(consumer) == self._log.consumers.position(consumer)
         return self._annotations.get(consumer) if is_current else None
 
     def annotate(self, consumer: str, note: object) -> None:
@@ -116,7 +117,7 @@ class TrackerCheckpoint:
             self._annotations[consumer] = json.loads(json.dumps(note, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise InvalidArgumentError("note", note, "Pass dicts, lists, strings and finite numbers") from error
-        self._noted[consumer] = self._log.position(consumer)
+        self._noted[consumer] = self._log.consumers.position(consumer)
 
     def register_counter(self, name: str, counter: object) -> None:
         """Register a counter. See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.register_counter`."""
@@ -126,7 +127,7 @@ class TrackerCheckpoint:
         """Return the mode, consumers, tables and counters, which must be the same on every rank. JSON serializable."""
         return {
             "mode": self._mode.value,
-            "consumers": sorted(self._log.consumers),
+            "consumers": sorted(self._log.consumers.names),
             "tables": {fqn: str(shard.spec.table) for fqn, shard in sorted(self._model.shards.items())},
             "counters": self._counters.kinds(),
         }
@@ -156,9 +157,9 @@ class TrackerCheckpoint:
         Raises:
             ReservedConsumerError: if a consumer is reserved.
         """
-        for name in self._log.consumers:
+        for name in self._log.consumers.names:
             try:
-                self._log.resolve(name)
+                self._log.consumers.resolve(name)
             except ReservedConsumerError as error:
                 raise ReservedConsumerError(error.consumer, error.owner, LOAD_BEFORE) from error
 
@@ -196,7 +197,7 @@ class TrackerCheckpoint:
         """
         averaged = {fqn: shard for fqn, shard in self._model.shards.items() if shard.is_averaged}
         if averaged:
-            tables = self._log.unsynced(fqn for fqn, shard in averaged.items() if shard.spec.num_rows)
+            tables = self._log.writes.unsynced(fqn for fqn, shard in averaged.items() if shard.spec.num_rows)
             counts = torch.tensor([len(tables)])
             if any(map(int, [counts] if group is None else group.all_gather(counts))):
                 listed = ", ".join(map(repr, tables)) or "none on this rank"
@@ -221,7 +222,7 @@ class TrackerCheckpoint:
         self._counters.load(counted)
         with self._log.lock:
             self._log.restore(log_state)
-            self._positions = {name: self._log.position(name) for name in self._log.consumers}
+            self._positions = {name: self._log.consumers.position(name) for name in self._log.consumers.names}
         self._annotations, self._restored = dict(plan.annotations), Restored.STATE
         self._noted = dict(self._positions)
 
@@ -233,7 +234,7 @@ class TrackerCheckpoint:
         See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.restore_from_stream`.
         """
         self._check_free()
-        names = self._log.consumers
+        names = self._log.consumers.names
         for name in (*pending, *notes):
             if name not in names:
                 raise InvalidArgumentError("consumer", name, f"Pass some of {list(names)}")
@@ -249,11 +250,11 @@ class TrackerCheckpoint:
                     for fqn, ids in tables.items():
                         num_rows = self._model.shard(fqn).spec.num_rows
                         every = torch.arange(num_rows) if ids is None else ids.long()
-                        self._log.distrust(name, fqn, every, knows_owners=False)
+                        self._log.consumers.distrust(name, fqn, every, knows_owners=False)
             except BaseException:  # out of memory, or interrupted: some rows are not pending yet
                 self._log.mark_everything_later()
                 raise
-            self._positions = {name: self._log.position(name) for name in names}
+            self._positions = {name: self._log.consumers.position(name) for name in names}
         self._annotations, self._restored = dict(notes), Restored.STREAM
         self._noted = dict(self._positions)
 
@@ -264,7 +265,7 @@ class TrackerCheckpoint:
         first = parts[0]
         for what, saved, found in (
             ("mode", first.mode, self._mode.value),
-            ("consumers", sorted(each.name for each in first.consumers), sorted(self._log.consumers)),
+            ("consumers", sorted(each.name for each in first.consumers), sorted(self._log.consumers.names)),
         ):
             if saved != found:
                 raise StateMismatchError(what, saved, found)

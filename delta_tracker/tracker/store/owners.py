@@ -105,9 +105,9 @@ class OwnerStore(SegmentStore):
             former[places[found]] = changed.states[found, 0]
         return former
 
-    def mark_all_later(self, batch: int | None = None) -> None:
-        """Make the next :meth:`update` call :meth:`mark_unknown`. Takes no memory. ``batch`` is ignored."""
-        del batch  # hooks do not report owners
+    def mark_all_later(self, key: int | None = None) -> None:
+        """Make the next :meth:`update` call :meth:`mark_unknown`. Takes no memory. ``key`` is ignored."""
+        del key  # hooks do not report owners
         self._is_doubted = True
 
     def mark_unknown(self) -> None:

@@ -6,10 +6,9 @@ A position is the number of cuts since the log was created. It is *pinned* while
 uncommitted read ends there. A segment covers the positions from its start to the next segment's start. It has a set of
 local rows and, if old states are kept, the state of each row before the row's first change in the segment.
 
-A batch of ids is *open* from just before its update is written until the update is known to be complete. For a row of
-an open batch, a read may return the value from before or after the write. Therefore each cut marks the rows of open
-batches again in the new segment, with their states at the cut, so that the next read returns these rows again and no
-update is lost.
+A *write* is in progress from just before it changes its rows until it is known to be complete. For such a row, a read
+may return the value from before or after the write. Therefore each cut marks the rows of the writes in progress again
+in the new segment, with their states at the cut, so that the next read returns these rows again and no update is lost.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ from delta_tracker.tracker.store.old_states import DeviceStates, HostStates, Old
 
 _logger = logging.getLogger(__name__)
 
-# Normally few batches are open. More stay open only if backward passes raise and their batches are not closed.
-_MAX_OPEN = 256
-_STUCK = -2  # key of the open batch that _fold_oldest() creates
+# Normally few writes are in progress. More remain only if backward passes raise and their writes do not end.
+_MAX_WRITES = 256
+_STUCK = -2  # key of the write that _fold_oldest() creates
 _DEVICE_BYTES = 64 << 20
 # On the CPU, sets of at least this size are reused, because page faults in new memory take longer than a small read.
 _SPARE_BYTES = 1 << 20
@@ -72,10 +71,11 @@ class SegmentStore:
 
     The store holds one row set for each segment with changes and, if old states are kept, at most one old state for
     each row in the set. After :meth:`compact`, there is at most one segment more than there are distinct pinned
-    positions. The store also holds the ids of open batches and, if row sets are large, one empty set for reuse.
+    positions. The store also holds the ids of the writes in progress and, if row sets are large, one empty set for
+    reuse.
 
-    Callers must serialize the calls. For each batch, call :meth:`open_batch` before its update is written, and
-    :meth:`close_batch` once the update is known to be written. For each read, call :meth:`cut` while the shard has the
+    Callers must serialize the calls. For each write, call :meth:`begin_write` before it changes rows, and
+    :meth:`end_write` once it is known to be complete. For each read, call :meth:`cut` while the shard has the
     values that the read must return, then :meth:`changed`.
 
     Args:
@@ -92,13 +92,13 @@ class SegmentStore:
 
     Attributes:
         engine: implementation of the row sets.
-        pads: True if the shard is not on the CPU. Only the device has the number of rows that a batch adds, so that the
+        pads: True if the shard is not on the CPU. Only the device has the number of rows that a write adds, so that the
             ids of these rows are padded to a fixed size.
 
     Example:
         >>> store = SegmentStore(num_rows=8)
-        >>> store.open_batch(0, torch.tensor([5, 2, 5]))
-        >>> store.close_batch(0)
+        >>> store.begin_write(0, torch.tensor([5, 2, 5]))
+        >>> store.end_write(0)
         >>> store.cut(1)
         >>> store.changed(0, 1).ids
         tensor([2, 5])
@@ -125,14 +125,14 @@ class SegmentStore:
         self._max_device_bytes = max_device_bytes
         self.pads = self._device.type != "cpu"
         self._segments = [_Segment(start=0)]
-        self._open: dict[int, Tensor | None] = {}
+        self._writes: dict[int, Tensor | None] = {}
         self._spare: RowSet | None = None
 
-    def open_batch(self, batch: int, ids: Tensor | None, *, is_marked: bool = False) -> None:
-        """Mark the rows of a batch whose update is about to be written, and open the batch.
+    def begin_write(self, key: int, ids: Tensor | None, *, is_marked: bool = False) -> None:
+        """Begin a write, and mark its rows.
 
         Args:
-            batch: key of the batch; no other open batch may have it.
+            key: key of the write; no other write in progress may have it.
             ids: ``[N]`` integer local ids, in any order, duplicates allowed; None for all rows, with unknown old
                 states. An id outside ``[0, R)`` counts as row 0, because FBGEMM's table-batched embedding updates row 0
                 for it.
@@ -140,24 +140,24 @@ class SegmentStore:
         """
         if self.num_rows == 0:
             return
-        self._open[batch] = ids
+        self._writes[key] = ids
         if not is_marked:
             self._mark(ids)
-        if len(self._open) > _MAX_OPEN:
+        if len(self._writes) > _MAX_WRITES:
             self._fold_oldest()
 
-    def close_batch(self, batch: int) -> None:
-        """Close a batch whose update has been written or will not be written. Does nothing if the batch is not open."""
-        self._open.pop(batch, None)
-        if batch in self._lost:
+    def end_write(self, key: int) -> None:
+        """End a write that is complete or will not take place. Does nothing if it is not in progress."""
+        self._writes.pop(key, None)
+        if key in self._lost:
             self._has_unmarked = True  # the write may have changed rows since the last cut marked them
-            self._lost.remove(batch)
+            self._lost.remove(key)
 
     def mark(self, ids: Tensor | None, *, states: Tensor | None = None, is_written: bool = False) -> None:
-        """Mark rows without opening a batch.
+        """Mark rows without a write in progress.
 
         Args:
-            ids: as in :meth:`open_batch`. They must be unique if ``states`` is given.
+            ids: as in :meth:`begin_write`. They must be unique if ``states`` is given.
             states: ``[N, S]`` states before the change; None to capture the current states. Ignored if ``ids`` is None.
             is_written: True if the rows have already been written. Their old states are then unknown, unless ``states``
                 is given.
@@ -170,7 +170,7 @@ class SegmentStore:
             self._mark(ids, keep_states=not is_written)
 
     def cut(self, position: int) -> None:
-        """Start a segment at ``position`` and mark the rows of open batches in it.
+        """Start a segment at ``position`` and mark the rows of the writes in progress in it.
 
         Args:
             position: the new position, higher than all earlier ones.
@@ -182,13 +182,13 @@ class SegmentStore:
             self._segments.append(_Segment(start=position))
             if isinstance(last.states, DeviceStates):
                 last.states.close()
-        for ids in self._open.values():
+        for ids in self._writes.values():
             self._mark(ids)
 
     @property
-    def has_open(self) -> bool:
-        """True if any batch is open."""
-        return bool(self._open)
+    def has_writes(self) -> bool:
+        """True if a write is in progress."""
+        return bool(self._writes)
 
     @property
     def keeps_states(self) -> bool:
@@ -251,7 +251,7 @@ class SegmentStore:
 
         Also mark them if :meth:`mark_all_later` requested it.
 
-        Call this method before every :meth:`cut`. If old states are kept, also call it before each :meth:`open_batch`
+        Call this method before every :meth:`cut`. If old states are kept, also call it before each :meth:`begin_write`
         or :meth:`mark` that captures states, because states that are captured after such a write are not the old ones.
 
         Returns:
@@ -267,19 +267,19 @@ class SegmentStore:
             raise
         return True
 
-    def mark_all_later(self, batch: int | None = None) -> None:
+    def mark_all_later(self, key: int | None = None) -> None:
         """Make the next call of :meth:`notice_writes` mark all rows.
 
         Takes no memory, and may be called from any thread while another method runs.
 
         Args:
-            batch: key of a write that may be in progress. Until :meth:`close_batch`, every call of
+            key: key of a write that may be in progress. Until :meth:`end_write`, every call of
                 :meth:`notice_writes` marks all rows, and so does the first call afterwards. None if no write is in
                 progress.
         """
         self._has_unmarked = True
-        if batch is not None and batch not in self._lost:
-            self._lost.append(batch)
+        if key is not None and key not in self._lost:
+            self._lost.append(key)
 
     def has_unmarked_writes(self) -> bool:
         """Return True if :meth:`notice_writes` would mark the rows. Does no work on the device."""
@@ -303,7 +303,7 @@ class SegmentStore:
             self._was_written()
 
     def forget(self) -> None:
-        """Drop all marked rows and ignore all writes so far. Open batches stay open."""
+        """Drop all marked rows and ignore all writes so far, except those in progress."""
         self.acknowledge_writes()
         self._has_unmarked = False
         self.delete(None)
@@ -422,7 +422,7 @@ class SegmentStore:
         for segment in self._segments:
             yield from () if segment.rows is None else segment.rows.tensors
             yield from () if segment.states is None else segment.states.tensors()
-        yield from (ids for ids in self._open.values() if ids is not None)
+        yield from (ids for ids in self._writes.values() if ids is not None)
         yield from () if self._spare is None else self._spare.tensors
 
     @property
@@ -432,13 +432,13 @@ class SegmentStore:
 
     @property
     def log_bytes(self) -> int:
-        """Total size in bytes of the row sets, the old states and the ids of open batches.
+        """Total size in bytes of the row sets, the old states and the ids of the writes in progress.
 
         Includes memory that is reserved for further old states. Does not wait for the device.
         """
-        opened = sum(ids.nbytes for ids in self._open.values() if ids is not None)
+        written = sum(ids.nbytes for ids in self._writes.values() if ids is not None)
         spare = 0 if self._spare is None else self._spare.num_bytes
-        return opened + spare + sum(segment.num_bytes for segment in self._segments)
+        return written + spare + sum(segment.num_bytes for segment in self._segments)
 
     def marked(self, start: int, stop: int | None, extra: Tensor | None = None) -> tuple[RowSet | None, list[_Segment]]:
         """Return a set of the rows marked in ``[start, stop)`` and of the rows with the ids ``extra``.
@@ -490,18 +490,18 @@ class SegmentStore:
             self._recycle(rows)
 
     def _fold_oldest(self) -> None:
-        """Merge the oldest half of the open batches into one batch, which stays open. Does not wait for the device.
+        """Merge the oldest half of the writes into one, which remains in progress. Does not wait for the device.
 
-        This bounds the number of open batches, because a failed backward pass never closes its batch. Every cut marks
-        the rows of the merged batch again. The merged batch has at most ``8 * R`` bytes of ids.
+        This bounds the number of writes, because that of a failed backward pass never ends. Every cut marks the rows of
+        the merged write again. It has at most ``8 * R`` bytes of ids.
         """
-        oldest = sorted(self._open)[: _MAX_OPEN // 2]
-        ids = [self._open[batch] for batch in oldest]
+        oldest = sorted(self._writes)[: _MAX_WRITES // 2]
+        ids = [self._writes[key] for key in oldest]
         whole = any(each is None for each in ids)
-        self._open[_STUCK] = None if whole else self._distinct(torch.cat([each for each in ids if each is not None]))
-        for batch in oldest:  # after the merge, which may run out of memory
-            if batch != _STUCK:
-                del self._open[batch]
+        self._writes[_STUCK] = None if whole else self._distinct(torch.cat([each for each in ids if each is not None]))
+        for key in oldest:  # after the merge, which may run out of memory
+            if key != _STUCK:
+                del self._writes[key]
 
     def _distinct(self, ids: Tensor) -> Tensor:
         """Return ids of the same rows, at most ``R``, without duplicates on the CPU.

@@ -25,20 +25,20 @@ def _replaced(stores: Mapping[str, SegmentStore], error: Exception) -> bool:
     return any(replaced)
 
 
-def open_in_each(stores: Mapping[str, SegmentStore], batch: int, ids: Mapping[str, Tensor | None]) -> None:
-    """Call :meth:`SegmentStore.open_batch` of each store in ``ids``.
+def begin_write_in_each(stores: Mapping[str, SegmentStore], key: int, ids: Mapping[str, Tensor | None]) -> None:
+    """Call :meth:`SegmentStore.begin_write` of each store in ``ids``.
 
     Args:
         stores: stores by name.
-        batch: key of the batch.
-        ids: name to the argument of :meth:`SegmentStore.open_batch`.
+        key: key of the write.
+        ids: name to the argument of :meth:`SegmentStore.begin_write`.
     """
     together = _for_devices(stores, ids)
     for name, own in ids.items():
         if name in together:
-            stores[name].open_batch(batch, own, is_marked=True)
+            stores[name].begin_write(key, own, is_marked=True)
         else:
-            stores[name].open_batch(batch, own)
+            stores[name].begin_write(key, own)
     if together:
         _mark(stores, together)
 

@@ -74,7 +74,7 @@ class ShadowStore(SegmentStore):
                 put_rows(self._shadow, ids, self._read_rows(ids))
 
     def forget(self) -> None:
-        """Drop all marked rows and replace the copy with the current rows. Open batches stay open."""
+        """Drop all marked rows and replace the copy with the current rows."""
         super().forget()
         self._shadow = self._read_rows(None)
 

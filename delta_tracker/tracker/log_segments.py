@@ -1,0 +1,312 @@
+"""Segments of all tables of a change log: the rows that changed between two cuts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from delta_tracker.cuda_fence import StreamFence
+from delta_tracker.errors import UnsupportedTableError
+from delta_tracker.raw_ids import NO_OWNER
+from delta_tracker.rows import ChangedRows, merge_first
+from delta_tracker.sharding.kernel_memory import one_cut, reading_in_place
+from delta_tracker.tracker.consumer_lag import LagClock
+from delta_tracker.tracker.consumer_positions import Consumer, ConsumerPositions
+from delta_tracker.tracker.profiling import profiler_range
+from delta_tracker.tracker.store.owners import OwnerStore
+from delta_tracker.tracker.store.segments import SegmentStore
+from delta_tracker.tracker.store.several_stores import changed_in_each, num_changed_in_each
+
+_logger = logging.getLogger(__name__)
+_Context = Callable[[], AbstractContextManager[None]]
+
+
+class LogSegments:
+    """Row stores of all tables, which a cut divides at the same position.
+
+    Callers must hold the log's lock, and must have entered :attr:`fence` before they read or mark rows.
+
+    Args:
+        stores: table FQN to its store.
+        owners: FQN of each table with managed collisions, to the store of the owners of its slots. Its segments have
+            the positions of the table's own store, which has every slot whose owner changed.
+        cursors: the consumers, whose cursors and reads separate segments.
+        lag: clock that gets the time of the first change in each segment.
+        delete_on_read: True to drop rows that every consumer has committed.
+
+    Attributes:
+        stores, owners, cursors, delete_on_read: the arguments; copies of the mappings.
+        position: number of cuts so far.
+        fence: orders the uses of the stores by several CUDA streams.
+        synced: table FQN to a position. Rows marked since then are kept, also if all consumers committed them.
+        num_recorded: table FQN to the number of rows recorded as changed so far. Repeated rows count each time.
+        num_compacted: number of batches at the last :meth:`compact`; 0 before the first.
+        is_compact: True if nothing that :meth:`compact` could merge or drop was added since its last call.
+        reads_shards: True if marking rows may read them.
+        in_place: context manager in which marking rows flushes no cache; a cut flushes each cache once.
+    """
+
+    def __init__(
+        self,
+        stores: Mapping[str, SegmentStore],
+        owners: Mapping[str, OwnerStore],
+        cursors: ConsumerPositions,
+        lag: LagClock,
+        *,
+        delete_on_read: bool,
+    ) -> None:
+        self.stores = dict(stores)
+        self.owners = dict(owners)
+        self.cursors = cursors
+        self.delete_on_read = delete_on_read
+        self._lag = lag
+        self.position = self.num_compacted = 0
+        self.is_compact = True
+        self.num_recorded = dict.fromkeys(self.stores, 0)
+        self.synced: dict[str, int] = {}
+        self.fence = StreamFence(self._tensors)
+        self._every: list[tuple[str, SegmentStore]] = []  # the stores of all tables, then those of all owners
+        self._list_stores()
+        self.fence.enter()  # the stores were built on this stream
+
+    # Recording
+
+    def count(self, ids: Mapping[str, Tensor | None]) -> None:
+        """Count rows that are recorded as changed.
+
+        Args:
+            ids: table FQN to ``[N]`` local ids; None for all rows.
+        """
+        recorded, num_rows = self.num_recorded, 0
+        for fqn, own in ids.items():
+            num_own = self.stores[fqn].num_rows if own is None else own.numel()
+            recorded[fqn] = recorded.get(fqn, 0) + num_own
+            num_rows += num_own
+        if num_rows:
+            self._lag.recorded(self.position)
+
+    def notice_writes(self, fqns: Iterable[str]) -> None:
+        """Mark all rows of the tables in ``fqns`` whose weights may have been written without a report by a hook."""
+        for fqn in fqns:
+            if self.stores[fqn].has_unmarked_writes():
+                self.fence.enter()
+                self.stores[fqn].notice_writes()
+                self.count({fqn: None})
+
+    def notice_before_capture(self, fqns: Iterable[str]) -> None:
+        """Call :meth:`notice_writes` for the tables in ``fqns`` that keep old states, before they are captured."""
+        self.notice_writes([fqn for fqn in fqns if self.stores[fqn].keeps_states])
+
+    # Cuts
+
+    def cut(self, fqns: Collection[str] | None = None) -> None:
+        """Start a segment in the stores of some tables. The rows of writes in progress are marked in it again.
+
+        Args:
+            fqns: the tables, without their owners; None for all tables and owners.
+        """
+        with one_cut():
+            if self.owners and fqns is None:
+                self.update_owners()  # first, so that the changes are before the cut
+            self.position += 1
+            self.is_compact = False
+            for _, store in self._every if fqns is None else [(fqn, self.stores[fqn]) for fqn in fqns]:
+                store.cut(self.position)
+                if store.has_writes:  # the cut marked the rows of the writes again
+                    self._lag.recorded(self.position)
+
+    def compact(self) -> None:
+        """Merge neighboring segments, unless a cursor or the end of a read lies between them.
+
+        If :attr:`delete_on_read` is True, first drop the rows that every consumer has committed.
+        """
+        with profiler_range("delta_tracker: compact"):
+            self.fence.enter()
+            if self.delete_on_read:
+                self._delete_committed()  # before the stores are compacted, so that dropped segments are not merged
+            crowded = [(fqn, store) for fqn, store in self._every if store.num_segments > 1]
+            pinned = self.cursors.pinned if crowded else set()
+            for fqn, store in crowded:
+                store.compact({*pinned, self.synced[fqn]} if fqn in self.synced else pinned)
+            self._lag.compact(pinned, forgets=self.delete_on_read)
+            self.num_compacted = self.cursors.num_batches
+            self.is_compact = True
+
+    def _delete_committed(self) -> None:
+        """Drop the rows that every consumer has committed, except those marked at or after :attr:`synced`."""
+        oldest = self.cursors.oldest
+        for fqn, store in self._every:
+            synced = self.synced.get(fqn) if self.synced else None
+            if synced is None:
+                store.delete(oldest)
+            else:
+                store.drop_states(oldest)
+                store.delete(synced if oldest is None else min(oldest, synced))
+
+    # Reading
+
+    def changed_since(
+        self, start: int, carried: Mapping[str, ChangedRows], stop: int | None = None, *, with_states: bool = True
+    ) -> dict[str, ChangedRows]:
+        """Return the rows in ``carried`` and the rows marked in ``[start, stop)``, by table FQN.
+
+        A ``stop`` of None means no upper bound. For rows in both, the old states of ``carried`` are returned.
+        """
+        end = self.position + 1 if stop is None else stop
+        rows = changed_in_each(self.stores, start, end, with_states=with_states)
+        for fqn, owners in self.owners.items():
+            rows[fqn] = replace(rows[fqn], former=owners.former(rows[fqn].ids, start))
+        for fqn, older in carried.items():
+            rows[fqn] = merge_first(older if with_states else older.without_states(), rows[fqn])
+        return rows
+
+    def num_changed(self, consumer: Consumer) -> dict[str, int]:
+        """Return the number of pending rows of a consumer, by table FQN. Waits for the device."""
+        carried = {fqn: rows.ids for fqn, rows in consumer.carried.items()}
+        return num_changed_in_each(self.stores, consumer.position, carried)
+
+    def changed_since_sync(self, fqns: Iterable[str]) -> dict[str, Tensor | None]:
+        """Return the local ids of the rows marked since their table's position in :attr:`synced`; None without one."""
+        return {
+            fqn: self.stores[fqn].changed(self.synced[fqn], self.position + 1, with_states=False).ids
+            if fqn in self.synced
+            else None
+            for fqn in fqns
+        }
+
+    # Owners of slots
+
+    def update_owners(self) -> None:
+        """Mark the slots whose owner has changed since the last call, with their old states."""
+        for fqn, owners in self.owners.items():
+            owners.update(partial(self._mark_owned, fqn))
+
+    def _mark_owned(self, fqn: str, ids: Tensor) -> None:
+        self.count({fqn: ids})
+        self.stores[fqn].mark(ids)
+
+    def check_owners(self) -> None:
+        """Check the owners of the last cut.
+
+        Raises:
+            UnsupportedTableError: if a stream cannot have the owners of a table's slots.
+        """
+        for fqn, owners in self.owners.items():
+            if owners.refusal:
+                remedy = "Name the table in fqns_to_skip to train it untracked"
+                raise UnsupportedTableError(fqn, owners.refusal, remedy, problem="cannot be read")
+
+    def former(self, fqn: str, ids: Tensor, consumer: Consumer) -> Tensor:
+        """Return the owners that a consumer has of some rows, ``[N]`` int64, as of its last committed read.
+
+        Args:
+            fqn: a table with managed collisions.
+            ids: ``[N]`` int64 local ids, ascending and unique.
+            consumer: the consumer.
+        """
+        former = self.owners[fqn].former(ids, consumer.position)
+        older = consumer.carried.get(fqn)
+        if older is not None and older.former is not None:
+            is_carried = torch.isin(older.ids, ids)
+            former[torch.searchsorted(ids, older.ids[is_carried])] = older.former[is_carried]
+        return former
+
+    def with_former(self, rows: Mapping[str, ChangedRows]) -> dict[str, ChangedRows]:
+        """Return rows by table, in which unknown former owners are ``NO_OWNER`` in tables with managed collisions.
+
+        All former owners of rows without :attr:`ChangedRows.former` are unknown.
+        """
+        found = {}
+        for fqn, each in rows.items():
+            former = each.former if fqn in self.owners else None
+            if fqn in self.owners and former is None:
+                former = torch.full_like(each.ids, NO_OWNER)
+            found[fqn] = each if former is each.former else replace(each, former=former)
+        return found
+
+    # All stores
+
+    def forget(self) -> None:
+        """Drop all marked rows and ignore all writes so far, except those in progress."""
+        self.synced.clear()  # the replicas may have loaded different weights
+        for _, store in self._every:
+            store.forget()
+
+    def mark_all_later(self) -> None:
+        """Mark all rows of all tables at the next cut. Takes no memory."""
+        for _, store in self._every:
+            store.mark_all_later()
+
+    def replace(self, stores: Mapping[str, SegmentStore], owners: Mapping[str, OwnerStore]) -> None:
+        """Replace the stores of some tables, and mark all rows of these tables, with unknown old states and owners.
+
+        Args:
+            stores: table FQN to its new store.
+            owners: the new store of the owners of each of these tables that has managed collisions.
+        """
+        for fqn, store in stores.items():
+            self.owners.pop(fqn, None)
+            if fqn in owners:
+                self.owners[fqn] = owners[fqn]
+                owners[fqn].cut(self.position)
+                owners[fqn].mark_unknown()
+            self.stores[fqn] = store
+            self.synced.pop(fqn, None)
+            self.count({fqn: None})
+            store.cut(self.position)
+            store.mark(None, is_written=True)
+        self._list_stores()
+
+    def remove(self, fqns: Collection[str]) -> None:
+        """Remove the tables ``fqns``. Some may be removed already."""
+        for held in (self.stores, self.owners, self.synced, self.num_recorded):
+            for fqn in fqns:
+                held.pop(fqn, None)
+        self._list_stores()
+
+    def _list_stores(self) -> None:
+        self._every = [*self.stores.items(), *self.owners.items()]
+        self.fence.guard(store.device for _, store in self._every)
+        self.reads_shards = any(store.reads_shard for store in self.stores.values())
+        self.in_place: _Context = reading_in_place if self.reads_shards else nullcontext
+
+    @property
+    def log_bytes(self) -> int:
+        """Bytes of the row sets, old states and writes in progress of all stores."""
+        return sum(store.log_bytes for _, store in self._every)
+
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes of the stores' copies of their shards."""
+        return sum(store.copy_bytes for _, store in self._every)
+
+    def drop_spare(self) -> None:
+        """Free the memory that the stores keep for reuse."""
+        for _, store in self._every:
+            store.drop_spare()
+
+    def _tensors(self) -> Iterator[Tensor]:
+        """Yield all tensors of the log."""
+        for _, store in self._every:
+            yield from store.tensors()
+        for rows in self.cursors.held():
+            yield from rows.tensors
+
+
+def maintain(*tasks: Callable[[], None]) -> None:
+    """Run maintenance tasks of a log in order.
+
+    If one raises MemoryError or RuntimeError, log the error and skip the others. No pending row is lost, the preceding
+    read or commit stays valid, and the next call tries again.
+    """
+    try:
+        for task in tasks:
+            task()
+    except (MemoryError, RuntimeError):  # torch raises RuntimeError if host or device memory runs out
+        _logger.exception("maintenance of the change log failed; the next call retries")

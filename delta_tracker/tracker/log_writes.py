@@ -1,0 +1,209 @@
+"""Writes in progress of a change log: what the hooks report."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
+
+from torch import Tensor
+
+from delta_tracker.sharding.kernel_hooks import UNSEEN
+from delta_tracker.tracker.log_segments import LogSegments, maintain
+from delta_tracker.tracker.profiling import profiler_range
+from delta_tracker.tracker.store.several_stores import begin_write_in_each, mark_in_each
+
+
+class LogWrites:
+    """Listener of the hooks, which marks the rows that they report in the segments; see :class:`UpdateListener`.
+
+    All methods may be called from any thread. They acquire the log's lock, except :meth:`end_write_later` and
+    :meth:`mark_all_later`, which are lock-free. While a write is in progress, every cut marks its rows again.
+
+    Args:
+        lock: the log's lock.
+        segments: the log's segments.
+        auto_compact: True to compact the log in :meth:`output_launched`; False to compact it after every read.
+    """
+
+    def __init__(self, lock: threading.RLock, segments: LogSegments, *, auto_compact: bool) -> None:
+        self.lock = lock
+        self._segments = segments
+        self._auto_compact = auto_compact
+        self._tables: dict[int, tuple[str, ...]] = {}  # key of a write in progress to its tables
+        self._ended: deque[int] = deque()
+
+    # Updates
+
+    def begin_write(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
+        """Begin a write, and mark its rows as changed; see :class:`UpdateListener`."""
+        segments = self._segments
+        with self.lock, segments.in_place(), profiler_range("delta_tracker: record"):
+            segments.fence.enter(key)
+            if self._ended:
+                self.end_writes()
+            if segments.reads_shards:
+                segments.notice_before_capture(ids)
+            self._tables[key] = tuple(ids)
+            segments.count(ids)
+            begin_write_in_each(segments.stores, key, ids)
+
+    def end_write(self, key: int, tables: Iterable[str]) -> None:
+        """End the write ``key`` to ``tables``, those that were passed to :meth:`begin_write`."""
+        with self.lock:
+            if not self._segments.fence.leave(key):
+                self._segments.fence.enter()  # begin_write() failed: order the next use after the write
+            self._end(key, tables)
+
+    def end_write_later(self, key: int) -> None:
+        """End the write ``key`` at the next cut, or the next call of :meth:`begin_write` or ``step()``. Lock-free.
+
+        No update is lost: every cut in between marks the rows of the write again.
+        """
+        self._ended.append(key)
+
+    def looked_up(self, ids: Mapping[str, Tensor | None]) -> None:
+        """Mark rows as changed because they were looked up; see :class:`UpdateListener`."""
+        segments = self._segments
+        with self.lock, segments.in_place(), profiler_range("delta_tracker: record"):
+            segments.fence.enter()
+            if segments.reads_shards:
+                segments.notice_before_capture(ids)
+            segments.count(ids)
+            mark_in_each(segments.stores, ids)
+
+    def mark(self, fqn: str, ids: Tensor | None, *, states: Tensor | None = None, is_written: bool = False) -> None:
+        """Mark rows of table ``fqn`` as changed.
+
+        The other arguments are those of :meth:`~delta_tracker.tracker.store.segments.SegmentStore.mark`.
+        """
+        segments = self._segments
+        with self.lock, segments.in_place(), profiler_range("delta_tracker: record"):
+            segments.fence.enter()
+            if segments.reads_shards and states is None and not is_written:
+                segments.notice_before_capture([fqn])
+            segments.count({fqn: ids})
+            segments.stores[fqn].mark(ids, states=states, is_written=is_written)
+
+    def notice_writes(self, fqns: Iterable[str]) -> None:
+        """Mark all rows of the tables in ``fqns`` whose weights may have been written without a report by a hook."""
+        with self.lock:
+            self._segments.notice_writes(fqns)
+
+    def acknowledge_writes(self, fqns: Iterable[str]) -> None:
+        """Ignore earlier in-place writes to the weights of the tables ``fqns``, because a hook reported the rows."""
+        with self.lock:
+            for fqn in fqns:
+                self._segments.stores[fqn].acknowledge_writes()
+
+    def mark_all_later(self, fqns: Collection[str], key: int | None = None) -> None:
+        """Mark all rows of the tables ``fqns`` at the next cut, with unknown old states; see :class:`UpdateListener`.
+
+        Until the end of the write ``key``, every cut marks them, and so does the first cut afterwards. If a cut cannot
+        mark the rows, the read fails, and the next cut marks them.
+        """
+        for fqn in fqns:
+            if fqn in self._segments.stores:  # it may have left the model
+                self._segments.stores[fqn].mark_all_later(key)
+        if key is not None and key != UNSEEN:
+            self._tables[key] = tuple(fqns)
+
+    def output_launched(self) -> None:
+        """Compact the log if ``auto_compact`` is set. Called after an output distribution was launched.
+
+        Does not block. Does nothing if another thread holds the lock, or if there was no cut, commit or abort since the
+        last compaction.
+        """
+        if self._auto_compact and not self._segments.is_compact and self.lock.acquire(blocking=False):
+            try:
+                if self.compacts_after_odist:
+                    maintain(self._segments.compact)
+            finally:
+                self.lock.release()
+
+    @property
+    def compacts_after_odist(self) -> bool:
+        """True if the log is compacted in :meth:`output_launched`, False if it is compacted after reads.
+
+        Compaction that waits for the device always runs after reads, which wait for the device anyway.
+        """
+        with self.lock:
+            return self._auto_compact and not any(store.compact_waits for store in self._segments.stores.values())
+
+    # Replicas
+
+    def changed_since_sync(self, fqns: Iterable[str]) -> dict[str, Tensor | None]:
+        """Return the local ids of the rows marked since the last :meth:`synced`, by table FQN. Waits for the device.
+
+        The value is None for a table without :meth:`synced` since its store was created, since the last
+        :meth:`diverged` or since a restore, or since ``max_bytes`` was exceeded.
+        """
+        with self.lock:
+            tables = tuple(fqns)
+            self._segments.fence.enter()
+            self.end_writes()
+            self._segments.notice_writes(tables)
+            return self._segments.changed_since_sync(tables)
+
+    def unsynced(self, fqns: Iterable[str]) -> list[str]:
+        """Return those tables in ``fqns`` with rows that :meth:`changed_since_sync` returns. Waits for the device."""
+        return [fqn for fqn, ids in self.changed_since_sync(fqns).items() if ids is None or len(ids)]
+
+    def synced(self, fqns: Iterable[str]) -> None:
+        """Start to collect the result of :meth:`changed_since_sync` for the tables ``fqns``, and compact the log.
+
+        The log keeps the rows marked from now on until the next call, also if all consumers commit them.
+        """
+        with self.lock:
+            tables = tuple(fqns)
+            self._segments.fence.enter()
+            self.end_writes()
+            self._segments.notice_writes(tables)
+            self._segments.cut(tables)
+            self._segments.synced.update(dict.fromkeys(tables, self._segments.position))
+            maintain(self._segments.compact)
+
+    def diverged(self, fqns: Iterable[str]) -> None:
+        """Make :meth:`changed_since_sync` return None for the tables ``fqns`` until the next :meth:`synced`."""
+        with self.lock:
+            for fqn in fqns:
+                self._segments.synced.pop(fqn, None)
+
+    # The log
+
+    def num_writes(self) -> int:
+        """Return the number of writes in progress."""
+        with self.lock:
+            self.end_writes()
+            return len(self._tables)
+
+    def cut(self) -> None:
+        """Start a segment, in which the rows of the writes in progress are marked again."""
+        segments = self._segments
+        with self.lock:
+            segments.fence.enter()
+            if self._ended:
+                self.end_writes()
+            segments.notice_writes(segments.stores)
+            segments.cut()
+
+    def end_writes(self) -> None:
+        """End the writes queued by :meth:`end_write_later`. Usually only failed backward passes have left any."""
+        with self.lock:
+            while self._ended:
+                key = self._ended[0]
+                self._segments.fence.leave(key)
+                self._end(key, self._tables.get(key, ()))
+                self._ended.popleft()  # last: an interrupted call is repeated
+
+    def remove_tables(self, fqns: Collection[str]) -> None:
+        """Forget the tables ``fqns`` of the writes in progress."""
+        with self.lock:
+            self._tables = {key: tuple(set(held).difference(fqns)) for key, held in self._tables.copy().items()}
+
+    def _end(self, key: int, tables: Iterable[str]) -> None:
+        """End a write in its tables. An interrupted call can be repeated."""
+        for fqn in tables:
+            if fqn in self._segments.stores:  # it may have left the model
+                self._segments.stores[fqn].end_write(key)
+        self._tables.pop(key, None)

@@ -1,0 +1,81 @@
+"""One read of a consumer of the change log."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from delta_tracker.rows import ChangedRows
+from delta_tracker.types import Delta
+
+
+class ReadLog(Protocol):
+    """Interface of a change log to its reads: each method ends one, see the method of :class:`Read` with its name."""
+
+    def hold(self, read: Read) -> None:
+        """Make ``read`` the uncommitted read of its consumer."""
+
+    def commit(self, read: Read) -> None:
+        """Move the consumer's cursor to the end of ``read``."""
+
+    def abort(self, read: Read) -> None:
+        """Discard ``read``."""
+
+
+@dataclass(slots=True, eq=False)
+class Read:
+    """Read of a consumer, which ends with :meth:`commit` or :meth:`abort`.
+
+    Until then, no compaction merges the rows marked before the end of the read with later ones. A consumer has at most
+    one read in progress and one uncommitted read. Whatever else changes the consumer discards both.
+
+    Args:
+        log: the change log, which began the read.
+        consumer: name of the consumer.
+        start: log position of the consumer's cursor.
+        stop: log position of the cut at which the read ends.
+        batches: ``step()`` counts at the consumer's last committed read and at this one.
+
+    Attributes:
+        rows: table FQN to pending rows, including carried rows (see
+            :class:`~delta_tracker.tracker.consumer_positions.ConsumerPositions`), before top-k selects some of them.
+            Empty after :meth:`hold`.
+        shared: FQNs of the tables whose tensors in ``rows`` belong to the log. Copy these tensors before returning
+            them to the user.
+        delta: result of the read. Set it before :meth:`hold` and :meth:`commit`. If it is None, the read returned all
+            rows.
+    """
+
+    log: ReadLog
+    consumer: str
+    start: int
+    stop: int
+    batches: tuple[int, int]
+    rows: Mapping[str, ChangedRows] = field(default_factory=dict)
+    shared: frozenset[str] = frozenset()
+    delta: Delta | None = None
+
+    def hold(self) -> None:
+        """Make this the uncommitted read of its consumer. Replaces an earlier one, whose rows it includes.
+
+        Raises:
+            StaleDeltaError: if the read was discarded.
+            InvalidArgumentError: if the consumer was removed.
+        """
+        self.log.hold(self)
+
+    def commit(self) -> None:
+        """Move the consumer's cursor to the end of the read. The rows that its delta left out stay pending.
+
+        If the call is interrupted, the rows of the read may stay pending, with unknown old states. The errors are those
+        of :meth:`hold`.
+        """
+        self.log.commit(self)
+
+    def abort(self) -> None:
+        """Discard the read: its rows stay pending, after :meth:`commit` with unknown old states.
+
+        An earlier uncommitted read of the consumer stays valid. Does nothing if the read was discarded.
+        """
+        self.log.abort(self)
