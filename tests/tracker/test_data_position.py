@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from delta_tracker import DataPosition
@@ -323,30 +322,26 @@ def test_torchrecs_pipelines(one_rank: RankPool, name: str, ahead: int) -> None:
 
 @pytest.mark.advice("InvalidArgumentError: ModelDeltaTracker.attach_data")
 def test_a_tracker_moves_its_position() -> None:
-    counts: list[int] = []
-    tracker: Any = SimpleNamespace(
-        _log=SimpleNamespace(step=lambda: counts.append(1)), _data_position=None, _num_updates=lambda: 0
-    )
-    step, attach = partial(ModelDeltaTracker.step, tracker), partial(ModelDeltaTracker.attach_data, tracker)
-    step()
+    tracker = ModelDeltaTracker(nn.Sequential(nn.Embedding(4, 2)))
+    tracker.step()
     data = DataPosition(_Loader())
     batches = iter(data)
     next(batches)
     with pytest.raises(InvalidArgumentError, match=r"batches ahead=1 .*before the first batch"):
-        attach(data)
+        tracker.attach_data(data)
     data.advance()
-    attach(data)
+    tracker.attach_data(data)
     next(batches)
-    attach(data)
+    tracker.attach_data(data)
     with pytest.raises(InvalidArgumentError, match="it already has one"):
-        attach(DataPosition(_Loader()))
-    step()
-    assert (len(counts), data.num_batches) == (2, 2)
-    step()  # without a batch: the training step does not fail
+        tracker.attach_data(DataPosition(_Loader()))
+    tracker.step()
+    assert (tracker.num_batches, data.num_batches) == (2, 2)
+    tracker.step()  # without a batch: the training step does not fail
     with pytest.raises(InvalidArgumentError, match="steps without a batch"):
         data.check()
     with pytest.raises(InvalidArgumentError, match="already has one"):
-        attach(DataPosition(_Loader()))
+        tracker.attach_data(DataPosition(_Loader()))
     with pytest.raises(InvalidArgumentError, match="Pass a DataPosition"):
-        attach(_Loader())  # type: ignore[arg-type]
-    assert tracker._data_position is data
+        tracker.attach_data(_Loader())  # type: ignore[arg-type]
+    assert tracker.data_position is data
