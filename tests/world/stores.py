@@ -103,7 +103,7 @@ class Store:
 
     def _damage(self, path: Path, how: str, choice: int) -> None:
         is_part = path.parent.name == "parts"
-        if how == "flipped" and not is_part:
+        if how == "flipped" and (not is_part or not path.stat().st_size):  # such as one that was emptied before
             return
         kept = self.path / f"kept-{len(self._damaged)}"
         path.rename(kept)
