@@ -30,6 +30,7 @@ class TrackedModel:
         found: the discovered tables and modules, replaced by :meth:`take`.
         shards: table FQN to this rank's shard.
         is_attached: True if the tracker's hooks are registered.
+        num_attached: number of times that they were registered. The shards change only then.
 
     The constructor raises the same errors as :meth:`discover`.
     """
@@ -43,6 +44,7 @@ class TrackedModel:
         self.found = self.discover()
         self.shards: Mapping[str, LocalShard] = dict(self.found.shards)
         self.is_attached = False
+        self.num_attached = 0
 
     def discover(self) -> Discovery:
         """Return the model's tables and their current shards. Does not change this object.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType, TracebackType
@@ -12,7 +10,6 @@ from typing import Any, Literal, Self, get_args
 
 from torch import Tensor, nn
 
-from delta_tracker.buffers import MEMORY
 from delta_tracker.errors import (
     InvalidArgumentError,
     UnsupportedModelError,
@@ -22,10 +19,9 @@ from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.rows import to_device
 from delta_tracker.sharding.collisions import LocalOwners, local_owners
-from delta_tracker.sharding.kernel_hooks import KeyedIds, PostLookupHook, Watcher
+from delta_tracker.sharding.kernel_hooks import KeyedIds
 from delta_tracker.sharding.kernel_memory import one_cut
 from delta_tracker.sharding.local_shard import LocalShard
-from delta_tracker.sharding.odist_hook import watch_output_dists
 from delta_tracker.sharding.optimizer_rows import (
     StateWatch,
     kernel_scalars,
@@ -35,12 +31,8 @@ from delta_tracker.sharding.optimizer_rows import (
     unfused_storages,
 )
 from delta_tracker.sharding.pairs import check_pair
-from delta_tracker.sharding.replicas import watch_syncs
-from delta_tracker.sharding.step_hook import StepHook, watch_steps
 from delta_tracker.sharding.torchrec_api import load_torchrec
-from delta_tracker.sharding.untraced import forget_compiled_code
 from delta_tracker.sharding.weights import column_views, read_rows
-from delta_tracker.sharding.write_hooks import watch_writes
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.checkpoint.gather import Strategy
 from delta_tracker.tracker.checkpoint.rank_header import RankHeader
@@ -50,6 +42,7 @@ from delta_tracker.tracker.consumer_handle import ConsumerHandle
 from delta_tracker.tracker.data_position import DataPosition
 from delta_tracker.tracker.delta_reader import DeltaReader
 from delta_tracker.tracker.gauges import TrackerGauges
+from delta_tracker.tracker.hooks import TrackerHooks
 from delta_tracker.tracker.lookup_recorder import LookupRecorder
 from delta_tracker.tracker.modes import CAPTURES, UPDATE_MODE_MAP
 from delta_tracker.tracker.store.make_store import make_store
@@ -217,12 +210,16 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         self._reader = DeltaReader(self._log, self._model, self._capture)
         self._recorder = LookupRecorder(self._log, self._model, mode)
         self._checkpoint = TrackerCheckpoint(self._log, self._model, mode, self._capture, self._metrics.monitor)
-        self._keys = itertools.count()
-        self._num_past_errors = self._num_past_updates = self._num_stepped = 0
+        self._num_stepped = 0
         self._data_position: DataPosition[Any] | None = None
-        self.num_attached = 0
-        """Number of times that the tracker was attached. The shards change only at a call of :meth:`reattach`."""
-        self._attach()
+        self._hooks = TrackerHooks(
+            self._log.writes,
+            self._model,
+            self._metrics,
+            lookups=self._records_lookups,
+            keeps_states=self._capture.keeps_old,
+        )
+        self._hooks.attach()
         self._log_tables()
         self._metrics.watch(ModelDeltaTracker._show_gauges)
 
@@ -283,9 +280,14 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         return {fqn: store.owners for fqn, store in self._log.owners.items()}
 
     @property
+    def num_attached(self) -> int:
+        """Number of times that the tracker was attached. The shards change only at a call of :meth:`reattach`."""
+        return self._model.num_attached
+
+    @property
     def num_hook_errors(self) -> int:
         """Number of errors caught in hooks so far. After each, the next read returns all rows of the hook's tables."""
-        return self._num_past_errors + sum(hook.num_errors for hook in self._hooks)
+        return self._hooks.num_errors
 
     @property
     def tracked_modules(self) -> Mapping[str, nn.Module]:
@@ -346,7 +348,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         Also moves the position of :meth:`attach_data` to the batch.
         """
         # Before the batch is counted: if this is interrupted in between, the call can be repeated.
-        self._num_stepped = self._num_updates()
+        self._num_stepped = self._hooks.num_updates()
         self._log.consumers.step()
         if self._data_position is not None:
             self._data_position.advance()
@@ -359,7 +361,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         optimizer counts once. Lookups without a backward pass, as in an evaluation, do not count. Nor do updates of
         sharded tables without a fused optimizer.
         """
-        return self._num_updates() - self._num_stepped
+        return self._hooks.num_updates() - self._num_stepped
 
     @property
     def data_position(self) -> DataPosition[Any] | None:
@@ -494,7 +496,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
                 reader=self._reader,
                 checkpoint=self._checkpoint,
                 tracker=self,
-                lookups_in_flight=self._lookups_in_flight,
+                lookups_in_flight=self._hooks.lookups_in_flight,
             )
         except BaseException:
             self._log.consumers.release(name)
@@ -966,7 +968,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         self._model.take(found)
         try:
             stores, copies = self._make_stores(moved), self._make_owners(owned)  # first: it takes memory
-            self._remove_hooks()
+            self._hooks.remove()
             self._log.replace(stores, copies, gone=held.keys() - found.shards.keys())
         except BaseException:
             self._model.found, self._model.shards = known, held
@@ -976,15 +978,14 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             compared[fqn].attach(owners[fqn])
         for fqn in unseen:
             self._log.writes.mark(fqn, None, is_written=True)
-        self._attach()
+        self._hooks.attach()
 
     def detach(self) -> None:
         """Remove all hooks. Later reads raise :class:`~delta_tracker.errors.DetachedError`. Idempotent.
 
         The hooks are also removed if the tracker is deleted without this call.
         """
-        self._remove_hooks()
-        MEMORY.leave(self)
+        self._hooks.detach()
 
     def __enter__(self) -> Self:
         return self
@@ -1002,43 +1003,6 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             if store.source.falls_back:
                 _logger.warning("table %r maps unknown raw ids to rows of others; a stream maps them to no row", fqn)
 
-    def _attach(self) -> None:
-        self.num_attached += 1
-        MEMORY.join(self)
-        forget_compiled_code()
-        model, found, lookups = self._model.module, self._model.found, self._records_lookups
-        # The model holds the hooks, and they hold the log: remove them if the tracker is deleted without detach().
-        self._hooks = hooks = list[Watcher]()
-        self._deleted = weakref.finalize(self, _remove, hooks)
-        self._deleted.atexit = False
-        try:  # one by one, so that all are removed if one cannot be registered
-            for kernel in found.kernels:
-                hooks.append(PostLookupHook(kernel, self._log.writes, self._keys, self._metrics, lookups=lookups))
-            hooks.extend(watch_output_dists(model, found, self._log.writes, self._keys, self._metrics))
-            hooks.extend(watch_writes(model, found, self._log.writes, self._keys, self._metrics))
-            hooks.extend(watch_steps(found, self._log.writes, self._keys, self._metrics))
-            keeps_old = self._capture.keeps_old
-            hooks.extend(watch_syncs(model, found, self._log.writes, self._keys, self._metrics, keeps_states=keeps_old))
-        except BaseException:
-            self._remove_hooks()
-            raise
-        self._model.is_attached = True
-
-    def _remove_hooks(self) -> None:
-        self._model.is_attached = False  # first: if this is interrupted, reads must not return too few rows
-        _remove(self._hooks)
-        self._deleted.detach()
-        past = self.num_hook_errors, self._num_updates(), list[Watcher]()
-        self._num_past_errors, self._num_past_updates, self._hooks = past
-
-    def _lookups_in_flight(self) -> int:
-        return sum(len(hook.in_flight) for hook in self._hooks if isinstance(hook, PostLookupHook))
-
-    def _num_updates(self) -> int:
-        return self._num_past_updates + sum(
-            hook.num_updates for hook in self._hooks if isinstance(hook, PostLookupHook | StepHook)
-        )
-
     def _make_stores(self, fqns: Iterable[str]) -> dict[str, SegmentStore]:
         with one_cut():
             return {fqn: self._make_store(fqn) for fqn in fqns}
@@ -1051,11 +1015,6 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
 
     def _make_store(self, fqn: str) -> SegmentStore:
         return make_store(partial(self._model.shard, fqn), self._capture, engine=self._engine)
-
-
-def _remove(hooks: Iterable[Watcher]) -> None:
-    for hook in hooks:
-        hook.remove()
 
 
 def _form(shard: LocalShard) -> tuple[ShardSpec, bool, bool]:

@@ -169,7 +169,7 @@ def waiting(rank: int, world_size: int) -> None:
         gc.disable()
         try:
             del cycle
-            assert tracker._lookups_in_flight()
+            assert tracker._hooks.lookups_in_flight()
             handle.wait_for_updates(0)
         finally:
             gc.enable()
@@ -180,11 +180,11 @@ def waiting(rank: int, world_size: int) -> None:
 
         def begin_write(key: int, ids: Any) -> None:
             begin_before(key, ids)
-            if not tracker._lookups_in_flight():  # the last of the kernels
+            if not tracker._hooks.lookups_in_flight():  # the last of the kernels
                 is_inside.set()
                 is_free.wait(20)
 
-        for hook in tracker._hooks:
+        for hook in tracker._hooks.registered:
             hook._listener = _Listening(hook._listener, begin_write)
         thread = threading.Thread(target=output.backward)
         thread.start()
@@ -197,7 +197,7 @@ def waiting(rank: int, world_size: int) -> None:
         handle.wait_for_updates(20)
         thread.join()
         assert len(raised) == 1
-        assert tracker._lookups_in_flight() == tracker._log.writes.num_writes() == 0
+        assert tracker._hooks.lookups_in_flight() == tracker._log.writes.num_writes() == 0
         assert output is not None  # it is in use, but its backward pass has begun
 
 

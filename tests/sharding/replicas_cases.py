@@ -84,7 +84,7 @@ def _reported(
                     model(batch(spec, generator))
             elif event == "sync":
                 model.sync()
-                counts["unstable"] += sum(map(len, tracker._hooks[-1]._unstable.values()))
+                counts["unstable"] += sum(map(len, tracker._hooks.registered[-1]._unstable.values()))
             now = bits_of(tracker)
             for fqn, before in copies.items():
                 ids = changed(before, now[fqn])

@@ -75,7 +75,7 @@ def figures_of_a_tracker(rank: int, world_size: int) -> dict[str, Any]:
     fqns = list(tracker.tables)
     tables = {name: f"ec.embeddings.{name}" for name in ("row", "first", "last", "shared")}
     counted = {name: figures.of("lookups", **_NAME, table=fqn) or 0 for name, fqn in tables.items()}
-    for hook in tracker._hooks:
+    for hook in tracker._hooks.registered:
         hook._ids_by_table = mock.Mock(side_effect=RuntimeError("boom"))
     model(batch(spec, generator)).backward()
     faults = sum(bool(figures.of("hook_errors", **_NAME, table=fqn)) for fqn in tracker.tables)
@@ -144,7 +144,7 @@ def two_trackers(rank: int, world_size: int) -> None:
     second.step()
     assert figures.of("consumer_lag_batches", tracker="tracker-2", consumer="default") == 1
     assert figures.of("consumer_lag_batches", tracker="tracker", consumer="default") == 0
-    for hook in first._hooks:
+    for hook in first._hooks.registered:
         hook._contained(mock.Mock(side_effect=RuntimeError("boom")), otherwise=None)
     assert figures.of("hook_errors", tracker="tracker", table=fqn) > 0
     assert figures.of("hook_errors", tracker="tracker-2", table=fqn) == 0

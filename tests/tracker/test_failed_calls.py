@@ -22,7 +22,7 @@ from delta_tracker.errors import (
 )
 from delta_tracker.sharding import step_hook
 from delta_tracker.sharding.step_hook import _STEPS
-from delta_tracker.tracker import tracker as tracker_module
+from delta_tracker.tracker import hooks
 from delta_tracker.tracker.log_consumers import LogConsumers
 from delta_tracker.tracker.log_segments import LogSegments
 from delta_tracker.tracker.log_writes import LogWrites
@@ -77,7 +77,7 @@ def test_a_reattach_that_fails_detaches_the_tracker(
     tracker = ModelDeltaTracker(model)
     num_hooks = len(_STEPS._hooks)
     with monkeypatch.context() as patch:
-        patch.setattr(tracker_module, place, _raising(error))
+        patch.setattr(hooks, place, _raising(error))
         with pytest.raises(error):
             tracker.reattach()
     assert len(_STEPS._hooks) == num_hooks - 1, "the hooks that were registered are removed"
@@ -121,7 +121,7 @@ def test_an_interrupted_step_can_be_repeated(monkeypatch: pytest.MonkeyPatch) ->
     tracker = ModelDeltaTracker(model)
     _train(model, 2)
     with monkeypatch.context() as patch:
-        patch.setattr(ModelDeltaTracker, "_num_updates", _raising(KeyboardInterrupt))
+        patch.setattr(hooks.TrackerHooks, "num_updates", _raising(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             tracker.step()
     assert (tracker.num_batches, tracker.num_unstepped) == (0, 1)

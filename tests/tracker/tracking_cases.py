@@ -304,7 +304,7 @@ def failing_hook(rank: int, world_size: int) -> int:
     model = shard(spec)
     generator = torch.Generator().manual_seed(rank)
     with ModelDeltaTracker(model) as tracker:
-        for hook in tracker._hooks:
+        for hook in tracker._hooks.registered:
 
             def broken(features: object) -> object:
                 raise RuntimeError("boom")
