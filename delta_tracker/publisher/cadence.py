@@ -158,7 +158,7 @@ class Pace:
         return self._sizes(self._tracker.num_pending(self._consumer))
 
     def _recorded(self) -> tuple[int, int]:
-        return self._sizes(self._tracker.num_recorded)
+        return self._sizes(self._tracker.progress.num_recorded)
 
     def _sizes(self, num_rows: Mapping[str, int]) -> tuple[int, int]:
         """Return the sum of ``num_rows`` over all tables, and the size of the values of these rows in bytes.

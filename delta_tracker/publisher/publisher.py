@@ -43,6 +43,7 @@ from delta_tracker.stream.notify.notifier import Hints, Notifier
 from delta_tracker.stream.pointer_writer import PointerWriter
 from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.storage.storage import Location
+from delta_tracker.tracker.progress import Progress
 from delta_tracker.tracker.top_k import TopK
 from delta_tracker.tracker.tracker import ModelDeltaTracker
 from delta_tracker.uncopied import Uncopied
@@ -159,7 +160,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
     ) -> None:
         _check_tracker(tracker)
         self._caller = threading.get_ident(), os.getpid()
-        self._still = _Standstill(tracker)
+        self._still = _Standstill(tracker.progress)
         self._closing: list[Callable[[], object]] = []  # calls that free the resources, in reverse order; idempotent
         self._versions: Versions | None = None  # None until the publisher is built, and after close()
         self._source: VersionSource | None = None
@@ -463,18 +464,18 @@ class _Committed:
 class _Standstill:
     """Finds a training loop that calls ``Publisher.step`` without ``tracker.step``, so that nothing is ever due."""
 
-    def __init__(self, tracker: ModelDeltaTracker) -> None:
-        self._tracker = tracker
-        self._num_batches = tracker.num_batches
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._num_batches = progress.num_batches
         self._num_calls = 0
 
     def look(self) -> None:
         """Count a call of ``Publisher.step``. Warn once if many calls saw updates, but no batch end."""
-        if self._num_batches != self._tracker.num_batches:
-            self._num_batches, self._num_calls = self._tracker.num_batches, 0
+        if self._num_batches != self._progress.num_batches:
+            self._num_batches, self._num_calls = self._progress.num_batches, 0
             return
         self._num_calls += 1
-        if self._num_calls == _STANDSTILL_CALLS and self._tracker.num_unstepped:
+        if self._num_calls == _STANDSTILL_CALLS and self._progress.num_unstepped:
             text = (
                 "rows changed during %d calls of Publisher.step(), but tracker.step() was not called: call it after "
                 "each batch, before Publisher.step(), because a cadence counts its calls"

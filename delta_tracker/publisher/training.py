@@ -174,7 +174,7 @@ class TrainingSource:
             InvalidArgumentError: if a state cannot be encoded; the error has the path of the value. The errors of the
                 objects are also raised.
         """
-        position = self._tracker.data_position
+        position = self._tracker.progress.data_position
         state = {
             "library": self._library(consumers, published),
             "training": _states("training_state", self._training),

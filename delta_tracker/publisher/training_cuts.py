@@ -48,7 +48,7 @@ class TrainingCuts:
         self._watch = tracker.watch_states()
         self._waited_in_vain = False
         # Updates before the first step, such as a warm-up, belong to the state from which training begins.
-        self._start = tracker.num_batches, tracker.num_unstepped
+        self._start = tracker.num_batches, tracker.progress.num_unstepped
         self._cuts: list[tuple[int, int]] = []  # log position and version of earlier cuts, ascending
         if untested := sorted({each.optimizer for each in schemas.latest.states.values()} - _TESTED):
             _logger.warning("the published states of these optimizers have not been tested: %s", ", ".join(untested))
@@ -69,15 +69,15 @@ class TrainingCuts:
         self._handle.wait_for_updates(seconds)
         self._waited_in_vain = False
         num_batches, num_before = self._start
-        if tracker.num_unstepped > (num_before if tracker.num_batches == num_batches else 0):
+        if tracker.progress.num_unstepped > (num_before if tracker.num_batches == num_batches else 0):
             raise UnfinishedStepError(
                 f"they are not those after batch {tracker.num_batches}, because they were updated since the last "
                 "tracker.step()",
                 "Call in each batch, in this order: backward(), optimizer.step(), scheduler.step(), tracker.step(), "
                 "publisher.step()",
             )
-        if tracker.data_position is not None:
-            tracker.data_position.check()
+        if tracker.progress.data_position is not None:
+            tracker.progress.data_position.check()
         for fqn in self._watch.written():
             shard = tracker.shards[fqn]
             every = torch.arange(shard.num_rows, device=tracker.state_views(fqn)[0][0].device)

@@ -301,7 +301,7 @@ class VersionSource:
         """Return the numbers of batches and of later updates; None if no cut finds other changes than pending rows."""
         schemas = self.schemas
         if self.dense is not None or self._training is not None or schemas.unfused or schemas.latest.identities:
-            return self._tracker.num_batches, self._tracker.num_unstepped
+            return self._tracker.num_batches, self._tracker.progress.num_unstepped
         return None
 
     def _note(self, head: Manifest) -> None:

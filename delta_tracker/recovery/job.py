@@ -76,9 +76,9 @@ class LocalJob:
     def _check_data(self) -> None:
         """Check that the position in the data can be attached. Fetched batches are lost if a state is loaded."""
         data = self.data
-        if data is None or self.tracker is None or self.tracker.data_position is data:
+        if data is None or self.tracker is None or self.tracker.progress.data_position is data:
             return
-        if self.tracker.data_position is not None:
+        if self.tracker.progress.data_position is not None:
             raise InvalidArgumentError("data", data, "Pass the DataPosition of tracker.attach_data()")
         if DATA in self.ignore and data.num_ahead:
             remedy = "Call tracker.attach_data(data) before the first batch is fetched"

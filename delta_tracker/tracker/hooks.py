@@ -8,9 +8,9 @@ from collections.abc import Iterable
 
 from delta_tracker.buffers import MEMORY
 from delta_tracker.monitor.recorder import Recorder
-from delta_tracker.sharding.kernel_hooks import PostLookupHook, UpdateListener, Watcher
+from delta_tracker.sharding.kernel_hooks import PostLookupHook, Watcher
 from delta_tracker.sharding.odist_hook import watch_output_dists
-from delta_tracker.sharding.replicas import watch_syncs
+from delta_tracker.sharding.replicas import SyncListener, watch_syncs
 from delta_tracker.sharding.step_hook import StepHook, watch_steps
 from delta_tracker.sharding.untraced import forget_compiled_code
 from delta_tracker.sharding.write_hooks import watch_writes
@@ -34,7 +34,7 @@ class TrackerHooks:
     """
 
     def __init__(
-        self, listener: UpdateListener, model: TrackedModel, recorder: Recorder, *, lookups: bool, keeps_states: bool
+        self, listener: SyncListener, model: TrackedModel, recorder: Recorder, *, lookups: bool, keeps_states: bool
     ) -> None:
         self._listener = listener
         self._model = model

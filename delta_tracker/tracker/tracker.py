@@ -45,6 +45,7 @@ from delta_tracker.tracker.gauges import TrackerGauges
 from delta_tracker.tracker.hooks import TrackerHooks
 from delta_tracker.tracker.lookup_recorder import LookupRecorder
 from delta_tracker.tracker.modes import CAPTURES, UPDATE_MODE_MAP
+from delta_tracker.tracker.progress import Progress
 from delta_tracker.tracker.store.make_store import make_store
 from delta_tracker.tracker.store.owners import OwnerStore
 from delta_tracker.tracker.store.segments import SegmentStore
@@ -210,8 +211,6 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         self._reader = DeltaReader(self._log, self._model, self._capture)
         self._recorder = LookupRecorder(self._log, self._model, mode)
         self._checkpoint = TrackerCheckpoint(self._log, self._model, mode, self._capture, self._metrics.monitor)
-        self._num_stepped = 0
-        self._data_position: DataPosition[Any] | None = None
         self._hooks = TrackerHooks(
             self._log.writes,
             self._model,
@@ -219,6 +218,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             lookups=self._records_lookups,
             keeps_states=self._capture.keeps_old,
         )
+        self._progress = Progress(self._log, self._hooks)
         self._hooks.attach()
         self._log_tables()
         self._metrics.watch(ModelDeltaTracker._show_gauges)
@@ -319,6 +319,11 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
     # Training
 
     @property
+    def progress(self) -> Progress:
+        """Progress of training: batches, updates, recorded rows and the position in the data. Publishers read it."""
+        return self._progress
+
+    @property
     def num_batches(self) -> int:
         """Number of :meth:`step` calls."""
         return self._log.num_batches
@@ -347,26 +352,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
 
         Also moves the position of :meth:`attach_data` to the batch.
         """
-        # Before the batch is counted: if this is interrupted in between, the call can be repeated.
-        self._num_stepped = self._hooks.num_updates()
-        self._log.consumers.step()
-        if self._data_position is not None:
-            self._data_position.advance()
-
-    @property
-    def num_unstepped(self) -> int:
-        """Number of updates of tables since the last :meth:`step`.
-
-        For fused tables, each backward pass counts once for each lookup in a kernel. For plain modules, each step of an
-        optimizer counts once. Lookups without a backward pass, as in an evaluation, do not count. Nor do updates of
-        sharded tables without a fused optimizer.
-        """
-        return self._hooks.num_updates() - self._num_stepped
-
-    @property
-    def data_position(self) -> DataPosition[Any] | None:
-        """Position in the training data; None before :meth:`attach_data`."""
-        return self._data_position
+        self._progress.step()
 
     def attach_data(self, position: DataPosition[Any]) -> None:
         """Let :meth:`step` move a position in the training data. Publishers save the position with each version.
@@ -378,17 +364,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             InvalidArgumentError: if ``position`` is not a DataPosition, if the tracker has another one, or if batches
                 were fetched and not trained before the first call, because their steps may have been missed.
         """
-        if not isinstance(position, DataPosition):
-            raise InvalidArgumentError("position", type(position), "Pass a DataPosition of the loader")
-        if self._data_position is position:
-            return
-        if self._data_position is not None:
-            raise InvalidArgumentError("position", position, "Keep the tracker's DataPosition: it already has one")
-        if position.num_ahead:
-            remedy = "Attach the position before the first batch is fetched, or after it is restored"
-            raise InvalidArgumentError("batches ahead", position.num_ahead, remedy)
-        self._data_position = position
-        position.attached()
+        self._progress.attach_data(position)
 
     def mark_changed(self, fqn: str, ids: Tensor | None = None) -> None:
         """Mark rows as changed, with unknown old states.
@@ -547,15 +523,6 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
     def memory(self) -> Memory:
         """Return the memory usage of the tracker on this rank."""
         return self._log.memory()
-
-    @property
-    def num_recorded(self) -> Mapping[str, int]:
-        """Mapping from table FQN to the number of rows recorded as changed on this rank, repeats included.
-
-        Does not wait for the device. For a table with a fused optimizer, the increase during a period is an upper bound
-        for the number of rows that changed during that period. Rows found by comparison with a copy are not counted.
-        """
-        return MappingProxyType(self._log.num_recorded)
 
     def num_pending(self, consumer: str | None = None) -> dict[str, int]:
         """Return the number of pending rows of a consumer on this rank, by table FQN. Waits for the device.

@@ -21,6 +21,7 @@ from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.consumer_handle import ConsumerHandle
 from delta_tracker.tracker.delta_reader import DeltaReader
+from delta_tracker.tracker.progress import Progress
 from delta_tracker.tracker.store.segments import SegmentStore
 from delta_tracker.types import Identity, ShardSpec, TableSpec
 
@@ -46,9 +47,11 @@ class FakeTracker:
         }
         self.fused_tables = frozenset(weights)
         self.identities: dict[str, Identity] = {}
-        self.num_attached, self.num_unstepped = 1, 0
+        self.num_attached = 1
         stores = {fqn: SegmentStore(len(each), each.device, engine="torch") for fqn, each in weights.items()}
         self.log = ChangeLog(stores, ["default"], delete_on_read=True, max_bytes=None)
+        hooks: Any = SimpleNamespace(num_updates=lambda: 0)
+        self.progress = Progress(self.log, hooks)
         found = {fqn: SimpleNamespace(spec=spec, is_fused=True) for fqn, spec in self.shards.items()}
         self._tracked: Any = SimpleNamespace(check_attached=lambda: None, shards=found)
         capture: Any = SimpleNamespace(has_scores=False)

@@ -63,7 +63,7 @@ _PACKAGE = Path(delta_tracker.__file__).parent
 _TRACED = tuple(str(_PACKAGE / name) for name in ("publisher", "tracker", "distributed.py"))
 # Files whose lines allocate too little memory to fail on their own.
 _NO_MEMORY = (
-    "tracker/tracker.py",
+    *(f"tracker/{name}.py" for name in ("tracker", "hooks", "progress", "live_tables")),
     *(f"publisher/{name}.py" for name in ("publisher", "versions", "ballots", "reports", "exchange", "flight")),
     "distributed.py",
 )

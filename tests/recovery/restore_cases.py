@@ -433,7 +433,7 @@ def misuse(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> dict[
     assert same(trainer.held(), before)
     found = trainer.restore(path)
     assert "rank_states" not in repr(found)
-    assert trainer.tracker.data_position is trainer.data
+    assert trainer.tracker.progress.data_position is trainer.data
     trainer.tracker.attach_data(trainer.data)
     another = DataPosition(Loader(trainer.spec, rank))
     messages["data"] = attempt(lambda: trainer.restore(path, data=another))

@@ -140,7 +140,7 @@ def test_a_momentum_that_is_loaded_in_a_hook_is_noticed() -> None:
     _backward(model, 7)
     optimizer.register_step_pre_hook(lambda optimizer, *_: optimizer.load_state_dict(saved))
     optimizer.step()
-    assert tracker.num_unstepped == 1
+    assert tracker.progress.num_unstepped == 1
     assert _lost(model, tracker, before) == []
 
 
@@ -312,7 +312,8 @@ def test_a_table_that_left_the_model_is_not_published_after_reattach(
         if is_renamed:
             model["w"] = module
         tracker.reattach()
-        assert {*tracker.tables} == {*tracker.shards} == {*tracker.num_pending()} == {*tracker.num_recorded} == {*model}
+        assert {*tracker.tables} == {*tracker.shards} == {*tracker.num_pending()} == {*model}
+        assert {*tracker.progress.num_recorded} == {*model}
         served = nn.ModuleDict({name: nn.Embedding(_ROWS, 4) for name in model})
         predictor = Predictor(served, tmp_path)
         for _ in range(2):

@@ -59,9 +59,9 @@ def pipeline(rank: int, world_size: int, name: str) -> list[int] | None:
             batches, trainer = iter(data), kind(parts, optimizer, torch.device("cpu"))
             for step in steps:
                 trainer.progress(batches)
-                assert tracker.num_unstepped > 0
+                assert tracker.progress.num_unstepped > 0
                 tracker.step()
-                assert tracker.num_unstepped == 0
+                assert tracker.progress.num_unstepped == 0
                 (delta,) = tracker.get_delta().values()
                 assert delta.global_ids.tolist() == [step]
                 loader = {"next": step + 1}

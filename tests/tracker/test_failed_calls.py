@@ -124,9 +124,9 @@ def test_an_interrupted_step_can_be_repeated(monkeypatch: pytest.MonkeyPatch) ->
         patch.setattr(hooks.TrackerHooks, "num_updates", _raising(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             tracker.step()
-    assert (tracker.num_batches, tracker.num_unstepped) == (0, 1)
+    assert (tracker.num_batches, tracker.progress.num_unstepped) == (0, 1)
     tracker.step()
-    assert (tracker.num_batches, tracker.num_unstepped) == (1, 0)
+    assert (tracker.num_batches, tracker.progress.num_unstepped) == (1, 0)
 
 
 class _Two(nn.Module):
