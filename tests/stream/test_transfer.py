@@ -30,6 +30,8 @@ from tests.stream.slow_s3 import SlowS3, slow_s3
 from tests.stream.streams import FQN, Writer
 
 _PROMPT_SECONDS = 30.0  # stop() takes some 0.1 s, a server that hangs twice as long
+# A least rate for which a part that trickles fails after 1.5 s, with a read_timeout of 0.5 s, instead of 16.5 s.
+_FAST_LIMIT = "delta_tracker.stream.storage.objects._BYTES_PER_SECOND", 256 << 10
 _LOST_BYTES = 300_000  # an interruption loses at most 256 KiB
 
 
@@ -95,9 +97,10 @@ def test_a_part_arrives_however_slow_its_transfer_is(server: SlowS3, writer: Wri
     [(True, "control/"), (True, "log/"), (True, "parts/"), (False, "log/"), (False, "parts/"), (False, "?")],
 )
 def test_a_stream_is_read_from_the_next_url_if_the_first_one_trickles(
-    server: SlowS3, writer: Writer, tmp_path: Path, is_web: bool, trickles: str
+    server: SlowS3, writer: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_web: bool, trickles: str
 ) -> None:
     """Bytes keep arriving, so the server is not silent."""
+    monkeypatch.setattr(*_FAST_LIMIT)
     PointerWriter(writer.storage).write_now(writer.snapshot())
     healthy = Storage(tmp_path)
     for each in ("control", "log", "parts"):
@@ -115,15 +118,19 @@ def test_a_stream_is_read_from_the_next_url_if_the_first_one_trickles(
 
 @pytest.mark.parametrize("is_web", [False, True])
 @pytest.mark.parametrize("name", ["log/x", "parts/x"])
-def test_a_call_ends_if_an_object_trickles(server: SlowS3, writer: Writer, is_web: bool, name: str) -> None:
-    storage = (server.web if is_web else server.storage)(read_timeout="500ms")
+def test_a_call_ends_if_an_object_trickles(
+    server: SlowS3, writer: Writer, monkeypatch: pytest.MonkeyPatch, is_web: bool, name: str
+) -> None:
+    storage = server.web if is_web else server.storage
     data = os.urandom(3_000 if name == "log/x" else 3_000_000)
     writer.storage.create(name, data)
     server.trickles, transfer = name, Transfer()
-    with pytest.raises(StorageError, match=rf"{name} arrives too slowly: \d+ bytes in"):
-        storage.read(name, max_bytes=len(data), transfer=transfer)
+    with monkeypatch.context() as patch:
+        patch.setattr(*_FAST_LIMIT)
+        with pytest.raises(StorageError, match=rf"{name} arrives too slowly: \d+ bytes in"):
+            storage(read_timeout="500ms").read(name, max_bytes=len(data), transfer=transfer)
     server.trickles = None
-    assert storage.read(name, max_bytes=len(data), transfer=transfer).tobytes() == data
+    assert storage().read(name, max_bytes=len(data), transfer=transfer).tobytes() == data
 
 
 def test_a_later_call_resumes_where_the_last_one_failed(server: SlowS3, writer: Writer) -> None:
