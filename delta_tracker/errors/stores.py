@@ -16,25 +16,28 @@ class StorageError(StreamError, OSError):
 
 
 class WriteRefusedError(StorageError):
-    """The store at ``url`` has certainly not written an object.
+    """The store at ``url`` has certainly not written an object; see ``reason``.
 
-    With a ``name``, the store refused ``attempts`` times to create this object, although no object of that name exists.
-    Without one, the directory of a local store was unmounted, deleted or replaced since it was opened, so that a write
-    would go to another disk or to another stream. Writes succeed again once the directory is back. If it was replaced
-    on purpose, or has another device number since its volume was mounted again, a new publisher is necessary.
+    With a ``name``, the store refused to create this object, although no object of that name exists. Without one, the
+    directory of a local store was unmounted, deleted or replaced since it was opened, or has a link or a file instead
+    of a folder, so that a write would go to another disk or to another stream. Writes succeed again once the directory
+    is back. If it was replaced on purpose, or has another device number since its volume was mounted again, a new
+    publisher is necessary.
     """
 
-    def __init__(self, url: str, name: str | None = None, attempts: int | None = None) -> None:
-        if name is None:
-            reason = "its directory was unmounted, deleted or replaced since it was opened"
-            remedy = (
-                "Mount its volume and try again; if the directory is the right one, build a new Publisher from the url"
-            )
-        else:
-            reason = f"it refused {attempts} times to create {name} as existing, but does not list it"
-            remedy = "Remove what has this name in the store, such as a dangling link, then try again; nothing was lost"
+    def __init__(self, url: str, reason: str, remedy: str, name: str | None = None) -> None:
         super().__init__(url, reason, remedy)
-        self.name, self.attempts = name, attempts
+        self.name = name
+
+    @classmethod
+    def taken(cls, url: str, name: str, attempts: int) -> WriteRefusedError:
+        """Return the error for a name that the store refused ``attempts`` times to create."""
+        return cls(
+            url,
+            f"it refused {attempts} times to create {name} as existing, but does not list it",
+            "Remove what has this name in the store, such as a dangling link, then try again; nothing was lost",
+            name,
+        )
 
 
 class AlteredEntryError(StorageError):

@@ -11,7 +11,6 @@ import secrets
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -149,7 +148,6 @@ class StreamLog:
         """Return the versions above ``after``, ascending. Lists the log, which is slow in a remote store."""
         if self.is_listed:
             found = self.storage.names("log", after=entry_name(after) if after >= 0 else None)
-            self._refuse_file(found)
             versions = [int(match[1]) for match in map(ENTRY_NAME.fullmatch, found) if match is not None]
         else:
             versions = list(self.listed(after=after))
@@ -163,7 +161,6 @@ class StreamLog:
         """
         if self.is_listed:
             found = self.storage.objects("log", after=entry_name(after) if after >= 0 else None)
-            self._refuse_file(found)
             matches = [(ENTRY_NAME.fullmatch(stored.name), stored.modified) for stored in found]
             return {int(match[1]): modified for match, modified in matches if match is not None}
         if (pointer := self.pointed()) is None:
@@ -171,13 +168,6 @@ class StreamLog:
         first = max(after + 1, pointer.oldest, pointer.version + 1 - _MAX_POINTED)
         older = (version for version in pointer.older if version > after)
         return dict.fromkeys([*older, *range(first, pointer.version + 1)], 0.0)
-
-    def _refuse_file(self, found: Sequence[object]) -> None:
-        """Raise StorageError if a local store lists nothing because ``log`` is a file: it is not an empty stream."""
-        if found or self.storage.is_remote or (num_bytes := self.storage.size("log")) is None:
-            return
-        remedy = "Move it away and restore the directory, for example from a mirror; or correct the url"
-        raise StorageError(self.url, f"log is a file of {num_bytes} bytes instead of a directory", remedy)
 
     def head(self) -> Manifest | None:
         """Return the newest entry, None if the store is empty.
@@ -427,7 +417,7 @@ class StreamLog:
             refused = refused + 1 if name == entry_name(entry.version) else 0
             name = entry_name(entry.version)
             if refused == _REFUSALS:
-                raise WriteRefusedError(self.url, name, refused)
+                raise WriteRefusedError.taken(self.url, name, refused)
             try:
                 claimed = _append(self, entry, set())
             except AlteredEntryError as error:
@@ -603,7 +593,7 @@ class Claim:
                 if kind != "snapshot":
                     raise LostEntryError(self._log.url, lost, self.data.decode())
                 return
-        raise WriteRefusedError(self._log.url, lost, _CLAIM_ATTEMPTS)
+        raise WriteRefusedError.taken(self._log.url, lost, _CLAIM_ATTEMPTS)
 
     def _claimed_again(self) -> tuple[Manifest, bytes] | None:
         """Create a claim after the newest entry; return None if another entry has its name."""

@@ -115,16 +115,12 @@ def test_ranges_are_exact(storage: Storage) -> None:
 def test_sizes_deletions_and_what_is_no_object(storage: Storage) -> None:
     storage.put("parts/a/x", [memoryview(b"123"), memoryview(b""), memoryview(b"45")])
     storage.put("parts/a/empty", [])
-    assert [storage.size(name) for name in ("parts/a/x", "parts/a/empty", "parts/a", "none", "parts/a/x/y")] == [
-        5,
-        0,
-        None,
-        None,
-        None,
-    ]
+    sizes = [storage.size(name) for name in ("parts/a/x", "parts/a/empty", "parts/a", "none")]
+    assert sizes == [5, 0, None, None]
     assert storage.read("parts/a/empty", max_bytes=0).tobytes() == b""
     assert storage.read("parts/a", max_bytes=9) is None
-    assert storage.read("parts/a/x/y", max_bytes=9) is None
+    if not storage.url.startswith("file:"):  # a directory has no file and no folder of one name
+        assert storage.size("parts/a/x/y") is storage.read("parts/a/x/y", max_bytes=9) is None
     for _ in range(2):
         storage.delete("parts/a/x")
         storage.delete("never/there")
@@ -258,7 +254,7 @@ def test_objects_say_their_size_and_age(storage: Storage) -> None:
         storage.read(stored.name, max_bytes=10, transfer=response)
         assert abs(response.modified - stored.modified) <= 1, "a response may have whole seconds"
     assert [stored.name for stored in storage.objects("a", after="a/1")] == ["a/10", "a/2"]
-    assert storage.objects("a/1") == []
+    assert storage.url.startswith("file:") or storage.objects("a/1") == []
 
 
 def test_a_replaced_object_is_never_half_seen(storage: Storage) -> None:
@@ -580,7 +576,60 @@ def test_a_listing_follows_links_to_files_only(tmp_path: Path) -> None:
     (folder / "nothing").symlink_to("missing")
     os.mkfifo(folder / "pipe")
     assert [(each.name, each.num_bytes) for each in storage.objects("log")] == [("log/1", 1), ("log/file", 1)]
-    assert storage.names("log/folder") == ["log/folder/2"], "the listed directory may be a link"
+
+
+_CALLS = {
+    "read": lambda storage, name: storage.read(name, max_bytes=9),
+    "read_range": lambda storage, name: storage.read_range(name, 0, 1),
+    "size": lambda storage, name: storage.size(name),
+    "stat": lambda storage, name: storage.stat(name),
+    "names": lambda storage, name: storage.names(name.rpartition("/")[0]),
+    "objects": lambda storage, name: storage.objects(name.rpartition("/")[0]),
+    "has_directory": lambda storage, name: storage.has_directory(name.rpartition("/")[0]),
+    "sync": lambda storage, name: storage.sync(name.rpartition("/")[0]),
+    "delete": lambda storage, name: storage.delete(name),
+    "create": lambda storage, name: storage.create(name, b"x"),
+    "replace": lambda storage, name: storage.replace(name, b"x"),
+    "put": lambda storage, name: storage.put(name, [memoryview(b"x")]),
+}
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["opened", "used"])
+@pytest.mark.parametrize("folder", ["log", "control/pins", "control"])
+@pytest.mark.parametrize("kind", ["link", "link to nowhere", "link to a file", "link to itself", "file", "pipe"])
+@pytest.mark.advice("StorageError: DirectoryStore._has_folder")
+def test_a_folder_that_is_no_directory_is_named(tmp_path: Path, kind: str, folder: str, *, is_first: bool) -> None:
+    """It is not an empty folder, and what a link leads to may be missing, on another disk, or another stream's."""
+    root = tmp_path / "stream"
+    storage = Storage(root, create=True)
+    name = "control/pins/1" if "control" in folder else "log/1"
+    storage.create(name, b"1")
+    storage = Storage(root) if is_first else storage
+    path, aside = root / folder, tmp_path / "aside"
+    path.rename(aside)
+    if kind == "file":
+        path.write_bytes(b"<html>")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        targets = {"link": aside, "link to a file": __file__, "link to itself": path.name}
+        path.symlink_to(targets.get(kind, tmp_path / "nowhere"))
+    found = {"file": "file of 6 bytes", "pipe": "special file"}.get(kind, "link to '")
+    reads = {"read", "read_range", "size", "stat", "delete"}
+    for called, call in _CALLS.items():
+        if kind == "link" and not is_first and called in reads:
+            continue  # it was a directory when it was used first, and is not checked again
+        with pytest.raises(StorageError, match=f"{folder} is a {found}") as caught:
+            call(storage, name)
+        is_refused = isinstance(caught.value, WriteRefusedError)
+        assert is_refused == (called in ("create", "replace", "put")), "the outcome of a write is certain"
+        advice = "Replace it by the directory itself" if "link" in kind else "Move it away and restore the directory"
+        assert caught.value.remedy.startswith(advice)
+    path.unlink()
+    aside.rename(path)
+    assert not storage.create(name, b"2")
+    assert storage.read(name, max_bytes=9).tobytes() == b"1"
+    assert storage.names(name.rpartition("/")[0]) == [name]
 
 
 def test_a_listing_scans_each_directory_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

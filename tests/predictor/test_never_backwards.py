@@ -428,7 +428,7 @@ def test_a_predictor_says_that_it_does_not_follow_a_pin(caplog: pytest.LogCaptur
 # What is there, but cannot be read
 
 
-@pytest.mark.advice("StorageError: StreamLog._refuse_file")
+@pytest.mark.advice("StorageError: DirectoryStore._has_folder")
 def test_a_file_in_the_place_of_the_log_is_not_an_empty_stream(tmp_path: Path) -> None:
     writer = Writer(Storage((tmp_path / "stream").as_uri(), create=True))
     version = writer.snapshot().version

@@ -31,6 +31,8 @@ def test_writeback_starts_early_for_synced_files_only(
 
     monkeypatch.setattr(os, "posix_fadvise", advise)
     data = os.urandom(100)
+    for folder in ("a", "drafts"):
+        (tmp_path / folder).mkdir()
     assert write_file(tmp_path, "a/b", [memoryview(data)[:33], memoryview(data)[33:]], overwrite=True, fsync=fsync)
     assert (tmp_path / "a" / "b").read_bytes() == data
     edges = [0, *(end for _, end in told)]

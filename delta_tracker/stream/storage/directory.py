@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from delta_tracker.errors import StorageError, UnknownOutcomeError, WriteRefusedError
 from delta_tracker.stream.interruption import check, checked
@@ -16,6 +17,7 @@ from delta_tracker.stream.storage.local import (
     delete_draft,
     list_files,
     make_directory,
+    make_folder,
     sync_names,
     write_file,
 )
@@ -26,12 +28,16 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+T = TypeVar("T")
+
 
 class DirectoryStore(Store):
     """Files below a directory. obstore is not used: its stream of a local file takes 30 times as long.
 
     Once the directory was found, only this directory is written to: it is identified by its device and inode numbers.
-    ``create`` creates it if it is missing, and ``fsync`` flushes all writes to disk.
+    It may be a link, but the folders in it may not: what a link leads to can be missing or on another disk, where its
+    objects look deleted and a file cannot be renamed to. ``create`` creates the directory if it is missing, and
+    ``fsync`` flushes all writes to disk.
     """
 
     is_remote = False
@@ -43,17 +49,14 @@ class DirectoryStore(Store):
         self._fsync = fsync
         self._found: os.stat_result | None = None  # None until the directory is found
         self._has_written = False
+        self._folders: set[str] = set()  # folders that were found to be directories
         if create:
             make_directory(directory, fsync=fsync)
         self._find()
 
     def read(self, span: Span, transfer: Transfer | None) -> NDArray[np.uint8] | None:
         name = span.name
-        try:
-            # Non-blocking, because a named pipe must not block the reader.
-            descriptor = os.open(self.directory / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        except (FileNotFoundError, NotADirectoryError):
-            self._find()
+        if (descriptor := self._at(name, _opened)) is None:
             return None
         try:
             status = os.fstat(descriptor)
@@ -77,16 +80,10 @@ class DirectoryStore(Store):
             os.close(descriptor)
 
     def stat(self, name: str) -> StoredObject | None:
-        if self._found is None:
-            self._find()
-        try:
-            status = (self.directory / name).stat()
-        except FileNotFoundError:
+        status = self._at(name, os.stat)
+        if status is None or not stat.S_ISREG(status.st_mode):
             return None
-        except NotADirectoryError:
-            self._find()  # raises an error if the store itself is a file
-            return None
-        return StoredObject(name, status.st_size, status.st_mtime) if stat.S_ISREG(status.st_mode) else None
+        return StoredObject(name, status.st_size, status.st_mtime)
 
     def put(self, name: str, buffers: Iterable[memoryview]) -> None:
         self._write(name, checked(buffers), overwrite=True)
@@ -100,8 +97,7 @@ class DirectoryStore(Store):
     def delete(self, name: str) -> None:
         if self._find():
             self._check()
-            with suppress(FileNotFoundError, NotADirectoryError):
-                (self.directory / name).unlink()
+            self._at(name, os.unlink)
 
     def objects(self, prefix: str, after: str) -> list[StoredObject]:
         """Skips files whose names no method accepts, see also :func:`list_files`."""
@@ -113,6 +109,7 @@ class DirectoryStore(Store):
 
     def sync(self, prefix: str) -> None:
         self._check()
+        self._has_folder(prefix)
         self._sync(prefix, f"what was created or deleted in {prefix}/")
 
     def delete_draft(self, name: str) -> bool:
@@ -120,7 +117,7 @@ class DirectoryStore(Store):
         return delete_draft(self.directory / name)
 
     def has_directory(self, prefix: str) -> bool:
-        return (self.directory / prefix).is_dir()
+        return self._has_folder(prefix)
 
     def is_same(self, other: Store) -> bool:
         if not isinstance(other, DirectoryStore):
@@ -139,7 +136,7 @@ class DirectoryStore(Store):
         return self
 
     def _list(self, prefix: str, after: str, *, needs_status: bool) -> list[tuple[str, os.stat_result | None]]:
-        if not self._find():
+        if not self._has_folder(prefix):
             return []
         # obstore is not used here: it fails at a strange name or link, and takes longer.
         found = list_files(self.directory, prefix, after, needs_status=needs_status)
@@ -148,11 +145,47 @@ class DirectoryStore(Store):
     def _write(self, name: str, buffers: Iterable[memoryview], *, overwrite: bool) -> bool:
         if self._found is None and not self._find():
             raise StorageError(self.url, "the directory does not exist")
+        self._check()
+        folder = name.rpartition("/")[0]
+        for each in ("drafts", folder):
+            if not self._has_folder(each, WriteRefusedError):
+                make_folder(self.directory, each)
         is_new = write_file(self.directory, name, buffers, overwrite=overwrite, fsync=self._fsync, check=self._check)
         self._has_written = True
         if is_new:
-            self._sync(name.rpartition("/")[0], name)
+            self._sync(folder, name)
         return is_new
+
+    def _at(self, name: str, call: Callable[[str], T]) -> T | None:
+        """Return what ``call`` returns for the path of an object; None if the object does not exist."""
+        folder = name.rpartition("/")[0]
+        if folder not in self._folders and not self._has_folder(folder):
+            return None
+        try:
+            return call(f"{self.directory}/{name}")
+        except OSError as error:
+            if self._has_folder(folder) and error.errno not in (errno.ENOENT, errno.ENOTDIR):
+                raise
+            return None
+
+    def _has_folder(self, folder: str, kind: type[StorageError] = StorageError) -> bool:
+        """Return True if a folder of the store exists. Raise ``kind`` if it, or one above it, is no directory."""
+        if self._found is None and not self._find():
+            return False
+        ends = [end for end, character in enumerate(folder) if character == "/"]
+        for name in (*(folder[:end] for end in ends), folder):
+            path = f"{self.directory}/{name}"
+            try:
+                status = os.lstat(path)
+            except FileNotFoundError:
+                return False
+            except NotADirectoryError:
+                self._find()  # raises an error if the store itself is a file
+                return False
+            if not stat.S_ISDIR(status.st_mode):
+                raise kind(self.url, *_no_directory(name, path, status))
+        self._folders.add(folder)
+        return True
 
     def _find(self) -> bool:
         """Return True if the directory exists, or existed before."""
@@ -177,7 +210,11 @@ class DirectoryStore(Store):
                 or any(self.directory.iterdir())
             ):
                 return
-        raise WriteRefusedError(self.url)
+        raise WriteRefusedError(
+            self.url,
+            "its directory was unmounted, deleted or replaced since it was opened",
+            "Mount its volume and try again; if the directory is the right one, build a new Publisher from the url",
+        )
 
     def _sync(self, prefix: str, name: str) -> None:
         """Flush the names in the directory ``prefix`` to disk; ``name`` is for the error."""
@@ -187,3 +224,18 @@ class DirectoryStore(Store):
             sync_names(self.directory, prefix)
         except OSError as error:
             raise UnknownOutcomeError(self.url, name, f"{type(error).__name__}: {error}", prefix or ".") from error
+
+
+def _opened(path: str) -> int:
+    # Non-blocking, because a named pipe must not block the reader.
+    return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def _no_directory(name: str, path: str, status: os.stat_result) -> tuple[str, str]:
+    """Return reason and remedy for a folder ``name`` of a store that is not a directory."""
+    if stat.S_ISLNK(status.st_mode):
+        reason = f"{name} is a link to {os.readlink(path)!r} instead of a directory"  # noqa: PTH115  keeps the text
+        return reason, "Replace it by the directory itself; only the directory of the whole stream may be a link"
+    what = f"file of {status.st_size} bytes" if stat.S_ISREG(status.st_mode) else "special file"
+    reason = f"{name} is a {what} instead of a directory"
+    return reason, "Move it away and restore the directory, for example from a mirror; or correct the url"

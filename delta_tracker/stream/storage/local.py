@@ -38,20 +38,16 @@ def write_file(
     A process that is killed may leave its temporary file in the subdirectory ``drafts``, see :func:`delete_draft`.
 
     Args:
-        directory: directory of the store, which must exist.
-        name: path of the file, relative to ``directory``. Missing directories between the two are created.
+        directory: directory of the store, with a subdirectory ``drafts``.
+        name: path of the file, relative to ``directory``; its folder must exist.
         buffers: contents of the file.
         overwrite: True to replace an existing file of this name; if False and it exists, the result is False.
         fsync: True to flush the bytes to disk before the file is renamed. :func:`sync_names` flushes the new name.
-        check: called before the first change and before the file is renamed; raises an error if ``directory`` was
-            replaced. If it is replaced later, the renaming fails, because the new directory lacks the temporary file.
+        check: called before the file is renamed; raises an error if ``directory`` was replaced. If it is replaced
+            later, the renaming fails, because the new directory lacks the temporary file.
     """
-    check()
     target = directory / name
     draft = directory / "drafts" / secrets.token_hex(8)
-    for path in (draft, target):
-        if not path.parent.is_dir():
-            _make_parents(directory, path)
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         try:
@@ -145,10 +141,10 @@ def list_files(
     The paths are relative to ``directory``. Unless ``needs_status``, the status may be None, which is faster, because
     most systems return none with a name.
 
-    Reads each directory at most once. Follows links to files. Skips links to directories (except ``prefix``, which may
-    be a link), links that lead nowhere, pipes, unreadable subdirectories, and files that are deleted meanwhile. The
-    result is empty if ``prefix`` does not exist. Other failures raise OSError: if an entry of the log was missing from
-    the result, the one before it would look like the head.
+    Reads each directory at most once. Follows links to files. Skips links to directories, links that lead nowhere,
+    pipes, unreadable subdirectories, and files that are deleted meanwhile. The result is empty if ``prefix`` does not
+    exist. Other failures raise OSError: if an entry of the log was missing from the result, the one before it would
+    look like the head.
     """
     root = os.fspath(directory)
     found: list[tuple[str, os.stat_result | None]] = []
@@ -221,10 +217,11 @@ def pieces(buffers: Iterable[memoryview]) -> Iterator[memoryview]:
             rest = rest[len(piece) :]
 
 
-def _make_parents(directory: Path, path: Path) -> None:
+def make_folder(directory: Path, folder: str) -> None:
+    """Create a missing folder in the directory of a store, which must exist."""
     # Not parents=True: if a volume is not mounted, that would create the store on another disk.
-    for parent in reversed(path.relative_to(directory).parents[:-1]):
-        (directory / parent).mkdir(exist_ok=True)
+    for each in (*reversed(Path(folder).parents[:-1]), folder):
+        (directory / each).mkdir(exist_ok=True)
 
 
 def _lock(descriptor: int, kind: int) -> bool:

@@ -191,7 +191,7 @@ class Storage:
                 return True
             if self.size(name) is not None:
                 return False
-        raise WriteRefusedError(self.url, name, _CREATE_ATTEMPTS)
+        raise WriteRefusedError.taken(self.url, name, _CREATE_ATTEMPTS)
 
     def _create_once(self, name: str, data: bytes) -> bool:
         """Try once to create an object. False does not prove that it exists, see :meth:`create`."""
