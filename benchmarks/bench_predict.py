@@ -24,12 +24,11 @@ from torch.nn import functional
 
 from benchmarks.harness import Figures, Report, Sample, interleaved, parser, timed
 from benchmarks.workloads import distinct_ids, uniform_ids
-from delta_tracker import Predictor
+from delta_tracker import ModelTarget, Predictor
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.predictor.gauges import PredictorGauges
 from delta_tracker.predictor.lock import TableLock
 from delta_tracker.predictor.model_writer import ModelWriter
-from delta_tracker.predictor.served_model import ServedModel
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.encoding import Encoding
@@ -71,15 +70,14 @@ class _Stream:
 
     def predictor(self, chunk_rows: int = 4096) -> Predictor:
         """Return a predictor of the table, positioned before the first delta."""
-        made = Predictor({FQN: self.table}, self.storage, chunk_rows=chunk_rows)
+        made = Predictor(ModelTarget({FQN: self.table}, chunk_rows=chunk_rows), self.storage)
         self.rewind(made)
         return made
 
     def writer(self, chunk_rows: int) -> ModelWriter:
         """Return a writer of the table."""
         gauges = PredictorGauges(Recorder("predictor", self), REAL)
-        model = ServedModel({FQN: self.table}, {}, raw_ids=None, takes_dense=False)
-        return ModelWriter(model, gauges, chunk_rows=chunk_rows)
+        return ModelWriter(ModelTarget({FQN: self.table}, chunk_rows=chunk_rows), gauges)
 
     def rewind(self, predictor: Predictor) -> None:
         """Reset a predictor to the position before the first delta."""

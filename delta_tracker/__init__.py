@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from delta_tracker.predictor.gate import Gate
-    from delta_tracker.predictor.predictor import Predictor
+    from delta_tracker.predictor.predictor import Predictor, Rollout
+    from delta_tracker.predictor.served_model import ModelTarget
     from delta_tracker.publisher.cadence import Cadence
     from delta_tracker.publisher.publisher import Publisher
     from delta_tracker.publisher.training import Recovery
@@ -54,6 +55,7 @@ __all__ = [
     "IndexedLookup",
     "Memory",
     "ModelDeltaTracker",
+    "ModelTarget",
     "Predictor",
     "Publisher",
     "RandomStates",
@@ -61,6 +63,7 @@ __all__ = [
     "RawIdIndex",
     "Recovery",
     "Retention",
+    "Rollout",
     "RowSink",
     "RowTarget",
     "ShardSpec",
@@ -87,6 +90,7 @@ _HOMES = {
     "IndexedLookup": "delta_tracker.types",
     "Memory": "delta_tracker.types",
     "ModelDeltaTracker": "delta_tracker.tracker.tracker",
+    "ModelTarget": "delta_tracker.predictor.served_model",
     "Predictor": "delta_tracker.predictor.predictor",
     "Publisher": "delta_tracker.publisher.publisher",
     "RandomStates": "delta_tracker.recovery.random_states",
@@ -94,6 +98,7 @@ _HOMES = {
     "RawIdIndex": "delta_tracker.raw_id_index",
     "Recovery": "delta_tracker.publisher.training",
     "Retention": "delta_tracker.stream.maintenance.retention",
+    "Rollout": "delta_tracker.predictor.predictor",
     "RowSink": "delta_tracker.row_sink",
     "RowTarget": "delta_tracker.row_target",
     "ShardSpec": "delta_tracker.types",

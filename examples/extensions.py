@@ -97,8 +97,8 @@ def main() -> None:
     publisher = Publisher(tracker, url, notifier=notifier)
     publisher.snapshot()
     served = KeyValueTable(NUM_ROWS, COLUMNS)
-    with Predictor({TABLE: served}, url, notifier=notifier) as predictor:
-        predictor.follow(poll_seconds=30)  # hints make it faster than the polling interval
+    with Predictor({TABLE: served}, url) as predictor:
+        predictor.follow(poll_seconds=30, notifier=notifier)  # hints make it faster than the polling interval
         features = KeyedJaggedTensor(["item"], torch.arange(100), lengths=torch.ones(100, dtype=torch.int64))
         model(features).values().sum().backward()
         tracker.step()

@@ -17,7 +17,7 @@ import time
 import torch
 from torch import Tensor, nn
 
-from delta_tracker import ModelDeltaTracker, Predictor, Publisher
+from delta_tracker import ModelDeltaTracker, ModelTarget, Predictor, Publisher
 
 NUM_USERS, COLUMNS, NUM_DELTAS = 1000, 8, 5
 # names in the stream (the trainer's) to names in the serving model
@@ -40,7 +40,7 @@ class Server(nn.Module):
 def predict(url: str, last: int) -> None:
     """Follow the stream up to version ``last``."""
     server = Server()
-    with Predictor(server, url, names=NAMES) as predictor:
+    with Predictor(ModelTarget(server, names=NAMES), url) as predictor:
         predictor.follow()
         shown = None
         while shown != last:

@@ -18,7 +18,7 @@ from torchrec.inference.modules import quantize_inference_model
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from delta_tracker import ModelDeltaTracker, Predictor, Publisher
+from delta_tracker import ModelDeltaTracker, ModelTarget, Predictor, Publisher
 
 NUM_ROWS, COLUMNS = 10_000, 32
 
@@ -36,7 +36,7 @@ def main() -> None:
     publisher = Publisher(tracker, url)
     publisher.snapshot()
     # torchrec quantizes the children of a module, so the served table's name is longer than the trainer's
-    predictor = Predictor(served, url, names={"embedding_bags.item": "0.embedding_bags.item"})
+    predictor = Predictor(ModelTarget(served, names={"embedding_bags.item": "0.embedding_bags.item"}), url)
     predictor.sync()
 
     generator = torch.Generator().manual_seed(0)

@@ -23,7 +23,7 @@ from torchrec.modules.mc_modules import LRU_EvictionPolicy, ManagedCollisionColl
 from torchrec.optim import Adagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from delta_tracker import ModelDeltaTracker, Predictor, Publisher, RawIdIndex
+from delta_tracker import ModelDeltaTracker, ModelTarget, Predictor, Publisher, RawIdIndex
 
 NUM_ROWS, COLUMNS, NUM_IDS = 256, 8, 640
 NO_ID = torch.iinfo(torch.int64).max  # in DeltaRows.evicted: no raw id had the row
@@ -67,7 +67,7 @@ def main() -> None:
     predictor = Predictor(served, url)
     (fqn,) = tracker.tables  # "items._embedding_module.embeddings.item"
     table, index = torch.zeros(NUM_ROWS, COLUMNS), RawIdIndex(NUM_ROWS)  # serving code without torchrec
-    plain = Predictor({fqn: table}, url, raw_ids={fqn: index})
+    plain = Predictor(ModelTarget({fqn: table}, raw_ids={fqn: index}), url)
 
     generator = torch.Generator().manual_seed(0)
     every_id = torch.arange(NUM_IDS) + (1 << 40)

@@ -35,9 +35,9 @@ def main(redis_url: str) -> None:
     publisher = Publisher(tracker, url, notifier=RedisNotifier(redis_url))
     publisher.snapshot()
     served = torch.empty(1000, 8)
-    # usually in its own process, so it has its own connection
-    with Predictor({TABLE: served}, url, notifier=RedisNotifier(redis_url)) as predictor:
-        predictor.follow(poll_seconds=POLL_SECONDS)
+    with Predictor({TABLE: served}, url) as predictor:
+        # usually in its own process, so it has its own connection
+        predictor.follow(poll_seconds=POLL_SECONDS, notifier=RedisNotifier(redis_url))
         wait_for(predictor, publisher.version)
         for item in range(5):
             features = KeyedJaggedTensor(["item"], torch.tensor([item]), lengths=torch.tensor([1]))

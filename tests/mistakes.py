@@ -23,12 +23,14 @@ from delta_tracker import (
     Encoding,
     Gate,
     ModelDeltaTracker,
+    ModelTarget,
     Predictor,
     Publisher,
     RankCounters,
     RawIdIndex,
     Recovery,
     Retention,
+    Rollout,
     Storage,
     TopK,
     Upkeep,
@@ -335,10 +337,10 @@ MISTAKES: Mapping[str, Mistake] = {
     ),
     "a table that the stream lacks": Mistake(_extra_table, "['1']", "keep their values"),
     "names that match nothing": Mistake(
-        lambda: Predictor(_model(), _url(), names={"0": "users"}), "names='users'", "['0', '0.weight']"
+        lambda: Predictor(ModelTarget(_model(), names={"0": "users"}), _url()), "names='users'", "['0', '0.weight']"
     ),
     "a prefix that matches nothing": Mistake(
-        lambda: Predictor(_model(), _url(), names={"": "module."}), "names='module.'", "['0', '0.weight']"
+        lambda: Predictor(ModelTarget(_model(), names={"": "module."}), _url()), "names='module.'", "['0', '0.weight']"
     ),
     "follow twice": Mistake(_twice_following, "already following", "Call stop() first"),
     "poll every 0 s": Mistake(lambda: _synced().follow(poll_seconds=0), "poll_seconds=0", "more than 0"),
@@ -361,8 +363,12 @@ MISTAKES: Mapping[str, Mistake] = {
     ),
     "accept without a gate": Mistake(lambda: _synced().accept(1), "accept()=1", "Build the Predictor with a gate"),
     "a bound of a gate as text": Mistake(lambda: Gate(max_drift="0.5"), "max_drift='0.5'", "positive number"),  # type: ignore[arg-type]
-    "a canary as a number": Mistake(lambda: Predictor(_model(), _url(), canary=3), "canary=3", "Canary(versions=3)"),  # type: ignore[arg-type]
-    "a gate as a number": Mistake(lambda: Predictor(_model(), _url(), gate=0.5), "gate=0.5", "Gate(max_drift=0.5)"),  # type: ignore[arg-type]
+    "a canary as a number": Mistake(
+        lambda: Predictor(_model(), _url(), rollout=Rollout(canary=3)), "canary=3", "Canary(versions=3)"
+    ),  # type: ignore[arg-type]
+    "a gate as a number": Mistake(
+        lambda: Predictor(_model(), _url(), rollout=Rollout(gate=0.5)), "gate=0.5", "Gate(max_drift=0.5)"
+    ),  # type: ignore[arg-type]
     "raw ids of a plain table": Mistake(
         lambda: _synced(raw_ids={"0": RawIdIndex(100)}), "without raw ids in the stream", "Leave the table out"
     ),

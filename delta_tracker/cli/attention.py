@@ -82,7 +82,7 @@ _STATES: dict[State, tuple[Level, str, str]] = {
     "unpinned": (
         "warning",
         "unpinned, applies versions in spite of a rollback",
-        "Build it with Predictor(..., follows_pins=True), or call predictor.rollback(version) in its process",
+        "Build it with rollout=Rollout(follows_pins=True), or call predictor.rollback(version) in its process",
     ),
     "behind": (
         "warning",

@@ -70,7 +70,7 @@ def compile_package(
 
     Args:
         exported: result of ``torch.export.export`` for a model in evaluation mode. Its names of tensors are the names
-            in the stream, or are mapped by ``Predictor(names=...)``. Its tensors are changed during the call only.
+            in the stream, or are mapped by ``ModelTarget(names=...)``. Its tensors are changed during the call only.
         path: file to write, whose name ends with ``.pt2``. An existing file is replaced.
         options: settings of ``torch._inductor.config``.
 

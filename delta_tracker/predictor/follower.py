@@ -91,16 +91,13 @@ class Follower:
         writer: VersionWriter,
         lock: threading.Lock,
         *,
-        notifier: Notifier | None,
         heartbeats: Heartbeats | None,
         gauges: PredictorGauges,
     ) -> None:
-        Hints(notifier)  # raises for an invalid one
         self.error: Exception | None = None
         self._reader = reader
         self._writer = writer
         self._lock = lock
-        self._notifier = notifier
         self._heartbeats = heartbeats
         self._gauges = gauges
         self._runtime = reader.runtime
@@ -127,7 +124,7 @@ class Follower:
         run = self._active
         return None if run is None or run.over.is_set() else run.schedule.seconds
 
-    def start(self, poll_seconds: float | None) -> None:
+    def start(self, poll_seconds: float | None, notifier: Notifier | None) -> None:
         """Start the thread, which checks that the newest version fits the model before it polls.
 
         This method waits at most two seconds for the check, because the store may not answer, and raises its error. If
@@ -139,7 +136,7 @@ class Follower:
             if self.is_running:
                 raise InvalidArgumentError("follow()", "already following", "Call stop() first")
             self.error = None
-            run = _Run(self._reader.storage, poll_seconds, self._notifier, self._runtime)
+            run = _Run(self._reader.storage, poll_seconds, notifier, self._runtime)
             run.thread = self._runtime.thread(target=self._run, args=(run,), name="predictor", daemon=True)
             self._active = run  # before the thread runs: code in it may call stop()
             try:

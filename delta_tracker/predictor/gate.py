@@ -34,7 +34,7 @@ class Gate:
         min_rows: number of rows in the version below which ``max_drift`` is not checked: the norm varies too much.
 
     Example:
-        >>> gate = Gate(max_drift=0.5)  # for Predictor(..., gate=gate)
+        >>> gate = Gate(max_drift=0.5)  # for Rollout(gate=gate)
         >>> gate.non_finite
         True
     """
@@ -61,8 +61,6 @@ class GateKeeper:
     """
 
     def __init__(self, gate: Gate) -> None:
-        if not isinstance(gate, Gate):
-            raise InvalidArgumentError("gate", gate, "Pass a Gate, for example Gate(max_drift=0.5)")
         self._gate = gate
         self._sizes: Measure = {}
         self._accepted: set[int] = set()

@@ -14,7 +14,7 @@ from delta_tracker.predictor.gauges import PredictorGauges
 from delta_tracker.predictor.identities import OwnerChange, identities_after, owner_changes, version_owners
 from delta_tracker.predictor.lock import TableLock
 from delta_tracker.predictor.placement import Chunk, Placement
-from delta_tracker.predictor.served_model import Receiver, ServedModel
+from delta_tracker.predictor.served_model import ModelTarget, Receiver, ServedModel
 from delta_tracker.predictor.status import Served
 from delta_tracker.predictor.table_fence import TableFence
 from delta_tracker.predictor.version_writer import replaces
@@ -28,12 +28,12 @@ from delta_tracker.types import Identity
 class ModelWriter(Forkable):
     """Writer of versions to one model."""
 
-    def __init__(self, model: ServedModel, gauges: PredictorGauges, *, chunk_rows: int) -> None:
+    def __init__(self, target: ModelTarget, gauges: PredictorGauges) -> None:
         self.manifest: Manifest | None = None
         self.identities: Mapping[str, Identity] = {}
-        self._gauges, self._chunk_rows = gauges, chunk_rows
-        self.lock, self.fence, self.model = TableLock(), TableFence(), model
-        self.fence.cover(model.first_devices)
+        self._gauges, self._chunk_rows = gauges, target.chunk_rows
+        self.lock, self.fence, self.model = TableLock(), TableFence(), ServedModel(target)
+        self.fence.cover(self.model.first_devices)
         # After the last complete version; its rows are ahead until a snapshot replaces those that were saved with it.
         self._position: Position | None = None
         self._is_mixed = False

@@ -10,26 +10,21 @@ NameChoice = Mapping[str, str] | Callable[[str], str]
 
 
 class Names:
-    """Rule that gives the name in the model for a name in the stream, by the argument ``names`` of a predictor.
+    """Rule that gives the name in the model for a name in the stream, by the ``names`` of a :class:`ModelTarget`.
 
     A whole name wins over a prefix, a longer prefix over a shorter one, and all other names are equal on both sides.
     ``known`` has the names of the tables and tensors of the model. ``depends_on_stream`` is False if :meth:`of` returns
     the same names for every stream.
     """
 
-    def __init__(self, choice: object, known: Collection[str]) -> None:
+    def __init__(self, choice: NameChoice, known: Collection[str]) -> None:
         self._function: Callable[[str], str] | None = None
         self._whole: dict[str, str] = {}
         self._prefixes: list[tuple[str, str]] = []
         if not isinstance(choice, Mapping):
-            if not callable(choice):
-                text = "Pass a mapping of name in the stream to name in the model, or a function"
-                raise InvalidArgumentError("names", choice, text)
             self._function, self.depends_on_stream = choice, True
             return
         for name, own in choice.items():
-            if not (isinstance(name, str) and isinstance(own, str)):
-                raise InvalidArgumentError("names", {name: own}, "Pass strings")
             is_prefix = not name or name.endswith(".")
             if not (any(each.startswith(own) for each in known) if is_prefix else own in known):
                 raise InvalidArgumentError("names", own, f"Pass names of the model: {sorted(known)}")

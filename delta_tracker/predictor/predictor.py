@@ -6,8 +6,9 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Self, cast
 
 from delta_tracker.arguments import is_number
 from delta_tracker.errors import InvalidArgumentError, WaitTimeoutError
@@ -19,12 +20,10 @@ from delta_tracker.predictor.gate import Gate, GateKeeper
 from delta_tracker.predictor.gauges import PredictorGauges
 from delta_tracker.predictor.heartbeats import Heartbeats, lag
 from delta_tracker.predictor.model_writer import ModelWriter
-from delta_tracker.predictor.names import NameChoice
-from delta_tracker.predictor.served_model import Model, ServedModel
+from delta_tracker.predictor.served_model import Model, ModelTarget
 from delta_tracker.predictor.sink_writer import SinkWriter
 from delta_tracker.predictor.status import Served, Status, error_text
 from delta_tracker.predictor.version_writer import Destination, VersionWriter
-from delta_tracker.raw_id_index import RawIdIndex
 from delta_tracker.row_sink import RowSink
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.host_cache import HostCache
@@ -36,6 +35,37 @@ from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.reading.sources import Sources
 from delta_tracker.stream.storage.storage import Location, Storage
 from delta_tracker.uncopied import Uncopied
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """Which versions a predictor applies, and when.
+
+    Args:
+        gate: bounds on the values of a version; a version that violates one is held. None disables the check.
+        canary: distance to keep from the newest version; None to apply each version as soon as it is found.
+        follows_pins: True to obey ``delta-tracker rollback`` and ``delta-tracker release``.
+
+    Raises:
+        InvalidArgumentError: if an argument is invalid.
+
+    Example:
+        >>> Rollout(gate=Gate(max_drift=0.5), canary=Canary(versions=3)).follows_pins
+        False
+    """
+
+    gate: Gate | None = None
+    canary: Canary | None = None
+    follows_pins: bool = False
+
+    def __post_init__(self) -> None:
+        gate, canary = cast("object", self.gate), cast("object", self.canary)
+        if gate is not None and not isinstance(gate, Gate):
+            raise InvalidArgumentError("gate", gate, "Pass a Gate, for example Gate(max_drift=0.5)")
+        if canary is not None and not isinstance(canary, Canary):
+            raise InvalidArgumentError("canary", canary, "Pass a Canary, for example Canary(versions=3)")
+        if not isinstance(self.follows_pins, bool):
+            raise InvalidArgumentError("follows_pins", self.follows_pins, "Pass True or False")
 
 
 class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
@@ -54,28 +84,21 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         model: module whose tables have the same names as those of the stream (``<fqn>.weight``), or a mapping of FQN to
             tensor or :class:`~delta_tracker.row_target.RowTarget`. A module may contain ``nn.Embedding``,
             ``nn.EmbeddingBag`` and TorchRec collections (unsharded, sharded or quantized). The tables are looked up for
-            each version, so ``model.to(device)`` may be called between versions. Or a
+            each version, so ``model.to(device)`` may be called between versions. All dense tensors of the stream are
+            applied too: the model must have them. Or a
+            :class:`~delta_tracker.predictor.served_model.ModelTarget` of such a model, with other choices. Or a
             :class:`~delta_tracker.row_sink.RowSink`, which keeps the position and all tables, but no dense tensors, for
             lookups in other processes.
         url: url of the stream, such as ``file:///directory``, ``s3://bucket/prefix`` or ``https://cache/prefix``, or an
             opened :class:`~delta_tracker.stream.storage.storage.Storage`. A sequence of them names copies of one
             stream, preferred in this order: what one lacks is read from another.
-        names: name in the stream to name in the model, for tables and dense tensors whose names differ. A key that ends
-            with a dot, or is empty, is a prefix: ``{"module.": ""}``. Or a function from name to name.
-        dense: True to apply the dense parameters and buffers of the stream too; the model must have all of them.
-        raw_ids: table name in the stream to :class:`~delta_tracker.raw_id_index.RawIdIndex`, for tables whose raw ids
-            no collision module of the model maps. The predictor changes the indexes.
-        gate: bounds on the values of a version; a version that violates one is held. None disables the check.
-        chunk_rows: maximum number of rows that are written while lookups wait.
-        notifier: delivers hints of new versions to :meth:`follow`; None to find versions by polling only.
+        rollout: which versions are applied; None for ``Rollout()``, which applies all.
         name: name of the heartbeat that is written to the stream every few seconds, which requires write permission;
             None disables it. Also the label ``predictor`` of the metrics (default ``"predictor"``), with a suffix
             ``-2``, ``-3``, ... if another predictor of this process has the name.
         monitor: monitor for the metrics; None for ``delta_tracker.monitor.MONITOR``.
         cache: directory, or :class:`~delta_tracker.stream.host_cache.HostCache`, in which the predictors of one host
             keep the parts that they read, so that each is fetched once.
-        canary: distance to keep from the newest version; None to apply each version as soon as it is found.
-        follows_pins: True to obey ``delta-tracker rollback`` and ``delta-tracker release``.
         heartbeats: url or store for the heartbeats; None for the first ``url`` that can be written to, and after a
             failover for the new one if it can be.
         runtime: clock, waits, random numbers and threads of the predictor, which a simulation replaces.
@@ -94,53 +117,43 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         True
     """
 
-    def __init__(  # noqa: PLR0913  all but two have a default that most users keep
+    def __init__(
         self,
-        model: Model | RowSink,
+        model: Model | ModelTarget | RowSink,
         url: Location | Sequence[Location],
         *,
-        names: NameChoice | None = None,
-        dense: bool = True,
-        raw_ids: Mapping[str, RawIdIndex] | None = None,
-        gate: Gate | None = None,
-        chunk_rows: int = 4096,
-        notifier: Notifier | None = None,
-        name: str | None = None,
-        monitor: Monitor | None = None,
+        rollout: Rollout | None = None,
         cache: str | Path | HostCache | None = None,
-        canary: Canary | None = None,
-        follows_pins: bool = False,
+        name: str | None = None,
         heartbeats: Location | None = None,
+        monitor: Monitor | None = None,
         runtime: Runtime = REAL,
     ) -> None:
         if isinstance(model, str | Path | Storage):
             raise InvalidArgumentError("model", model, "Pass the model first, and then the url of the stream")
-        if type(chunk_rows) is not int or chunk_rows < 1:
-            raise InvalidArgumentError("chunk_rows", chunk_rows, "Pass a count of 1 or more")
-        if canary is not None and not isinstance(canary, Canary):
-            raise InvalidArgumentError("canary", canary, "Pass a Canary, for example Canary(versions=3)")
+        if rollout is None:
+            rollout = Rollout()
+        elif not isinstance(rollout, Rollout):
+            raise InvalidArgumentError("rollout", rollout, "Pass a Rollout, for example Rollout(follows_pins=True)")
         recorder = Recorder("predictor", self, name=name, monitor=monitor)
         self._gauges = PredictorGauges(recorder, runtime)
-        sources = Sources(url, canary, runtime=runtime)
+        sources = Sources(url, rollout.canary, runtime=runtime)
         self._cache = HostCache(cache) if isinstance(cache, str | Path) else cache
-        self._gate = None if gate is None else GateKeeper(gate)
+        self._gate = None if rollout.gate is None else GateKeeper(rollout.gate)
         self._destination: Destination
         if isinstance(model, RowSink):
-            if names or raw_ids:
-                text = "Omit it: a row store keeps all tables under the stream's names, and the raw ids of their rows"
-                raise InvalidArgumentError("names" if names else "raw_ids", names or raw_ids, text)
-            self._destination = SinkWriter(model, self._gauges, chunk_rows=chunk_rows)
+            self._destination = SinkWriter(model, self._gauges)
         else:
-            served = ServedModel(model, names or {}, raw_ids=raw_ids, takes_dense=dense)
-            self._destination = ModelWriter(served, self._gauges, chunk_rows=chunk_rows)
+            target = model if isinstance(model, ModelTarget) else ModelTarget(model)
+            self._destination = ModelWriter(target, self._gauges)
         writer = VersionWriter(self._destination, gate=self._gate, cache=self._cache)
         self._reader = Reader(
             sources,
             writer,
             self._gauges,
-            Policy(follows_pins=follows_pins, is_canary=canary is not None),
+            Policy(follows_pins=rollout.follows_pins, is_canary=rollout.canary is not None),
             # The norms of a merged version cannot show which of its versions violates a bound.
-            skips_versions=gate is None or gate.max_drift is None,
+            skips_versions=rollout.gate is None or rollout.gate.max_drift is None,
             runtime=runtime,
         )
         self._syncing = threading.Lock()  # held while the version changes
@@ -148,7 +161,6 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
             self._reader,
             writer,
             self._syncing,
-            notifier=notifier,
             heartbeats=None if name is None else Heartbeats(self._reader, name, heartbeats),
             gauges=self._gauges,
         )
@@ -253,7 +265,7 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         assert version is not None, "the first advance moves or raises"
         return version
 
-    def follow(self, poll_seconds: float | None = None) -> None:
+    def follow(self, poll_seconds: float | None = None, notifier: Notifier | None = None) -> None:
         """Apply new versions in a background thread until :meth:`stop`.
 
         The thread waits until the stream has a snapshot. If an attempt fails, the thread reports the error in
@@ -265,12 +277,13 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
 
         Args:
             poll_seconds: number of seconds between two polls, more than 0; None for the intervals in FLEET.md.
+            notifier: delivers hints of new versions; None to find versions by polling only.
 
         Raises:
-            InvalidArgumentError: if the thread is already running.
+            InvalidArgumentError: if an argument is invalid, or if the thread is already running.
             ModelMismatchError: if the newest version can be read within two seconds and does not fit the model.
         """
-        self._follower.start(poll_seconds)
+        self._follower.start(poll_seconds, notifier)
 
     def wait(self, version: int | None = None, timeout: float | None = None) -> int:
         """Wait until :meth:`follow` has applied a version. Does not poll: the thread wakes this call.

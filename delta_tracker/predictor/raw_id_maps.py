@@ -35,10 +35,8 @@ def check_hidden(manifest: Manifest, hidden: Collection[str], names: Mapping[str
         raise ModelMismatchError(fqn, f"{manifest.tables[fqn]} with raw ids", found).advising(remedy)
 
 
-def check_indexes(indexes: object, tables: Mapping[str, RowTarget]) -> dict[str, RawIdIndex]:
+def check_indexes(indexes: Mapping[str, RawIdIndex], tables: Mapping[str, RowTarget]) -> dict[str, RawIdIndex]:
     """Return the indexes of a predictor by table FQN in the stream. Names in ``indexes`` may end with ``.weight``."""
-    if not isinstance(indexes, Mapping) or not all(isinstance(each, RawIdIndex) for each in indexes.values()):
-        raise InvalidArgumentError("raw_ids", indexes, "Pass a mapping of table name in the stream to RawIdIndex")
     found = {str(name).removesuffix(".weight"): index for name, index in indexes.items()}
     for fqn in found:
         if fqn not in tables:
@@ -62,7 +60,8 @@ def check_maps(manifest: Manifest, maps: Mapping[str, tuple[RawIdMap, ...]]) -> 
             continue
         expected = f"{table} with raw ids"
         if not found:
-            remedy = f"Pass raw_ids={{{fqn!r}: RawIdIndex({table.num_rows})}}, or build the model as the trainer's"
+            target = f"ModelTarget(model, raw_ids={{{fqn!r}: RawIdIndex({table.num_rows})}})"
+            remedy = f"Pass {target}, or build the model as the trainer's"
             raise ModelMismatchError(fqn, expected, "without a mapping of raw ids").advising(remedy)
         for each in found:
             refusal = each.refusal(identity)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from delta_tracker.predictor.raw_id_maps import check_hidden, check_indexes, che
 from delta_tracker.predictor.targets import check_targets, find_targets, renamed, table_names
 from delta_tracker.raw_id_index import RawIdIndex
 from delta_tracker.raw_ids import NO_OWNER, RawIdMap, check_owners
+from delta_tracker.row_sink import RowSink
 from delta_tracker.row_target import WRITABLE, RowTarget, obstacle_of
 from delta_tracker.rows import copy_from_host
 from delta_tracker.sharding.presence import has_collisions, has_sharded, traced_collisions
@@ -32,21 +34,69 @@ _DENSE = "dense tensor"
 Model = nn.Module | Mapping[str, Tensor | RowTarget]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelTarget:
+    """Model that a predictor writes to, and how it differs from the trainer's.
+
+    Args:
+        model: module, or mapping of FQN to tensor or target, as for a predictor.
+        names: name in the stream to name in the model, for tables and dense tensors whose names differ. A key that ends
+            with a dot, or is empty, is a prefix: ``{"module.": ""}``. Or a function from name to name.
+        dense: True to apply the dense parameters and buffers of the stream too; the model must have all of them.
+        raw_ids: table name in the stream to :class:`~delta_tracker.raw_id_index.RawIdIndex`, for tables whose raw ids
+            no collision module of the model maps. The predictor changes the indexes.
+        chunk_rows: maximum number of rows that are written while lookups wait.
+
+    Raises:
+        InvalidArgumentError: if an argument is invalid. A predictor compares the names with those of the model.
+
+    Example:
+        >>> ModelTarget({"user": torch.zeros(10, 4)}, names={"ec.embeddings.user": "user"}).dense
+        True
+    """
+
+    model: Model
+    _: KW_ONLY
+    names: NameChoice = field(default_factory=dict)
+    dense: bool = True
+    raw_ids: Mapping[str, RawIdIndex] = field(default_factory=dict)
+    chunk_rows: int = 4096
+
+    def __post_init__(self) -> None:
+        names, raw_ids = cast("object", self.names), cast("object", self.raw_ids)
+        if isinstance(self.model, RowSink):
+            text = (
+                "Pass it to the Predictor itself: a row store has the stream's names and raw ids, and no dense tensors"
+            )
+            raise InvalidArgumentError("model", self.model, text)
+        if isinstance(names, Mapping):
+            for name, own in names.items():
+                if not (isinstance(name, str) and isinstance(own, str)):
+                    raise InvalidArgumentError("names", {name: own}, "Pass strings")
+        elif not callable(names):
+            text = "Pass a mapping of name in the stream to name in the model, or a function"
+            raise InvalidArgumentError("names", names, text)
+        if not isinstance(self.dense, bool):
+            raise InvalidArgumentError("dense", self.dense, "Pass True or False")
+        if not isinstance(raw_ids, Mapping) or not all(isinstance(each, RawIdIndex) for each in raw_ids.values()):
+            raise InvalidArgumentError("raw_ids", raw_ids, "Pass a mapping of table name in the stream to RawIdIndex")
+        if type(self.chunk_rows) is not int or self.chunk_rows < 1:
+            raise InvalidArgumentError("chunk_rows", self.chunk_rows, "Pass a count of 1 or more")
+
+
 class ServedModel:
     """Tables, dense tensors and mappings of raw ids of a model, found for each version that is written to them.
 
-    The arguments are those of :class:`Predictor`. ``first_devices`` are the devices of the model at the construction.
+    ``first_devices`` are the devices of the model at the construction.
     """
 
-    def __init__(
-        self, model: Model, names: NameChoice, *, raw_ids: Mapping[str, RawIdIndex] | None, takes_dense: bool
-    ) -> None:
-        self._model = model
-        self._takes_dense = takes_dense
+    def __init__(self, target: ModelTarget) -> None:
+        self._model = model = target.model
+        self._takes_dense = target.dense
         tables, dense = find_targets(model), _tensors(model)
-        self._rule = Names(names, {*tables, *dense})
-        self._names = self._rule.of(() if raw_ids is None else raw_ids)  # of the last resolved version
-        self._indexes = check_indexes({} if raw_ids is None else raw_ids, renamed(tables, self._names))
+        self._rule = Names(target.names, {*tables, *dense})
+        self._names = self._rule.of(target.raw_ids)  # of the last resolved version
+        self._indexes = check_indexes(target.raw_ids, renamed(tables, self._names))
         self._has_compared = False  # the tables of the model and of the stream
         self._hidden = traced_collisions(model) if isinstance(model, nn.Module) else []
         self._has_raw_ids = bool(self._indexes) or (isinstance(model, nn.Module) and has_collisions(model))

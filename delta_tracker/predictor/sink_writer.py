@@ -45,6 +45,7 @@ from delta_tracker.types import Identity, TableSpec
 
 _logger = logging.getLogger(__name__)
 
+CHUNK_ROWS = 4096  # maximum number of rows of one write
 _SLOTS = 1 << 16  # owners that are read or written at once
 
 
@@ -57,11 +58,10 @@ class SinkWriter(Forkable):
 
     is_reading = False  # lookups read the row store
 
-    def __init__(self, sink: RowSink, gauges: PredictorGauges, *, chunk_rows: int) -> None:
+    def __init__(self, sink: RowSink, gauges: PredictorGauges) -> None:
         self.manifest: Manifest | None = None
         self.identities: Mapping[str, Identity] = {}
-        self._gauges, self._chunk_rows = gauges, chunk_rows
-        self._sink = sink
+        self._gauges, self._sink = gauges, sink
         self._position: Position | None = None  # of the state, with the generation if it is known
         self._state: SinkState | None = None  # of the stream that readers read
         self._is_known = False  # False if the row store may have another state
@@ -206,7 +206,7 @@ class SinkWriter(Forkable):
         changes = {fqn: self._log(manifest.stream, fqn, *of_table) for fqn, of_table in ordered.items()}
         for placement in placements:
             fqn = placement.rows[0].block.table
-            for chunk in placement.chunks(self._chunk_rows):
+            for chunk in placement.chunks(CHUNK_ROWS):
                 check()
                 ids = torch.arange(chunk.ids.start, chunk.ids.stop) if isinstance(chunk.ids, slice) else chunk.ids
                 ((_, values),) = chunk.values

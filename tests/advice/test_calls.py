@@ -10,7 +10,17 @@ import pytest
 import torch
 import torchmetrics
 
-from delta_tracker import DataPosition, Gate, ModelDeltaTracker, Predictor, Publisher, Recovery, Storage, restore
+from delta_tracker import (
+    DataPosition,
+    Gate,
+    ModelDeltaTracker,
+    Predictor,
+    Publisher,
+    Recovery,
+    Rollout,
+    Storage,
+    restore,
+)
 from delta_tracker.cli import diff as diff_command
 from delta_tracker.cli.main import main
 from delta_tracker.compat import ModelDeltaTrackerTrec
@@ -58,7 +68,7 @@ def test_a_predictor_with_a_gate_accepts(tmp_path: Path) -> None:
         job.model[0].weight[3] = torch.nan
     job.publisher.publish()
     refused(InvalidArgumentError, lambda: job.serve().accept(2), "Build the Predictor with a gate")
-    predictor = job.serve(model := small_model(), gate=Gate())
+    predictor = job.serve(model := small_model(), rollout=Rollout(gate=Gate()))
     refused(HeldVersionError, predictor.sync, "call accept(2) or rollback(...)")
     predictor.accept(2)
     assert predictor.sync() == 2

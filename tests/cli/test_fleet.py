@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from delta_tracker import Predictor
+from delta_tracker import ModelTarget, Predictor, Rollout
 from delta_tracker.stream.heartbeat import read_heartbeats
 from delta_tracker.stream.reading.canary import Canary
 from tests.cli.commands import Cli, beat, leave, url_of
@@ -38,7 +38,9 @@ def test_a_long_error_leaves_the_table_readable(cli: Cli, writer: Writer) -> Non
 
 
 def test_why_a_predictor_keeps_its_version_is_shown(cli: Cli, writer: Writer) -> None:
-    predictor = Predictor(writer.model(), writer.storage, name="pinned", follows_pins=True, dense=False)
+    predictor = Predictor(
+        ModelTarget(writer.model(), dense=False), writer.storage, name="pinned", rollout=Rollout(follows_pins=True)
+    )
     cli("rollback", url_of(writer), 2)
     predictor.sync()
     assert [each["why"] for each in cli.json("fleet", url_of(writer))["shown"]] == ["pinned to version 2"]
@@ -80,13 +82,14 @@ def test_a_fleet_that_is_silent_as_a_whole_has_exit_code_1(cli: Cli, writer: Wri
 
 
 def test_a_canary_after_a_release_waits_and_is_not_stuck(cli: Cli, writer: Writer, tmp_path: Path) -> None:
-    options = {"canary": Canary(versions=3), "follows_pins": True, "name": "canary", "dense": False}
-    before = Predictor(model := writer.model(), writer.storage, **options)
+    target = ModelTarget(writer.model(), dense=False)
+    rollout = Rollout(canary=Canary(versions=3), follows_pins=True)
+    before = Predictor(target, writer.storage, rollout=rollout, name="canary")
     assert before.sync() == 1
     cli("rollback", url_of(writer), 2)
     writer.snapshot()
     cli("release", url_of(writer))
-    canary = Predictor(model, writer.storage, **options)  # restarted: it looks for pins at once
+    canary = Predictor(target, writer.storage, rollout=rollout, name="canary")  # restarted: it looks for pins at once
     canary.load_state_dict(before.state_dict())
     assert canary.sync() == 1, "the versions before the release may be bad"
     (sent,) = read_heartbeats(writer.storage)

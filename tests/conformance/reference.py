@@ -18,6 +18,7 @@ from torch import Tensor
 
 from delta_tracker.errors import InvalidArgumentError, NewerFormatError, NoSnapshotError, StreamError
 from delta_tracker.predictor.predictor import Predictor
+from delta_tracker.predictor.served_model import ModelTarget
 from delta_tracker.raw_id_index import RawIdIndex
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.manifest import Manifest
@@ -50,7 +51,7 @@ class _Reader:
                 self._model |= {name: each.clone() for name, each in Contents(storage, manifest).dense.items()}
         identities = path[0].identities
         self._indexes = {fqn: RawIdIndex(each.num_rows) for fqn, each in identities.items()}
-        self._predictor = Predictor(self._model, storage, raw_ids=self._indexes)
+        self._predictor = Predictor(ModelTarget(self._model, raw_ids=self._indexes), storage)
         self._version = version
 
     @property

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import redis
@@ -23,6 +24,7 @@ from delta_tracker.errors import (
     SinkError,
     StreamError,
 )
+from delta_tracker.predictor import sink_writer
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.row_sink import RowSink, SinkState
 from delta_tracker.sinks.lmdb import LmdbSink
@@ -41,6 +43,12 @@ from tests.sweeps import SWEEPS_ARE_WHOLE
 from tests.waiting import eventually
 
 _STREAM = "0" * 32
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_chunks() -> Iterator[None]:
+    with mock.patch.object(sink_writer, "CHUNK_ROWS", 3):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +99,7 @@ class StoreFollower:
         self.history, self.storage = history, WrappedStorage(history.storage)
         self.real, self.reader = sink, reader
         self.sink = FailingSink(sink, reader)
-        self.predictor = Predictor(cast("RowSink", _as_sink(self.sink)), self.storage, chunk_rows=3)
+        self.predictor = Predictor(cast("RowSink", _as_sink(self.sink)), self.storage)
 
     def sync(self, limit: int | None = None) -> bool:
         return self._succeeds(lambda: self.predictor.sync(limit))

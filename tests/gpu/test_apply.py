@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from delta_tracker import Encoding, Predictor, Storage
+from delta_tracker import Encoding, ModelTarget, Predictor, Storage
 from delta_tracker.stream.format.encoding import decode_rows, encode_rows
 from tests.gpu.devices import IS_TINY, OF_MODULES
 from tests.stream.streams import FQN, Writer
@@ -30,7 +30,7 @@ def test_tables_equal_those_of_the_trainer(dtype: torch.dtype, encoding: Encodin
     tensor = torch.full((_NUM_ROWS, 8), -1, dtype=dtype, device=OF_MODULES)
     modules = [_Model(kind(_NUM_ROWS, 8, device=OF_MODULES, dtype=dtype)) for kind in (nn.Embedding, nn.EmbeddingBag)]
     bias = torch.ones(3, device=OF_MODULES)
-    predictors = [Predictor({FQN: tensor}, storage, dense=False)]
+    predictors = [Predictor(ModelTarget({FQN: tensor}, dense=False), storage)]
     for model in modules:
         model.bias = nn.Parameter(bias.clone())
         predictors.append(Predictor(model, storage))

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from delta_tracker import ModelDeltaTracker, Predictor, Publisher, Storage
+from delta_tracker import ModelDeltaTracker, ModelTarget, Predictor, Publisher, Storage
 from delta_tracker.errors import InvalidArgumentError, UnsupportedModelError
 from delta_tracker.integrations import aot_inductor
 from delta_tracker.integrations.aot_inductor import CompiledModel, compile_package
@@ -61,7 +61,7 @@ def test_the_module_of_an_exported_program_follows_a_stream() -> None:
     writer = Writer(Storage("memory://"))
     writer.snapshot()
     served = exported(nn.EmbeddingBag(20, 4, mode="sum"), INPUTS[:2]).module()
-    predictor = Predictor(served, writer.storage, names={FQN: "weight"}, dense=False)
+    predictor = Predictor(ModelTarget(served, names={FQN: "weight"}, dense=False), writer.storage)
     for row in range(3):
         writer.delta([row])
         predictor.sync()
@@ -89,7 +89,7 @@ def test_dense_tensors_of_a_mapping_change_after_the_last_row() -> None:
     writer = Writer(Storage("memory://"))
     bias = torch.zeros(3)
     chunks = _Chunks(torch.zeros(20, 4), bias)
-    predictor = Predictor({FQN: chunks, "bias": bias}, writer.storage, chunk_rows=2)
+    predictor = Predictor(ModelTarget({FQN: chunks, "bias": bias}, chunk_rows=2), writer.storage)
     for number in range(3):
         writer.dense["bias"] = torch.full((3,), number + 1.0)
         _ = writer.delta([0, 3, 5, 7, 9]) if number else writer.snapshot()
@@ -152,7 +152,7 @@ def test_a_compiled_model_follows_a_stream(package: str) -> None:
     model, served = Model().eval(), CompiledModel(package, num_runners=2)
     writer = Writer(Storage("memory://"))
     writer.snapshot()
-    predictor = Predictor(served.tensors, writer.storage, names={FQN: "user"}, dense=False)
+    predictor = Predictor(ModelTarget(served.tensors, names={FQN: "user"}, dense=False), writer.storage)
     predictor.sync()
     for name, tensor in model.state_dict().items():
         if name != "user.weight":
@@ -175,7 +175,7 @@ def test_a_model_of_torch_compile_follows_a_stream() -> None:
     writer.snapshot()
     model = nn.ModuleDict({"user": nn.EmbeddingBag(20, 4, mode="sum")})
     served = torch.compile(model["user"], backend="eager")
-    predictor = Predictor(served, writer.storage, names={FQN: "weight"}, dense=False)
+    predictor = Predictor(ModelTarget(served, names={FQN: "weight"}, dense=False), writer.storage)
     for row in range(3):
         writer.delta([row])
         predictor.sync()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from delta_tracker import Predictor
+from delta_tracker import ModelTarget, Predictor
 from delta_tracker.errors import CorruptPartError, StreamError
 from delta_tracker.predictor.model_writer import ModelWriter
 from delta_tracker.raw_id_index import RawIdIndex
@@ -225,7 +225,7 @@ class Follower:
         self.table = torch.full((history.num_rows, DIM), float(_NONE)) if table is None else table
         self.index = RawIdIndex(history.num_rows) if index is None else index
         self.target = Breakable.of(self.table)
-        self._follow(Predictor({FQN: self.target}, self.storage, raw_ids={FQN: self.index}, chunk_rows=1))
+        self._follow(Predictor(ModelTarget({FQN: self.target}, raw_ids={FQN: self.index}, chunk_rows=1), self.storage))
 
     def _follow(self, predictor: Predictor) -> None:
         self.predictor = predictor

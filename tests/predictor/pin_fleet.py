@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from delta_tracker import Predictor
+from delta_tracker import ModelTarget, Predictor, Rollout
 from delta_tracker.errors import StreamError
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.pin import PinFollower
@@ -86,16 +86,17 @@ class Fleet:
     ) -> Predictor:
         """Add a predictor. A fragile one has a table of four chunks, in ``tables``, whose writes can fail."""
         model = self.writer.model()
-        options: dict[str, Any] = {"follows_pins": follows_pins, "canary": canary}
-        target: dict[str, Any] = model
-        if is_fragile:
-            target, options["chunk_rows"] = {FQN: Breaking.of(model[FQN])}, 5
-        predictor = Predictor(target, self.storage if storage is None else storage, **options)
+        tables: dict[str, Any] = {FQN: Breaking.of(model[FQN])} if is_fragile else model
+        predictor = Predictor(
+            ModelTarget(tables, chunk_rows=5 if is_fragile else 4096),
+            self.storage if storage is None else storage,
+            rollout=Rollout(follows_pins=follows_pins, canary=canary),
+        )
         if follows_pins:
             for source in predictor._reader.sources:
                 source.pins = PinFollower(seconds=0.0)
         self.models.append(model)
-        self.tables[predictor] = target[FQN]
+        self.tables[predictor] = tables[FQN]
         self.predictors.append(predictor)
         return predictor
 

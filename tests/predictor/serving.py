@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from delta_tracker import Predictor
+from delta_tracker import ModelTarget, Predictor
 from delta_tracker.errors import ModelMismatchError, StreamError
 from delta_tracker.row_target import TensorTarget
 from delta_tracker.stream.maintenance.compaction import compact
@@ -87,7 +87,7 @@ class Follower:
         self.targets = {
             name: Breakable.of(tensor) if tensor.dim() > 1 else tensor for name, tensor in self.model.items()
         }
-        self.predictor = Predictor(self.targets, self.storage, chunk_rows=2)
+        self.predictor = Predictor(ModelTarget(self.targets, chunk_rows=2), self.storage)
         if state is not None:
             self.predictor.load_state_dict(state)
         self.is_lost = False  # its tables are of a history that was cut off and restarted

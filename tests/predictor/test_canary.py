@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from delta_tracker import Canary, Predictor, Storage
+from delta_tracker import Canary, Predictor, Rollout, Storage
 from delta_tracker.errors import InvalidArgumentError, NoSnapshotError, StreamError, StreamReplacedError
 from delta_tracker.stream import heartbeat as heartbeat_module
 from delta_tracker.stream.heartbeat import read_heartbeats
@@ -61,7 +61,7 @@ def test_a_canary_over_http_starts_from_a_merged_snapshot_below_the_newest_one(t
     writer.change([3])
     PointerWriter(writer.storage).write_now(writer.snapshot())
     with cache_server(writer.storage) as cache:
-        predictor = Predictor(model := writer.model(), cache.url, canary=Canary(versions=1))
+        predictor = Predictor(model := writer.model(), cache.url, rollout=Rollout(canary=Canary(versions=1)))
         assert predictor.sync() == before.version
     assert torch.equal(model[FQN], table)
 
@@ -75,7 +75,7 @@ def test_a_canary_counts_again_in_an_older_copy_of_the_log(tmp_path: Path) -> No
     shutil.copytree(tmp_path / "stream", tmp_path / "copy")
     for number in range(25):
         writer.delta([number % 20])
-    predictor = Predictor(writer.model(), url, canary=Canary(versions=5))
+    predictor = Predictor(writer.model(), url, rollout=Rollout(canary=Canary(versions=5)))
     assert predictor.sync() == 25
     (tmp_path / "stream").rename(tmp_path / "lost")
     (tmp_path / "copy").rename(tmp_path / "stream")
@@ -98,7 +98,7 @@ def writer() -> Writer:
 
 def test_a_canary_stays_some_versions_behind(writer: Writer) -> None:
     model = writer.model()
-    predictor = Predictor(model, writer.storage, canary=Canary(versions=3))
+    predictor = Predictor(model, writer.storage, rollout=Rollout(canary=Canary(versions=3)))
     with pytest.raises(NoSnapshotError):
         predictor.sync()
     tables = {}
@@ -121,7 +121,7 @@ def test_a_canary_stays_some_seconds_behind() -> None:
                 writer.snapshot()
             else:
                 writer.delta([number])
-        predictor = Predictor(writer.model(), writer.storage, canary=Canary(seconds=25.0))
+        predictor = Predictor(writer.model(), writer.storage, rollout=Rollout(canary=Canary(seconds=25.0)))
         assert predictor.sync() == 7, "version 10 is 30 seconds younger"
         clock.seconds += 1000
         assert predictor.sync() == 7, "the clock alone does not make a version old"
@@ -149,7 +149,7 @@ def test_a_canary_waits_while_the_clock_of_the_next_publisher_is_behind() -> Non
         writer.snapshot()
         clock.seconds += 100
         newest = writer.delta([1])
-        predictor = Predictor(writer.model(), writer.storage, canary=Canary(seconds=10.0))
+        predictor = Predictor(writer.model(), writer.storage, rollout=Rollout(canary=Canary(seconds=10.0)))
         assert predictor.sync() == newest.version - 1
     with clock.of_the_log(ahead=-50.0):
         writer = Writer(writer.storage)
@@ -169,7 +169,7 @@ def test_a_canary_of_seconds_leaves_a_stream_that_a_promotion_has_ended() -> Non
         writer.snapshot()
         clock.seconds += 100
         held = writer.delta([1])
-        predictor = Predictor(writer.model(), writer.storage, canary=Canary(seconds=10.0))
+        predictor = Predictor(writer.model(), writer.storage, rollout=Rollout(canary=Canary(seconds=10.0)))
         assert predictor.sync() == held.version - 1
         promote(writer.storage)
         clock.seconds += 100
@@ -181,7 +181,7 @@ def test_a_canary_of_seconds_leaves_a_stream_that_a_promotion_has_ended() -> Non
 
 def test_a_canary_follows(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat_module.Pulse, "is_due", lambda self: True)
-    predictor = Predictor(writer.model(), writer.storage, canary=Canary(versions=2), name="p")
+    predictor = Predictor(writer.model(), writer.storage, rollout=Rollout(canary=Canary(versions=2)), name="p")
     predictor.follow(0.001)
     for number in range(5):
         writer.delta([number])
@@ -197,7 +197,7 @@ def test_a_restored_position_above_the_bound_waits(writer: Writer) -> None:
     for number in range(3):
         writer.delta([number])
     first.sync()
-    canary = Predictor(model, writer.storage, canary=Canary(versions=3))
+    canary = Predictor(model, writer.storage, rollout=Rollout(canary=Canary(versions=3)))
     canary.load_state_dict(first.state_dict())
     assert canary.sync() == 4
     for number in range(3):
@@ -209,7 +209,7 @@ def test_a_restored_position_above_the_bound_waits(writer: Writer) -> None:
 
 def test_a_canary_resyncs_to_a_snapshot_below_the_bound(writer: Writer) -> None:
     storage, model = writer.storage, writer.model()
-    predictor = Predictor(model, storage, canary=Canary(versions=2))
+    predictor = Predictor(model, storage, rollout=Rollout(canary=Canary(versions=2)))
     for number in range(3):
         writer.delta([number])
     predictor.sync()
@@ -230,7 +230,7 @@ def test_a_canary_resyncs_to_a_snapshot_below_the_bound(writer: Writer) -> None:
 
 
 def test_a_canary_refuses_a_rollback_above_the_bound(writer: Writer) -> None:
-    predictor = Predictor(writer.model(), writer.storage, canary=Canary(versions=3))
+    predictor = Predictor(writer.model(), writer.storage, rollout=Rollout(canary=Canary(versions=3)))
     for number in range(5):
         writer.delta([number])
     predictor.sync()
@@ -260,7 +260,7 @@ class _Run:
         self.canary = choose.choice([Canary(versions=choose.randrange(1, 12)), Canary(seconds=choose.uniform(1, 300))])
         self.history = History(clocked(clock), seed)
         self.model = empty_model()
-        self.predictor = Predictor(self.model, self.history.storage, canary=self.canary)
+        self.predictor = Predictor(self.model, self.history.storage, rollout=Rollout(canary=self.canary))
 
     def sync(self) -> None:
         bound, before = _bound(self.history.log, self.canary), self.predictor.version
@@ -276,7 +276,7 @@ class _Run:
     def restart(self) -> None:
         if self.predictor.version is not None:
             state = self.predictor.state_dict()
-            self.predictor = Predictor(self.model, self.history.storage, canary=self.canary)
+            self.predictor = Predictor(self.model, self.history.storage, rollout=Rollout(canary=self.canary))
             self.predictor.load_state_dict(state)
 
     def damage(self) -> None:

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from delta_tracker import Gate, Predictor, Storage
+from delta_tracker import Gate, ModelTarget, Predictor, Rollout, Storage
 from delta_tracker.errors import HeldVersionError, StreamError
 from delta_tracker.monitor import Monitor
 from delta_tracker.stream.log import Merged, StreamLog, entry_name
@@ -182,7 +182,7 @@ def test_a_gate_names_the_version_that_it_holds() -> None:
     for number in range(20):
         writer.delta([number + 10])
     compact(writer.storage, fold=1e9)
-    predictor, _, model = _behind(writer, gate=Gate(max_drift=None))
+    predictor, _, model = _behind(writer, rollout=Rollout(gate=Gate(max_drift=None)))
     with pytest.raises(HeldVersionError) as held:
         predictor.sync()
     assert held.value.version == bad.version
@@ -193,7 +193,7 @@ def test_a_gate_names_the_version_that_it_holds() -> None:
 def test_a_gate_with_a_drift_sees_every_version() -> None:
     """The rows of one version that drifted may be few among those of a merged version."""
     writer = _writer(60, every=60)
-    predictor, storage, _ = _behind(writer, gate=Gate(max_drift=100.0))
+    predictor, storage, _ = _behind(writer, rollout=Rollout(gate=Gate(max_drift=100.0)))
     predictor.sync()
     assert len(_entries(storage)) == 60
 
@@ -202,7 +202,7 @@ def test_an_interrupted_merged_version_is_completed() -> None:
     writer = _writer(40, every=40)
     _, storage, model = _behind(writer)
     target = Breakable.of(model[FQN])
-    predictor = Predictor({FQN: target}, storage, chunk_rows=2)
+    predictor = Predictor(ModelTarget({FQN: target}, chunk_rows=2), storage)
     predictor.load_state_dict(_first_position(writer))
 
     def fail(number: int) -> None:

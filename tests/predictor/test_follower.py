@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from delta_tracker import Predictor
+from delta_tracker import ModelTarget, Predictor
 from delta_tracker.errors import (
     FollowEndedError,
     MalformedError,
@@ -153,7 +153,7 @@ class _CudaOutOfMemoryError(torch.OutOfMemoryError):
 def test_a_target_that_raises_is_tried_again(writer: Writer, kind: type[BaseException]) -> None:
     target = Breakable.of(writer.model()[FQN])
     table = target.regions[0].memory
-    predictor = Predictor({FQN: target}, writer.storage, chunk_rows=4)
+    predictor = Predictor(ModelTarget({FQN: target}, chunk_rows=4), writer.storage)
     predictor.follow(poll_seconds=0.001)
     eventually(lambda: predictor.version == 1)
     failing = threading.Event()
@@ -183,7 +183,7 @@ def test_rows_of_a_later_partly_applied_version_are_reported() -> None:
     writer.snapshot()
     target = Breakable.of(writer.model()[FQN])
     table = target.regions[0].memory
-    predictor = Predictor({FQN: target}, writer.storage, chunk_rows=1)
+    predictor = Predictor(ModelTarget({FQN: target}, chunk_rows=1), writer.storage)
     predictor.sync()
     held = {1: writer.table.clone()}
     for ids in ([1], [2], [1, 3]):

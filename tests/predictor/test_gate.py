@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 
-from delta_tracker import Predictor
+from delta_tracker import Predictor, Rollout
 from delta_tracker.errors import HeldVersionError, InvalidArgumentError, MissingVersionError, StorageError
 from delta_tracker.predictor import version_writer as version_writer_module
 from delta_tracker.predictor.gate import Gate
@@ -47,7 +47,7 @@ def publish(writer: Writer, kind: str, value: float, num_rows: int = _ROWS) -> M
 
 def predictor_of(writer: Writer, **bounds) -> tuple[Predictor, dict[str, torch.Tensor]]:
     model = writer.model() | {"w": torch.full((3,), -1.0)}
-    return Predictor(model, writer.storage, gate=Gate(**{"min_rows": 10} | bounds)), model
+    return Predictor(model, writer.storage, rollout=Rollout(gate=Gate(**{"min_rows": 10} | bounds))), model
 
 
 @pytest.mark.parametrize(

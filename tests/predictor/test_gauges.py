@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from delta_tracker import Predictor, RawIdIndex, Storage
+from delta_tracker import ModelTarget, Predictor, RawIdIndex, Storage
 from delta_tracker.errors import CorruptPartError, InvalidArgumentError, StorageError
 from delta_tracker.monitor import MONITOR, Monitor
 from delta_tracker.raw_ids import NO_OWNER
@@ -44,7 +44,7 @@ def test_a_predictor_counts_applied_and_skipped_versions(tmp_path: Path) -> None
 def test_a_predictor_counts_admitted_and_evicted_raw_ids() -> None:
     history, monitor = History(3), Monitor()
     table, index = torch.zeros(history.num_rows, DIM), RawIdIndex(history.num_rows)
-    predictor = Predictor({RAW_FQN: table}, history.storage, raw_ids={RAW_FQN: index}, monitor=monitor)
+    predictor = Predictor(ModelTarget({RAW_FQN: table}, raw_ids={RAW_FQN: index}), history.storage, monitor=monitor)
     for _ in range(6):
         history.delta()
         predictor.sync()

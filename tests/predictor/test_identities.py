@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from delta_tracker import Predictor, RawIdIndex
+from delta_tracker import ModelTarget, Predictor, RawIdIndex
 from delta_tracker.errors import InvalidArgumentError, MalformedError, ModelMismatchError
 from delta_tracker.predictor.identities import identities_after
 from delta_tracker.predictor.served_model import Receiver
@@ -61,8 +61,8 @@ def _fail(*_: object) -> None:
     raise MemoryError("no memory")
 
 
-def _predictor(history: History, **kwargs: Any) -> Predictor:
-    return Predictor({FQN: torch.zeros(history.num_rows, DIM)}, history.storage, **kwargs)
+def _predictor(history: History, **options: Any) -> Predictor:
+    return Predictor(ModelTarget({FQN: torch.zeros(history.num_rows, DIM)}, **options), history.storage)
 
 
 def test_every_raw_id_reads_the_row_of_the_trainers_module() -> None:
@@ -104,7 +104,7 @@ def test_an_index_of_another_size_is_refused() -> None:
 def test_a_table_without_raw_ids_refuses_an_index() -> None:
     writer = Writer(Storage("memory://"))
     writer.snapshot()
-    predictor = Predictor({FQN: writer.table.clone()}, writer.storage, raw_ids={FQN: RawIdIndex(20)})
+    predictor = Predictor(ModelTarget({FQN: writer.table.clone()}, raw_ids={FQN: RawIdIndex(20)}), writer.storage)
     with pytest.raises(ModelMismatchError, match="without raw ids in the stream but with a mapping"):
         predictor.sync()
 
@@ -122,7 +122,7 @@ def test_an_index_may_not_serve_two_tables() -> None:
         parts=(),
     )
     tables = {fqn: torch.zeros(history.num_rows, DIM) for fqn in both.tables}
-    shared = Predictor(tables, history.storage, raw_ids=dict.fromkeys(tables, index))
+    shared = Predictor(ModelTarget(tables, raw_ids=dict.fromkeys(tables, index)), history.storage)
     with pytest.raises(ModelMismatchError, match=f"shared with '{FQN}'"):
         shared._destination.resolve(both)
 
@@ -330,7 +330,7 @@ def test_a_raw_id_that_an_interrupted_merged_version_has_moved_has_one_row(monke
 def test_lookups_in_other_threads_never_read_the_row_of_another_raw_id() -> None:
     history = _history(4, 0)
     table, index = torch.full((history.num_rows, DIM), -1.0), RawIdIndex(history.num_rows)
-    predictor = Predictor({FQN: table}, history.storage, raw_ids={FQN: index}, chunk_rows=1)
+    predictor = Predictor(ModelTarget({FQN: table}, raw_ids={FQN: index}, chunk_rows=1), history.storage)
     predictor.sync()
     numbers, defaults = torch.arange(len(history.raw_ids)), defaults_of(history.identity, history.raw_ids)
     wrong: list[str] = []

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from delta_tracker import ModelDeltaTracker, Predictor, Publisher, Storage
+from delta_tracker import ModelDeltaTracker, ModelTarget, Predictor, Publisher, Storage
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.predictor.names import Names
 
@@ -35,7 +35,7 @@ def test_tables_and_dense_tensors_are_found(served: nn.Module, names: object) ->
     trained, stream = _model("towers"), Storage("memory://")
     with Publisher(ModelDeltaTracker(trained), stream, dense=trained) as publisher:
         publisher.snapshot()
-    Predictor(served, stream, names=names).sync()  # type: ignore[arg-type]
+    Predictor(ModelTarget(served, names=names), stream).sync()  # type: ignore[arg-type]
     for mine, its in zip(trained.parameters(), served.parameters(), strict=True):
         assert torch.equal(mine, its)
 
@@ -51,7 +51,7 @@ def test_tables_and_dense_tensors_are_found(served: nn.Module, names: object) ->
 )
 def test_what_matches_nothing_is_refused(names: object, message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
-        Predictor({"user": torch.zeros(9, 2)}, Storage("memory://"), names=names)  # type: ignore[arg-type]
+        Predictor(ModelTarget({"user": torch.zeros(9, 2)}, names=names), Storage("memory://"))  # type: ignore[arg-type]
 
 
 def test_a_function_returns_names() -> None:

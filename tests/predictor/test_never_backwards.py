@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from delta_tracker import Predictor
+from delta_tracker import Predictor, Rollout
 from delta_tracker.errors import StorageError, StreamError
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
@@ -181,7 +181,7 @@ def test_a_running_predictor_does_not_go_back_with_its_only_url(kind: Kind) -> N
 @_BOTH
 def test_a_pin_leads_back_at_a_mirror_that_lags(kind: Kind) -> None:
     behind = Behind(kind)
-    behind.reader = Reader(kind, [behind.source], behind.log.rows, follows_pins=True)
+    behind.reader = Reader(kind, [behind.source], behind.log.rows, rollout=Rollout(follows_pins=True))
     behind.reader.assert_reaches(behind.log)
     pin_version(behind.source.inner, 2)
     mirror(behind.source, behind.mirror, up_to=2)
@@ -211,7 +211,7 @@ def test_a_pin_that_only_one_url_has_is_followed(kind: Kind) -> None:
     log.deltas(1)
     pin_version(source.inner, 1)
     mirror(source, destination)
-    reader = Reader(kind, [destination, source], log.rows, follows_pins=True)
+    reader = Reader(kind, [destination, source], log.rows, rollout=Rollout(follows_pins=True))
     assert reader.syncs(4)[-1] == 1
 
 
@@ -222,7 +222,7 @@ def test_a_pin_that_was_released_is_not_followed_at_a_mirror_that_lags(kind: Kin
     log = Log(source)
     log.snapshot()
     log.deltas(2)
-    reader = Reader(kind, [source], log.rows, follows_pins=True)
+    reader = Reader(kind, [source], log.rows, rollout=Rollout(follows_pins=True))
     reader.assert_reaches(log)
     pin_version(source.inner, 2)
     mirror(source, destination)

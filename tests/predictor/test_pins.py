@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from delta_tracker import Predictor
+from delta_tracker import ModelTarget, Predictor, Rollout
 from delta_tracker.errors import (
     CorruptPartError,
     MissingVersionError,
@@ -123,7 +123,7 @@ def test_a_pin_that_is_not_reached_ends_with_its_stream(fleet: Fleet, state: str
 
 def test_a_canary_leaves_a_pin_that_has_ended_by_an_older_snapshot(fleet: Fleet) -> None:
     model = fleet.writer.model()
-    predictor = Predictor(model, fleet.storage, follows_pins=True, canary=Canary(versions=2))
+    predictor = Predictor(model, fleet.storage, rollout=Rollout(follows_pins=True, canary=Canary(versions=2)))
     predictor._reader.source.pins = PinFollower(seconds=0.0)
     predictor.sync()
     pin_version(fleet.storage, 2)
@@ -165,7 +165,9 @@ def test_a_predictor_goes_from_a_former_stream_to_the_pin_of_the_new_one(fleet: 
 
 
 def test_a_predictor_goes_from_a_former_stream_past_what_a_release_of_the_new_one_skips(fleet: Fleet) -> None:
-    canary = Predictor(fleet.writer.model(), fleet.storage, canary=Canary(versions=2), follows_pins=True)
+    canary = Predictor(
+        fleet.writer.model(), fleet.storage, rollout=Rollout(canary=Canary(versions=2), follows_pins=True)
+    )
     canary._reader.source.pins = PinFollower(seconds=0.0)
     canary.sync()
     last = fleet.writer.claim.head.version
@@ -187,7 +189,9 @@ def test_a_predictor_goes_from_a_former_stream_past_what_a_release_of_the_new_on
 def test_an_interrupted_move_to_the_pin_of_a_new_stream_is_completed(fleet: Fleet, num_left: int) -> None:
     model = fleet.writer.model()
     table = Breaking.of(model[FQN])
-    predictor = Predictor({**model, FQN: table}, fleet.storage, follows_pins=True, chunk_rows=5)
+    predictor = Predictor(
+        ModelTarget({**model, FQN: table}, chunk_rows=5), fleet.storage, rollout=Rollout(follows_pins=True)
+    )
     predictor._reader.source.pins = PinFollower(seconds=0.0)
     predictor.sync()
     fleet.promoted()
@@ -290,7 +294,7 @@ def test_an_outage_of_the_pins_is_logged_less_and_less_often(fleet: Fleet, caplo
     runtime = Runtime(monotonic=lambda: now[0], uniform=lambda low, high: (low + high) / 2)
     storage = WrappedStorage(fleet.storage)
     fleet.writer.delta([1])
-    predictor = Predictor(fleet.writer.model(), storage, follows_pins=True, runtime=runtime)
+    predictor = Predictor(fleet.writer.model(), storage, rollout=Rollout(follows_pins=True), runtime=runtime)
     predictor.sync()
     said: list[float] = []
     for is_down in (True, False):
@@ -344,7 +348,9 @@ def test_a_canary_that_starts_after_a_release_takes_an_older_snapshot(fleet: Fle
         fleet.published("snapshot")
     retain(fleet.storage, Retention(versions=10, grace_seconds=0.0))
     assert released.version not in StreamLog(fleet.storage).versions(), "the snapshot of the release is gone"
-    canary = Predictor(fleet.writer.model(), fleet.storage, canary=Canary(versions=2), follows_pins=True)
+    canary = Predictor(
+        fleet.writer.model(), fleet.storage, rollout=Rollout(canary=Canary(versions=2), follows_pins=True)
+    )
     assert canary.sync() == fleet.writer.claim.head.version - 2
 
 

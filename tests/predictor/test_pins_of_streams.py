@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
-from delta_tracker import Predictor
+from delta_tracker import Predictor, Rollout
 from delta_tracker.errors import CorruptPartError, InvalidArgumentError, SinkError, StorageError, StreamError
+from delta_tracker.predictor import sink_writer
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
@@ -23,6 +26,12 @@ from tests.predictor.pin_fleet import Fleet, steps
 from tests.stores.rules import fails, nth, on
 from tests.stores.wrapped import READS, WrappedStorage
 from tests.stream.streams import FQN
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_chunks() -> Iterator[None]:
+    with mock.patch.object(sink_writer, "CHUNK_ROWS", 5):
+        yield
 
 
 @pytest.fixture
@@ -41,7 +50,7 @@ def _entry_parts(fleet: Fleet, version: int) -> list[str]:
 
 def _sink_predictor(fleet: Fleet) -> tuple[Predictor, MemorySink]:
     sink = MemorySink(Stored())
-    predictor = Predictor(sink, fleet.storage, follows_pins=True, chunk_rows=5)
+    predictor = Predictor(sink, fleet.storage, rollout=Rollout(follows_pins=True))
     predictor._reader.source.pins = PinFollower(seconds=0.0)
     return predictor, sink
 

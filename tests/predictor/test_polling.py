@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from delta_tracker import Predictor, Storage
+from delta_tracker import Predictor, Rollout, Storage
 from delta_tracker.errors import StorageError
 from delta_tracker.predictor.polling import PollSchedule
 from delta_tracker.stream import heartbeat as heartbeat_module
@@ -223,7 +223,7 @@ def test_an_outage_at_a_pin_shows_as_soon_as_at_the_newest_version(monkeypatch: 
     writer, is_down = Writer(Storage("memory://")), threading.Event()
     storage = WrappedStorage(writer.storage, fails(lambda each: is_down.is_set() and not each.name.startswith(PINS)))
     good, newest = writer.snapshot().version, writer.delta([1]).version
-    predictor = Predictor(writer.model(), storage, follows_pins=True)
+    predictor = Predictor(writer.model(), storage, rollout=Rollout(follows_pins=True))
     predictor._reader.source.pins = PinFollower(seconds=0.0)
     predictor.follow(poll_seconds=0.005)
     predictor.wait(newest, timeout=60)
@@ -283,8 +283,8 @@ def test_a_claim_does_not_prove_that_the_next_version_exists(monkeypatch: pytest
 def test_hints_make_a_follower_poll_rarely() -> None:
     writer, notifier = Writer(Storage("memory://")), LocalNotifier()
     writer.snapshot()
-    predictor = Predictor(writer.model(), writer.storage, notifier=notifier)
-    predictor.follow()
+    predictor = Predictor(writer.model(), writer.storage)
+    predictor.follow(notifier=notifier)
     for number in range(100):  # a poll may find a version just before its hint
         eventually(lambda: predictor.version == writer.claim.head.version)
         time.sleep(0.02)  # the follower waits

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from delta_tracker import Predictor
+from delta_tracker import ModelTarget, Predictor
 from delta_tracker.errors import (
     InvalidArgumentError,
     MissingVersionError,
@@ -340,14 +340,14 @@ def test_names_map_tables_and_dense_tensors() -> None:
     writer.table.normal_()
     writer.snapshot()
     model = {"mine": torch.zeros(20, 4), "w": torch.zeros(3), "bias": torch.zeros(3)}
-    predictor = Predictor(model, writer.storage, names={FQN: "mine", "w": "bias"})
+    predictor = Predictor(ModelTarget(model, names={FQN: "mine", "w": "bias"}), writer.storage)
     predictor.sync()
     assert torch.equal(model["mine"], writer.table)
     assert torch.equal(model["bias"], writer.dense["w"])
     assert not model["w"].any()
     for names in ({FQN: "nothing"}, {FQN: "mine", "other": "mine"}):
         with pytest.raises(InvalidArgumentError, match="names="):
-            Predictor(model, writer.storage, names=names).sync()
+            Predictor(ModelTarget(model, names=names), writer.storage).sync()
 
 
 def test_a_resync_at_the_only_url_does_not_read_the_applied_entry() -> None:

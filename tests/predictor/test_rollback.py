@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from delta_tracker import Predictor, RowTarget
+from delta_tracker import ModelTarget, Predictor, RowTarget
 from delta_tracker.errors import (
     CorruptPartError,
     InvalidArgumentError,
@@ -273,7 +273,7 @@ def test_rows_that_were_left_between_versions_are_repaired(release: bool) -> Non
         model = empty_model()
         tables = {name: Breaking.of(tensor) for name, tensor in model.items() if tensor.dim() == 2}
         held = model | tables
-        predictor = Predictor({name: held[name] for name in model}, history.storage, chunk_rows=2)
+        predictor = Predictor(ModelTarget({name: held[name] for name in model}, chunk_rows=2), history.storage)
         predictor.sync()
         tables["a"].left = number
         try:
@@ -302,7 +302,7 @@ def test_a_release_while_a_rollback_is_completed_is_kept(monkeypatch: pytest.Mon
     model = empty_model()
     tables = {name: Breaking.of(tensor) for name, tensor in model.items() if tensor.dim() == 2}
     held = model | tables
-    predictor = Predictor({name: held[name] for name in model}, history.storage, chunk_rows=2)
+    predictor = Predictor(ModelTarget({name: held[name] for name in model}, chunk_rows=2), history.storage)
     predictor.sync()
     tables["a"].left = 1
     with pytest.raises(RuntimeError, match="device lost"):
@@ -334,7 +334,7 @@ def test_a_replaced_stream_that_comes_back_is_not_followed_on_from_rows_of_both(
     model = empty_model()
     tables = {name: Breaking.of(tensor) for name, tensor in model.items() if tensor.dim() == 2}
     held = model | tables
-    predictor = Predictor({name: held[name] for name in model}, url, chunk_rows=2)
+    predictor = Predictor(ModelTarget({name: held[name] for name in model}, chunk_rows=2), url)
     predictor.sync()
     (tmp_path / "stream").rename(tmp_path / "mine")
     (tmp_path / "old").rename(tmp_path / "stream")

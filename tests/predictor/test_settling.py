@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from delta_tracker import Predictor, Storage
+from delta_tracker import Predictor, Rollout, Storage
 from delta_tracker.errors import (
     CorruptPartError,
     InvalidArgumentError,
@@ -165,7 +165,9 @@ def test_pins_and_releases_are_followed_past_a_damaged_cache(
     good = served.delta([1])
     bits = served.table.clone()
     served.delta([2])
-    predictor = Predictor(model, served.cache.url, follows_pins=True, cache=tmp_path if is_cached else None)
+    predictor = Predictor(
+        model, served.cache.url, rollout=Rollout(follows_pins=True), cache=tmp_path if is_cached else None
+    )
     predictor._reader.source.pins = PinFollower(seconds=0.0)
     predictor._reader.source.settling = Settling(10.0, clock=lambda: 0.0)
     predictor._reader.source.log.pointer._seconds = 0.0

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import cast
+from unittest import mock
 
 import pytest
 import torch
 
-from delta_tracker import Predictor
+from delta_tracker import ModelTarget, Predictor
 from delta_tracker.errors import (
     InvalidArgumentError,
     MalformedSinkError,
@@ -21,6 +23,7 @@ from delta_tracker.errors import (
     StreamError,
     StreamReplacedError,
 )
+from delta_tracker.predictor import sink_writer
 from delta_tracker.raw_ids import NO_OWNER, defaults_of
 from delta_tracker.row_sink import SinkState
 from delta_tracker.stream.format.encoding import Encoding
@@ -35,6 +38,12 @@ from tests.stream.streams import Writer
 from tests.sweeps import SWEEPS_ARE_WHOLE
 
 _NUM_STEPS = 40
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_chunks() -> Iterator[None]:
+    with mock.patch.object(sink_writer, "CHUNK_ROWS", 2):
+        yield
 
 
 class SinkReader:
@@ -115,7 +124,7 @@ class SinkFollower:
         self.stored = Stored() if stored is None else stored
         self.reader = SinkReader(self.stored, history) if reader is None else reader
         self.sink = MemorySink(self.stored)
-        self.predictor = Predictor(self.sink, self.storage, chunk_rows=3)
+        self.predictor = Predictor(self.sink, self.storage)
 
     def sync(self, limit: int | None = None) -> bool:
         """Return True if the call succeeds."""
@@ -208,7 +217,7 @@ def _changed(history: History, change: str, seed: int) -> History:
 def _crashes(stored: Stored, reader: SinkReader, storage: Storage, crash: int, change: str) -> bool:
     """Apply the next version with a crash, perhaps another one, and then completely. Return True if it crashed."""
     sink, draw = MemorySink(stored), random.Random(crash)
-    predictor = Predictor(sink, storage, chunk_rows=2)
+    predictor = Predictor(sink, storage)
     assert predictor.version is not None
     before, has_crashed = predictor.version, False
     sink.fails_after = crash
@@ -224,10 +233,10 @@ def _crashes(stored: Stored, reader: SinkReader, storage: Storage, crash: int, c
         again = MemorySink(stored)
         again.fails_after = draw.randrange(10)
         with contextlib.suppress(SinkError):
-            predictor = Predictor(again, storage, chunk_rows=2)
+            predictor = Predictor(ModelTarget(again, chunk_rows=2), storage)
             predictor.sync()
     if draw.random() < 0.5 or predictor.version is None:
-        predictor = Predictor(MemorySink(stored), storage, chunk_rows=2)
+        predictor = Predictor(MemorySink(stored), storage)
     predictor.release()
     reader.assert_is(predictor.sync())
     return has_crashed
@@ -277,7 +286,7 @@ def test_raw_ids_that_only_an_interrupted_version_had_are_deleted(crash: int) ->
         history.train()
     history.delta()
     sink = MemorySink(stored)
-    predictor = Predictor(sink, history.storage, chunk_rows=2)
+    predictor = Predictor(sink, history.storage)
     sink.fails_after = crash
     with contextlib.suppress(SinkError):
         predictor.sync()
@@ -301,12 +310,12 @@ def test_a_newer_version_that_was_interrupted_stays_recorded() -> None:
     assert entry is not None
     history.storage.delete(name)
     sink = MemorySink(stored)
-    predictor = Predictor(sink, history.storage, chunk_rows=2)
+    predictor = Predictor(sink, history.storage)
     sink.fails_after = 5
     with pytest.raises(SinkError):
         predictor.sync()  # the snapshot
     history.storage.put(name, [memoryview(entry.tobytes())])
-    again = Predictor(MemorySink(stored), history.storage, chunk_rows=2)
+    again = Predictor(MemorySink(stored), history.storage)
     for version in (history.version - 2, history.version - 1):
         assert again.sync(1) == version
         state = stored.state()
@@ -328,7 +337,7 @@ def test_rows_of_a_lost_version_do_not_stay_under_those_of_the_next_publisher(re
         lost.delta(list(range(20)))
     newest = lost.snapshot().version
     sink = MemorySink(stored)
-    predictor = Predictor(sink, storage, chunk_rows=2)
+    predictor = Predictor(sink, storage)
     sink.fails_after = 5
     with pytest.raises(SinkError):
         predictor.sync()  # the snapshot, which replaces many versions
@@ -342,7 +351,7 @@ def test_rows_of_a_lost_version_do_not_stay_under_those_of_the_next_publisher(re
     for row in (18, 19):
         writer.delta([row])
     if restarts:
-        predictor = Predictor(MemorySink(stored), storage, chunk_rows=2)
+        predictor = Predictor(MemorySink(stored), storage)
     for _ in range(3):
         with pytest.raises(StreamReplacedError):
             predictor.sync()
@@ -365,10 +374,8 @@ def test_the_position_is_that_of_the_row_store() -> None:
 
 def test_arguments_that_a_row_store_cannot_use_are_refused() -> None:
     storage = _trained(1, 1).storage
-    with pytest.raises(InvalidArgumentError, match="names="):
-        Predictor(MemorySink(Stored()), storage, names={"a": "b"})
-    with pytest.raises(InvalidArgumentError, match="raw_ids="):
-        Predictor(MemorySink(Stored()), storage, raw_ids={FQN: cast("object", 1)})  # type: ignore[dict-item]
+    with pytest.raises(InvalidArgumentError, match=r"model=.*Pass it to the Predictor itself"):
+        ModelTarget(MemorySink(Stored()))  # type: ignore[arg-type]
     predictor = Predictor(MemorySink(Stored()), storage)
     with pytest.raises(InvalidArgumentError, match="reader of the row store"):
         predictor.reading()
@@ -384,8 +391,8 @@ def test_rows_are_those_of_a_predictor_after_every_version(encoding: Encoding) -
     writer = Writer(Storage("memory://"), encoding=encoding)
     writer.dense = {"w": torch.ones(2)}
     stored, model = Stored(), writer.model()
-    sink = Predictor(MemorySink(stored), writer.storage, chunk_rows=3)
-    other = Predictor(model, writer.storage, dense=False)
+    sink = Predictor(MemorySink(stored), writer.storage)
+    other = Predictor(ModelTarget(model, dense=False), writer.storage)
     for number in range(8):
         if number % 5 == 0:
             writer.snapshot()
@@ -444,7 +451,7 @@ def test_follow_completes_a_version_after_the_row_store_failed() -> None:
     history = _trained(1, 2)
     stored = Stored()
     sink = MemorySink(stored)
-    with Predictor(sink, history.storage, chunk_rows=2) as predictor:
+    with Predictor(sink, history.storage) as predictor:
         sink.fails_after = 5
         predictor.follow(0.01)
         eventually(lambda: predictor.version == history.version and predictor.error is None)

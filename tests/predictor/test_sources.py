@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from delta_tracker import Gate, Predictor
+from delta_tracker import Gate, Predictor, Rollout
 from delta_tracker.errors import (
     CorruptPartError,
     HeldVersionError,
@@ -137,7 +137,7 @@ def test_a_predictor_that_follows_pins_starts_from_a_mirror() -> None:
     mirrored(writer, other)
     cut(writer.storage, is_down=True)
     table = torch.zeros(20, 4)
-    predictor = Predictor({FQN: table}, [writer.storage, other], follows_pins=True)
+    predictor = Predictor({FQN: table}, [writer.storage, other], rollout=Rollout(follows_pins=True))
     with pytest.raises(StorageError):
         predictor.sync()
     assert predictor.sync() == 2
@@ -247,7 +247,9 @@ def test_a_pinned_version_is_not_left_for_a_stream_that_no_promotion_connects() 
     mirror = flaky()
     mirrored(writer, mirror).copy_pins()
     table = torch.zeros(20, 4)
-    predictor = Predictor({FQN: table}, [former := WrappedStorage(writer.storage), mirror], follows_pins=True)
+    predictor = Predictor(
+        {FQN: table}, [former := WrappedStorage(writer.storage), mirror], rollout=Rollout(follows_pins=True)
+    )
     assert predictor.sync() == 1
     former.inner = Storage("memory://")
     Writer(former.inner).snapshot()
@@ -474,7 +476,7 @@ def _held(writer: Writer, mirror: Storage) -> Predictor:
     """Return a predictor of a source and a mirror, whose gate holds the newest version of the source, number 2."""
     writer.snapshot()
     mirrored(writer, mirror)
-    predictor = Predictor(writer.model(), [writer.storage, mirror], gate=Gate())
+    predictor = Predictor(writer.model(), [writer.storage, mirror], rollout=Rollout(gate=Gate()))
     predictor.sync()
     writer.table[3] = torch.nan
     writer.write("delta", writer.blocks([3]))

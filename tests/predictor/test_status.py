@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from delta_tracker import Predictor, Storage
+from delta_tracker import ModelTarget, Predictor, Rollout, Storage
 from delta_tracker.errors import StreamError
 from delta_tracker.stream.pin import PinFollower
 from delta_tracker.stream.rollback import pin_version, release_pin
@@ -44,7 +44,7 @@ def test_the_status_counts_what_was_applied(clock: Clock) -> None:
 def test_the_status_says_why() -> None:
     """The rules are in FLEET.md."""
     writer = Writer(Storage("memory://"))
-    predictor = Predictor(writer.model(), writer.storage, follows_pins=True, dense=False)
+    predictor = Predictor(ModelTarget(writer.model(), dense=False), writer.storage, rollout=Rollout(follows_pins=True))
     predictor._reader.source.pins = PinFollower(seconds=0.0)
     seen = [predictor.status().why]
 
@@ -89,7 +89,7 @@ def test_the_log_says_why_a_predictor_waits_or_leaves_a_pin(caplog: pytest.LogCa
     caplog.set_level(logging.INFO)
     writer = Writer(Storage("memory://"))
     writer.snapshot()
-    predictor = Predictor(writer.model(), writer.storage, follows_pins=True, dense=False)
+    predictor = Predictor(ModelTarget(writer.model(), dense=False), writer.storage, rollout=Rollout(follows_pins=True))
     predictor._reader.source.pins = PinFollower(seconds=0.0)
     pin_version(writer.storage, 1)
     for _ in range(3):

@@ -206,8 +206,8 @@ def test_the_thread_of_follow_cannot_stop_itself(writer: Writer) -> None:
         def close(self) -> None:
             """Nothing to close."""
 
-    predictor = Predictor(writer.model(), writer.storage, notifier=Notifier())
-    predictor.follow(poll_seconds=0.001)
+    predictor = Predictor(writer.model(), writer.storage)
+    predictor.follow(poll_seconds=0.001, notifier=Notifier())
     eventually(lambda: bool(said))
     assert "Call it in another thread" in said[0]
     writer.delta([3])

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 
+from delta_tracker.predictor.predictor import Rollout
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
@@ -243,7 +244,7 @@ def test_a_pin_of_the_former_stream_ends_with_the_first_snapshot_of_the_next(
     log.deltas(1)
     mirror(source, destination)
     log.deltas(1)
-    reader = Reader("model", [source, destination], log.rows, follows_pins=True)
+    reader = Reader("model", [source, destination], log.rows, rollout=Rollout(follows_pins=True))
     if is_ahead:
         reader.assert_reaches(log)
         reader = reader.restarted([source, destination])
@@ -267,7 +268,9 @@ def test_a_pin_of_the_former_stream_ends_with_the_first_snapshot_of_the_next(
 def test_a_canary_continues_behind_the_newest_version_of_the_next_stream(kind: Kind, position: str) -> None:
     promotion = Promotion(kind, position)
     after = promotion.promote()
-    reader = promotion.reader.restarted([promotion.source, promotion.mirror], canary=Canary(versions=2))
+    reader = promotion.reader.restarted(
+        [promotion.source, promotion.mirror], rollout=Rollout(canary=Canary(versions=2))
+    )
     first = after.snapshot()
     reader.syncs(6)
     assert reader.place[0] == promotion.log.stream, "the snapshot is too new"
@@ -331,7 +334,7 @@ def test_a_pin_of_the_next_stream_counts_if_former_ones_have_higher_counters(
     log.deltas(2)
     for version in (log.newest, log.newest - 1):
         pin_version(urls[0].inner, version, replaces=True)
-    reader = Reader(kind, urls, log.rows, follows_pins=True)
+    reader = Reader(kind, urls, log.rows, rollout=Rollout(follows_pins=True))
     reader.syncs(2)
     assert reader.place == (log.stream, log.newest - 1)
     after = log.promoted(urls[1])
@@ -363,7 +366,7 @@ def test_a_pin_that_was_followed_before_a_promotion_does_not_hold_a_predictor_af
     log.deltas(2)
     mirror(*urls)
     pin_version(urls[0].inner, log.newest - 1)
-    reader = Reader(kind, urls, log.rows, follows_pins=True)
+    reader = Reader(kind, urls, log.rows, rollout=Rollout(follows_pins=True))
     reader.syncs(2)
     assert reader.place == (log.stream, log.newest - 1)
     lose(urls[0])
@@ -383,7 +386,7 @@ def test_a_pin_that_a_predictor_has_released_does_not_hold_it_at_a_mirror_withou
     log.deltas(3)
     mirror(*urls)
     pin_version(urls[0].inner, first)
-    reader = Reader(kind, urls, log.rows, follows_pins=True)
+    reader = Reader(kind, urls, log.rows, rollout=Rollout(follows_pins=True))
     reader.syncs(2)
     assert reader.predictor.version == first
     reader.predictor.release()
@@ -406,7 +409,7 @@ def test_the_first_pin_of_the_next_stream_ends_an_own_rollback(
     log.deltas(2)
     for version in (log.newest, log.newest - 1):
         pin_version(urls[0].inner, version, replaces=True)
-    reader = Reader(kind, urls, log.rows, follows_pins=True)
+    reader = Reader(kind, urls, log.rows, rollout=Rollout(follows_pins=True))
     for source in reader.predictor._reader.sources:
         source.pins = PinFollower(seconds=0.0)
     reader.syncs(2)
@@ -435,7 +438,7 @@ def test_a_rollback_overrules_an_order_that_was_just_written(kind: Kind, shows: 
     good = log.snapshot()
     log.deltas(1)
     mirror(*urls)
-    reader = Reader(kind, urls[::-1], log.rows, follows_pins=True)
+    reader = Reader(kind, urls[::-1], log.rows, rollout=Rollout(follows_pins=True))
     reader.assert_reaches(log)
     pin_version(urls[shows].inner, log.newest)
     reader.predictor.rollback(good)

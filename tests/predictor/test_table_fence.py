@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from delta_tracker import Predictor
+from delta_tracker import ModelTarget, Predictor
 from delta_tracker.predictor.model_writer import ModelWriter
 from delta_tracker.predictor.status import Served
 from delta_tracker.row_target import TensorTarget
@@ -63,7 +63,7 @@ class _Service:
         self.table = torch.full((_ROWS, _DIM), -1.0, device=_CUDA)
         self.dense = torch.full((5,), -1.0, device=_CUDA)
         self.target = _Looked.of(self.table)
-        self.predictor = Predictor({FQN: self.target, "w": self.dense}, storage, chunk_rows=2)
+        self.predictor = Predictor(ModelTarget({FQN: self.target, "w": self.dense}, chunk_rows=2), storage)
         torch.cuda.synchronize()
         self.target.look = self.look
         self.streams = [torch.cuda.default_stream(), *(torch.cuda.Stream() for _ in range(3))]
@@ -169,7 +169,8 @@ def test_queued_writes_are_bounded(stream: Any) -> None:
     with fake_streams(0) as devices:
         devices.scheduler._eagerness = 0.0
         predictor = Predictor(
-            {FQN: torch.zeros(_ROWS, _DIM, device=_CUDA), "w": torch.zeros(5, device=_CUDA)}, storage, chunk_rows=1
+            ModelTarget({FQN: torch.zeros(_ROWS, _DIM, device=_CUDA), "w": torch.zeros(5, device=_CUDA)}, chunk_rows=1),
+            storage,
         )
         predictor.sync()
         queued = torch.cuda.default_stream().queue.pending

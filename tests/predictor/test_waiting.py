@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from delta_tracker import Gate, Predictor, Storage
+from delta_tracker import Gate, Predictor, Rollout, Storage
 from delta_tracker.errors import (
     FollowEndedError,
     HeldVersionError,
@@ -91,7 +91,10 @@ def test_a_sync_wakes_it(writer: Writer) -> None:
 
 def test_a_sync_that_ends_at_a_held_version_wakes_it(writer: Writer) -> None:
     writer.snapshot()
-    with suppress(HeldVersionError), Predictor(writer.model(), writer.storage, gate=Gate()) as predictor:
+    with (
+        suppress(HeldVersionError),
+        Predictor(writer.model(), writer.storage, rollout=Rollout(gate=Gate())) as predictor,
+    ):
         predictor.follow(poll_seconds=1000)
         eventually(lambda: predictor._reader.lag.rested is not None)  # the thread looks again in 1000 s
         writer.delta([3])

@@ -312,8 +312,8 @@ def kept_up(rank: int, world_size: int, url: str) -> dict[str, Any]:
             notifier=notifier if rank == 0 else None,
         )
         follower = empty_model(trainer.tracker)
-        predictor = Predictor(follower, url, notifier=notifier, name=f"rank-{rank}")
-        predictor.follow(poll_seconds=60.0 if rank == 0 else 0.005)
+        predictor = Predictor(follower, url, name=f"rank-{rank}")
+        predictor.follow(60.0 if rank == 0 else 0.005, notifier)
         for _ in range(120):
             trainer.step(publisher)
         publisher.flush()

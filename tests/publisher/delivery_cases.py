@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from delta_tracker import ModelDeltaTracker, Predictor, Publisher, Storage, TopK, TrackingMode, Upkeep
+from delta_tracker import ModelDeltaTracker, ModelTarget, Predictor, Publisher, Storage, TopK, TrackingMode, Upkeep
 from delta_tracker.errors import RankLostError, StreamError
 from delta_tracker.publisher.cadence import Cadence
 from delta_tracker.stream.log import StreamLog
@@ -91,7 +91,7 @@ def flushed_tables_of_ordinary_optimizers(rank: int, world_size: int, url: str) 
     generator = torch.Generator().manual_seed(rank)
     with ModelDeltaTracker(model) as tracker, Publisher(tracker, url, dense=model.module.dense) as publisher:
         held = empty_model(tracker)
-        predictor = Predictor(held, url, dense=False)
+        predictor = Predictor(ModelTarget(held, dense=False), url)
         versions = []
         for number in range(4):
             if number != 2:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torchrec.modules.mc_modules import MCHManagedCollisionModule
 
-from delta_tracker import ModelDeltaTracker, Predictor, Publisher
+from delta_tracker import ModelDeltaTracker, ModelTarget, Predictor, Publisher
 from delta_tracker.publisher.cadence import Cadence
 from delta_tracker.raw_id_index import RawIdIndex
 from delta_tracker.raw_ids import NO_OWNER
@@ -33,7 +33,7 @@ class Served:
         self.model = CollisionModel(MCHManagedCollisionModule).eval()
         self.tables = {fqn: torch.full((spec.num_rows, spec.dim), -1.0) for fqn, spec in tracker.tables.items()}
         self.index = {fqn: RawIdIndex(spec.num_rows) for fqn, spec in tracker.tables.items()}
-        self.predictors = [Predictor(self.model, url), Predictor(self.tables, url, raw_ids=self.index)]
+        self.predictors = [Predictor(self.model, url), Predictor(ModelTarget(self.tables, raw_ids=self.index), url)]
 
     def sync(self) -> int | None:
         version, other = (each.sync() for each in self.predictors)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from delta_tracker import ModelDeltaTracker, Predictor, Publisher
+from delta_tracker import ModelDeltaTracker, ModelTarget, Predictor, Publisher
 from delta_tracker.errors import UnsupportedModelError
 from delta_tracker.predictor.model_writer import ModelWriter
 from delta_tracker.raw_id_index import RawIdIndex
@@ -48,10 +48,10 @@ class _Served:
         self.tables = {fqn: torch.full((spec.num_rows, spec.dim), -1.0) for fqn, spec in tracker.tables.items()}
         self.index = {fqn: RawIdIndex(spec.num_rows) for fqn, spec in tracker.tables.items()}
         self.raw_ids = hashed(IDS, NUM_IDS) if is_hashed else IDS
-        self.predictors = [Predictor(self.tables, url, raw_ids=self.index)]
+        self.predictors = [Predictor(ModelTarget(self.tables, raw_ids=self.index), url)]
         for name, model in self.models.items():
             names = {} if name == "F32" else {fqn: fqn.replace("_embedding_module.", "") for fqn in tracker.tables}
-            self.predictors.append(Predictor(model, url, names=names, dense=False))
+            self.predictors.append(Predictor(ModelTarget(model, names=names, dense=False), url))
 
     def check(self, expected: dict[str, Tensor], owners: dict[str, Tensor], encoding: str) -> None:
         """Check the mapping, and the answer of each predictor to each raw id within the error of its encodings."""

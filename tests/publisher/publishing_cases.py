@@ -20,7 +20,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from delta_tracker import ModelDeltaTracker, Predictor, Publisher, TopK, TrackingMode, Upkeep
+from delta_tracker import ModelDeltaTracker, ModelTarget, Predictor, Publisher, TopK, TrackingMode, Upkeep
 from delta_tracker.errors import DeltaTrackerError, FencedError, PublishError, RankLostError, StorageError
 from delta_tracker.publisher import coordinator
 from delta_tracker.publisher.cadence import Cadence
@@ -746,7 +746,7 @@ def unsupported_dense(rank: int, world_size: int, url: str) -> list[str]:
         dense.weight.data = held_weight
         publisher.publish()
         held = empty_model(tracker)
-        Predictor(held, url, dense=False).sync()
+        Predictor(ModelTarget(held, dense=False), url).sync()
         assert_equal(tracker, held)
         dist.barrier()
         publisher.close()

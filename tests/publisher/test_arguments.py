@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from delta_tracker import Gate, Predictor, Storage
+from delta_tracker import Gate, ModelTarget, Predictor, Rollout, Storage
 from delta_tracker.errors import CorruptPartError, InvalidArgumentError, ModelMismatchError
 from tests.stream.streams import FQN, Writer
 
@@ -22,17 +22,29 @@ def writer(tmp_path: Path) -> Iterator[Writer]:
 
 @pytest.mark.promise("refused")
 @pytest.mark.parametrize(
-    "arguments", [{"chunk_rows": "a"}, {"chunk_rows": 1.5}, {"chunk_rows": 0}, {"gate": 5}, {"names": ["a"]}], ids=str
+    ("kind", "arguments"),
+    [
+        (ModelTarget, {"chunk_rows": "a"}),
+        (ModelTarget, {"chunk_rows": 1.5}),
+        (ModelTarget, {"chunk_rows": 0}),
+        (ModelTarget, {"dense": 1}),
+        (ModelTarget, {"names": ["a"]}),
+        (ModelTarget, {"raw_ids": ["a"]}),
+        (Rollout, {"canary": 5}),
+        (Rollout, {"follows_pins": "yes"}),
+        (Rollout, {"gate": 5}),
+    ],
+    ids=str,
 )
-def test_a_predictor_checks_its_constructor_arguments(writer: Writer, arguments: dict[str, Any]) -> None:
-    with pytest.raises(InvalidArgumentError, match=next(iter(arguments))):
-        Predictor(writer.model(), writer.storage, **arguments)
+def test_the_arguments_of_a_predictor_check_themselves(kind: type, arguments: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"{next(iter(arguments))}=.*Pass "):
+        kind(*([{}] if kind is ModelTarget else []), **arguments)
 
 
 @pytest.mark.promise("refused")
 def test_calls_of_a_predictor_check_their_arguments(writer: Writer) -> None:
     writer.snapshot()
-    predictor = Predictor(writer.model(), writer.storage, gate=Gate())
+    predictor = Predictor(writer.model(), writer.storage, rollout=Rollout(gate=Gate()))
     predictor.sync()
     for call in (
         lambda: predictor.sync("1"),
@@ -85,5 +97,5 @@ def test_dense_tensors_of_a_module_may_be_0_dimensional_or_empty(writer: Writer)
     model.table = nn.Embedding(20, 4)
     writer.dense = {"count": torch.tensor(7), "nothing": torch.zeros(0, 3), "none": torch.zeros(0, 3)}
     writer.snapshot()
-    Predictor(model, writer.storage, names={FQN: "table"}).sync()
+    Predictor(ModelTarget(model, names={FQN: "table"}), writer.storage).sync()
     assert int(model.count) == 7

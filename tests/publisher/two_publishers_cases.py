@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch import distributed as dist
 
-from delta_tracker import Cadence, ModelDeltaTracker, Predictor, Publisher, Recovery, TopK, TrackingMode
+from delta_tracker import Cadence, ModelDeltaTracker, ModelTarget, Predictor, Publisher, Recovery, TopK, TrackingMode
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage
@@ -37,7 +37,9 @@ class _Job:
         self._states: dict[int, dict[str, Any]] = {}
         self._publishers = {name: self._publisher(name) for name in self._urls}
         self._held = {name: empty_model(self._trainer.tracker) for name in self._urls}
-        self._predictors = {name: Predictor(self._held[name], url, dense=False) for name, url in self._urls.items()}
+        self._predictors = {
+            name: Predictor(ModelTarget(self._held[name], dense=False), url) for name, url in self._urls.items()
+        }
         self.num_killed = 0  # versions that were in progress when the job was killed
         self._train()
         for publisher in self._publishers.values():

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from delta_tracker import Predictor
+from delta_tracker import ModelTarget, Predictor
 from delta_tracker.predictor.placement import Chunk
 from delta_tracker.raw_ids import RawIdMap
 from tests.predictor.identity_histories import FQN, Follower, History, State
@@ -47,7 +47,7 @@ class ModelFollower(Follower):
         self.model = model()
         self._initial = self.lookups()
         names = {FQN: table}
-        self._follow(Predictor(self.model, self.storage, names=names, dense=False, chunk_rows=1))
+        self._follow(Predictor(ModelTarget(self.model, names=names, dense=False, chunk_rows=1), self.storage))
 
     def lookups(self) -> tuple[Tensor, Tensor]:
         """Return the row that each raw id reads, and its content."""

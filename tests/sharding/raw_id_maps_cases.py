@@ -20,7 +20,7 @@ from torchrec.modules.mc_modules import (
     MCHManagedCollisionModule,
 )
 
-from delta_tracker import Predictor
+from delta_tracker import ModelTarget, Predictor
 from delta_tracker.errors import ModelMismatchError
 from tests.models import with_kernel
 from tests.predictor.identity_histories import DIM, FQN, History
@@ -70,7 +70,9 @@ def answers(rank: int, world_size: int, num_buckets: int, hash_size: int, num_ro
     """Look all raw ids up after each version of a stream. Return the number of ids that were known at some time."""
     history = _history(num_buckets, hash_size, num_rows)
     model, collection = _sharded(history, world_size)
-    predictor = Predictor(model, history.storage, names={FQN: "mc._embedding_module.embeddings.t"}, dense=False)
+    predictor = Predictor(
+        ModelTarget(model, names={FQN: "mc._embedding_module.embeddings.t"}, dense=False), history.storage
+    )
     features = KeyedJaggedTensor(["f"], history.raw_ids, lengths=torch.ones(len(history.raw_ids), dtype=torch.int64))
     num_known = 0
     for step in ("delta", "delta", "snapshot", "delta", "delta"):
@@ -88,7 +90,9 @@ def refusal(rank: int, world_size: int, num_buckets: int) -> str:
     """Return the reason why a model of ``world_size`` ranks cannot serve the buckets of another number of ranks."""
     history = _history(num_buckets, 100)
     model, _ = _sharded(history, world_size)
-    predictor = Predictor(model, history.storage, names={FQN: "mc._embedding_module.embeddings.t"}, dense=False)
+    predictor = Predictor(
+        ModelTarget(model, names={FQN: "mc._embedding_module.embeddings.t"}, dense=False), history.storage
+    )
     try:
         predictor.sync()
     except ModelMismatchError as error:

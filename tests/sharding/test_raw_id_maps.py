@@ -39,7 +39,7 @@ from torchrec.quant.embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from delta_tracker import Predictor
+from delta_tracker import ModelTarget, Predictor
 from delta_tracker.errors import InvalidArgumentError, ModelMismatchError
 from delta_tracker.predictor.raw_id_maps import find_maps
 from delta_tracker.raw_id_index import RawIdIndex
@@ -101,7 +101,7 @@ def _history(num_buckets: int) -> History:
 
 
 def _predictor(model: nn.Module, history: History, path: str = "mc._embedding_module.embeddings.t") -> Predictor:
-    return Predictor(model, history.storage, names={FQN: path}, dense=False)
+    return Predictor(ModelTarget(model, names={FQN: path}, dense=False), history.storage)
 
 
 def _assert_answers(model: nn.Module, history: History) -> None:
@@ -295,7 +295,9 @@ def test_one_module_of_two_tables_is_refused() -> None:
     history = _history(1)
     model = _Model(_mch(history.num_rows, history.hash_size))
     both = nn.ModuleDict({"a": model, "b": model})
-    predictor = Predictor(both, history.storage, names={FQN: "a.mc._embedding_module.embeddings.t"}, dense=False)
+    predictor = Predictor(
+        ModelTarget(both, names={FQN: "a.mc._embedding_module.embeddings.t"}, dense=False), history.storage
+    )
     manifest = predictor._reader.newest()[0]
     name = "b.mc._embedding_module.embeddings.t"
     tables = {FQN: manifest.tables[FQN], name: manifest.tables[FQN]}
@@ -549,12 +551,12 @@ def test_traced_and_scripted_models_are_refused(is_hash: bool, is_scripted: bool
             model = torch.jit.script(model)
     name = "mc._embedding_module.embeddings.t"
     raw_ids = {FQN: RawIdIndex(8)} if has_index else None
-    predictor = Predictor(model, history.storage, names={FQN: name}, dense=False, raw_ids=raw_ids)
+    predictor = Predictor(ModelTarget(model, names={FQN: name}, dense=False, raw_ids=raw_ids), history.storage)
     with pytest.raises(ModelMismatchError, match=r"modules\.t\..* scripted or traced.*Pass the model as it was before"):
         predictor.sync()
     assert predictor.version is None
     if not (is_hash or has_index):
-        Predictor(plain, history.storage, names={FQN: name}, dense=False).sync()
+        Predictor(ModelTarget(plain, names={FQN: name}, dense=False), history.storage).sync()
 
 
 def test_a_traced_model_with_a_collection_as_a_leaf() -> None:

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 import xxhash
 
-from delta_tracker import Predictor
+from delta_tracker import ModelTarget, Predictor
 from delta_tracker.errors import CorruptPartError, MalformedError, StreamError
 from delta_tracker.raw_id_index import RawIdIndex
 from delta_tracker.recovery.path import recovery_path
@@ -236,7 +236,7 @@ class Fuzzer:
         tables = {fqn: torch.full((each.num_rows, each.dim), -1.0, dtype=each.dtype) for fqn, each in specs.items()}
         identities = next(each.identities for each in self._manifests.values() if each.tables)
         indexes = {fqn: RawIdIndex(identity.num_rows) for fqn, identity in identities.items()}
-        predictor = Predictor(tables, storage, dense=False, raw_ids=indexes)
+        predictor = Predictor(ModelTarget(tables, dense=False, raw_ids=indexes), storage)
         if version > 1 and draw.chance(0.8):
             # Earlier parts are not mutated: each version has its own.
             predictor.sync()

@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from delta_tracker import Encoding, Predictor
+from delta_tracker import Encoding, ModelTarget, Predictor
 from delta_tracker.raw_id_index import RawIdIndex
 from delta_tracker.raw_ids import NO_OWNER, check_owners
 from delta_tracker.state_tree import pack
@@ -102,7 +102,7 @@ def test_a_predictor_holds_the_newest_version() -> None:
     for name, tensor in model.items():
         assert torch.equal(tensor, expected[name]), name
     tables = {fqn: torch.ones_like(expected[fqn]) for fqn in (USER, ITEM)}
-    assert Predictor(tables, _STREAM.as_uri(), dense=False).sync() == 7
+    assert Predictor(ModelTarget(tables, dense=False), _STREAM.as_uri()).sync() == 7
     assert all(torch.equal(table, expected[fqn]) for fqn, table in tables.items())
 
 
@@ -185,7 +185,7 @@ def test_a_predictor_maps_the_raw_ids_of_the_newest_version() -> None:
     expected = safetensors.torch.load_file(_GOLDEN_2 / "expected" / "6.safetensors")
     tables = {fqn: torch.ones_like(expected[fqn]) for fqn in states_stream.TABLES}
     indexes = {fqn: RawIdIndex(each.num_rows) for fqn, each in states_stream.IDENTITIES.items()}
-    predictor = Predictor(tables, _STREAM_2.as_uri(), dense=False, raw_ids=indexes)
+    predictor = Predictor(ModelTarget(tables, dense=False, raw_ids=indexes), _STREAM_2.as_uri())
     assert predictor.sync() == 6
     entry = json.loads((_STREAM_2 / "log" / f"{6:020d}.json").read_text())
     identities = {fqn: table["identity"] for fqn, table in entry["tables"].items()}

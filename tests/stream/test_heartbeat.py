@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from delta_tracker import Predictor
+from delta_tracker import Predictor, Rollout
 from delta_tracker.errors import InvalidArgumentError, NoSnapshotError, StorageError, StreamError
 from delta_tracker.stream import heartbeat as heartbeat_module
 from delta_tracker.stream.heartbeat import Heartbeat, Pulse, leave_heartbeat, read_heartbeats
@@ -305,7 +305,7 @@ def test_heartbeats_follow_the_directory_of_the_stream(clock: _Clock, tmp_path: 
 @pytest.mark.parametrize("canary", [None, Canary(versions=3), Canary(seconds=1234567.25)])
 def test_a_heartbeat_has_the_distance_of_a_canary(canary: Canary | None) -> None:
     storage = Writer(Storage("memory://")).storage
-    Predictor({FQN: torch.zeros(20, 4)}, storage, name="p", canary=canary)._follower._beat()
+    Predictor({FQN: torch.zeros(20, 4)}, storage, name="p", rollout=Rollout(canary=canary))._follower._beat()
     (beat,) = read_heartbeats(storage)
     found = beat.canary_versions, beat.canary_seconds
     assert found == (None, None) if canary is None else (canary.versions, canary.seconds)

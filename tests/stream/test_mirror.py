@@ -13,7 +13,7 @@ import pytest
 import torch
 import xxhash
 
-from delta_tracker import Predictor
+from delta_tracker import ModelTarget, Predictor, Rollout
 from delta_tracker.errors import (
     CorruptPartError,
     InvalidArgumentError,
@@ -79,7 +79,7 @@ def entries(storage: Storage) -> list[int]:
 
 def table_at(storage: Storage, num_rows: int = 20) -> tuple[int | None, torch.Tensor]:
     table = torch.full((num_rows, 4), -1.0)
-    predictor = Predictor({FQN: table}, storage, dense=False)
+    predictor = Predictor(ModelTarget({FQN: table}, dense=False), storage)
     predictor.sync()
     assert predictor.status().resyncs == 0
     return predictor.version, table
@@ -566,7 +566,7 @@ def test_a_mirror_that_starts_while_a_pin_applies_copies_the_path_of_the_pin(wri
     assert newest_pin(destination) == newest_pin(writer.storage)
     assert entries(destination)[-1] == entries(writer.storage)[-1]
     table = torch.full((20, 4), -1.0)
-    predictor = Predictor({FQN: table}, destination, dense=False, follows_pins=True)
+    predictor = Predictor(ModelTarget({FQN: table}, dense=False), destination, rollout=Rollout(follows_pins=True))
     predictor.sync()
     assert predictor.version == good
     assert torch.equal(table, expected)
@@ -586,7 +586,10 @@ def test_a_mirror_starts_above_a_pin_whose_path_is_not_complete(
     assert "cannot follow the pin" in caplog.text
     assert newest_pin(destination) is None
     table = torch.zeros(20, 4)
-    assert Predictor({FQN: table}, destination, dense=False, follows_pins=True).sync() == newest
+    assert (
+        Predictor(ModelTarget({FQN: table}, dense=False), destination, rollout=Rollout(follows_pins=True)).sync()
+        == newest
+    )
     assert torch.equal(table, writer.table)
 
 

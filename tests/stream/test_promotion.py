@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from delta_tracker import Predictor
+from delta_tracker import ModelTarget, Predictor
 from delta_tracker.errors import (
     InvalidArgumentError,
     LivePublisherError,
@@ -51,7 +51,7 @@ def mirrored(writer: Writer) -> tuple[Mirror, Storage]:
 
 def predictor_of(storage: Storage) -> tuple[Predictor, torch.Tensor]:
     table = torch.zeros(20, 4)
-    return Predictor({FQN: table}, storage, dense=False), table
+    return Predictor(ModelTarget({FQN: table}, dense=False), storage), table
 
 
 @pytest.fixture

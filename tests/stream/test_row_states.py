@@ -15,7 +15,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from delta_tracker import Predictor
+from delta_tracker import ModelTarget, Predictor
 from delta_tracker.errors import CorruptPartError, NewerFormatError
 from delta_tracker.state_tree import pack
 from delta_tracker.stream.format import digests as digests_module
@@ -132,7 +132,7 @@ def test_a_predictor_needs_no_states() -> None:
     writer.snapshot()
     writer.delta([1, 2])
     model = writer.model()
-    predictor = Predictor(model, writer.storage, dense=False)
+    predictor = Predictor(ModelTarget(model, dense=False), writer.storage)
     predictor.sync()
     assert torch.equal(model[FQN], writer.table)
     read = {each.name for each in writer.storage.operations if each.kind in ("read", "read_range")}
@@ -142,7 +142,7 @@ def test_a_predictor_needs_no_states() -> None:
 def test_a_predictor_of_an_older_release_keeps_its_version_and_asks_for_an_upgrade() -> None:
     writer = _writer()
     model = writer.model()
-    predictor = Predictor(model, writer.storage, dense=False)
+    predictor = Predictor(ModelTarget(model, dense=False), writer.storage)
     writer.snapshot()
     predictor.sync()
     manifest = writer.delta([1])

@@ -53,6 +53,7 @@ from torch import distributed as dist
 from delta_tracker import (
     DataPosition,
     ModelDeltaTracker,
+    ModelTarget,
     Predictor,
     Publisher,
     Recovery,
@@ -380,7 +381,7 @@ def _serve(root: Path, plan: Plan, board: Board) -> None:
     kind = "embedding_bags" if spec.bag else "embeddings"
     tables = {f"ec.{kind}.{each.name}": (each.rows, each.dim) for each in spec.tables}
     held = {name: {fqn: torch.full(shape, -1.0) for fqn, shape in tables.items()} for name in _STREAMS}
-    predictors = {name: Predictor(held[name], f"file://{root}/{name}", dense=False) for name in _STREAMS}
+    predictors = {name: Predictor(ModelTarget(held[name], dense=False), f"file://{root}/{name}") for name in _STREAMS}
     seen: dict[str, dict[int, dict[str, Tensor]]] = {name: {} for name in _STREAMS}
     while not all(board.ends) or any(
         (predictors[name].version or 0) < end for name, end in zip(_STREAMS, board.ends, strict=True)

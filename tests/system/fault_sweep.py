@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from delta_tracker import ModelDeltaTracker, Predictor, Publisher, Recovery, Upkeep
+from delta_tracker import ModelDeltaTracker, ModelTarget, Predictor, Publisher, Recovery, Upkeep
 from delta_tracker.errors import (
     FencedError,
     IncompleteModelError,
@@ -134,7 +134,7 @@ class Reader:
         self._tables = {
             f"ec.embeddings.{table.name}": torch.full((table.rows, table.dim), -1.0) for table in _SPEC.tables
         }
-        self._predictor = Predictor(self._tables, Storage(url), dense=False)
+        self._predictor = Predictor(ModelTarget(self._tables, dense=False), Storage(url))
         self._lock = threading.Lock()
         self.num_polls = 0
 

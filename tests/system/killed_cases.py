@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from delta_tracker import Predictor
+from delta_tracker import ModelTarget, Predictor
 from delta_tracker.predictor.served_model import Receiver
 from delta_tracker.row_target import TensorTarget
 from delta_tracker.stream.format.contents import Contents
@@ -83,7 +83,7 @@ def live(root: Path, scenario: str, last: int | None) -> Counter[str]:
         calls(on("read"), before=lambda _: steps("before a read")),
         calls(on("names", "objects"), before=lambda _: steps("before a listing")),
     )
-    predictor = Predictor(model, storage, chunk_rows=12)
+    predictor = Predictor(ModelTarget(model, chunk_rows=12), storage)
 
     def write_dense_between_steps(receiver: Receiver, contents: Contents) -> None:
         steps("before dense tensors")

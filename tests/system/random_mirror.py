@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from delta_tracker import Delta, Encoding, ModelDeltaTracker, Predictor, TrackingMode
+from delta_tracker import Delta, Encoding, ModelDeltaTracker, ModelTarget, Predictor, TrackingMode
 from delta_tracker.errors import NoSnapshotError
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.storage.storage import Storage
@@ -238,7 +238,7 @@ class Follower:
         self._model = model
         self._encodings = encodings
         self._has_dense = has_dense
-        self.predictor = Predictor(model, storage, dense=has_dense)
+        self.predictor = Predictor(ModelTarget(model, dense=has_dense), storage)
         self.num_checked = 0
 
     def sync(self, mirror: Mirror) -> None:

@@ -43,7 +43,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torchrec import JaggedTensor, KeyedJaggedTensor
 
-from delta_tracker import ModelDeltaTracker, Predictor, Publisher, TopK, TrackingMode
+from delta_tracker import ModelDeltaTracker, ModelTarget, Predictor, Publisher, TopK, TrackingMode
 from delta_tracker.errors import DeltaTrackerError, StreamError
 from delta_tracker.predictor.model_writer import ModelWriter
 from delta_tracker.publisher.cadence import Cadence
@@ -457,7 +457,7 @@ class Reader:
             self.mask = trainer.buckets == trainer.rank
             for rows in self.tables.values():
                 rows.fill_(_BLANK)
-        self.predictor = Predictor(held, self.storage, **options)
+        self.predictor = Predictor(ModelTarget(held, **options), self.storage)
         self.served: set[int] = set()  # versions whose rows may be in the tables
         self.kept: set[int] = set()  # versions that an earlier predictor of the tables has partly written
         self.kept_at: int | None = None

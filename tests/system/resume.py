@@ -42,7 +42,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from delta_tracker import DataPosition, ModelDeltaTracker, Predictor, Publisher, Recovery, Upkeep
+from delta_tracker import DataPosition, ModelDeltaTracker, ModelTarget, Predictor, Publisher, Recovery, Upkeep
 from delta_tracker.errors import NotRecoverableError, RestoreFailedError, RestoreMismatchError
 from delta_tracker.publisher.cadence import Cadence
 from delta_tracker.recovery.random_states import RandomStates
@@ -148,7 +148,7 @@ class Life:
         dist.barrier()
 
     def _compare(self, held: dict[str, Tensor], place: dict[str, Any]) -> dict[str, Any]:
-        predictor = Predictor(held, self._url, dense=False)
+        predictor = Predictor(ModelTarget(held, dense=False), self._url)
         predictor.load_state_dict(place)
         predictor.sync()
         for table, (row, column), rows, _ in self.trainer.blocks():

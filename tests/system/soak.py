@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from delta_tracker import ModelDeltaTracker, Predictor, Publisher, TrackingMode, Upkeep
+from delta_tracker import ModelDeltaTracker, ModelTarget, Predictor, Publisher, TrackingMode, Upkeep
 from delta_tracker.monitor import MONITOR
 from delta_tracker.monitor.sinks.chrome_trace import ChromeTraceSink
 from delta_tracker.monitor.sinks.jsonl import JsonlSink
@@ -75,7 +75,7 @@ class Soak:
         self._served: dict[str, Tensor] = {
             fqn: torch.full((table.num_rows, table.dim), -1.0) for fqn, table in self._tracker.tables.items()
         }
-        self._predictor = Predictor(self._served, url, name="soak", chunk_rows=2)
+        self._predictor = Predictor(ModelTarget(self._served, chunk_rows=2), url, name="soak")
         sinks = [JsonlSink(str(root / "figures.jsonl")), ChromeTraceSink(str(root / "trace.json"))]
         MONITOR.start(sinks, interval=timedelta(milliseconds=20))
         self._publisher.publish()

@@ -59,7 +59,7 @@ class Halves(TensorTarget):
 MOST_VERSIONS = 10_000  # of 16 KiB: a child that hangs must not let the publisher fill the disk
 notifier = LocalNotifier()
 model = writer.model()
-predictor = Predictor({FQN: Halves.of(model[FQN])}, writer.storage, chunk_rows=4, notifier=notifier)
+predictor = Predictor(ModelTarget({FQN: Halves.of(model[FQN])}, chunk_rows=4), writer.storage)
 predictor.sync()
 predictor.follow(poll_seconds=1e-6)
 done = threading.Event()
@@ -114,7 +114,7 @@ assert not any(codes), (len(codes), codes[-1])
 # A target that forks while it writes, and a fork inside `reading()`: the thread that forks must not wait for itself.
 _BY_HOLDERS = """
 target = Breakable.of(writer.model()[FQN])
-predictor = Predictor({FQN: target}, writer.storage, chunk_rows=32)
+predictor = Predictor(ModelTarget({FQN: target}, chunk_rows=32), writer.storage)
 predictor.sync()
 codes = []
 
@@ -150,7 +150,7 @@ predictor.sync()
 _TOO_SLOW = """
 target = Breakable.of(writer.model()[FQN])
 table = target.regions[0].memory
-predictor = Predictor({FQN: target}, writer.storage, chunk_rows=32)
+predictor = Predictor(ModelTarget({FQN: target}, chunk_rows=32), writer.storage)
 predictor.sync()
 slow, gate = threading.Event(), threading.Event()
 

@@ -11,12 +11,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from delta_tracker import Predictor
 from delta_tracker.errors import SinkBusyError
+from delta_tracker.predictor import sink_writer
 from delta_tracker.row_sink import RowSink
 from delta_tracker.sinks.redis import RedisSink
 from delta_tracker.sinks.redis_rows import RedisRows
@@ -33,6 +35,7 @@ _PATIENCE_SECONDS = 120
 _NUM_READERS = 3
 
 
+@mock.patch.object(sink_writer, "CHUNK_ROWS", 3)
 def write_until_killed(target: str, url: str, num_calls: int, rolls_back: bool) -> None:
     """Apply all versions; kill this process after ``num_calls`` calls of the sink, or never if it is negative."""
     sink = sink_at(target)
@@ -53,7 +56,7 @@ def write_until_killed(target: str, url: str, num_calls: int, rolls_back: bool) 
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:  # Redis may not have noticed the end of the former writer
         try:
-            predictor = Predictor(delegate, url, chunk_rows=3)
+            predictor = Predictor(delegate, url)
             break
         except SinkBusyError:
             assert time.monotonic() < deadline

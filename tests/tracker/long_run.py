@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from delta_tracker import Predictor
+from delta_tracker import ModelTarget, Predictor
 from delta_tracker.stream.storage.storage import Storage
 from tests.ranks import RankPool
 from tests.stream.streams import FQN, Writer
@@ -109,7 +109,7 @@ def serve_while_applying(url: str, *, num_versions: int | None = None, seconds: 
     """
     writer = Writer(Storage(url, create=True, fsync=False), num_rows=_NUM_ROWS, dim=_DIM)
     model = writer.model() | {"w": torch.full((), -1.0)}
-    predictor, done = Predictor(model, url, chunk_rows=64), threading.Event()
+    predictor, done = Predictor(ModelTarget(model, chunk_rows=64), url), threading.Event()
     generator, end = torch.Generator().manual_seed(2), time.monotonic() + seconds
     with ThreadPoolExecutor() as threads:
         readers = [threads.submit(_look_up, predictor, model, done, seed) for seed in range(2)]

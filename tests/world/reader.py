@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from delta_tracker import Canary, Gate, Predictor
+from delta_tracker import Canary, Gate, ModelTarget, Predictor, Rollout
 from tests.world.history import Order, Place
 from tests.world.served import Served, ServedRows, served
 from tests.world.stores import Store
@@ -117,13 +117,12 @@ class Reader:
     def __post_init__(self) -> None:
         settings = self.settings
         self.predictor = Predictor(
-            self.served.target,
+            self.served.target
+            if self.has_row_store
+            else ModelTarget(self.served.target, raw_ids=self.served.raw_ids or {}),
             [store.url if settings.web is None else settings.web.url_of(store) for store in settings.stores],
-            gate=settings.gate,
-            canary=settings.canary,
-            follows_pins=settings.follows_pins,
+            rollout=Rollout(gate=settings.gate, canary=settings.canary, follows_pins=settings.follows_pins),
             cache=settings.cache if settings.kind == "cache" else None,
-            raw_ids=self.served.raw_ids,
         )
 
     @classmethod

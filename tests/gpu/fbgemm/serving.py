@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from delta_tracker import Predictor, Storage
+from delta_tracker import ModelTarget, Predictor, Storage
 from tests.gpu.devices import OF_MODULES
 from tests.sharding.quantized import quantize, shard_quantized
 from tests.stream.streams import FQN, Writer
@@ -33,7 +33,7 @@ def follow(rank: int, world_size: int, kind: str, bag: bool, placement: str) -> 
     writer = Writer(storage, _NUM_ROWS, _DIM)
     model = _model(writer.table, kind, bag=bag, placement=placement)
     fqn = f"ec.{'embedding_bags' if bag else 'embeddings'}.t"
-    predictor = Predictor(model, storage, names={FQN: fqn})
+    predictor = Predictor(ModelTarget(model, names={FQN: fqn}), storage)
     ids = torch.arange(_NUM_ROWS)
     writer.table.copy_(torch.randn(_NUM_ROWS, _DIM))
     writer.snapshot()
