@@ -196,7 +196,7 @@ class Source:
     @property
     def digest(self) -> str:
         """Digest of the trainer's rows."""
-        (view,) = self._tracker.column_views(self.fqn)
+        (view,) = self._tracker.live.column_views(self.fqn)
         return _digest(view)
 
 

@@ -85,7 +85,7 @@ def _trainer_process(orders: Connection, root: Path, num_rows: int) -> None:
         trainer = Trainer(tables(1, num_rows, _DIM))
         (table,) = trainer.tables
         with ModelDeltaTracker(trainer.model, [_name(*case) for case in _CASES]) as tracker:
-            (view,) = tracker.column_views(trainer.fqn(table))
+            (view,) = tracker.live.column_views(trainer.fqn(table))
             streams: dict[str, tuple[_Stamped, Publisher, Encoding]] = {}
             starts = {}
             for encoding, fsync in _CASES:

@@ -84,7 +84,7 @@ class _Stream:
         assert rows.ids is not None
         assert torch.equal(rows.ids, ids), "the version holds other rows"
         (table,) = self._trainer.tables
-        (view,) = self._tracker.column_views(self._trainer.fqn(table))
+        (view,) = self._tracker.live.column_views(self._trainer.fqn(table))
         for first in range(0, len(ids), 65_536):
             values = view[ids[first : first + 65_536]]
             wanted = decode_rows(encode_rows(values, self._encoding), self._encoding, table.dim, values.dtype)

@@ -181,7 +181,7 @@ def _rows_per_delta(ratings: Ratings, settings: Settings) -> float:
 
 def _check_equal(model: FactorizationMachine, tracker: ModelDeltaTracker) -> None:
     for name, table in model.state_dict().items():
-        (held,) = tracker.column_views(name.removesuffix(".weight"))
+        (held,) = tracker.live.column_views(name.removesuffix(".weight"))
         assert torch.equal(table.view(torch.int32), held.view(torch.int32)), f"{name} is not the trainer's"
 
 

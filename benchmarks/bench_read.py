@@ -60,7 +60,7 @@ class _Reads:
         if top_k is None:
             assert torch.equal(rows.ids, self._ids), "other rows"
         if rows.values is not None:
-            (view,) = self.tracker.column_views(self._fqn)
+            (view,) = self.tracker.live.column_views(self._fqn)
             for begin in range(0, len(rows), 65_536):
                 chunk = slice(begin, begin + 65_536)
                 assert torch.equal(rows.values[chunk], view[rows.ids[chunk]]), "other values"

@@ -103,7 +103,7 @@ class Rounds:
         self._await_pointer()
         measure("sync", self._predictor.sync)
         assert self._predictor.version == self._publisher.version
-        (view,) = self._tracker.column_views(self._trainer.fqn(self._table))
+        (view,) = self._tracker.live.column_views(self._trainer.fqn(self._table))
         assert torch.equal(self._held[self._trainer.fqn(self._table)], view), "the predictor has other rows"
 
     def _await_pointer(self) -> None:

@@ -106,14 +106,14 @@ class Pace:
         self._time = self._monotonic()
         self._counted = (0, 0)
         self._counted_at = self._recorded()
-        self._num_attached = tracker.num_attached
+        self._num_attached = tracker.live.num_attached
 
     def restart(self) -> None:
         """Restart all counts at the start of a version."""
         self._batch = self._tracker.num_batches
         self._time = self._monotonic()
         self._counted, self._counted_at = (0, 0), self._recorded()
-        self._num_attached = self._tracker.num_attached
+        self._num_attached = self._tracker.live.num_attached
 
     def wants_snapshot(self, head: Manifest) -> bool:
         """Return True if ``snapshot_every`` demands that the version after ``head`` is a snapshot.
@@ -135,7 +135,7 @@ class Pace:
         if is_clock and cadence.seconds is not None and self._monotonic() - self._time >= cadence.seconds:
             return True
         bounds = (cadence.rows, cadence.num_bytes)
-        if self._num_attached != self._tracker.num_attached:  # the counts may include tables that have left the model
+        if self._num_attached != self._tracker.live.num_attached:  # the counts may include tables that left the model
             self._count()
         if not self._reaches(bounds, self._most()):
             return False
@@ -144,7 +144,7 @@ class Pace:
 
     def _count(self) -> None:
         self._counted, self._counted_at = self._pending(), self._recorded()
-        self._num_attached = self._tracker.num_attached
+        self._num_attached = self._tracker.live.num_attached
 
     def _most(self) -> tuple[int, int]:
         """Return the largest possible number of pending rows, and the size of their values in bytes."""

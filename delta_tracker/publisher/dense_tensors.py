@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.sharding.dense import dense_tensors
 from delta_tracker.stream.format.manifest import DTYPE_NAMES, MAX_DIMS
-from delta_tracker.tracker.tracker import ModelDeltaTracker
+from delta_tracker.tracker.live_tables import LiveTables
 
 
 class DenseTensors:
     """Choice of dense tensors: those of a module, or names of some in the model's ``state_dict``."""
 
-    def __init__(self, tracker: ModelDeltaTracker, choice: nn.Module | Iterable[str], *, is_first: bool) -> None:
-        self._tracker = tracker
+    def __init__(self, live: LiveTables, choice: nn.Module | Iterable[str], *, is_first: bool) -> None:
+        self._live = live
         self._choice = choice if isinstance(choice, nn.Module | str) else tuple(choice)
         self._is_first = is_first
         self.find()
@@ -30,7 +30,7 @@ class DenseTensors:
         """
         if not self._is_first:
             return {}
-        found = dense_tensors(self._tracker.model, self._choice, tables=self._tracker.tables)
+        found = dense_tensors(self._live.model, self._choice, tables=self._live.tables)
         for name, tensor in found.items():
             if tensor.dtype not in DTYPE_NAMES or tensor.dim() > MAX_DIMS:
                 remedy = f"Leave it out: streams do not support {tensor.dim()}-d {tensor.dtype}"

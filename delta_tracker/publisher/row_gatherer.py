@@ -16,7 +16,7 @@ from delta_tracker.publisher.host_copies import HostCopier, HostCopies, Source
 from delta_tracker.stream.format.block_rows import BlockRows, held_rows
 from delta_tracker.stream.format.encoding import Encoding, encode_rows
 from delta_tracker.stream.format.manifest import Block, IdForm
-from delta_tracker.tracker.tracker import ModelDeltaTracker
+from delta_tracker.tracker.live_tables import LiveTables
 from delta_tracker.types import Delta, ShardSpec
 
 EncodingChoice = Encoding | str | Mapping[str, Encoding | str] | None
@@ -34,25 +34,25 @@ def name_encodings(choice: EncodingChoice) -> str | dict[str, str] | None:
     return None if choice is None else Encoding.named(choice).name
 
 
-def choose_encodings(choice: EncodingChoice, tracker: ModelDeltaTracker) -> dict[str, Encoding]:
+def choose_encodings(choice: EncodingChoice, live: LiveTables) -> dict[str, Encoding]:
     """Return the encoding of each table, by FQN.
 
     Args:
         choice: one encoding for all tables, a mapping of FQN to encoding, or None. Tables without an encoding are
             stored in their own dtype.
-        tracker: tracker of the tables.
+        live: the tables.
 
     Raises:
         InvalidArgumentError: for an unknown table, an invalid encoding, or an encoding that does not support the number
             of columns of a shard.
     """
-    own = {fqn: Encoding.of(table.dtype) for fqn, table in tracker.tables.items()}
+    own = {fqn: Encoding.of(table.dtype) for fqn, table in live.tables.items()}
     chosen = dict(choice) if isinstance(choice, Mapping) else dict.fromkeys(own, choice) if choice is not None else {}
     for fqn, name in chosen.items():
         if fqn not in own:
             raise InvalidArgumentError("encoding", fqn, f"Pass some of the tables {sorted(own)}")
         encoding = Encoding.named(name)
-        for first, end in tracker.shards[fqn].columns:
+        for first, end in live.shards[fqn].columns:
             encoding.width(end - first)  # raises if the width is not supported
         own[fqn] = encoding
     return own
@@ -94,7 +94,7 @@ class _Place(NamedTuple):
 
 
 class Gatherer:
-    """Component that copies a tracker's rows to the host. Only the training thread may call the methods.
+    """Component that copies rows of this rank's tables to the host. Only the training thread may call the methods.
 
     The copies have the tables' dtypes; the reader of the rows encodes them in chunks that fit the CPU cache. All
     encodings are computed on the CPU, so that their bytes do not depend on the device. Memory: 8 bytes per id and the
@@ -103,16 +103,16 @@ class Gatherer:
 
     Rows of a table in 2D parallelism are copied on the ranks of the first replica only.
 
-    Call :meth:`attach` first, and when the tracker has other shards.
+    Call :meth:`attach` first, and when the tables have other shards.
 
     Args:
-        tracker: tracker of the rows.
+        live: the tables of the rows.
         writes_replicas: True if this rank writes replicated tables.
         with_states: True to copy the optimizer's states of the rows, too.
     """
 
-    def __init__(self, tracker: ModelDeltaTracker, *, writes_replicas: bool, with_states: bool = False) -> None:
-        self._tracker = tracker
+    def __init__(self, live: LiveTables, *, writes_replicas: bool, with_states: bool = False) -> None:
+        self._live = live
         self._writes_replicas = writes_replicas
         self._with_states = with_states
         self._copier = HostCopier()
@@ -120,11 +120,11 @@ class Gatherer:
         self._shards: Mapping[str, ShardSpec] = {}  # those whose rows this rank writes
 
     def attach(self, encodings: Mapping[str, Encoding]) -> None:
-        """Copy the rows of the tracker's present shards from now on, with an encoding for each table by FQN."""
+        """Copy the rows of the present shards from now on, with an encoding for each table by FQN."""
         self._encodings = encodings
         self._shards = {
             fqn: shard
-            for fqn, shard in self._tracker.shards.items()
+            for fqn, shard in self._live.shards.items()
             if shard.replica == 0 and (self._writes_replicas or not shard.is_replicated)
         }
 
@@ -247,8 +247,8 @@ class Gatherer:
         """Yield each column range of a shard, the live view of its rows, and those of its states to copy."""
         states: Sequence[Sequence[Tensor]] = [()] * len(shard.columns)
         if self._with_states:
-            states = self._tracker.state_views(fqn)
-        return zip(shard.columns, self._tracker.column_views(fqn), states, strict=True)
+            states = self._live.state_views(fqn)
+        return zip(shard.columns, self._live.column_views(fqn), states, strict=True)
 
     def _block(self, fqn: str, shard: ShardSpec, columns: tuple[int, int], num_rows: int, ids: IdForm) -> Block:
         rows = (shard.row_offset, shard.row_offset + shard.num_rows)

@@ -9,7 +9,7 @@ from torch import nn
 
 from delta_tracker.publisher.row_gatherer import EncodingChoice, Gatherer, choose_encodings
 from delta_tracker.stream.format.manifest import FORMAT, STATES_FORMAT
-from delta_tracker.tracker.tracker import ModelDeltaTracker
+from delta_tracker.tracker.live_tables import LiveTables
 from delta_tracker.types import Identity, TableSpec, TableStates
 
 
@@ -26,21 +26,19 @@ class RankSchema(NamedTuple):
 
 
 class Schemas:
-    """Schema of a tracker, and those of the snapshots of its publisher.
+    """Schema of this rank's tables, and those of a publisher's snapshots.
 
-    Attaches ``gatherer`` to the tracker's shards. ``encoding`` is a choice that :func:`choose_encodings` has accepted.
+    Attaches ``gatherer`` to the shards. ``encoding`` is a choice that :func:`choose_encodings` has accepted.
 
     Attributes:
-        latest: schema of the tracker at the last call of :meth:`current`.
+        latest: schema of the tables at the last call of :meth:`current`.
         copying: schema of the snapshot that is being copied.
         published: schema of the last snapshot.
         unfused: FQNs of the tables without a fused optimizer.
     """
 
-    def __init__(
-        self, tracker: ModelDeltaTracker, gatherer: Gatherer, encoding: EncodingChoice, *, has_states: bool
-    ) -> None:
-        self._tracker = tracker
+    def __init__(self, live: LiveTables, gatherer: Gatherer, encoding: EncodingChoice, *, has_states: bool) -> None:
+        self._live = live
         self._gatherer = gatherer
         self._encoding = encoding
         self._has_states = has_states
@@ -48,8 +46,8 @@ class Schemas:
         self.copying = self.published = self.latest
 
     def current(self) -> RankSchema:
-        """Return the schema of the tracker."""
-        if self._attached != self._tracker.num_attached:
+        """Return the schema of the tables."""
+        if self._attached != self._live.num_attached:
             self._attach()
         return self.latest
 
@@ -59,15 +57,15 @@ class Schemas:
         return self._collisions
 
     def _attach(self) -> None:
-        """Find what depends on the tracker's shards."""
-        tracker = self._tracker
-        tables, identities, chosen = dict(tracker.tables), dict(tracker.identities), self._encoding
-        states = dict(tracker.table_states) if self._has_states else {}
+        """Find what depends on the shards."""
+        live = self._live
+        tables, identities, chosen = dict(live.tables), dict(live.identities), self._encoding
+        states = dict(live.table_states) if self._has_states else {}
         if isinstance(chosen, Mapping):  # a table may have left the model since the encodings were checked
             chosen = {fqn: each for fqn, each in chosen.items() if fqn in tables}
-        self._gatherer.attach(choose_encodings(chosen, tracker))
-        self._collisions = tracker.collision_modules if self._has_states else {}
-        self.unfused = frozenset(tables) - tracker.fused_tables
+        self._gatherer.attach(choose_encodings(chosen, live))
+        self._collisions = live.collision_modules if self._has_states else {}
+        self.unfused = frozenset(tables) - live.fused_tables
         form = STATES_FORMAT if self._has_states or identities else FORMAT
         self.latest = RankSchema(form, states, identities, tables)
-        self._attached = tracker.num_attached  # last: an interrupted call is repeated
+        self._attached = live.num_attached  # last: an interrupted call is repeated

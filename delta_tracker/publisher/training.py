@@ -37,7 +37,8 @@ from delta_tracker.sharding.dense import dense_tensors
 from delta_tracker.sharding.torchrec_api import known_torchrec
 from delta_tracker.state_tree import StateTree, flatten
 from delta_tracker.stream.heartbeat import BEAT_SECONDS
-from delta_tracker.tracker.tracker import ModelDeltaTracker
+from delta_tracker.tracker.live_tables import LiveTables
+from delta_tracker.tracker.progress import Progress
 
 _logger = logging.getLogger(__name__)
 
@@ -125,7 +126,8 @@ class TrainingSource:
     The constructor takes the state once, so that a state that cannot be published is refused before any version.
 
     Args:
-        tracker: tracker of the model. The position in the training data is that of its ``attach_data``.
+        live: tables of the model.
+        progress: progress of the training, with the position in the training data.
         recovery: objects of the user. The optimizers of tables that are not fused must be among them, because updates
             of their states cannot be found by comparing rows.
         collisions: function that returns this rank's managed-collision modules by table FQN.
@@ -140,7 +142,8 @@ class TrainingSource:
 
     def __init__(
         self,
-        tracker: ModelDeltaTracker,
+        live: LiveTables,
+        progress: Progress,
         recovery: Recovery,
         *,
         collisions: Callable[[], Mapping[str, nn.Module]],
@@ -152,15 +155,16 @@ class TrainingSource:
         _check_objects("rank_state", rank_state)
         if twice := sorted(training_state.keys() & rank_state.keys()):
             raise InvalidArgumentError("rank_state", twice, "Use other names than in training_state")
-        _check_unfused(tracker.unfused_storages(), training_state, rank_state)
-        self._tracker = tracker
+        _check_unfused(live.unfused_storages(), training_state, rank_state)
+        self._live = live
+        self._progress = progress
         self._training = dict(training_state) if is_first else {}
         self._rank = dict(rank_state)
         self._collisions = collisions
         self._is_first = is_first
         self._publisher = publisher
         if is_first:
-            _warn_of_unoptimized(tracker.model, self._dense(), [training_state, rank_state])
+            _warn_of_unoptimized(live.model, self._dense(), [training_state, rank_state])
         self.take({})
 
     def take(self, consumers: Mapping[str, ConsumerState], published: Collection[str] = ()) -> TakenState:
@@ -174,7 +178,7 @@ class TrainingSource:
             InvalidArgumentError: if a state cannot be encoded; the error has the path of the value. The errors of the
                 objects are also raised.
         """
-        position = self._tracker.progress.data_position
+        position = self._progress.data_position
         state = {
             "library": self._library(consumers, published),
             "training": _states("training_state", self._training),
@@ -187,25 +191,25 @@ class TrainingSource:
         return TakenState(tree, None if position is None else position.event_time, sources)
 
     def _dense(self) -> dict[str, Tensor]:
-        return dense_tensors(self._tracker.model, self._tracker.model, tables=self._tracker.tables)
+        return dense_tensors(self._live.model, self._live.model, tables=self._live.tables)
 
     def _library(self, consumers: Mapping[str, ConsumerState], published: Collection[str]) -> dict[str, object]:
         """Return what the library itself restores."""
-        tracker = self._tracker
+        live = self._live
         dense = {name: tensor for name, tensor in self._dense().items() if name not in published}
         if not self._is_first:  # parameters are equal on all ranks
-            buffers = _buffers(tracker.model)
+            buffers = _buffers(live.model)
             dense = {name: tensor for name, tensor in dense.items() if tensor.untyped_storage().data_ptr() in buffers}
         return {
-            "kernels": tracker.kernel_scalars(),
+            "kernels": live.kernel_scalars(),
             "shards": {
                 fqn: {
                     "rows": [shard.row_offset, shard.row_offset + shard.num_rows],
                     "columns": [list(columns) for columns in shard.columns],
                     "replicated": shard.is_replicated,
                 }
-                for fqn, shard in tracker.shards.items()
-                if fqn not in tracker.fused_tables
+                for fqn, shard in live.shards.items()
+                if fqn not in live.fused_tables
             },
             "dense" if self._is_first else "buffers": dense,
             "publisher": self._publisher,
@@ -218,7 +222,7 @@ class TrainingSource:
                 for name, each in consumers.items()
             },
             "collisions": {fqn: collision_state(module) for fqn, module in self._collisions().items()},
-            "batches": tracker.num_batches,
+            "batches": self._progress.num_batches,
         }
 
 

@@ -13,8 +13,9 @@ from delta_tracker.publisher.schemas import Schemas
 from delta_tracker.publisher.training import ConsumerState, Recovery, TakenState, TrainingSource
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.tracker.consumer_handle import ConsumerHandle
+from delta_tracker.tracker.live_tables import LiveTables
+from delta_tracker.tracker.progress import Progress
 from delta_tracker.tracker.top_k import TopK
-from delta_tracker.tracker.tracker import ModelDeltaTracker
 
 _logger = logging.getLogger(__name__)
 
@@ -33,22 +34,24 @@ class TrainingCuts:
 
     def __init__(
         self,
-        tracker: ModelDeltaTracker,
+        live: LiveTables,
+        progress: Progress,
         handle: ConsumerHandle,
         recovery: Recovery,
         schemas: Schemas,
         *,
         is_first: bool,
     ) -> None:
-        self._tracker = tracker
+        self._live = live
+        self._progress = progress
         self._handle = handle
         self._source = TrainingSource(
-            tracker, recovery, collisions=schemas.collisions, is_first=is_first, publisher=handle.name
+            live, progress, recovery, collisions=schemas.collisions, is_first=is_first, publisher=handle.name
         )
-        self._watch = tracker.watch_states()
+        self._watch = live.watch_states()
         self._waited_in_vain = False
         # Updates before the first step, such as a warm-up, belong to the state from which training begins.
-        self._start = tracker.num_batches, tracker.progress.num_unstepped
+        self._start = progress.num_batches, progress.num_unstepped
         self._cuts: list[tuple[int, int]] = []  # log position and version of earlier cuts, ascending
         if untested := sorted({each.optimizer for each in schemas.latest.states.values()} - _TESTED):
             _logger.warning("the published states of these optimizers have not been tested: %s", ", ".join(untested))
@@ -63,24 +66,24 @@ class TrainingCuts:
                 step of the tracker.
             InvalidArgumentError: if the data position does not follow training.
         """
-        tracker = self._tracker
+        progress = self._progress
         seconds = _AGAIN_SECONDS if self._waited_in_vain else _UPDATE_SECONDS
         self._waited_in_vain = True
         self._handle.wait_for_updates(seconds)
         self._waited_in_vain = False
         num_batches, num_before = self._start
-        if tracker.progress.num_unstepped > (num_before if tracker.num_batches == num_batches else 0):
+        if progress.num_unstepped > (num_before if progress.num_batches == num_batches else 0):
             raise UnfinishedStepError(
-                f"they are not those after batch {tracker.num_batches}, because they were updated since the last "
+                f"they are not those after batch {progress.num_batches}, because they were updated since the last "
                 "tracker.step()",
                 "Call in each batch, in this order: backward(), optimizer.step(), scheduler.step(), tracker.step(), "
                 "publisher.step()",
             )
-        if tracker.progress.data_position is not None:
-            tracker.progress.data_position.check()
+        if progress.data_position is not None:
+            progress.data_position.check()
         for fqn in self._watch.written():
-            shard = tracker.shards[fqn]
-            every = torch.arange(shard.num_rows, device=tracker.state_views(fqn)[0][0].device)
+            shard = self._live.shards[fqn]
+            every = torch.arange(shard.num_rows, device=self._live.state_views(fqn)[0][0].device)
             for handle in (self._handle, meanwhile):
                 if handle is not None:
                     handle.distrust(fqn, every)
@@ -108,19 +111,19 @@ class TrainingCuts:
         found = {}
         for name, (position, carried) in others.items():
             number = num_cuts(position)
-            left_out = {fqn: ids + self._tracker.shards[fqn].row_offset for fqn, ids in carried.items()}
+            left_out = {fqn: ids + self._live.shards[fqn].row_offset for fqn, ids in carried.items()}
             note = self._handle.note_of(name)
             place = note if isinstance(note, Mapping) else None
             found[name] = ConsumerState(self._cuts[number - 1][1] if number else None, left_out, place)
         return found
 
 
-def check_recoverable(tracker: ModelDeltaTracker, encodings: Mapping[str, Encoding], top_k: TopK | None) -> None:
+def check_recoverable(live: LiveTables, encodings: Mapping[str, Encoding], top_k: TopK | None) -> None:
     """Raise an error if the versions of a publisher cannot have the complete training state."""
     if top_k is not None:
         raise InvalidArgumentError("top_k", top_k, "Pass None: a version with states has all changed rows")
-    for fqn, table in tracker.tables.items():
+    for fqn, table in live.tables.items():
         if encodings[fqn] is not Encoding.of(table.dtype):
             remedy = f"Leave {fqn!r} out: a version with states has the rows in the table's dtype"
             raise InvalidArgumentError("encoding", str(encodings[fqn]), remedy)
-    tracker.check_recoverable()
+    live.check_recoverable()

@@ -68,22 +68,24 @@ class VersionSource:
         recorder: Recorder,
         recovery: Recovery | None = None,
     ) -> None:
-        is_first = exchange.rank == 0
-        encodings = choose_encodings(encoding, tracker)
+        is_first, live = exchange.rank == 0, tracker.live
+        encodings = choose_encodings(encoding, live)
         if recovery is not None:
-            check_recoverable(tracker, encodings, top_k)
+            check_recoverable(live, encodings, top_k)
         self._tracker = tracker
         self._top_k = top_k
         self._ranks = AllRanks(exchange.group)
-        self._gatherer = Gatherer(tracker, writes_replicas=is_first, with_states=recovery is not None)
-        self.dense = None if dense is None else DenseTensors(tracker, dense, is_first=is_first)
+        self._gatherer = Gatherer(live, writes_replicas=is_first, with_states=recovery is not None)
+        self.dense = None if dense is None else DenseTensors(live, dense, is_first=is_first)
         self.handle = tracker.reserve(consumer, holder="Publisher")
         try:
             self.handle.check_top_k(top_k)
-            self.schemas = Schemas(tracker, self._gatherer, encoding, has_states=recovery is not None)
+            self.schemas = Schemas(live, self._gatherer, encoding, has_states=recovery is not None)
             self._training: TrainingCuts | None = None
             if recovery is not None:
-                self._training = TrainingCuts(tracker, self.handle, recovery, self.schemas, is_first=is_first)
+                self._training = TrainingCuts(
+                    live, tracker.progress, self.handle, recovery, self.schemas, is_first=is_first
+                )
         except BaseException:
             self.handle.release()
             raise
@@ -167,7 +169,7 @@ class VersionSource:
         self._meanwhile = self.handle.begin_copy()
         self.schemas.copying = self.schemas.current()
         with one_cut():
-            return self._gatherer.whole(self._tracker.fused_tables, self._tracker.owner_views())
+            return self._gatherer.whole(self._tracker.live.fused_tables, self._tracker.live.owner_views())
 
     def cut(self, kind: Kind, copied: Part | None, *, is_complete: bool = False) -> tuple[Draft, Delta]:
         """Read the rows of a version with their current values.
@@ -219,7 +221,7 @@ class VersionSource:
             with nullcontext() if kind == "snapshot" else self._encode_timer():
                 counts = _count_owner_changes(read, counted) if counted else {}
                 extra.extend(map(Source, counts.values()))
-                owners = tracker.owner_views() if schema.identities else {}
+                owners = tracker.live.owner_views() if schema.identities else {}
                 gathered = self._gatherer.gather(changed, whole=compared, dense=dense, extra=extra, owners=owners)
         draft = Draft(
             kind=kind,

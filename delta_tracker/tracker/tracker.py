@@ -22,17 +22,9 @@ from delta_tracker.sharding.collisions import LocalOwners, local_owners
 from delta_tracker.sharding.kernel_hooks import KeyedIds
 from delta_tracker.sharding.kernel_memory import one_cut
 from delta_tracker.sharding.local_shard import LocalShard
-from delta_tracker.sharding.optimizer_rows import (
-    StateWatch,
-    kernel_scalars,
-    refuse_unrecoverable,
-    state_views,
-    table_states,
-    unfused_storages,
-)
 from delta_tracker.sharding.pairs import check_pair
 from delta_tracker.sharding.torchrec_api import load_torchrec
-from delta_tracker.sharding.weights import column_views, read_rows
+from delta_tracker.sharding.weights import read_rows
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.checkpoint.gather import Strategy
 from delta_tracker.tracker.checkpoint.rank_header import RankHeader
@@ -43,6 +35,7 @@ from delta_tracker.tracker.data_position import DataPosition
 from delta_tracker.tracker.delta_reader import DeltaReader
 from delta_tracker.tracker.gauges import TrackerGauges
 from delta_tracker.tracker.hooks import TrackerHooks
+from delta_tracker.tracker.live_tables import LiveTables
 from delta_tracker.tracker.lookup_recorder import LookupRecorder
 from delta_tracker.tracker.modes import CAPTURES, UPDATE_MODE_MAP
 from delta_tracker.tracker.progress import Progress
@@ -51,7 +44,7 @@ from delta_tracker.tracker.store.owners import OwnerStore
 from delta_tracker.tracker.store.segments import SegmentStore
 from delta_tracker.tracker.top_k import TopK
 from delta_tracker.tracker.tracked_model import TrackedModel
-from delta_tracker.types import Delta, Identity, Memory, ShardSpec, TableSpec, TableStates, TrackingMode
+from delta_tracker.types import Delta, Memory, ShardSpec, TableSpec, TrackingMode
 from delta_tracker.uncopied import Uncopied
 
 __all__ = ["UPDATE_MODE_MAP", "ModelDeltaTracker", "Record"]
@@ -208,6 +201,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             received=self._gauges.received,
             owners=self._make_owners(owners),
         )
+        self._live = LiveTables(self._model, lambda: self._log.owners)
         self._reader = DeltaReader(self._log, self._model, self._capture)
         self._recorder = LookupRecorder(self._log, self._model, mode)
         self._checkpoint = TrackerCheckpoint(self._log, self._model, mode, self._capture, self._metrics.monitor)
@@ -244,45 +238,17 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
     @property
     def tables(self) -> Mapping[str, TableSpec]:
         """Mapping from FQN to table, the same on every rank."""
-        return MappingProxyType(self._model.found.tables)
+        return self._live.tables
 
     @property
     def shards(self) -> Mapping[str, ShardSpec]:
         """Mapping from table FQN to this rank's block of the table. The block is empty on a rank without rows."""
-        return {fqn: shard.spec for fqn, shard in self._model.shards.items()}
+        return self._live.shards
 
     @property
-    def fused_tables(self) -> frozenset[str]:
-        """FQNs of the tables whose optimizer is fused, the same on every rank. Hooks record updates of these tables."""
-        return frozenset(fqn for fqn, shard in self._model.shards.items() if shard.is_fused)
-
-    @property
-    def identities(self) -> Mapping[str, Identity]:
-        """Mapping from the FQN of each table with managed collisions to the rule by which raw ids are routed.
-
-        The result is the same on every rank.
-        """
-        return {fqn: store.source.identity for fqn, store in self._log.owners.items()}
-
-    @property
-    def collision_modules(self) -> Mapping[str, nn.Module]:
-        """Mapping from the FQN of each table with managed collisions to this rank's module of the table."""
-        return {fqn: store.source.module for fqn, store in self._log.owners.items()}
-
-    def owner_views(self) -> dict[str, Tensor]:
-        """Return the raw ids that own this rank's rows, for each table with managed collisions, by FQN.
-
-        Each tensor is ``[R]`` int64 for the ``R`` rows of the shard, and has 2**63 - 1 for a row that no raw id owns.
-        It belongs to the tracker: do not write to it. Each cut writes the raw ids of its time to it: reads,
-        :meth:`add_consumer`, :meth:`clear`, :meth:`state_dict`, and :meth:`step` if ``max_bytes`` is exceeded.
-        :meth:`reattach` and loads of a tracker's state replace it.
-        """
-        return {fqn: store.owners for fqn, store in self._log.owners.items()}
-
-    @property
-    def num_attached(self) -> int:
-        """Number of times that the tracker was attached. The shards change only at a call of :meth:`reattach`."""
-        return self._model.num_attached
+    def live(self) -> LiveTables:
+        """Views of this rank's rows, optimizer states and raw ids, which training overwrites. Publishers copy them."""
+        return self._live
 
     @property
     def num_hook_errors(self) -> int:
@@ -688,80 +654,6 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
                 fqn: self.read_rows(fqn, table_ids)
                 for fqn, table_ids in (dict.fromkeys(self.tables) if ids is None else ids).items()
             }
-
-    def column_views(self, fqn: str) -> list[Tensor]:
-        """Return views of this rank's rows, one for each column range in ``shards[fqn].columns``.
-
-        Each view is ``[R, columns]`` for the ``R`` rows of the shard. The views share memory with the weights, which
-        training overwrites: copy them before the next batch to keep their values.
-
-        Raises:
-            InvalidArgumentError: if the table is not tracked.
-        """
-        return column_views(self._model.shard(fqn))
-
-    # Optimizer states
-
-    @property
-    def table_states(self) -> Mapping[str, TableStates]:
-        """Mapping from FQN to the states that the fused optimizer keeps per row, for this rank's column ranges.
-
-        Tables without a fused optimizer, and tables of which this rank has no rows, are missing.
-
-        Raises:
-            UnsupportedTableError: if a state has another dtype than float32, float16 or bfloat16.
-        """
-        found = {fqn: table_states(shard) for fqn, shard in self._model.shards.items()}
-        return {fqn: states for fqn, states in found.items() if states is not None}
-
-    def state_views(self, fqn: str) -> list[list[Tensor]]:
-        """Return views of the optimizer's states, for each column range in ``shards[fqn].columns`` and each state.
-
-        Each view is ``[R, columns]``, or ``[R, 1]`` for a state of one number per row. Training overwrites it.
-
-        Raises:
-            InvalidArgumentError: if the table is not tracked.
-        """
-        return state_views(self._model.shard(fqn))
-
-    def watch_states(self) -> StateWatch:
-        """Return a detector of in-place writes to the optimizer's states from now on."""
-        return StateWatch(lambda: self._model.shards)
-
-    def kernel_scalars(self) -> dict[str, dict[str, int | float | Tensor]]:
-        """Return the iteration counters and hyperparameters of the fused optimizers on this rank, by table FQN.
-
-        The keys are ``iter``, ``iter_cpu``, ``lr``, ``group_lr``, ``eps``, ``beta1``, ``beta2`` and ``weight_decay``.
-        ``iter`` of a kernel on a device is a live tensor, because a number would need a wait for the device.
-
-        Raises:
-            InvalidArgumentError: if the column ranges of a table have different numbers.
-        """
-        return kernel_scalars(self._model.shards)
-
-    def unfused_storages(self) -> dict[str, tuple[set[int], bool]]:
-        """Return the addresses of the storages of the unfused tables' weights on this rank, by FQN.
-
-        The second value is True for a DATA_PARALLEL table. Its optimizer has the same state on every rank.
-        """
-        return {
-            fqn: (unfused_storages(shard), shard.spec.is_replicated)
-            for fqn, shard in self._model.shards.items()
-            if not shard.is_fused
-        }
-
-    def check_recoverable(self) -> None:
-        """Check that a stream can have the states of all fused optimizers.
-
-        Raises:
-            UnsupportedModelError: if the model has untracked tables, a ``DMPCollection``, or managed collisions of
-                another class than MCH, or with an eviction policy of the user's, or if a fused optimizer has counters
-                per row or a global weight decay.
-            UnsupportedTableError: if a state has another dtype than float32, float16 or bfloat16.
-        """
-        refuse_unrecoverable(self._model.found, self.collision_modules)
-        for shard in self._model.shards.values():
-            table_states(shard)
 
     # Checkpoints
 

@@ -129,7 +129,7 @@ def save_shards(model: DistributedModelParallel, folder: Path, rank: int) -> Non
 
 def save_raw_ids(tracker: ModelDeltaTracker, folder: Path, rank: int) -> None:
     """Write the raw ids of this rank's rows, for the tables that have them."""
-    for name, raw_ids in tracker.owner_views().items():
+    for name, raw_ids in tracker.live.owner_views().items():
         np.save(
             folder / f"shard@{name}.raw_ids@{tracker.shards[name].row_offset}@0@{rank}.npy", raw_ids[:, None].numpy()
         )

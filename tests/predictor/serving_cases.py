@@ -138,7 +138,7 @@ def partial(rank: int, world_size: int, url: str) -> str:
         publisher.snapshot()
         good = predictor.sync()
         if rank == 0:
-            ((_, view),) = [(fqn, view) for fqn in tracker.tables for view in tracker.column_views(fqn)]
+            ((_, view),) = [(fqn, view) for fqn in tracker.tables for view in tracker.live.column_views(fqn)]
             view[3] += 1
         tracker.step()
         publisher.publish()

@@ -57,7 +57,7 @@ class Trainer:
             publisher.step()
 
     def remember(self) -> None:
-        tables = {fqn: [view.clone() for view in self.tracker.column_views(fqn)] for fqn in self.tracker.shards}
+        tables = {fqn: [view.clone() for view in self.tracker.live.column_views(fqn)] for fqn in self.tracker.shards}
         dense = {name: tensor.detach().clone() for name, tensor in self.model.module.dense.state_dict().items()}
         self.held[self.tracker.num_batches] = tables, dense
 
@@ -360,7 +360,7 @@ def bounds(rank: int, world_size: int, url: str) -> dict[str, Any]:
             publisher.close()
             delta = trainer.tracker.get_delta()
             for fqn, count in pending.items():
-                if fqn in trainer.tracker.fused_tables:
+                if fqn in trainer.tracker.live.fused_tables:
                     assert count == len(delta[fqn])
         return cuts
 
@@ -378,7 +378,7 @@ def encoded(rank: int, world_size: int, url: str, encoding: str) -> int:
             predictor.sync()
             for fqn, spec in trainer.tracker.shards.items():
                 rows = slice(spec.row_offset, spec.row_offset + spec.num_rows)
-                for (first, end), view in zip(spec.columns, trainer.tracker.column_views(fqn), strict=True):
+                for (first, end), view in zip(spec.columns, trainer.tracker.live.column_views(fqn), strict=True):
                     expected = decode_rows(encode_rows(view, chosen), chosen, end - first, view.dtype)
                     assert torch.equal(held[fqn][rows, first:end], expected), fqn
             dist.barrier()

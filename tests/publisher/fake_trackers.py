@@ -61,6 +61,10 @@ class FakeTracker:
         self._num_writes = 0
 
     @property
+    def live(self) -> FakeTracker:
+        return self
+
+    @property
     def num_batches(self) -> int:
         return self.log.num_batches
 

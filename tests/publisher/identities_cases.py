@@ -83,7 +83,7 @@ def served(rank: int, world_size: int, root: str) -> dict[str, Any]:
             tracker.step()
         manifest = publisher.snapshot() if number == 6 else publisher.publish()
         expected = answers(model)
-        now = {fqn: view.clone() for fqn, view in tracker.owner_views().items()}
+        now = {fqn: view.clone() for fqn, view in tracker.live.owner_views().items()}
         changes.append(owner_changes(before, now))
         before = now
         assert (manifest.format, sorted(manifest.identities)) == (2, sorted(tracker.tables))
@@ -142,12 +142,12 @@ def resumed(rank: int, world_size: int, root: str) -> list[Any]:
     if readers is not None:
         readers.sync()
     publisher.close()
-    later = {fqn: owners.clone() for fqn, owners in tracker.owner_views().items()}
+    later = {fqn: owners.clone() for fqn, owners in tracker.live.owner_views().items()}
     tracker.detach()
     model = shard_collision(world_size)
     model.load_state_dict(saved[0])
     tracker = ModelDeltaTracker(model)
-    assert any(not torch.equal(owners, later[fqn]) for fqn, owners in tracker.owner_views().items())
+    assert any(not torch.equal(owners, later[fqn]) for fqn, owners in tracker.live.owner_views().items())
     tracker.load_state_dict(saved[1])
     publisher = Publisher(tracker, url)
     found: list[Any] = []
@@ -167,7 +167,7 @@ def resumed(rank: int, world_size: int, root: str) -> list[Any]:
 def differing(rank: int, world_size: int, root: str) -> str:
     """Ranks whose raw ids are divided in different ways publish nothing."""
     tracker = ModelDeltaTracker(shard_collision(world_size))
-    others = {fqn: replace(each, hash_size=each.hash_size + rank) for fqn, each in tracker.identities.items()}
+    others = {fqn: replace(each, hash_size=each.hash_size + rank) for fqn, each in tracker.live.identities.items()}
     with mock.patch.object(ModelDeltaTracker, "identities", others):
         publisher = Publisher(tracker, f"file://{root}")
         message = attempt(publisher.publish)

@@ -79,7 +79,7 @@ class _Served:
 def _owners(tracker: ModelDeltaTracker) -> dict[str, Tensor]:
     """Return the raw ids of all rows, by FQN. A collective."""
     found = {}
-    for fqn, own in tracker.owner_views().items():
+    for fqn, own in tracker.live.owner_views().items():
         ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, own.tolist())
         found[fqn] = torch.tensor([raw_id for each in ranks for raw_id in each])
@@ -172,6 +172,6 @@ def sharded_served(rank: int, world_size: int, root: str) -> int:
         found = answers(serving, IDS)
         assert all(torch.equal(found[name], expected[name]) for name in expected)
     publisher.close()
-    num_known = sum(int((owners != NO_OWNER).sum()) for owners in tracker.owner_views().values())
+    num_known = sum(int((owners != NO_OWNER).sum()) for owners in tracker.live.owner_views().values())
     tracker.detach()
     return num_known

@@ -46,7 +46,7 @@ def assert_equal(tracker: ModelDeltaTracker, model: dict[str, torch.Tensor]) -> 
     """Check that the predictor equals this rank's shards bit for bit."""
     for fqn, shard_spec in tracker.shards.items():
         rows = slice(shard_spec.row_offset, shard_spec.row_offset + shard_spec.num_rows)
-        for (first, end), view in zip(shard_spec.columns, tracker.column_views(fqn), strict=True):
+        for (first, end), view in zip(shard_spec.columns, tracker.live.column_views(fqn), strict=True):
             held = model[fqn][rows, first:end].contiguous()
             assert torch.equal(held.view(torch.uint8), view.contiguous().view(torch.uint8)), fqn
 
@@ -376,7 +376,7 @@ def top_k_and_snapshots(rank: int, world_size: int, url: str) -> list[int]:
             differing_rows = sum(
                 int((held[fqn][spec.row_offset : spec.row_offset + spec.num_rows, first:end] != view).any(1).sum())
                 for fqn, spec in tracker.shards.items()
-                for (first, end), view in zip(spec.columns[:1], tracker.column_views(fqn)[:1], strict=True)
+                for (first, end), view in zip(spec.columns[:1], tracker.live.column_views(fqn)[:1], strict=True)
             )
             everywhere = torch.tensor(differing_rows)
             dist.all_reduce(everywhere)
@@ -451,7 +451,7 @@ def interrupted(rank: int, world_size: int, url: str) -> int:
         predictor.sync()
         model(batch(spec, generator, size=2)).backward()
         tracker.step()
-        cut = tracker.column_views(fqn)[0].clone()
+        cut = tracker.live.column_views(fqn)[0].clone()
         is_heard, goes_on = threading.Event(), threading.Event()
 
         def interrupt_the_wait(_: Operation) -> None:

@@ -144,7 +144,7 @@ class Counter:
 
 def _views(tracker: ModelDeltaTracker, fqn: str) -> list[torch.Tensor]:
     """Return live views of the values and of the states of a shard."""
-    return [*tracker.column_views(fqn), *(state for states in tracker.state_views(fqn) for state in states)]
+    return [*tracker.live.column_views(fqn), *(state for states in tracker.live.state_views(fqn) for state in states)]
 
 
 class Schedule:

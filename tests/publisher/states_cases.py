@@ -79,9 +79,9 @@ class Trainer:
         for fqn, spec in self.tracker.shards.items():
             rows = slice(spec.row_offset, spec.row_offset + spec.num_rows)
             table = entries[-1].states.get(fqn)
-            assert (table is None) == (fqn not in self.tracker.fused_tables)
-            views = self.tracker.column_views(fqn)
-            for (first, end), view, states in zip(spec.columns, views, self.tracker.state_views(fqn), strict=True):
+            assert (table is None) == (fqn not in self.tracker.live.fused_tables)
+            views = self.tracker.live.column_views(fqn)
+            for (first, end), view, states in zip(spec.columns, views, self.tracker.live.state_views(fqn), strict=True):
                 assert torch.equal(held[fqn][0][rows, first:end], view), fqn
                 for number, state in enumerate(states):
                     assert table is not None
@@ -203,7 +203,7 @@ def published(rank: int, world_size: int, root: str, optimizer: str) -> None:
     Predictor(model, url).sync()
     for fqn, spec in trainer.tracker.shards.items():
         rows = slice(spec.row_offset, spec.row_offset + spec.num_rows)
-        for (first, end), view in zip(spec.columns, trainer.tracker.column_views(fqn), strict=True):
+        for (first, end), view in zip(spec.columns, trainer.tracker.live.column_views(fqn), strict=True):
             assert torch.equal(model[fqn][rows, first:end], view)
     trainer.close()
 
@@ -254,7 +254,7 @@ def contents(rank: int, world_size: int, root: str) -> None:
     own = found[rank]["library"]
     assert own["batches"] == entries[-1].batches[1] == 4
     assert own["publisher"] == "stream"
-    assert own["kernels"] == tracker.kernel_scalars()
+    assert own["kernels"] == tracker.live.kernel_scalars()
     others = own["consumers"]
     assert others.keys() == {"quick", "slow"}
     # Rows of the versions after this one are pending, and those that were left out.
@@ -527,9 +527,11 @@ def restored(rank: int, world_size: int, root: str, optimizer: str) -> None:
         assert again.publisher.publish().kind == "delta"
         for fqn in trainer.tracker.tables:
             assert torch.equal(again.tracker.read_rows(fqn), trainer.tracker.read_rows(fqn)), fqn
-            for own, other in zip(again.tracker.state_views(fqn), trainer.tracker.state_views(fqn), strict=True):
+            for own, other in zip(
+                again.tracker.live.state_views(fqn), trainer.tracker.live.state_views(fqn), strict=True
+            ):
                 assert all(torch.equal(one, two) for one, two in zip(own, other, strict=True)), fqn
-        assert again.tracker.kernel_scalars() == trainer.tracker.kernel_scalars()
+        assert again.tracker.live.kernel_scalars() == trainer.tracker.live.kernel_scalars()
     dist.barrier()
     again.check()
     again.close()

@@ -62,6 +62,7 @@ def _tracker(data: DataPosition[int] | None = None) -> Any:
 def _source(tracker: Any, *, training: Any = None, rank: Any = None, is_first: bool = True) -> TrainingSource:
     return TrainingSource(
         tracker,
+        tracker,
         Recovery(training_state=training or {}, rank_state=rank or {}),
         collisions=dict,
         is_first=is_first,

@@ -22,7 +22,9 @@ from tests.models import Spec, Table, batch, ordinary_optimizer, shard
 
 def _source(tracker: ModelDeltaTracker, rank: int, training: Any, ranks: Any) -> TrainingSource:
     objects = Recovery(training_state=training, rank_state=ranks)
-    return TrainingSource(tracker, objects, collisions=dict, is_first=rank == 0, publisher="default")
+    return TrainingSource(
+        tracker.live, tracker.progress, objects, collisions=dict, is_first=rank == 0, publisher="default"
+    )
 
 
 def _stored(taken: TakenState) -> Any:
@@ -47,7 +49,7 @@ def unfused(rank: int, world_size: int) -> None:
     model = shard(spec)
     top, parts, same = _optimizer(model, "dense."), _optimizer(model, "parts"), _optimizer(model, "same")
     with ModelDeltaTracker(model) as tracker:
-        assert {fqn.rpartition(".")[2] for fqn in tracker.fused_tables} == {"row"}
+        assert {fqn.rpartition(".")[2] for fqn in tracker.live.fused_tables} == {"row"}
         for training, ranks, table in (
             ({}, {}, "parts|same"),
             ({"top": top}, {"parts": parts}, "same"),
@@ -68,8 +70,8 @@ def unfused(rank: int, world_size: int) -> None:
                 each.step()
         state = _stored(source.take({}))
         assert state["training"].keys() == ({"top", "same"} if rank == 0 else set())
-        assert state["library"]["shards"].keys() == tracker.tables.keys() - tracker.fused_tables
-        assert state["library"]["kernels"].keys() == tracker.fused_tables
+        assert state["library"]["shards"].keys() == tracker.tables.keys() - tracker.live.fused_tables
+        assert state["library"]["kernels"].keys() == tracker.live.fused_tables
         for saved, optimizer in ((state["rank"].get("parts"), parts), (state["training"].get("same"), same)):
             for name, parameter in optimizer.params.items() if saved else ():
                 moments = optimizer.state[parameter]

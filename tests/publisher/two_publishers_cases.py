@@ -161,7 +161,7 @@ class _Job:
         for fqn, spec in tracker.shards.items():
             rows = slice(spec.row_offset, spec.row_offset + spec.num_rows)
             differs = torch.zeros(spec.num_rows, dtype=torch.bool)
-            for (first, end), view in zip(spec.columns, tracker.column_views(fqn), strict=True):
+            for (first, end), view in zip(spec.columns, tracker.live.column_views(fqn), strict=True):
                 error = (self._held[name][fqn][rows, first:end] - view).abs().amax(1)
                 size = (view.amax(1) - view.amin(1)) * (_STEP if name == "other" else 0)
                 differs |= ~(error <= size)

@@ -107,7 +107,7 @@ class _Job:
         dist.barrier()
         for fqn, spec in self.tracker.shards.items():
             self._row = (self._row + 1) % spec.num_rows
-            for view in self.tracker.column_views(fqn):
+            for view in self.tracker.live.column_views(fqn):
                 view.data[self._row] += 1
             self.tracker.mark_changed(fqn, torch.tensor([self._row]))
         self.tracker.step()

@@ -72,8 +72,8 @@ class Trainer:
         """Return all that this rank holds."""
         found: list[Any] = [torch.get_rng_state()]
         for fqn in self.tracker.shards:
-            found += [view.clone() for view in self.tracker.column_views(fqn)]
-            found += [state.clone() for each in self.tracker.state_views(fqn) for state in each]
+            found += [view.clone() for view in self.tracker.live.column_views(fqn)]
+            found += [state.clone() for each in self.tracker.live.state_views(fqn) for state in each]
         return found + [flat(collision_state(module_of(self.model, name))) for name in _TABLES]
 
 
@@ -111,13 +111,13 @@ def continued(rank: int, world_size: int, path: str, cuts: list[int], end: int) 
         resumed.train(0, 3, seed=5)
         restored = resumed.restore(path, versions[cut])
         history.append(len(collision_state(module_of(resumed.model, "a"))["history"]))
-        views = {fqn: view.clone() for fqn, view in resumed.tracker.owner_views().items()}
+        views = {fqn: view.clone() for fqn, view in resumed.tracker.live.owner_views().items()}
         resumed.tracker.state_dict()  # compares the raw ids
         checks = {
             "batches": restored.num_batches == cut,
             "answers": same_answers(answers(resumed.model), seen[cut]),
             "owners": same_answers(owned(resumed, world_size), owners[cut]),
-            "tracked owners": same_answers(resumed.tracker.owner_views(), views),
+            "tracked owners": same_answers(resumed.tracker.live.owner_views(), views),
             "losses": resumed.train(cut, end) == losses[cut:],
             "state": same(resumed.held(), expected),
         }
@@ -176,7 +176,7 @@ def resharded(rank: int, world_size: int, path: str, before: int) -> dict[str, A
         owners = owned(trainer, world_size)
         assert same_answers(owners, saved["owners"][cut]), "the owners that the first job saved"
         known = {}
-        for fqn, identity in trainer.tracker.identities.items():
+        for fqn, identity in trainer.tracker.live.identities.items():
             name = fqn.rpartition(".")[2]
             assert len(identity.buckets) == world_size
             is_known = torch.zeros(len(rows[name]), dtype=torch.bool)
@@ -193,7 +193,7 @@ def resharded(rank: int, world_size: int, path: str, before: int) -> dict[str, A
 def owned(trainer: Trainer, world_size: int) -> dict[str, Tensor]:
     """Return the raw ids of all rows at the last cut, by table. A collective."""
     found = {}
-    for fqn, own in trainer.tracker.owner_views().items():
+    for fqn, own in trainer.tracker.live.owner_views().items():
         every = [torch.empty_like(own) for _ in range(world_size)]
         torch.distributed.all_gather(every, own)
         found[fqn] = torch.cat(every)

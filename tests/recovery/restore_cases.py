@@ -91,7 +91,7 @@ class Trainer:
         with mock.patch.object(models, "Model", Counting):
             self.model = shard(spec, learning_rate=learning_rate)
         self.tracker = ModelDeltaTracker(self.model, ["main", "other"])
-        fused = self.tracker.fused_tables
+        fused = self.tracker.live.fused_tables
         sharded = [fqn for fqn, each in self.tracker.shards.items() if fqn not in fused and not each.is_replicated]
         own, common = [], []
         for name, parameter in self.model.named_parameters():
@@ -160,15 +160,15 @@ class Trainer:
 
     def held(self) -> dict[str, Any]:
         """Return copies of all that this rank holds, tables by FQN."""
-        scalars = self.tracker.kernel_scalars()
+        scalars = self.tracker.live.kernel_scalars()
         tables = {}
         for fqn, spec in self.tracker.shards.items():
             numbers = scalars.get(fqn)
             tables[fqn] = {
                 "rows": (spec.row_offset, spec.row_offset + spec.num_rows),
                 "columns": spec.columns,
-                "weights": [view.clone() for view in self.tracker.column_views(fqn)],
-                "states": [[state.clone() for state in each] for each in self.tracker.state_views(fqn)],
+                "weights": [view.clone() for view in self.tracker.live.column_views(fqn)],
+                "states": [[state.clone() for state in each] for each in self.tracker.live.state_views(fqn)],
                 "scalars": None if numbers is None else {name: float(each) for name, each in numbers.items()},
             }
         dense = {

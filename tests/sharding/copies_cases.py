@@ -130,7 +130,9 @@ def copied(rank: int, world_size: int, how: str, mode: str) -> dict[str, Any]:
         same.train()
         mine, its = again.delta(), same.delta()
         # An optimizer of a copy updates no table without a fused optimizer: torchrec copies parameter and memory apart.
-        assert [mine[fqn] for fqn in again.tracker.fused_tables] == [its[fqn] for fqn in again.tracker.fused_tables]
+        assert [mine[fqn] for fqn in again.tracker.live.fused_tables] == [
+            its[fqn] for fqn in again.tracker.live.fused_tables
+        ]
         again.model.load_state_dict(again.model.state_dict())
         assert original.tracker.get_delta(commit=False).num_rows == original.tracker.get_delta().num_rows
         again.tracker.detach()
@@ -140,7 +142,7 @@ def copied(rank: int, world_size: int, how: str, mode: str) -> dict[str, Any]:
         model.load_state_dict(model.state_dict())
         shards = original.tracker.shards
         delta = original.tracker.get_delta()
-        for fqn in original.tracker.fused_tables:
+        for fqn in original.tracker.live.fused_tables:
             assert len(delta[fqn]) == shards[fqn].num_rows
         errors = original.tracker.num_hook_errors
     original.tracker.detach()
@@ -159,13 +161,13 @@ def shared_collisions(rank: int, world_size: int) -> int:
     tracker.get_delta()
     num_rows = 0
     for _ in range(6):
-        before, owners = tracker.read_tables(), {fqn: each.clone() for fqn, each in tracker.owner_views().items()}
+        before, owners = tracker.read_tables(), {fqn: each.clone() for fqn, each in tracker.live.owner_views().items()}
         copied(collision_batch(draw)).backward()
         delta = tracker.get_delta()
         for fqn, rows in tracker.read_tables().items():
-            is_changed = (before[fqn] != rows).any(dim=1) | (owners[fqn] != tracker.owner_views()[fqn])
+            is_changed = (before[fqn] != rows).any(dim=1) | (owners[fqn] != tracker.live.owner_views()[fqn])
             assert torch.isin(is_changed.nonzero().flatten(), delta[fqn].ids).all()
-            num_rows += int((owners[fqn] != tracker.owner_views()[fqn]).sum())
+            num_rows += int((owners[fqn] != tracker.live.owner_views()[fqn]).sum())
     assert tracker.num_hook_errors == 0
     return num_rows
 
@@ -180,13 +182,13 @@ def copied_collisions(rank: int, world_size: int) -> list[int]:
     with _groups_are_shared():
         copied = _copy(model)
     tracker.get_delta()
-    before = {fqn: owners.clone() for fqn, owners in tracker.owner_views().items()}
+    before = {fqn: owners.clone() for fqn, owners in tracker.live.owner_views().items()}
     again = ModelDeltaTracker(copied)
     for _ in range(5):
         copied(collision_batch(draw)).backward()
     moved = again.get_delta()
     assert tracker.get_delta().num_rows == 0
-    assert all(torch.equal(owners, before[fqn]) for fqn, owners in tracker.owner_views().items())
+    assert all(torch.equal(owners, before[fqn]) for fqn, owners in tracker.live.owner_views().items())
     assert tracker.num_hook_errors + again.num_hook_errors == 0
     again.detach()
     copied(collision_batch(draw)).backward()

@@ -42,14 +42,14 @@ def views(rank: int, world_size: int, optimizer: str) -> None:
     spec, model = _model(world_size, optimizer=optimizer)
     generator = torch.Generator().manual_seed(rank)
     with ModelDeltaTracker(model) as tracker:
-        tracker.check_recoverable()
-        held = {fqn: tracker.state_views(fqn) for fqn in tracker.tables}
+        tracker.live.check_recoverable()
+        held = {fqn: tracker.live.state_views(fqn) for fqn in tracker.tables}
         for _ in range(3):
             model(batch(spec, generator)).backward()
         name, states = _NAMES[optimizer]
         for fqn, shard_spec in tracker.shards.items():
-            found = tracker.table_states.get(fqn)
-            if fqn not in tracker.fused_tables or not shard_spec.columns:
+            found = tracker.live.table_states.get(fqn)
+            if fqn not in tracker.live.fused_tables or not shard_spec.columns:
                 assert found is None
                 assert not any(held[fqn])
                 continue
@@ -68,7 +68,7 @@ def views(rank: int, world_size: int, optimizer: str) -> None:
                     assert view.data_ptr() == state.data_ptr()
                     assert torch.equal(view.flatten(), state.flatten())
                     assert view.count_nonzero() > 0
-        storages = tracker.unfused_storages()
+        storages = tracker.live.unfused_storages()
         parameters = {each.untyped_storage().data_ptr() for each in model.parameters()}
         assert {fqn: is_replicated for fqn, (_, is_replicated) in storages.items()} == {
             "ec.embedding_bags.dense": False,
@@ -91,16 +91,16 @@ def scalars(rank: int, world_size: int) -> None:
     for group in model.fused_optimizer.param_groups:
         group["lr"] = 0.25
     with ModelDeltaTracker(model) as tracker, ModelDeltaTracker(other) as target:
-        read = tracker.kernel_scalars()
+        read = tracker.live.kernel_scalars()
         shards = target._model.shards
-        assert read.keys() == {fqn for fqn in tracker.fused_tables if tracker.shards[fqn].columns}
+        assert read.keys() == {fqn for fqn in tracker.live.fused_tables if tracker.shards[fqn].columns}
         assert all(each["group_lr"] == 0.25 != each["lr"] for each in read.values())
         assert all(each["iter_cpu"] >= 3 for each in read.values())
         first = next(iter(read))
         read[first] |= {"eps": 0.5, "beta1": 0.5, "beta2": 0.75, "weight_decay": 0.125}
         kernel = shards[first].places[0][0]
         alike = {fqn: read[first] for fqn in read if any(each is kernel for each, _ in shards[fqn].places)}
-        before = target.kernel_scalars()
+        before = target.live.kernel_scalars()
         if len(alike) > 1:
             with pytest.raises(RestoreMismatchError, match="eps"):
                 check_scalars(shards, read)
@@ -109,25 +109,25 @@ def scalars(rank: int, world_size: int) -> None:
         without = {fqn: {name: each for name, each in read[first].items() if name != "beta2"} for fqn in alike}
         with pytest.raises(RestoreMismatchError, match="beta2"):
             check_scalars(shards, read | without)
-        assert target.kernel_scalars() == before
+        assert target.live.kernel_scalars() == before
         check_scalars(shards, read | alike)
         write_scalars(shards, read | alike)
-        assert target.kernel_scalars() == read | alike
+        assert target.live.kernel_scalars() == read | alike
         other.fused_optimizer.zero_grad()
-        assert all(each["lr"] == 0.25 for each in target.kernel_scalars().values())
+        assert all(each["lr"] == 0.25 for each in target.live.kernel_scalars().values())
         other(batch(other_spec, generator)).backward()
-        assert target.kernel_scalars()[first]["iter_cpu"] == read[first]["iter_cpu"] + 1
+        assert target.live.kernel_scalars()[first]["iter_cpu"] == read[first]["iter_cpu"] + 1
         device_kernel = tbe_of(shards[first].places[0][0].module)
         counter = torch.zeros(1, dtype=torch.int64, device="meta")  # raises if its value is read
         with mock.patch.object(device_kernel, "iter", counter):
-            assert target.kernel_scalars()[first]["iter"].device.type == "meta"
+            assert target.live.kernel_scalars()[first]["iter"].device.type == "meta"
         column = target._model.shards["ec.embedding_bags.stacked"].places
         if len({id(each) for each, _ in column}) > 1:
             tbe_of(column[0][0].module).iter_cpu += 1
             with pytest.raises(InvalidArgumentError, match="with the same settings"):
-                target.kernel_scalars()
+                target.live.kernel_scalars()
             tbe_of(column[0][0].module).iter_cpu -= 1
-            target.kernel_scalars()
+            target.live.kernel_scalars()
 
 
 def refused(rank: int, world_size: int) -> None:
@@ -216,11 +216,11 @@ def written(rank: int, world_size: int) -> None:
     """States that are written in place are found; those that a backward pass writes are not."""
     spec, model = _model(world_size)
     with ModelDeltaTracker(model) as tracker:
-        watch = tracker.watch_states()
+        watch = tracker.live.watch_states()
         model(batch(spec, torch.Generator().manual_seed(rank))).backward()
         assert list(watch.written()) == []
         model.fused_optimizer.load_state_dict(model.fused_optimizer.state_dict())
-        held = [fqn for fqn, each in tracker.shards.items() if each.num_rows and fqn in tracker.fused_tables]
+        held = [fqn for fqn, each in tracker.shards.items() if each.num_rows and fqn in tracker.live.fused_tables]
         assert list(watch.written()) == held
         assert list(watch.written()) == []
         # As after a reshard that leaves this rank no rows.

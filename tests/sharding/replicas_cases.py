@@ -48,7 +48,7 @@ def _train(model: nn.Module, spec: Spec, generator: torch.Generator, tracker: Mo
 def _shrink(model: nn.Module, tracker: ModelDeltaTracker) -> None:
     """Scale the rows so that many values are close to the smallest ones of float16."""
     for fqn in tracker.tables:
-        for view in tracker.column_views(fqn):
+        for view in tracker.live.column_views(fqn):
             view.data.mul_(1e-3)
             tracker.mark_changed(fqn)
 
@@ -130,7 +130,7 @@ def follow(
             assert predictor.sync() == manifest.version
             for fqn, place in tracker.shards.items():
                 rows = slice(place.row_offset, place.row_offset + place.num_rows)
-                for (first, end), view in zip(place.columns, tracker.column_views(fqn), strict=True):
+                for (first, end), view in zip(place.columns, tracker.live.column_views(fqn), strict=True):
                     if is_synced or place.replica == 0:
                         assert torch.equal(held[fqn][rows, first:end], view), (number, fqn)
             blocks = [(block.table, block.rows, block.columns) for part in manifest.parts for block in part.blocks]
@@ -325,7 +325,7 @@ def written_before(rank: int, world_size: int, num_replicas: int, mode: str) -> 
     with ModelDeltaTracker(model, mode=TrackingMode(mode)) as tracker:
         model.sync()
         tracker.clear()
-        (view,) = tracker.column_views("ec.embeddings.t")
+        (view,) = tracker.live.column_views("ec.embeddings.t")
         (weight,) = (each for each in model.parameters() if each.data_ptr() == view.data_ptr())
         with torch.no_grad():
             weight[3] += 1

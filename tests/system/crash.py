@@ -160,7 +160,7 @@ class Life:
         predictor.sync()
         for fqn, spec in self._tracker.shards.items():
             rows = slice(spec.row_offset, spec.row_offset + spec.num_rows)
-            for (first, end), view in zip(spec.columns, self._tracker.column_views(fqn), strict=True):
+            for (first, end), view in zip(spec.columns, self._tracker.live.column_views(fqn), strict=True):
                 assert torch.equal(held[fqn][rows, first:end], view), f"{fqn} at version {predictor.version}"
         if dist.get_rank() == 0:  # rank 0's dense tensors are published
             for name, tensor in self._dense().items():

@@ -191,7 +191,7 @@ class Trainer:
     def _blocks(self) -> Iterator[list[Any]]:
         """Yield the first row, the columns and the digest of each block of rows of this rank, and dense tensors."""
         for fqn, spec in self._tracker.shards.items():
-            for (first, end), view in zip(spec.columns, self._tracker.column_views(fqn), strict=True):
+            for (first, end), view in zip(spec.columns, self._tracker.live.column_views(fqn), strict=True):
                 yield [fqn, spec.row_offset, first, end, len(view), digest(view)]
         if dist.get_rank() == 0:
             for name, tensor in self._dense.named_parameters():

@@ -115,7 +115,7 @@ class Trainer:
     def tables(self) -> dict[str, Tensor]:
         """Copy each table from the blocks of its columns."""
         return {
-            fqn: torch.cat([view.detach() for view in self.tracker.column_views(fqn)], 1).clone()
+            fqn: torch.cat([view.detach() for view in self.tracker.live.column_views(fqn)], 1).clone()
             for fqn in self.tracker.tables
         }
 

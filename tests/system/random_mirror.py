@@ -158,7 +158,7 @@ class Copy:
     def _check_excess(self, fqn: str, ids: Tensor, moved: Tensor) -> None:
         if self._allows_all:
             return
-        if fqn in self._tracker.fused_tables:
+        if fqn in self._tracker.live.fused_tables:
             offset = self._tracker.shards[fqn].row_offset
             extra = {row + offset for row in ids.tolist()} - self._touched.get(fqn, set())
         else:

@@ -173,7 +173,7 @@ class Soak:
             self.problems.append(f"the predictor is at version {self._predictor.version} of {last.version}")
         for fqn in self._tracker.tables:
             (first, *_) = self._tracker.shards[fqn].columns
-            trained = torch.cat(list(self._tracker.column_views(fqn)), dim=1)
+            trained = torch.cat(list(self._tracker.live.column_views(fqn)), dim=1)
             if not torch.equal(trained, self._served[fqn]):
                 self.problems.append(f"{fqn} differs from the trainer, columns from {first}")
         self._tracker.detach()

@@ -568,7 +568,7 @@ def from_stream(rank: int, world_size: int) -> list[str]:
 
     with torch.no_grad():
         for name in tracker.tables:
-            for view in tracker.column_views(name):
+            for view in tracker.live.column_views(name):
                 view.add_(1.0)
     tracker.restore_from_stream(7, {"b": {fqn: torch.tensor([2, 0], dtype=torch.int32)}, "c": {fqn: None}}, {"a": [1]})
     assert (tracker.num_batches, tracker.restored) == (7, Restored.STREAM)

@@ -141,7 +141,7 @@ def raw_ids_of_deltas(rank: int, world_size: int, num_steps: int) -> dict[str, A
                 assert rows.evicted.tolist() == _where(moved, before, ids)
                 assert rows.admitted.tolist() == _where(moved, now, ids)
                 assert {slot for slot in range(len(now)) if now[slot] != before[slot]} <= set(ids)
-                assert tracker.owner_views()[fqn].tolist() == now
+                assert tracker.live.owner_views()[fqn].tolist() == now
                 held[consumer][fqn] = now
                 counts["evicted"] += int((rows.evicted != NO_OWNER).sum())
                 for slot in ids if consumer == "often" else []:
@@ -150,7 +150,7 @@ def raw_ids_of_deltas(rank: int, world_size: int, num_steps: int) -> dict[str, A
                     past.add(now[slot])
     assert tracker.num_hook_errors == 0
     tracker.detach()
-    return counts | {"identities": str(tracker.identities)}
+    return counts | {"identities": str(tracker.live.identities)}
 
 
 def _where(moved: list[bool], owners: list[int], ids: list[int]) -> list[int]:
@@ -165,7 +165,7 @@ def left_out_owners(rank: int, world_size: int, scored: bool) -> int:
     top_k = TopK(rows=1, score=(lambda _, rows: torch.zeros(len(rows))) if scored else None)
     count = num_left_out = 0
     with ModelDeltaTracker(model, mode=mode) as tracker:
-        sent = {fqn: view.clone() for fqn, view in tracker.owner_views().items()}
+        sent = {fqn: view.clone() for fqn, view in tracker.live.owner_views().items()}
         for _ in range(25):
             model(collision_batch(generator)).backward()
             delta = tracker.get_delta(top_k=top_k)
@@ -173,7 +173,7 @@ def left_out_owners(rank: int, world_size: int, scored: bool) -> int:
             for fqn, rows in delta.items():
                 count += int((rows.raw_ids != sent[fqn][rows.ids]).sum())
                 sent[fqn][rows.ids] = rows.raw_ids
-                assert torch.equal(sent[fqn], tracker.owner_views()[fqn])
+                assert torch.equal(sent[fqn], tracker.live.owner_views()[fqn])
                 # A row that was left out earlier has no new owner, and one that was sent has its own former owner.
                 kept = delta.left_out.get(fqn)
                 assert kept is None or torch.equal(kept.former, sent[fqn][kept.ids])
@@ -209,7 +209,7 @@ def checkpoint_of_owners(rank: int, world_size: int) -> None:
         for fqn, rows in delta.items():
             assert (rows.evicted == NO_OWNER).all()
             left_out = delta.left_out[fqn].ids if fqn in delta.left_out else rows.ids[:0]
-            assert (other.owner_views()[fqn][left_out] == NO_OWNER).all()
+            assert (other.live.owner_views()[fqn][left_out] == NO_OWNER).all()
 
 
 def resharded_owners(rank: int, world_size: int) -> str:
@@ -241,7 +241,7 @@ def reattached_owners(rank: int, world_size: int) -> None:
         for _ in range(9):
             model(collision_batch(generator)).backward()
         tracker.get_delta()
-        before = {fqn: view.clone() for fqn, view in tracker.owner_views().items()}
+        before = {fqn: view.clone() for fqn, view in tracker.live.owner_views().items()}
         tracker.detach()
         for _ in range(9):
             model(collision_batch(generator)).backward()
@@ -262,7 +262,7 @@ def buckets(rank: int, world_size: int) -> tuple[int, list[tuple[int, int]], lis
     model = shard_collision(world_size)
     module_of(model, "a")._output_segments_tensor.copy_(torch.tensor([0, _NUM_ROWS] + [-1] * 1023))
     with ModelDeltaTracker(model) as tracker:
-        return _described(tracker.identities["mc._embedding_module.embeddings.a"])
+        return _described(tracker.live.identities["mc._embedding_module.embeddings.a"])
 
 
 def hash_zch(rank: int, world_size: int) -> dict[str, Any]:
@@ -292,7 +292,7 @@ def hash_zch(rank: int, world_size: int) -> dict[str, Any]:
             owners[4] = -1 if name == "bucket" else owners[4]
             refused[name] = attempt(tracker.get_delta)
         return {
-            "identity": _described(tracker.identities[fqn]),
+            "identity": _described(tracker.live.identities[fqn]),
             "refused": refused,
         }
 
@@ -325,7 +325,7 @@ def other_modules(rank: int, world_size: int) -> dict[str, Any]:
     modules["a"] = _Constant(held)
     answer: dict[str, Any] = {"refused": attempt(lambda: ModelDeltaTracker(model))}
     with ModelDeltaTracker(model, fqns_to_skip=["a"]) as tracker:
-        answer["skipped"] = list(tracker.identities)
+        answer["skipped"] = list(tracker.live.identities)
     modules["a"] = held.rebuild_with_output_id_range((0, 8), [0, 8, 16])
     answer["ranges"] = attempt(lambda: ModelDeltaTracker(model))
     modules["a"] = held
@@ -334,7 +334,7 @@ def other_modules(rank: int, world_size: int) -> dict[str, Any]:
     del model.apart._managed_collision_modules["b"]
     answer["apart"] = attempt(lambda: ModelDeltaTracker(model))
     with ModelDeltaTracker(model, fqns_to_skip=["a"]) as tracker:
-        answer["apart, skipped"] = list(tracker.identities)
+        answer["apart, skipped"] = list(tracker.live.identities)
     return answer
 
 

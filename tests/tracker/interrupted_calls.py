@@ -452,7 +452,7 @@ def _trigger_compaction(world: World) -> Call:
 
 def _mark_changed(world: World) -> Call:
     fqn = next(iter(world.tracker.tables))
-    world.tracker.column_views(fqn)[0].data[11] += 1
+    world.tracker.live.column_views(fqn)[0].data[11] += 1
     action = partial(world.tracker.mark_changed, fqn, torch.tensor([11]))
     return Call(action, lambda _: action())
 
