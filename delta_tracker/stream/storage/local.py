@@ -220,7 +220,8 @@ def pieces(buffers: Iterable[memoryview]) -> Iterator[memoryview]:
 def make_folder(directory: Path, folder: str) -> None:
     """Create a missing folder in the directory of a store, which must exist."""
     # Not parents=True: if a volume is not mounted, that would create the store on another disk.
-    for each in (*reversed(Path(folder).parents[:-1]), folder):
+    path = Path(folder)
+    for each in (*reversed(list(path.parents)[:-1]), path):
         (directory / each).mkdir(exist_ok=True)
 
 
