@@ -274,9 +274,9 @@ def _most_bytes(engine: str, num_rows: int, num_readers: int, num_open: int) -> 
         reader = store.log.consumers.names[turn % num_readers]
         for _ in range(1 + num_open):
             store.record(lookups({"t": torch.arange(0, num_rows, 100)}))
-            most = max(most, store.log.memory().log_bytes)
+            most = max(most, store.log.segments.memory().log_bytes)
             store.read(reader, commit=False)
-            most = max(most, store.log.memory().log_bytes)
+            most = max(most, store.log.segments.memory().log_bytes)
         store.read(reader)
     return most
 

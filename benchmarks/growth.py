@@ -304,7 +304,7 @@ def _changes(num_rows: Mapping[str, int], num_ids: int) -> Callable[[], Figures]
         begin = time.perf_counter()
         store.record(batch)
         marked = time.perf_counter()
-        num_bytes = store.log.memory().log_bytes
+        num_bytes = store.log.segments.memory().log_bytes
         again = time.perf_counter()
         rows = store.read()
         ended = time.perf_counter()
@@ -328,7 +328,7 @@ def _bits(num_rows: int, num_ids: int) -> Callable[[], Figures]:
         begin = time.perf_counter()
         store.record(batch)
         marked = time.perf_counter()
-        num_bytes = store.log.memory().log_bytes
+        num_bytes = store.log.segments.memory().log_bytes
         again = time.perf_counter()
         rows = store.read(commit=False)
         ended = time.perf_counter()

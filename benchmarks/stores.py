@@ -19,7 +19,7 @@ from delta_tracker.buffers import new_rows
 from delta_tracker.rows import take_rows
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.store.segments import SegmentStore
-from delta_tracker.types import Delta, DeltaRows
+from delta_tracker.types import DeltaRows
 
 _READER = "reader"
 
@@ -86,8 +86,7 @@ class Ours:
         rows = {
             name: DeltaRows(changed.ids, changed.states, known=changed.known) for name, changed in reading.rows.items()
         }
-        batches = reading.batches
-        reading.delta = Delta(rows, consumer=reader, start=reading.start, stop=reading.stop, batches=batches)
+        reading.returns(rows)
         reading.commit() if commit else reading.hold()
         return {name: (changed.ids, changed.states) for name, changed in rows.items()}
 

@@ -327,7 +327,7 @@ class PostLookupHook(Watcher):
     def _begin(self, update: _Update) -> bool:
         """Report that the rows of a lookup are about to be written. Return True."""
         key = next(self._keys)
-        update.open_keys[threading.get_ident()] = key
+        update.keys[threading.get_ident()] = key
         self.in_flight.discard(update)
         self.num_updates += 1
         if not update.is_proven:
@@ -346,7 +346,7 @@ class PostLookupHook(Watcher):
 
     def _end(self, update: _Update) -> None:
         """Report that the rows of a lookup have been written."""
-        key = update.open_keys.pop(threading.get_ident(), None)
+        key = update.keys.pop(threading.get_ident(), None)
         if update.is_missed:
             # Cuts since the start of the write have not marked the rows again.
             self._listener.mark_all_later(self._tables)
@@ -394,14 +394,14 @@ class _Update:
         ids: table FQN to ``[N]`` local ids; None for all rows.
         is_proven: True if the end of the node proves the write. False if the lookup was compiled or its node is
             unknown, so that it is in progress until the end of the backward pass.
-        open_keys: thread to key of the write. Several threads may run a backward pass of one graph.
+        keys: thread to key of the write. Several threads may run a backward pass of one graph.
         is_missed: True if a hook failed before it could begin the write.
         token: reports the end of the write when it is deleted, if the autograd engine could not take it.
     """
 
     ids: Mapping[str, Tensor | None]
     is_proven: bool
-    open_keys: dict[int, int] = field(default_factory=dict)
+    keys: dict[int, int] = field(default_factory=dict)
     is_missed: bool = False
     token: _BackwardToken | None = None
 

@@ -11,25 +11,23 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-from torch import Tensor
-
+from delta_tracker.rows import ChangedRows
 from delta_tracker.sharding.kernel_memory import one_cut
-from delta_tracker.tracker.consumer_lag import LagClock
-from delta_tracker.tracker.consumer_positions import ConsumerPositions
+from delta_tracker.tracker.cursors import Cursors
 from delta_tracker.tracker.log_consumers import LogConsumers
 from delta_tracker.tracker.log_segments import LogSegments
 from delta_tracker.tracker.log_state import LogState, PendingState
 from delta_tracker.tracker.log_writes import LogWrites
 from delta_tracker.tracker.store.owners import OwnerStore
 from delta_tracker.tracker.store.segments import SegmentStore
-from delta_tracker.types import Delta, Memory
+from delta_tracker.types import Delta
 
 
 class ChangeLog:
-    """Thread-safe log of changed rows: hooks report :attr:`writes`, and :attr:`consumers` read them.
+    """Log of changed rows: hooks report :attr:`writes`, and :attr:`consumers` read them.
 
-    All methods and properties may be called from any thread. They acquire :attr:`lock`. The lock is reentrant: hold it
-    around several calls that must see the same state.
+    All methods may be called from any thread. They acquire :attr:`lock`. The lock is reentrant: hold it around several
+    calls that must see the same state.
 
     The old state of a row is the data that the tracking mode saved before the row changed, such as the row's values.
 
@@ -44,6 +42,8 @@ class ChangeLog:
 
     Attributes:
         lock: lock of the log.
+        cursors: the consumers' cursors.
+        segments: the rows of all tables between two cuts.
         writes: listener of the hooks, with the writes in progress.
         consumers: the consumers, and their reads.
     """
@@ -60,69 +60,15 @@ class ChangeLog:
         owners: Mapping[str, OwnerStore] = MappingProxyType({}),
     ) -> None:
         self.lock = threading.RLock()
-        self._cursors = ConsumerPositions(consumers)
-        self._lag = LagClock()
-        self._segments = LogSegments(stores, owners, self._cursors, self._lag, delete_on_read=delete_on_read)
-        self.writes = LogWrites(self.lock, self._segments, auto_compact=auto_compact)
-        self.consumers = LogConsumers(
-            self.lock, self.writes, self._segments, self._lag, max_bytes=max_bytes, received=received
-        )
-
-    @property
-    def stores(self) -> Mapping[str, SegmentStore]:
-        """Mapping from table FQN to its current store."""
-        with self.lock:
-            return dict(self._segments.stores)
-
-    @property
-    def owners(self) -> Mapping[str, OwnerStore]:
-        """Mapping from the FQN of each table with managed collisions to the current store of its owners."""
-        with self.lock:
-            return dict(self._segments.owners)
-
-    def owners_of(self, fqn: str, ids: Tensor) -> Tensor:
-        """Return the owners of some slots at the last cut, ``[N]`` int64.
-
-        Args:
-            fqn: a table with managed collisions.
-            ids: ``[N]`` int64 local ids.
-        """
-        with self.lock:
-            return self._segments.owners[fqn].owners.index_select(0, ids)
-
-    @property
-    def num_batches(self) -> int:
-        """Number of ``step()`` calls, including those before a restored checkpoint."""
-        with self.lock:
-            return self._cursors.num_batches
-
-    @property
-    def num_compacted(self) -> int:
-        """Value of :attr:`num_batches` at the last :meth:`compact`; 0 before the first."""
-        with self.lock:
-            return self._segments.num_compacted
-
-    @property
-    def num_recorded(self) -> Mapping[str, int]:
-        """Mapping from table FQN to the number of rows recorded as changed so far. Repeated rows count each time.
-
-        Does not wait for the device.
-        """
-        with self.lock:
-            return dict(self._segments.num_recorded)
-
-    def memory(self) -> Memory:
-        """Return the sizes in bytes of the log, of the stores' copies of their shards, and of the carried rows."""
-        with self.lock:
-            return Memory(self._segments.log_bytes, self._segments.copy_bytes, self._cursors.num_bytes)
+        self.cursors = Cursors(consumers)
+        self.segments = LogSegments(stores, owners, self.cursors, delete_on_read=delete_on_read)
+        self.writes = LogWrites(self.lock, self.segments, auto_compact=auto_compact)
+        self.consumers = LogConsumers(self.lock, self.writes, self.segments, max_bytes=max_bytes, received=received)
 
     def compact(self) -> None:
-        """Merge neighboring segments, unless a cursor or the end of a read lies between them.
-
-        If ``delete_on_read`` is True, first drop the rows that every consumer has committed.
-        """
+        """Call :meth:`LogSegments.compact`."""
         with self.lock:
-            self._segments.compact()
+            self.segments.compact()
 
     def replace(
         self,
@@ -140,15 +86,20 @@ class ChangeLog:
             owners: the new store of the owners of each of these tables that has managed collisions.
             gone: FQNs of the tables to remove from the log, with their pending rows. Some may be removed already.
         """
+        if not (stores or gone):
+            return
+        changed = {*stores, *gone}
+
+        def others(rows: Mapping[str, ChangedRows]) -> dict[str, ChangedRows]:
+            return {fqn: each for fqn, each in rows.items() if fqn not in changed}
+
         with self.lock:
-            self._segments.fence.guard(store.device for store in {**self._segments.stores, **stores}.values())
-            self._segments.fence.enter()
-            if stores or gone:
-                self._cursors.forget_tables({*stores, *gone})
-            if gone:
-                self.writes.remove_tables(gone)
-                self._segments.remove(gone)
-            self._segments.replace(stores, owners)
+            cursors = self.cursors
+            consumers = {
+                name: replace(each, carried=others(each.carried), reads=()) for name, each in cursors.consumers.items()
+            }
+            cursors.consumers, cursors.origin = consumers, others(cursors.origin)
+            self.segments.replace(stores, owners, gone)
 
     def state(self) -> LogState:
         """Return the state for a checkpoint: the pending rows of every consumer, and the log's history if it is kept.
@@ -156,22 +107,24 @@ class ChangeLog:
         The pending rows include those of uncommitted reads and writes in progress. Consumers that a publisher adds
         while it copies a snapshot are omitted. Waits for the device. Moves no cursor.
         """
-        segments = self._segments
+        segments, cursors = self.segments, self.cursors
         with self.lock, one_cut():
             segments.fence.enter()
             segments.notice_writes(segments.stores)
             segments.update_owners()
             for store in segments.stores.values():
                 store.catch_up()
-            consumers = {}
-            for name in self._cursors.names:
-                consumer = self._cursors[name]
-                if consumer.is_transient:
-                    continue
-                rows = {} if consumer.is_behind else segments.changed_since(consumer.position, consumer.carried)
-                consumers[name] = PendingState(consumer.batch, rows, consumer.is_behind)
-            history = None if segments.delete_on_read else segments.changed_since(0, self._cursors.origin)
-            return LogState(self._cursors.num_batches, consumers, history)
+            consumers = {
+                name: PendingState(
+                    each.batch,
+                    {} if each.is_behind else segments.changed_since(each.position, each.carried),
+                    each.is_behind,
+                )
+                for name, each in cursors.consumers.items()
+                if not each.is_transient
+            }
+            history = None if segments.delete_on_read else segments.changed_since(0, cursors.origin)
+            return LogState(cursors.num_batches, consumers, history)
 
     def restore(self, state: LogState) -> None:
         """Replace all pending rows with ``state``; rows of writes in progress stay pending. Aborts all reads.
@@ -182,7 +135,7 @@ class ChangeLog:
             state: pending rows of exactly this log's consumers. If its ``history`` is None, a rewind makes all rows
                 pending. The former owners of rows without :attr:`ChangedRows.former` are unknown.
         """
-        segments = self._segments
+        segments, cursors = self.segments, self.cursors
         with self.lock, one_cut():
             assert set(state.consumers) == set(self.consumers.names), "checked by the caller"
             segments.fence.enter()
@@ -191,36 +144,25 @@ class ChangeLog:
                 stores = {} if segments.delete_on_read else segments.stores
                 origin = {fqn: store.unknown() for fqn, store in stores.items()}
             origin = segments.with_former(origin)
-            consumers = {
-                name: replace(pending, rows=segments.with_former(pending.rows))
-                for name, pending in state.consumers.items()
-            }
+            pending = {name: segments.with_former(each.rows) for name, each in state.consumers.items()}
             try:
                 segments.forget()
                 self.writes.cut()
-                self._cursors.restore(segments.position, consumers, origin)
+                for name, each in state.consumers.items():
+                    known = cursors.consumers[name]
+                    moved = known.moved(segments.position, each.batch, pending[name])
+                    cursors.consumers[name] = moved.dropped(moved.position, None) if each.is_behind else moved
+                cursors.origin, cursors.num_batches = origin, state.num_batches
             except BaseException:  # out of memory, or interrupted: some marks are lost
-                self.mark_everything_later()
+                segments.mark_all_later()
                 raise
-            self._cursors.num_batches = state.num_batches
-            for name, pending in state.consumers.items():
-                self._lag.placed(name, segments.position, has_rows=pending.has_rows)
 
     def mark_everything(self) -> None:
-        """Make all rows pending for every consumer, with unknown old states and owners. Aborts all reads."""
+        """Make all rows pending for every consumer at the next cut, with unknown old states. Aborts all reads."""
         with self.lock:
-            nothing = {name: PendingState(self._cursors.num_batches, {}) for name in self._cursors.names}
+            num_batches = self.cursors.num_batches
+            nothing = {name: PendingState(num_batches, {}) for name in self.consumers.names}
             try:
-                self.restore(LogState(self._cursors.num_batches, nothing, {}))
-                for owners in self._segments.owners.values():
-                    owners.mark_unknown()
-                for fqn in self._segments.stores:
-                    self.writes.mark(fqn, None, is_written=True)
-            except BaseException:
-                self.mark_everything_later()
-                raise
-
-    def mark_everything_later(self) -> None:
-        """Make all rows pending for every consumer at the next cut. Takes no memory."""
-        with self.lock:
-            self._segments.mark_all_later()
+                self.restore(LogState(num_batches, nothing, {}))
+            finally:
+                self.segments.mark_all_later()

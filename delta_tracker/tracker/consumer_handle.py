@@ -74,9 +74,7 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
         self._is_transient = is_transient
         self._is_released = False
         # Without the log: the finalizer would keep it, and the model, which may refer to this handle.
-        self._deleted = weakref.finalize(
-            self, _abandon, (name, is_transient), log.consumers.abandoned, checkpoint.notes
-        )
+        self._deleted = weakref.finalize(self, _abandon, name, log.consumers.abandoned, checkpoint.notes)
         self._deleted.atexit = False
 
     @property
@@ -92,7 +90,7 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
     @property
     def position(self) -> int:
         """Log position of the consumer's cursor."""
-        return self._log.consumers.position(self._held())
+        return self._log.cursors.consumers[self._held()].position
 
     # Reading
 
@@ -162,11 +160,25 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
     @property
     def needs_snapshot(self) -> bool:
         """True if the consumer was dropped because the log exceeded ``max_bytes``, and therefore needs all rows."""
-        return self._log.consumers.is_behind(self._held())
+        return self._log.cursors.consumers[self._held()].is_behind
 
     def others(self) -> dict[str, tuple[int, dict[str, Tensor]]]:
-        """Return what is pending for the tracker's other consumers; see :meth:`LogConsumers.others`."""
-        return self._log.consumers.others(self._held())
+        """Return what is pending for the tracker's other consumers, as far as the log can tell without reading it.
+
+        Consumers that were dropped, and those that :meth:`begin_copy` added, are omitted.
+
+        Returns:
+            Name to the position of the consumer's cursor, and its carried rows: table FQN to ``[N]`` int64 local ids.
+            The rows that changed after the cursor are pending, too.
+        """
+        own = self._held()
+        with self._log.lock:
+            others = [self._log.cursors.consumers[name] for name in self._log.consumers.names if name != own]
+        return {
+            each.name: (each.position, {fqn: rows.ids for fqn, rows in each.carried.items() if len(rows)})
+            for each in others
+            if not each.is_transient and not each.is_behind
+        }
 
     def note_of(self, name: str) -> object:
         """Return the note about a consumer of the tracker; None if there is none.
@@ -257,8 +269,7 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
             raise
         except BaseException:  # remove the consumer, because no handle is returned
             copy._deleted.detach()
-            if name in self._log.consumers.names:
-                self._log.consumers.remove(name)
+            self._log.consumers.remove(name)
             raise
         return copy
 
@@ -294,10 +305,10 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
         """
         if self._is_released:
             return
-        if not self._is_transient:
-            self._log.consumers.release(self._name)
-        elif self._name in self._log.consumers.names:  # an interrupted call may have removed it
+        if self._is_transient:
             self._log.consumers.remove(self._name)
+        else:
+            self._log.consumers.release(self._name)
         self._deleted.detach()
         self._is_released = True
 
@@ -326,11 +337,8 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
             raise InvalidArgumentError("delta", delta, f"Pass a delta of consumer {self._name!r}")
 
 
-def _abandon(
-    consumer: tuple[str, bool], abandoned: deque[tuple[str, bool]], notes: MutableMapping[str, object]
-) -> None:
+def _abandon(name: str, abandoned: deque[str], notes: MutableMapping[str, object]) -> None:
     """Queue the end of a reservation. Takes no lock, because the garbage collector may call it in any thread."""
-    name, _ = consumer
     if name in notes:  # keep the size of the mapping, which another thread may iterate over
         notes[name] = None
-    abandoned.append(consumer)
+    abandoned.append(name)

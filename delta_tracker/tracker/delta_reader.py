@@ -21,7 +21,6 @@ from delta_tracker.sharding.weights import num_optimizer_states, read_optimizer,
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.modes import Capture
 from delta_tracker.tracker.profiling import profiler_range
-from delta_tracker.tracker.read import Read
 from delta_tracker.tracker.top_k import AllRanks, Candidates, TopK, choose
 from delta_tracker.tracker.tracked_model import TrackedModel
 from delta_tracker.types import Delta, DeltaRows
@@ -86,15 +85,19 @@ class DeltaReader:
                         if isinstance(top_k, TopK):
                             self._choose(error, top_k, ranks)  # report the error to the ranks that wait for this one
                         raise
-                    chosen = {} if top_k is None else self._choose(read.rows, top_k, ranks)
-                    read.delta = self._delta(
-                        read,
-                        chosen,
-                        with_states=with_states,
-                        with_values=with_values,
-                        with_optimizer=with_optimizer,
-                    )
-                    found = result(read.delta)
+                    chosen = {} if top_k is None else split_places(self._choose(read.rows, top_k, ranks))
+                    rows, left_out = {}, {}
+                    for fqn, changed in read.rows.items():
+                        sent = changed if with_states else changed.without_states()
+                        if fqn in chosen:
+                            kept, other = chosen[fqn]
+                            sent, left_out[fqn] = sent.take(kept, new_rows), changed.take(other, new_rows)
+                        elif fqn in read.shared:
+                            sent = sent.copy(new_rows)
+                        rows[fqn] = self._rows(
+                            fqn, sent, with_states=with_states, with_values=with_values, with_optimizer=with_optimizer
+                        )
+                    found = result(read.returns(rows, left_out))
                 if commit:
                     read.commit()
                 else:
@@ -122,53 +125,13 @@ class DeltaReader:
         if top_k is not None and top_k.score is None and not self._capture.has_scores:
             raise InvalidArgumentError("top_k", top_k, "Track in EMBEDDING or a momentum mode, or give TopK a score")
 
-    def _delta(
-        self,
-        read: Read,
-        chosen: Mapping[str, Tensor],
-        *,
-        with_states: bool,
-        with_values: bool,
-        with_optimizer: bool,
-    ) -> Delta:
-        """Build the delta of a read. Values and optimizer states are read from the current rows.
-
-        Args:
-            read: the read, with the pending rows.
-            chosen: table FQN to ``[N]`` bool, True for the rows to return. A table whose rows are all returned may be
-                missing.
-            with_states: as in :meth:`read`.
-            with_values: as in :meth:`read`.
-            with_optimizer: as in :meth:`read`.
-        """
-        rows, left_out = {}, {}
-        places = split_places(chosen) if chosen else {}
-        for fqn, changed in read.rows.items():
-            sent = changed if with_states else changed.without_states()
-            if fqn in places:
-                kept, other = places[fqn]
-                sent, left_out[fqn] = sent.take(kept, new_rows), changed.take(other, new_rows)
-            elif fqn in read.shared:
-                sent = sent.copy(new_rows)
-            rows[fqn] = self._rows(
-                fqn, sent, with_states=with_states, with_values=with_values, with_optimizer=with_optimizer
-            )
-        return Delta(
-            rows,
-            consumer=read.consumer,
-            start=read.start,
-            stop=read.stop,
-            batches=read.batches,
-            left_out=left_out,
-        )
-
     def _rows(
         self, fqn: str, changed: ChangedRows, *, with_states: bool, with_values: bool, with_optimizer: bool
     ) -> DeltaRows:
         shard = self._model.shards[fqn]
         owned = admitted = evicted = None
         if changed.former is not None:  # the table has managed collisions
-            owned = self._log.owners_of(fqn, changed.ids)
+            owned = self._owners(fqn, changed)
             is_same = changed.former == owned
             admitted, evicted = owned.masked_fill(is_same, NO_OWNER), changed.former.masked_fill(is_same, NO_OWNER)
         return DeltaRows(
@@ -182,6 +145,10 @@ class DeltaReader:
             admitted=admitted,
             evicted=evicted,
         )
+
+    def _owners(self, fqn: str, changed: ChangedRows) -> Tensor:
+        """Return the raw ids that own rows of a table with managed collisions at the last cut, ``[N]`` int64."""
+        return self._log.segments.owners[fqn].owners.index_select(0, changed.ids)
 
     def _choose(
         self, rows: Mapping[str, ChangedRows] | Exception, top_k: TopK, ranks: AllRanks | None
@@ -235,7 +202,7 @@ class DeltaReader:
         if top_k.max_age is not None and changed.ages is not None:
             is_due = changed.ages >= top_k.max_age
         if changed.former is not None:  # without its new raw id, the consumer would use the row for the former one
-            is_due |= changed.former != self._log.owners_of(fqn, changed.ids)
+            is_due |= changed.former != self._owners(fqn, changed)
         return Candidates(scores, is_due, spec.num_columns * spec.table.dtype.itemsize + _ID_BYTES)
 
     def _scores(self, shard: LocalShard, changed: ChangedRows) -> Tensor:

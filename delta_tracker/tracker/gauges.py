@@ -9,7 +9,7 @@ from delta_tracker.monitor.series import Cell
 
 if TYPE_CHECKING:
     from delta_tracker.tracker.change_log import ChangeLog
-    from delta_tracker.tracker.log_consumers import Standing
+    from delta_tracker.tracker.log_consumers import Lag
     from delta_tracker.tracker.tracked_model import TrackedModel
     from delta_tracker.types import Delta
 
@@ -54,27 +54,25 @@ class TrackerGauges:
         if not log.lock.acquire(timeout=_PATIENCE_SECONDS):
             return
         try:
-            memory = log.memory()
-            standings = log.consumers.standings(
-                counts=all(shard.device.type == "cpu" for shard in model.shards.values())
-            )
-            num_rows = {fqn: store.num_rows for fqn, store in log.stores.items()}
+            memory = log.segments.memory()
+            lags = log.consumers.lags(counts=all(shard.device.type == "cpu" for shard in model.shards.values()))
+            num_rows = {fqn: store.num_rows for fqn, store in log.segments.stores.items()}
         finally:
             log.lock.release()
         for kind in _KINDS:
             self._recorder.state_bytes.set(getattr(memory, f"{kind}_bytes"), kind=kind)
-        for consumer, standing in standings.items():
-            self._show_consumer(consumer, standing, num_rows)
-        for consumer in self._shown - standings.keys():
+        for consumer, lag in lags.items():
+            self._show_consumer(consumer, lag, num_rows)
+        for consumer in self._shown - lags.keys():
             self._remove_consumer(consumer)
-        self._shown = frozenset(standings)
+        self._shown = frozenset(lags)
 
-    def _show_consumer(self, consumer: str, standing: Standing, num_rows: dict[str, int]) -> None:
-        recorder, lag = self._recorder, standing.lag
+    def _show_consumer(self, consumer: str, lag: Lag, num_rows: dict[str, int]) -> None:
+        recorder = self._recorder
         recorder.consumer_lag_batches.set(lag.batches, consumer=consumer)
         recorder.consumer_lag_seconds.set(lag.seconds, consumer=consumer)
         recorder.oldest_pending_seconds.set(lag.oldest_pending or 0, consumer=consumer)
-        for fqn, pending in standing.pending.items():
+        for fqn, pending in lag.pending.items():
             recorder.pending_rows.set(pending, table=fqn, consumer=consumer)
             recorder.pending_ratio.set(pending / max(1, num_rows[fqn]), table=fqn, consumer=consumer)
 

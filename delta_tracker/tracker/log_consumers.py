@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -10,10 +11,10 @@ from functools import partial
 
 from torch import Tensor
 
-from delta_tracker.errors import InvalidArgumentError, NeedsSnapshotError
+from delta_tracker.errors import InvalidArgumentError, NeedsSnapshotError, ReservedConsumerError, StaleDeltaError
+from delta_tracker.rows import ChangedRows, merge_first
 from delta_tracker.sharding.kernel_hooks import is_capturing
-from delta_tracker.tracker.consumer_lag import Lag, LagClock
-from delta_tracker.tracker.consumer_positions import Consumer, ConsumerPositions, check_name
+from delta_tracker.tracker.cursors import Consumer, check_name
 from delta_tracker.tracker.log_segments import LogSegments, maintain
 from delta_tracker.tracker.log_writes import LogWrites
 from delta_tracker.tracker.read import Read
@@ -21,10 +22,20 @@ from delta_tracker.types import Delta
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """Lag of a consumer, and table FQN to number of its pending rows, which is empty if they were not counted."""
+class Lag:
+    """Lag of one consumer.
 
-    lag: Lag
+    Args:
+        batches: number of ``step()`` calls since the consumer's last committed read.
+        seconds: seconds since the consumer's last committed read.
+        oldest_pending: seconds since the consumer's oldest pending row was recorded, or a bound on this time (see
+            :meth:`~delta_tracker.tracker.cursors.Cursors.pending_since`). None if no row is known to be pending.
+        pending: table FQN to number of pending rows; empty if they were not counted.
+    """
+
+    batches: int
+    seconds: float
+    oldest_pending: float | None
     pending: Mapping[str, int]
 
 
@@ -36,16 +47,15 @@ class LogConsumers:
     Args:
         lock: the log's lock.
         writes: the writes in progress, which take part in each cut.
-        segments: the log's segments.
-        lag: clock of the consumers' lag.
-        max_bytes: maximum size in bytes of the log and the carried rows (see :class:`ConsumerPositions`). If it is
-            exceeded, the consumer that lags furthest is dropped. None for no limit.
+        segments: the log's segments, with the consumers' cursors.
+        max_bytes: maximum size in bytes of the log and the carried rows. If it is exceeded, the consumer that lags
+            furthest is dropped. None for no limit.
         received: function that is called with each committed delta, while the lock is held. Not called for reads of the
             consumers that a publisher adds while it copies a snapshot.
 
     Attributes:
-        abandoned: reserved consumers whose owner was deleted without :meth:`release`, and True for those that are
-            transient. A destructor appends to it without the lock. The next operation ends these reservations.
+        abandoned: reserved consumers whose owner was deleted without :meth:`release`. A destructor appends to it
+            without the lock. The next operation ends these reservations, and removes those that are transient.
     """
 
     def __init__(
@@ -53,7 +63,6 @@ class LogConsumers:
         lock: threading.RLock,
         writes: LogWrites,
         segments: LogSegments,
-        lag: LagClock,
         *,
         max_bytes: int | None,
         received: Callable[[Delta], None] | None,
@@ -61,37 +70,58 @@ class LogConsumers:
         if max_bytes is not None and (type(max_bytes) is not int or max_bytes < 1):
             raise InvalidArgumentError("max_bytes", max_bytes, "Pass a whole number of 1 or more, or None")
         self.lock = lock
-        self.abandoned: deque[tuple[str, bool]] = deque()
+        self.abandoned: deque[str] = deque()
         self._writes = writes
         self._segments = segments
-        self._cursors: ConsumerPositions = segments.cursors
-        self._lag = lag
+        self._cursors = segments.cursors
         self._max_bytes = max_bytes
         self._received = received
-        for name in self._cursors.names:
-            self._lag.placed(name, 0)
 
     # Names
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the consumers."""
+        """Names of the consumers, in the order in which they were added."""
         with self.lock:
-            self.release_abandoned()
-            return self._cursors.names
+            self._release_abandoned()
+            return tuple(self._cursors.consumers)
 
-    def resolve(self, consumer: str | None) -> str:
-        """Check that a consumer exists and is not reserved, and return its name. None selects the only consumer.
+    def find(self, consumer: str | None) -> Consumer:
+        """Return the record of a consumer, also if it is reserved. None selects the only one that is not transient.
 
         Raises:
             InvalidArgumentError: if there is no such consumer, or no name was given and there are several.
-            ReservedConsumerError: if the consumer is reserved.
         """
         with self.lock:
-            self.release_abandoned()
-            name = self._cursors.resolve(consumer)
-            self._cursors.check_free(name)
-            return name
+            if self.abandoned:
+                self._release_abandoned()
+            known = self._cursors.consumers
+            if isinstance(consumer, str) and consumer in known:
+                return known[consumer]
+            lasting = [each for each in known.values() if not each.is_transient]
+            if consumer is None and len(lasting) == 1:
+                return lasting[0]
+            remedy = "Pass one of the known consumers: "
+            if consumer is None:
+                remedy = "Pass a name, because the tracker has several; known consumers: "
+            raise InvalidArgumentError(
+                "consumer", consumer, remedy + (", ".join(repr(each.name) for each in lasting) or "none")
+            )
+
+    def resolve(self, consumer: str | None) -> str:
+        """Return the name of a consumer that is not reserved. The argument and the other errors are as in :meth:`find`.
+
+        Raises:
+            ReservedConsumerError: if the consumer is reserved.
+        """
+        found = self.find(consumer)
+        if found.holder is not None:
+            remedy = (
+                "Pass another consumer, which you add with consumers=[...] or tracker.add_consumer(name): "
+                "each reader and each Publisher(tracker, url, consumer) needs its own"
+            )
+            raise ReservedConsumerError(found.name, found.holder, remedy)
+        return found.name
 
     def reserve(self, consumer: str | None, holder: str) -> str:
         """Reserve a consumer for ``holder`` until :meth:`release`, and return its name.
@@ -101,103 +131,66 @@ class LogConsumers:
         with self.lock:
             name = self.resolve(consumer)
             try:
-                self._cursors.reserve(name, holder)
+                self._put(replace(self._cursors.consumers[name], holder=holder))
                 return name  # noqa: TRY300  see below
             except BaseException:  # interrupted: the caller does not know that it has to release the consumer
-                self._cursors.reserve(name, None)
+                self.release(name)
                 raise
 
     def release(self, consumer: str) -> None:
         """End the reservation of a consumer."""
         with self.lock:
-            self._cursors.reserve(consumer, None)
+            self._put(replace(self._cursors.consumers[consumer], holder=None))
 
-    def release_abandoned(self) -> None:
-        """End the reservations in :attr:`abandoned`. The next compaction frees the rows of transient consumers."""
-        with self.lock:
-            while self.abandoned:
-                name, is_transient = self.abandoned[0]
-                self._cursors.abandon(name)
-                if is_transient:
-                    self._lag.removed(name)
-                self._segments.is_compact = False
-                self.abandoned.popleft()  # last: an interrupted call is repeated
+    def _release_abandoned(self) -> None:
+        while self.abandoned:
+            known = self._cursors.consumers.get(self.abandoned[0])
+            if known is None:
+                pass  # memory ran out before it was added
+            elif known.is_transient:
+                del self._cursors.consumers[known.name]
+            else:
+                self._put(replace(known, holder=None, reads=()))
+            self._segments.is_compact = False
+            self.abandoned.popleft()  # last: an interrupted call is repeated
+
+    def _put(self, consumer: Consumer) -> None:
+        self._cursors.consumers[consumer.name] = consumer
 
     # Cursors
 
-    @property
-    def batches(self) -> dict[str, int]:
-        """Mapping from consumer to the number of ``step()`` calls at its last committed read."""
-        with self.lock:
-            return {name: self._cursors[name].batch for name in self._cursors.names}
-
-    def position(self, consumer: str) -> int:
-        """Return the log position of a consumer's cursor. Every committed read moves the cursor."""
-        with self.lock:
-            return self._cursors[consumer].position
-
-    def is_behind(self, consumer: str | None) -> bool:
-        """Return True if a consumer was dropped and needs a snapshot, also if it is reserved; see :meth:`resolve`."""
-        with self.lock:
-            self.release_abandoned()
-            return self._cursors[self._cursors.resolve(consumer)].is_behind
-
-    def others(self, consumer: str) -> dict[str, tuple[int, dict[str, Tensor]]]:
-        """Return the pending rows of the other consumers, as far as the log can describe them without reading it.
-
-        Consumers that were dropped, and those that a publisher adds while it copies a snapshot, are omitted.
-
-        Returns:
-            Name to the position of the consumer's cursor, and its carried rows: table FQN to ``[N]`` int64 local ids.
-            The rows that changed after the cursor are pending, too.
-        """
-        with self.lock:
-            self.release_abandoned()
-            others = {name: self._cursors[name] for name in self._cursors.names if name != consumer}
-            return {
-                name: (each.position, {fqn: rows.ids for fqn, rows in each.carried.items() if len(rows)})
-                for name, each in others.items()
-                if not each.is_transient and not each.is_behind
-            }
-
     def num_pending(self, consumer: str | None) -> dict[str, int]:
-        """Return the number of pending rows of a consumer, also if it is reserved, by table FQN. Waits for the device.
-
-        Otherwise, the argument and the errors are those of :meth:`resolve`.
-        """
+        """Return the number of pending rows of a consumer, by table FQN; see :meth:`find`. Waits for the device."""
         with self.lock:
-            self.release_abandoned()
-            name = self._cursors.resolve(consumer)
+            found = self.find(consumer)
             self._segments.fence.enter()
             self._segments.notice_writes(self._segments.stores)
-            return self._segments.num_changed(self._cursors[name])
+            return self._segments.num_changed(found)
 
-    def standings(self, *, counts: bool) -> dict[str, Standing]:
-        """Return the lag and the number of pending rows of each consumer, by name.
-
-        Consumers that a publisher adds while it copies a snapshot are omitted. All rows are pending for a dropped
-        consumer.
+    def lags(self, *, counts: bool) -> dict[str, Lag]:
+        """Return the lag of each consumer that is not transient, by name. All rows are pending for a dropped consumer.
 
         Args:
-            counts: True to count the pending rows, which waits for the device. If False, :attr:`Standing.pending` is
-                empty, except for dropped consumers.
+            counts: True to count the pending rows, which waits for the device. If False, :attr:`Lag.pending` is empty,
+                except for dropped consumers.
         """
         with self.lock:
-            self.release_abandoned()
-            found: dict[str, Standing] = {}
-            for name in self._cursors.names:
-                consumer = self._cursors[name]
-                if consumer.is_transient:
+            self._release_abandoned()
+            now, segments, cursors = time.monotonic(), self._segments, self._cursors
+            found: dict[str, Lag] = {}
+            for each in cursors.consumers.values():
+                if each.is_transient:
                     continue
                 pending: Mapping[str, int] = {}
-                if consumer.is_behind:
-                    pending = {fqn: store.num_rows for fqn, store in self._segments.stores.items()}
+                if each.is_behind:
+                    pending = {fqn: store.num_rows for fqn, store in segments.stores.items()}
                 elif counts:
                     # No notice_writes() here: a hook in another thread may not have acknowledged its write yet.
-                    self._segments.fence.enter()
-                    pending = self._segments.num_changed(consumer)
-                lag = self._lag.lag(name, self._cursors.num_batches - consumer.batch)
-                found[name] = Standing(lag, pending)
+                    segments.fence.enter()
+                    pending = segments.num_changed(each)
+                since = cursors.pending_since(each)
+                age = None if since is None else now - since
+                found[each.name] = Lag(cursors.num_batches - each.batch, now - each.moved_at, age, pending)
             return found
 
     def add(self, consumer: str, *, holder: str | None = None) -> None:
@@ -213,19 +206,18 @@ class LogConsumers:
         """
         check_name(consumer)
         with self.lock:
-            self.release_abandoned()
-            if consumer in self._cursors.names:
-                raise InvalidArgumentError("consumer", consumer, f"Pass a name not in {list(self._cursors.names)}")
+            if consumer in self.names:
+                raise InvalidArgumentError("consumer", consumer, f"Pass a name not in {list(self.names)}")
             self._writes.cut()
-            self._lag.placed(consumer, self._segments.position)
-            self._cursors.add(consumer, self._segments.position, holder=holder)
+            position, batch = self._segments.position, self._cursors.num_batches
+            is_transient = holder is not None
+            self._put(Consumer(consumer, position, batch, time.monotonic(), holder=holder, is_transient=is_transient))
 
     def remove(self, consumer: str) -> None:
-        """Remove a consumer. With ``delete_on_read``, also drop the rows that were pending only for this consumer."""
+        """Remove a consumer, if it exists. With ``delete_on_read``, also drop the rows that only it has not read."""
         with self.lock:
-            name = self._cursors.resolve(consumer)
-            self._cursors.remove(name)
-            maintain(partial(self._lag.removed, name), self._segments.compact)
+            self._cursors.consumers.pop(consumer, None)
+            maintain(self._segments.compact)
 
     def clear(self, *consumers: str) -> None:
         """Discard the pending rows of consumers and treat them as up to date, even if they were dropped.
@@ -234,14 +226,13 @@ class LogConsumers:
         """
         with self.lock:
             self._writes.cut()
-            position = self._segments.position
-            tasks: list[Callable[[], None]] = [partial(self._lag.placed, name, position) for name in consumers]
+            cursors, position = self._cursors, self._segments.position
+            moved = {name: cursors.consumers[name].moved(position, cursors.num_batches) for name in consumers}
             try:
-                self._cursors.place(consumers, position)
-                maintain(*tasks, self._segments.compact)
+                cursors.consumers.update(moved)
+                maintain(self._segments.compact)
             except BaseException:  # interrupted: the caller does not know that nothing is pending
-                if any(self._cursors[name].position == position for name in consumers):
-                    self._segments.mark_all_later()
+                self._segments.mark_all_later()
                 raise
 
     def rewind(self, consumer: str) -> None:
@@ -255,8 +246,7 @@ class LogConsumers:
         with self.lock:
             if self._segments.delete_on_read:
                 raise InvalidArgumentError("delete_on_read", True, "Build the tracker with delete_on_read=False")
-            self._lag.placed(consumer, 0, has_rows=any(map(len, self._cursors.origin.values())))
-            self._cursors.rewind(consumer)
+            self._put(self._cursors.consumers[consumer].moved(0, 0, self._cursors.origin))
 
     def distrust(self, consumer: str, fqn: str, ids: Tensor, *, knows_owners: bool = True) -> None:
         """Make rows pending for one consumer, with unknown old states, and abort its uncommitted read.
@@ -268,16 +258,21 @@ class LogConsumers:
             knows_owners: True if the consumer has the owners of its last committed read; False if its owners are
                 unknown. No effect on a table without managed collisions.
         """
+        if not len(ids):
+            return
         with self.lock:
-            if len(ids):
-                segments = self._segments
-                segments.fence.enter()
-                rows = unknown = segments.with_former({fqn: segments.stores[fqn].unknown(ids)})[fqn]
-                if fqn in segments.owners and knows_owners:
-                    rows = replace(rows, former=segments.former(fqn, rows.ids, self._cursors[consumer]))
+            segments, cursors = self._segments, self._cursors
+            segments.fence.enter()
+            rows = unknown = segments.with_former({fqn: segments.stores[fqn].unknown(ids)})[fqn]
+            known = cursors.consumers[consumer]
+            if fqn in segments.owners and knows_owners:
+                rows = replace(rows, former=segments.former(fqn, rows.ids, known))
+            since = time.monotonic() if known.carried_since is None else known.carried_since
+            carried = replace(known, carried=_over(rows, fqn, known.carried), carried_since=since, reads=())
+            if not segments.delete_on_read:
                 # The owners of this consumer are not those of a consumer that is rewound.
-                self._cursors.carry(consumer, fqn, rows, origin=None if segments.delete_on_read else unknown)
-                self._lag.distrusted(consumer)
+                cursors.origin = _over(unknown, fqn, cursors.origin)
+            self._put(carried)
 
     # Reads
 
@@ -295,24 +290,29 @@ class LogConsumers:
         """
         with self.lock:
             if self.abandoned:
-                self.release_abandoned()
-            segments, known = self._segments, self._cursors[consumer]
+                self._release_abandoned()
+            segments, cursors = self._segments, self._cursors
+            known = cursors.consumers[consumer]
             if known.is_behind:
                 raise NeedsSnapshotError(consumer, self._max_bytes)
-            batches = known.batch, self._cursors.num_batches
+            batches = known.batch, cursors.num_batches
             read = Read(self, consumer, known.position, segments.position + 1, batches)
-            self._cursors.begin(read)
+            begun = replace(known, reads=(*known.reads, read))
+            self._put(begun)
             try:
                 self._writes.cut()
                 if segments.owners:
                     segments.check_owners()
-                rows = segments.changed_since(known.position, known.carried, read.stop, with_states=with_states)
+                read.rows = segments.changed_since(known.position, known.carried, read.stop, with_states=with_states)
+                if known.carried:
+                    read.shared = frozenset(
+                        [fqn for fqn, rows in known.carried.items() if read.rows[fqn].ids is rows.ids]
+                    )
+                if cursors.pending_since(known) is None and any(map(len, read.rows.values())):
+                    self._put(replace(begun, carried_since=time.monotonic()))
             except BaseException:
                 read.abort()
                 raise
-            self._lag.found(consumer, sum(map(len, rows.values())))
-            read.shared = frozenset([fqn for fqn, carried in known.carried.items() if rows[fqn].ids is carried.ids])
-            read.rows = rows
             return read
 
     def uncommitted(self, delta: Delta) -> Read:
@@ -322,30 +322,36 @@ class LogConsumers:
             StaleDeltaError: if ``delta`` is no longer the consumer's uncommitted read.
             InvalidArgumentError: if the consumer was removed.
         """
-        with self.lock:
-            return self._cursors.uncommitted(delta)
+        for read in self.find(delta.consumer).reads:
+            if read.delta is delta:
+                return read
+        raise StaleDeltaError(delta.consumer)
 
     def hold(self, read: Read) -> None:
-        """Make ``read`` the uncommitted read of its consumer; see :meth:`Read.hold`."""
+        """Make ``read`` the only read of its consumer; see :meth:`Read.hold`."""
         with self.lock:
-            # Without an earlier one, commit() or abort() will compact the log.
-            if self._cursors.current(read).read is not None:
-                tasks = self._tasks_after_read()
-            else:
-                tasks = [] if self._max_bytes is None else [self._shed]
-            self._cursors.hold(read)
+            known = self._current(read)
+            self._put(replace(known, reads=(read,)))
             read.rows = {}
-            maintain(*tasks)
+            # Without an earlier read, commit() or abort() will compact the log.
+            self._maintain(compacts=len(known.reads) > 1)
 
     def commit(self, read: Read) -> None:
         """Move the consumer's cursor to the end of ``read``; see :meth:`Read.commit`."""
         with self.lock:
             self._segments.fence.enter()
-            tasks = self._tasks_after_read()
-            consumer = self._cursors.current(read)
+            known, delta = self._current(read), read.delta
+            tasks = []
+            if self._received is not None and delta is not None and not known.is_transient:
+                tasks.append(partial(self._received, delta))
+            moved = known.moved(read.stop, read.batches[1])
+            if delta is not None and delta.kept:
+                carried = {fqn: rows.aged() for fqn, rows in delta.kept.items()}
+                moved = replace(moved, carried=carried, carried_since=self._cursors.pending_since(known))
             try:
-                self._cursors.advance(read)
-                maintain(partial(self._count_received, read, consumer), *tasks)
+                self._put(moved)
+                self._segments.is_compact = False
+                self._maintain(*tasks)
             except BaseException:
                 self.abort(read)
                 raise
@@ -353,49 +359,55 @@ class LogConsumers:
     def abort(self, read: Read) -> None:
         """Discard ``read``; see :meth:`Read.abort`."""
         with self.lock:
-            if self._cursors.discard(read):
+            known = self._cursors.consumers.get(read.consumer)
+            if known is None:
+                return
+            if read in known.reads:
+                self._put(replace(known, reads=tuple(each for each in known.reads if each is not read)))
                 maintain(self._segments.compact)
-            elif self._cursors.has_committed(read):
+            elif known.position == read.stop:  # committed
                 for fqn, rows in (read.rows if read.delta is None else read.delta).items():
                     self.distrust(read.consumer, fqn, rows.ids, knows_owners=False)
 
-    def _count_received(self, read: Read, consumer: Consumer) -> None:
-        self._lag.committed(read.consumer, read.stop, leaves_out=read.delta is not None and bool(read.delta.kept))
-        if self._received is not None and read.delta is not None and not consumer.is_transient:
-            self._received(read.delta)
-
-    def _tasks_after_read(self) -> list[Callable[[], None]]:
-        self._segments.is_compact = False
-        # Compact at every sixteenth position also with auto_compact, because an idle model runs no output distribution.
-        compacts = not self._writes.compacts_after_odist or self._segments.position % 16 == 0
-        return ([self._segments.compact] if compacts else []) + ([] if self._max_bytes is None else [self._shed])
+    def _current(self, read: Read) -> Consumer:
+        """Check that ``read`` was not discarded, and return its consumer."""
+        known = self.find(read.consumer)
+        if read not in known.reads:
+            raise StaleDeltaError(read.consumer)
+        return known
 
     # Memory
 
     def step(self) -> None:
         """Count a batch and enforce ``max_bytes``."""
         with self.lock:
-            self.release_abandoned()
+            self._release_abandoned()
             self._writes.end_writes()
-            tasks: list[Callable[[], None]] = [self._shed]
-            if not is_capturing():  # the graph would contain the operations that mark rows
-                tasks.insert(0, partial(self._segments.notice_writes, self._segments.stores))
+            is_captured = is_capturing()  # the graph would contain the operations that mark rows
+            tasks = [] if is_captured else [partial(self._segments.notice_writes, self._segments.stores)]
             self._cursors.num_batches += 1
-            maintain(*tasks)
+            maintain(*tasks, self._shed)
+
+    def _maintain(self, *tasks: Callable[[], None], compacts: bool = True) -> None:
+        """Run tasks, compact the log unless a hook does so, and enforce ``max_bytes``."""
+        # Compact at every sixteenth position also with auto_compact, because an idle model runs no output distribution.
+        if compacts and (not self._writes.compacts_after_odist or self._segments.position % 16 == 0):
+            tasks += (self._segments.compact,)
+        maintain(*tasks, *(() if self._max_bytes is None else (self._shed,)))
 
     def _shed(self) -> None:
         segments, cursors = self._segments, self._cursors
         while self._max_bytes is not None and self._is_too_large(self._max_bytes):
-            hindmost = cursors.hindmost
-            start = None if hindmost is None else cursors[hindmost].position
-            if segments.synced and (start is None or min(segments.synced.values()) < start):
+            oldest = min(cursors.pinned, default=None)
+            if segments.synced and (oldest is None or min(segments.synced.values()) < oldest):
                 segments.synced.clear()  # the next sync() of the replicas marks all rows
-            elif hindmost is None:
+            elif oldest is None:
                 return
             else:
+                readers = [each for each in cursors.consumers.values() if not each.is_behind]
+                hindmost = min(readers, key=lambda each: each.position)
                 self._writes.cut()
-                cursors.give_up(hindmost, segments.position)
-                self._lag.given_up(hindmost, segments.position)
+                self._put(hindmost.dropped(segments.position, cursors.pending_since(hindmost)))
             segments.compact()
 
     def _is_too_large(self, max_bytes: int) -> bool:
@@ -403,7 +415,14 @@ class LogConsumers:
 
         If they do, frees the stores' spare row sets and checks once more.
         """
-        if self._segments.log_bytes + self._cursors.num_bytes <= max_bytes:
-            return False
-        self._segments.drop_spare()
-        return self._segments.log_bytes + self._cursors.num_bytes > max_bytes
+        for _ in range(2):
+            memory = self._segments.memory()
+            if memory.log_bytes + memory.carried_bytes <= max_bytes:
+                return False
+            self._segments.drop_spare()
+        return True
+
+
+def _over(rows: ChangedRows, fqn: str, tables: Mapping[str, ChangedRows]) -> dict[str, ChangedRows]:
+    """Return a copy of ``tables`` in which ``rows`` are added to table ``fqn`` and replace rows with equal ids."""
+    return {**tables, fqn: merge_first(rows, tables[fqn]) if fqn in tables else rows}

@@ -16,12 +16,12 @@ from delta_tracker.errors import UnsupportedTableError
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.rows import ChangedRows, merge_first
 from delta_tracker.sharding.kernel_memory import one_cut, reading_in_place
-from delta_tracker.tracker.consumer_lag import LagClock
-from delta_tracker.tracker.consumer_positions import Consumer, ConsumerPositions
+from delta_tracker.tracker.cursors import Consumer, Cursors
 from delta_tracker.tracker.profiling import profiler_range
 from delta_tracker.tracker.store.owners import OwnerStore
 from delta_tracker.tracker.store.segments import SegmentStore
 from delta_tracker.tracker.store.several_stores import changed_in_each, num_changed_in_each
+from delta_tracker.types import Memory
 
 _logger = logging.getLogger(__name__)
 _Context = Callable[[], AbstractContextManager[None]]
@@ -37,11 +37,11 @@ class LogSegments:
         owners: FQN of each table with managed collisions, to the store of the owners of its slots. Its segments have
             the positions of the table's own store, which has every slot whose owner changed.
         cursors: the consumers, whose cursors and reads separate segments.
-        lag: clock that gets the time of the first change in each segment.
         delete_on_read: True to drop rows that every consumer has committed.
 
     Attributes:
-        stores, owners, cursors, delete_on_read: the arguments; copies of the mappings.
+        stores, owners: the current stores. The mappings are never changed: read them without the lock.
+        cursors, delete_on_read: the arguments.
         position: number of cuts so far.
         fence: orders the uses of the stores by several CUDA streams.
         synced: table FQN to a position. Rows marked since then are kept, also if all consumers committed them.
@@ -49,6 +49,7 @@ class LogSegments:
         num_compacted: number of batches at the last :meth:`compact`; 0 before the first.
         is_compact: True if nothing that :meth:`compact` could merge or drop was added since its last call.
         reads_shards: True if marking rows may read them.
+        compact_waits: True if :meth:`compact` waits for the device.
         in_place: context manager in which marking rows flushes no cache; a cut flushes each cache once.
     """
 
@@ -56,16 +57,14 @@ class LogSegments:
         self,
         stores: Mapping[str, SegmentStore],
         owners: Mapping[str, OwnerStore],
-        cursors: ConsumerPositions,
-        lag: LagClock,
+        cursors: Cursors,
         *,
         delete_on_read: bool,
     ) -> None:
-        self.stores = dict(stores)
-        self.owners = dict(owners)
+        self.stores: Mapping[str, SegmentStore] = dict(stores)
+        self.owners: Mapping[str, OwnerStore] = dict(owners)
         self.cursors = cursors
         self.delete_on_read = delete_on_read
-        self._lag = lag
         self.position = self.num_compacted = 0
         self.is_compact = True
         self.num_recorded = dict.fromkeys(self.stores, 0)
@@ -77,19 +76,28 @@ class LogSegments:
 
     # Recording
 
-    def count(self, ids: Mapping[str, Tensor | None]) -> None:
-        """Count rows that are recorded as changed.
+    def record(self, ids: Mapping[str, Tensor | None], key: int | None = None, *, captures: bool = True) -> None:
+        """Enter :attr:`fence`, and count rows that the caller then marks.
 
         Args:
             ids: table FQN to ``[N]`` local ids; None for all rows.
+            key: key of the write that changes the rows, if it continues.
+            captures: True if marking captures the old states of the rows.
         """
+        self.fence.enter(key)
+        if captures and self.reads_shards:  # states that are captured after other writes are not the old ones
+            self.notice_writes([fqn for fqn in ids if self.stores[fqn].keeps_states])
+        self.count(ids)
+
+    def count(self, ids: Mapping[str, Tensor | None]) -> None:
+        """Count rows that are recorded as changed, as in :meth:`record`."""
         recorded, num_rows = self.num_recorded, 0
         for fqn, own in ids.items():
             num_own = self.stores[fqn].num_rows if own is None else own.numel()
             recorded[fqn] = recorded.get(fqn, 0) + num_own
             num_rows += num_own
         if num_rows:
-            self._lag.recorded(self.position)
+            self.cursors.note_change(self.position)
 
     def notice_writes(self, fqns: Iterable[str]) -> None:
         """Mark all rows of the tables in ``fqns`` whose weights may have been written without a report by a hook."""
@@ -98,10 +106,6 @@ class LogSegments:
                 self.fence.enter()
                 self.stores[fqn].notice_writes()
                 self.count({fqn: None})
-
-    def notice_before_capture(self, fqns: Iterable[str]) -> None:
-        """Call :meth:`notice_writes` for the tables in ``fqns`` that keep old states, before they are captured."""
-        self.notice_writes([fqn for fqn in fqns if self.stores[fqn].keeps_states])
 
     # Cuts
 
@@ -119,7 +123,7 @@ class LogSegments:
             for _, store in self._every if fqns is None else [(fqn, self.stores[fqn]) for fqn in fqns]:
                 store.cut(self.position)
                 if store.has_writes:  # the cut marked the rows of the writes again
-                    self._lag.recorded(self.position)
+                    self.cursors.note_change(self.position)
 
     def compact(self) -> None:
         """Merge neighboring segments, unless a cursor or the end of a read lies between them.
@@ -128,21 +132,20 @@ class LogSegments:
         """
         with profiler_range("delta_tracker: compact"):
             self.fence.enter()
-            if self.delete_on_read:
-                self._delete_committed()  # before the stores are compacted, so that dropped segments are not merged
-            crowded = [(fqn, store) for fqn, store in self._every if store.num_segments > 1]
-            pinned = self.cursors.pinned if crowded else set()
-            for fqn, store in crowded:
-                store.compact({*pinned, self.synced[fqn]} if fqn in self.synced else pinned)
-            self._lag.compact(pinned, forgets=self.delete_on_read)
+            pinned = self.cursors.pinned
+            if self.delete_on_read:  # before the stores are compacted, so that dropped segments are not merged
+                self._delete(min(pinned, default=None))
+            for fqn, store in self._every:
+                if store.num_segments > 1:
+                    store.compact({*pinned, self.synced[fqn]} if fqn in self.synced else pinned)
+            self.cursors.merge_times(pinned if self.delete_on_read else {0, *pinned})
             self.num_compacted = self.cursors.num_batches
             self.is_compact = True
 
-    def _delete_committed(self) -> None:
-        """Drop the rows that every consumer has committed, except those marked at or after :attr:`synced`."""
-        oldest = self.cursors.oldest
+    def _delete(self, oldest: int | None) -> None:
+        """Drop the rows marked before ``oldest``, except those marked at or after :attr:`synced`. None drops all."""
         for fqn, store in self._every:
-            synced = self.synced.get(fqn) if self.synced else None
+            synced = self.synced.get(fqn)
             if synced is None:
                 store.delete(oldest)
             else:
@@ -170,15 +173,6 @@ class LogSegments:
         """Return the number of pending rows of a consumer, by table FQN. Waits for the device."""
         carried = {fqn: rows.ids for fqn, rows in consumer.carried.items()}
         return num_changed_in_each(self.stores, consumer.position, carried)
-
-    def changed_since_sync(self, fqns: Iterable[str]) -> dict[str, Tensor | None]:
-        """Return the local ids of the rows marked since their table's position in :attr:`synced`; None without one."""
-        return {
-            fqn: self.stores[fqn].changed(self.synced[fqn], self.position + 1, with_states=False).ids
-            if fqn in self.synced
-            else None
-            for fqn in fqns
-        }
 
     # Owners of slots
 
@@ -243,48 +237,41 @@ class LogSegments:
         for _, store in self._every:
             store.mark_all_later()
 
-    def replace(self, stores: Mapping[str, SegmentStore], owners: Mapping[str, OwnerStore]) -> None:
-        """Replace the stores of some tables, and mark all rows of these tables, with unknown old states and owners.
+    def replace(
+        self, stores: Mapping[str, SegmentStore], owners: Mapping[str, OwnerStore], gone: Collection[str]
+    ) -> None:
+        """Replace and remove the stores of some tables, see ``ChangeLog.replace()``.
 
-        Args:
-            stores: table FQN to its new store.
-            owners: the new store of the owners of each of these tables that has managed collisions.
+        All rows of the new stores are marked. Nothing is replaced if memory for the marks is missing.
         """
-        for fqn, store in stores.items():
-            self.owners.pop(fqn, None)
-            if fqn in owners:
-                self.owners[fqn] = owners[fqn]
-                owners[fqn].cut(self.position)
-                owners[fqn].mark_unknown()
-            self.stores[fqn] = store
-            self.synced.pop(fqn, None)
-            self.count({fqn: None})
+        self.fence.guard(store.device for store in {**self.stores, **stores}.values())
+        self.fence.enter()
+        for store in (*stores.values(), *owners.values()):
             store.cut(self.position)
+        for store in stores.values():
             store.mark(None, is_written=True)
+        for own in owners.values():
+            own.mark_unknown()
+        changed = {*stores, *gone}
+        self.synced = {fqn: position for fqn, position in self.synced.items() if fqn not in changed}
+        self.owners = {**{fqn: own for fqn, own in self.owners.items() if fqn not in changed}, **owners}
+        self.stores = {fqn: store for fqn, store in {**self.stores, **stores}.items() if fqn not in gone}
+        self.num_recorded = {fqn: number for fqn, number in self.num_recorded.items() if fqn not in gone}
         self._list_stores()
-
-    def remove(self, fqns: Collection[str]) -> None:
-        """Remove the tables ``fqns``. Some may be removed already."""
-        for held in (self.stores, self.owners, self.synced, self.num_recorded):
-            for fqn in fqns:
-                held.pop(fqn, None)
-        self._list_stores()
+        self.count(dict.fromkeys(stores))
 
     def _list_stores(self) -> None:
         self._every = [*self.stores.items(), *self.owners.items()]
         self.fence.guard(store.device for _, store in self._every)
+        self.compact_waits = any(store.compact_waits for store in self.stores.values())
         self.reads_shards = any(store.reads_shard for store in self.stores.values())
         self.in_place: _Context = reading_in_place if self.reads_shards else nullcontext
 
-    @property
-    def log_bytes(self) -> int:
-        """Bytes of the row sets, old states and writes in progress of all stores."""
-        return sum(store.log_bytes for _, store in self._every)
-
-    @property
-    def copy_bytes(self) -> int:
-        """Bytes of the stores' copies of their shards."""
-        return sum(store.copy_bytes for _, store in self._every)
+    def memory(self) -> Memory:
+        """Return the sizes in bytes of the log, of the stores' copies of their shards, and of the carried rows."""
+        stores = [store for _, store in self._every]
+        log_bytes, copy_bytes = sum(each.log_bytes for each in stores), sum(each.copy_bytes for each in stores)
+        return Memory(log_bytes, copy_bytes, self.cursors.num_bytes)
 
     def drop_spare(self) -> None:
         """Free the memory that the stores keep for reuse."""
@@ -295,7 +282,7 @@ class LogSegments:
         """Yield all tensors of the log."""
         for _, store in self._every:
             yield from store.tensors()
-        for rows in self.cursors.held():
+        for rows in self.cursors.rows():
             yield from rows.tensors
 
 

@@ -23,11 +23,6 @@ class PendingState:
     rows: Mapping[str, ChangedRows]
     is_behind: bool = False
 
-    @property
-    def has_rows(self) -> bool:
-        """True if any row is pending. Also True for a dropped consumer, for which all rows are pending."""
-        return self.is_behind or any(map(len, self.rows.values()))
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogState:

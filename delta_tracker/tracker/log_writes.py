@@ -15,10 +15,12 @@ from delta_tracker.tracker.store.several_stores import begin_write_in_each, mark
 
 
 class LogWrites:
-    """Listener of the hooks, which marks the rows that they report in the segments; see :class:`UpdateListener`.
+    """Listener of the hooks, which marks the rows that they report in the segments.
 
-    All methods may be called from any thread. They acquire the log's lock, except :meth:`end_write_later` and
-    :meth:`mark_all_later`, which are lock-free. While a write is in progress, every cut marks its rows again.
+    Implements :class:`~delta_tracker.sharding.kernel_hooks.UpdateListener` and, for replicas,
+    :class:`~delta_tracker.sharding.replicas.SyncListener`. While a write is in progress, every cut marks its rows
+    again. All methods may be called from any thread. They acquire the log's lock, except :meth:`end_write_later` and
+    :meth:`mark_all_later`, which are lock-free.
 
     Args:
         lock: the log's lock.
@@ -30,22 +32,19 @@ class LogWrites:
         self.lock = lock
         self._segments = segments
         self._auto_compact = auto_compact
-        self._tables: dict[int, tuple[str, ...]] = {}  # key of a write in progress to its tables
+        self._keys: set[int] = set()  # of the writes in progress
         self._ended: deque[int] = deque()
 
     # Updates
 
     def begin_write(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
-        """Begin a write, and mark its rows as changed; see :class:`UpdateListener`."""
+        """Begin a write, and mark its rows as changed."""
         segments = self._segments
         with self.lock, segments.in_place(), profiler_range("delta_tracker: record"):
-            segments.fence.enter(key)
             if self._ended:
                 self.end_writes()
-            if segments.reads_shards:
-                segments.notice_before_capture(ids)
-            self._tables[key] = tuple(ids)
-            segments.count(ids)
+            self._keys.add(key)
+            segments.record(ids, key)
             begin_write_in_each(segments.stores, key, ids)
 
     def end_write(self, key: int, tables: Iterable[str]) -> None:
@@ -56,20 +55,17 @@ class LogWrites:
             self._end(key, tables)
 
     def end_write_later(self, key: int) -> None:
-        """End the write ``key`` at the next cut, or the next call of :meth:`begin_write` or ``step()``. Lock-free.
+        """End the write ``key`` at the next cut, or the next call of :meth:`begin_write` or ``step()``.
 
         No update is lost: every cut in between marks the rows of the write again.
         """
         self._ended.append(key)
 
     def looked_up(self, ids: Mapping[str, Tensor | None]) -> None:
-        """Mark rows as changed because they were looked up; see :class:`UpdateListener`."""
+        """Mark rows as changed because they were looked up."""
         segments = self._segments
         with self.lock, segments.in_place(), profiler_range("delta_tracker: record"):
-            segments.fence.enter()
-            if segments.reads_shards:
-                segments.notice_before_capture(ids)
-            segments.count(ids)
+            segments.record(ids)
             mark_in_each(segments.stores, ids)
 
     def mark(self, fqn: str, ids: Tensor | None, *, states: Tensor | None = None, is_written: bool = False) -> None:
@@ -79,10 +75,7 @@ class LogWrites:
         """
         segments = self._segments
         with self.lock, segments.in_place(), profiler_range("delta_tracker: record"):
-            segments.fence.enter()
-            if segments.reads_shards and states is None and not is_written:
-                segments.notice_before_capture([fqn])
-            segments.count({fqn: ids})
+            segments.record({fqn: ids}, captures=states is None and not is_written)
             segments.stores[fqn].mark(ids, states=states, is_written=is_written)
 
     def notice_writes(self, fqns: Iterable[str]) -> None:
@@ -97,7 +90,7 @@ class LogWrites:
                 self._segments.stores[fqn].acknowledge_writes()
 
     def mark_all_later(self, fqns: Collection[str], key: int | None = None) -> None:
-        """Mark all rows of the tables ``fqns`` at the next cut, with unknown old states; see :class:`UpdateListener`.
+        """Mark all rows of the tables ``fqns`` at the next cut, with unknown old states.
 
         Until the end of the write ``key``, every cut marks them, and so does the first cut afterwards. If a cut cannot
         mark the rows, the read fails, and the next cut marks them.
@@ -106,7 +99,7 @@ class LogWrites:
             if fqn in self._segments.stores:  # it may have left the model
                 self._segments.stores[fqn].mark_all_later(key)
         if key is not None and key != UNSEEN:
-            self._tables[key] = tuple(fqns)
+            self._keys.add(key)
 
     def output_launched(self) -> None:
         """Compact the log if ``auto_compact`` is set. Called after an output distribution was launched.
@@ -114,10 +107,9 @@ class LogWrites:
         Does not block. Does nothing if another thread holds the lock, or if there was no cut, commit or abort since the
         last compaction.
         """
-        if self._auto_compact and not self._segments.is_compact and self.lock.acquire(blocking=False):
+        if self.compacts_after_odist and not self._segments.is_compact and self.lock.acquire(blocking=False):
             try:
-                if self.compacts_after_odist:
-                    maintain(self._segments.compact)
+                maintain(self._segments.compact)
             finally:
                 self.lock.release()
 
@@ -127,8 +119,7 @@ class LogWrites:
 
         Compaction that waits for the device always runs after reads, which wait for the device anyway.
         """
-        with self.lock:
-            return self._auto_compact and not any(store.compact_waits for store in self._segments.stores.values())
+        return self._auto_compact and not self._segments.compact_waits
 
     # Replicas
 
@@ -138,30 +129,27 @@ class LogWrites:
         The value is None for a table without :meth:`synced` since its store was created, since the last
         :meth:`diverged` or since a restore, or since ``max_bytes`` was exceeded.
         """
+        segments, tables = self._segments, tuple(fqns)
         with self.lock:
-            tables = tuple(fqns)
-            self._segments.fence.enter()
-            self.end_writes()
-            self._segments.notice_writes(tables)
-            return self._segments.changed_since_sync(tables)
-
-    def unsynced(self, fqns: Iterable[str]) -> list[str]:
-        """Return those tables in ``fqns`` with rows that :meth:`changed_since_sync` returns. Waits for the device."""
-        return [fqn for fqn, ids in self.changed_since_sync(fqns).items() if ids is None or len(ids)]
+            self._catch_up(tables)
+            return {
+                fqn: segments.stores[fqn].changed(segments.synced[fqn], segments.position + 1, with_states=False).ids
+                if fqn in segments.synced
+                else None
+                for fqn in tables
+            }
 
     def synced(self, fqns: Iterable[str]) -> None:
         """Start to collect the result of :meth:`changed_since_sync` for the tables ``fqns``, and compact the log.
 
         The log keeps the rows marked from now on until the next call, also if all consumers commit them.
         """
+        segments, tables = self._segments, tuple(fqns)
         with self.lock:
-            tables = tuple(fqns)
-            self._segments.fence.enter()
-            self.end_writes()
-            self._segments.notice_writes(tables)
-            self._segments.cut(tables)
-            self._segments.synced.update(dict.fromkeys(tables, self._segments.position))
-            maintain(self._segments.compact)
+            self._catch_up(tables)
+            segments.cut(tables)
+            segments.synced.update(dict.fromkeys(tables, segments.position))
+            maintain(segments.compact)
 
     def diverged(self, fqns: Iterable[str]) -> None:
         """Make :meth:`changed_since_sync` return None for the tables ``fqns`` until the next :meth:`synced`."""
@@ -175,17 +163,13 @@ class LogWrites:
         """Return the number of writes in progress."""
         with self.lock:
             self.end_writes()
-            return len(self._tables)
+            return len(self._keys)
 
     def cut(self) -> None:
         """Start a segment, in which the rows of the writes in progress are marked again."""
-        segments = self._segments
         with self.lock:
-            segments.fence.enter()
-            if self._ended:
-                self.end_writes()
-            segments.notice_writes(segments.stores)
-            segments.cut()
+            self._catch_up(self._segments.stores)
+            self._segments.cut()
 
     def end_writes(self) -> None:
         """End the writes queued by :meth:`end_write_later`. Usually only failed backward passes have left any."""
@@ -193,17 +177,19 @@ class LogWrites:
             while self._ended:
                 key = self._ended[0]
                 self._segments.fence.leave(key)
-                self._end(key, self._tables.get(key, ()))
+                self._end(key, self._segments.stores if key in self._keys else ())
                 self._ended.popleft()  # last: an interrupted call is repeated
 
-    def remove_tables(self, fqns: Collection[str]) -> None:
-        """Forget the tables ``fqns`` of the writes in progress."""
-        with self.lock:
-            self._tables = {key: tuple(set(held).difference(fqns)) for key, held in self._tables.copy().items()}
+    def _catch_up(self, fqns: Iterable[str]) -> None:
+        """Take part in the order of the streams, and learn of the ends of writes and of writes without a report."""
+        self._segments.fence.enter()
+        if self._ended:
+            self.end_writes()
+        self._segments.notice_writes(fqns)
 
     def _end(self, key: int, tables: Iterable[str]) -> None:
         """End a write in its tables. An interrupted call can be repeated."""
         for fqn in tables:
             if fqn in self._segments.stores:  # it may have left the model
                 self._segments.stores[fqn].end_write(key)
-        self._tables.pop(key, None)
+        self._keys.discard(key)

@@ -29,7 +29,7 @@ class Progress:
     @property
     def num_batches(self) -> int:
         """Number of :meth:`step` calls."""
-        return self._log.num_batches
+        return self._log.cursors.num_batches
 
     @property
     def num_unstepped(self) -> int:
@@ -48,7 +48,7 @@ class Progress:
         Does not wait for the device. For a table with a fused optimizer, the increase during a period is an upper bound
         for the number of rows that changed during that period. Rows found by comparison with a copy are not counted.
         """
-        return MappingProxyType(self._log.num_recorded)
+        return MappingProxyType(self._log.segments.num_recorded.copy())
 
     @property
     def data_position(self) -> DataPosition[Any] | None:

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from delta_tracker.rows import ChangedRows
-from delta_tracker.types import Delta
+from delta_tracker.types import Delta, DeltaRows
 
 
 class ReadLog(Protocol):
-    """Interface of a change log to its reads: each method ends one, see the method of :class:`Read` with its name."""
+    """Interface of a change log to its reads. Each method implements the method of :class:`Read` with its name."""
 
     def hold(self, read: Read) -> None:
-        """Make ``read`` the uncommitted read of its consumer."""
+        """Make ``read`` the only read of its consumer."""
 
     def commit(self, read: Read) -> None:
         """Move the consumer's cursor to the end of ``read``."""
@@ -27,8 +27,8 @@ class ReadLog(Protocol):
 class Read:
     """Read of a consumer, which ends with :meth:`commit` or :meth:`abort`.
 
-    Until then, no compaction merges the rows marked before the end of the read with later ones. A consumer has at most
-    one read in progress and one uncommitted read. Whatever else changes the consumer discards both.
+    Until then, no compaction merges the rows marked before the end of the read with later ones. Whatever else changes
+    the consumer discards the read.
 
     Args:
         log: the change log, which began the read.
@@ -38,13 +38,11 @@ class Read:
         batches: ``step()`` counts at the consumer's last committed read and at this one.
 
     Attributes:
-        rows: table FQN to pending rows, including carried rows (see
-            :class:`~delta_tracker.tracker.consumer_positions.ConsumerPositions`), before top-k selects some of them.
-            Empty after :meth:`hold`.
+        rows: table FQN to pending rows, including carried rows (see :class:`~delta_tracker.tracker.cursors.Consumer`),
+            before top-k selects some of them. Empty after :meth:`hold`.
         shared: FQNs of the tables whose tensors in ``rows`` belong to the log. Copy these tensors before returning
             them to the user.
-        delta: result of the read. Set it before :meth:`hold` and :meth:`commit`. If it is None, the read returned all
-            rows.
+        delta: result of :meth:`returns`. If it is None, the read returned all rows.
     """
 
     log: ReadLog
@@ -56,8 +54,19 @@ class Read:
     shared: frozenset[str] = frozenset()
     delta: Delta | None = None
 
+    def returns(self, rows: Mapping[str, DeltaRows], left_out: Mapping[str, ChangedRows] | None = None) -> Delta:
+        """Return the delta with ``rows``. Call it before :meth:`hold` and :meth:`commit`.
+
+        Args:
+            rows: table FQN to the rows that the consumer receives.
+            left_out: table FQN to the rows that top-k left out.
+        """
+        start, stop, batches = self.start, self.stop, self.batches
+        self.delta = Delta(rows, consumer=self.consumer, start=start, stop=stop, batches=batches, left_out=left_out)
+        return self.delta
+
     def hold(self) -> None:
-        """Make this the uncommitted read of its consumer. Replaces an earlier one, whose rows it includes.
+        """Leave the read uncommitted, and discard an earlier uncommitted one, whose rows it includes.
 
         Raises:
             StaleDeltaError: if the read was discarded.

@@ -201,7 +201,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             received=self._gauges.received,
             owners=self._make_owners(owners),
         )
-        self._live = LiveTables(self._model, lambda: self._log.owners)
+        self._live = LiveTables(self._model, lambda: self._log.segments.owners)
         self._reader = DeltaReader(self._log, self._model, self._capture)
         self._recorder = LookupRecorder(self._log, self._model, mode)
         self._checkpoint = TrackerCheckpoint(self._log, self._model, mode, self._capture, self._metrics.monitor)
@@ -280,7 +280,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
     @property
     def store(self) -> Mapping[str, SegmentStore]:
         """Mapping from table FQN to the store of its changed rows. Do not modify it. Read it only between batches."""
-        return MappingProxyType(self._log.stores)
+        return MappingProxyType(self._log.segments.stores)
 
     # Training
 
@@ -292,17 +292,17 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
     @property
     def num_batches(self) -> int:
         """Number of :meth:`step` calls."""
-        return self._log.num_batches
+        return self._log.cursors.num_batches
 
     @property
     def curr_batch_idx(self) -> int:
         """Index of the current batch, equal to :attr:`num_batches`."""
-        return self._log.num_batches
+        return self._log.cursors.num_batches
 
     @property
     def curr_compact_index(self) -> int:
         """Value of :attr:`curr_batch_idx` at the last compaction; 0 before the first."""
-        return self._log.num_compacted
+        return self._log.segments.num_compacted
 
     @property
     def per_consumer_batch_idx(self) -> dict[str, int]:
@@ -311,7 +311,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         The ``batches`` of the consumer's next delta start at this value. Before the first committed read, it is the
         value of :attr:`curr_batch_idx` when the consumer was added.
         """
-        return self._log.consumers.batches
+        return {name: each.batch for name, each in self._log.cursors.consumers.copy().items()}
 
     def step(self) -> None:
         """Count one batch and enforce ``max_bytes``. Updates are tracked even if this method is never called.
@@ -453,7 +453,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         Raises:
             InvalidArgumentError: if there is no such consumer, or no name was given and there are several.
         """
-        return self._log.consumers.is_behind(consumer)
+        return self._log.consumers.find(consumer).is_behind
 
     def clear(self, consumer: str | None = None) -> None:
         """Discard the pending rows of a consumer, or of all consumers if no name is given.
@@ -488,7 +488,8 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
 
     def memory(self) -> Memory:
         """Return the memory usage of the tracker on this rank."""
-        return self._log.memory()
+        with self._log.lock:
+            return self._log.segments.memory()
 
     def num_pending(self, consumer: str | None = None) -> dict[str, int]:
         """Return the number of pending rows of a consumer on this rank, by table FQN. Waits for the device.
@@ -520,12 +521,12 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             InvalidArgumentError: if the range is empty, starts before 0 or ends after the current batch, or if its ends
                 are not integers.
         """
-        last = self._log.num_batches + 1
+        last = self._log.cursors.num_batches + 1
         end = last if end_idx is None else end_idx
         if type(start_idx) is not int or type(end) is not int or not 0 <= start_idx < end <= last:
             remedy = f"Pass integers with 0 <= start_idx < end_idx <= {last}"
             raise InvalidArgumentError("start_idx, end_idx", (start_idx, end_idx), remedy)
-        if end_idx is None or end > self._log.num_compacted:
+        if end_idx is None or end > self._log.segments.num_compacted:
             self._log.compact()
 
     def trigger_compaction(self) -> None:
@@ -809,7 +810,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             )
             raise error.advising(remedy) from None
         owners = local_owners(self._model.module, found)
-        held, compared = self._model.shards, self._log.owners
+        held, compared = self._model.shards, self._log.segments.owners
         moved = [
             fqn
             for fqn, shard in found.shards.items()
@@ -858,7 +859,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         for fqn, table in self._model.found.tables.items():
             features = self._model.found.features.get(fqn, [])
             _logger.info("tracking table: fqn=%s shape=%s mode=%s features=%s", fqn, table, self._mode.value, features)
-        for fqn, store in self._log.owners.items():
+        for fqn, store in self._log.segments.owners.items():
             if store.source.falls_back:
                 _logger.warning("table %r maps unknown raw ids to rows of others; a stream maps them to no row", fqn)
 

@@ -67,7 +67,7 @@ def test_a_dropped_consumer_gets_all_rows_and_then_deltas(way: str) -> None:
         assert larger.tracker.get_delta_ids()["0"].tolist() == list(range(20))
 
 
-@pytest.mark.advice("StaleDeltaError: ConsumerPositions.uncommitted")
+@pytest.mark.advice("StaleDeltaError: LogConsumers.uncommitted")
 def test_a_stale_delta_is_read_again() -> None:
     trained = _Trained()
     trained.train(1, 2)
@@ -92,7 +92,7 @@ def test_a_detached_tracker_is_attached_again() -> None:
     assert trained.tracker.get_delta_ids()["0"].tolist() == [4]
 
 
-@pytest.mark.advice("InvalidArgumentError: ConsumerPositions.resolve")
+@pytest.mark.advice("InvalidArgumentError: LogConsumers.find")
 def test_a_known_consumer_is_named() -> None:
     trained = _Trained(consumers=["a", "b"])
     trained.train(5)
@@ -108,7 +108,7 @@ def test_a_model_with_a_table_is_passed() -> None:
     assert list(ModelDeltaTracker(nn.Sequential(nn.Embedding(3, 2))).tables) == ["0"]
 
 
-@pytest.mark.advice("ReservedConsumerError: ConsumerPositions.check_free")
+@pytest.mark.advice("ReservedConsumerError: LogConsumers.resolve")
 def test_each_reader_has_a_consumer_of_its_own(tmp_path: Path) -> None:
     job = Job(tmp_path)
     refused(ReservedConsumerError, job.tracker.get_delta, "tracker.add_consumer(name)")

@@ -166,7 +166,7 @@ def recording_syncs(rank: int, world_size: int, mode: str, record: str, bag: boo
 
     generator = torch.Generator().manual_seed(rank)
     with ModelDeltaTracker(model, mode=TrackingMode(mode), record=record, engine="torch") as tracker:
-        for store in tracker._log.stores.values():
+        for store in tracker._log.segments.stores.values():
             store.pads = pads  # as on a device, where the host does not have the number of new rows
         with mock.patch.object(Watcher, "_contained", watched):
             for _ in range(4):

@@ -66,7 +66,7 @@ class FakeTracker:
 
     @property
     def num_batches(self) -> int:
-        return self.log.num_batches
+        return self.log.cursors.num_batches
 
     def column_views(self, fqn: str) -> list[Tensor]:
         return [self.weights[fqn]]

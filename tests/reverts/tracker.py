@@ -14,7 +14,7 @@ REVERTS = {
     ],
     "tests/test_cuda_fence.py::test_a_use_that_continues_is_waited_for_when_it_has_ended": [
         Revert(
-            "a read in an open batch hides the batch's write from the next read",
+            "a read during a write hides the write from the next read",
             Replaces("StreamFence.enter", "self._open.values()", "()"),
         ),
     ],

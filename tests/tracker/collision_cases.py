@@ -272,7 +272,7 @@ def hash_zch(rank: int, world_size: int) -> dict[str, Any]:
     owners = module_of(model, "a")._hash_zch_identities.data[:, 0]
     refused: dict[str, str] = {}
     with ModelDeltaTracker(model) as tracker:
-        assert tracker._log.owners[fqn].source.falls_back, "the default of hash-ZCH, which is logged"
+        assert tracker._log.segments.owners[fqn].source.falls_back, "the default of hash-ZCH, which is logged"
         owners[:5] = torch.tensor([3, -1, 5, -1, 16])
         rows = tracker.get_delta()[fqn]
         assert rows.ids.tolist() == [0, 2, 4]

@@ -1,7 +1,7 @@
 """Slow reference of a rank's log, and the schedule that runs the log and the reference together.
 
-The reference keeps every batch with the times at which it opened and closed. A consumer's read must hold exactly the
-rows of the batches that opened since its last committed cut or were open at that cut, and what earlier reads left out.
+The reference keeps every write with the times at which it began and ended. A consumer's read must hold exactly the rows
+of the writes that began since its last committed cut or were in progress at that cut, and what earlier reads left out.
 A table of counters represents the weights: a copy that applies each committed read must end up equal to it, and the
 old state of a row is the state in that copy.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.read import Read
 from delta_tracker.tracker.store.segments import SegmentStore
-from delta_tracker.types import Delta, DeltaRows
+from delta_tracker.types import DeltaRows
 
 NUM_ROWS = 12
 CONSUMERS = ("a", "b")
@@ -26,10 +26,10 @@ MakeStore = Callable[[Callable[[Tensor], Tensor], Callable[[], bool]], SegmentSt
 
 
 @dataclass
-class _Batch:
+class _Write:
     rows: set[int]
-    opened: int
-    closed: int | None = None
+    began: int
+    ended: int | None = None
     is_written: bool = False
     failed: bool = False
 
@@ -52,9 +52,9 @@ class Schedule:
         self.keeps_states = self.store._old_states is not None
         self.log = ChangeLog({"t": self.store}, CONSUMERS, delete_on_read=delete_on_read, max_bytes=None)
         self.time = 0
-        self.batches: dict[int, _Batch] = {}
+        self.writes: dict[int, _Write] = {}
         self.readers = {name: _Reader(0, [0] * NUM_ROWS) for name in CONSUMERS}
-        self.counts = dict.fromkeys(("nothing open", "something open", "rows", "left out", "unknown"), 0)
+        self.counts = dict.fromkeys(("nothing in progress", "something in progress", "rows", "left out", "unknown"), 0)
 
     def held(self, ids: Tensor) -> Tensor:
         """Return the current states of rows."""
@@ -66,53 +66,53 @@ class Schedule:
         return seen != self.version
 
     @property
-    def open_batches(self) -> list[int]:
-        return [key for key, batch in self.batches.items() if batch.closed is None]
+    def in_progress(self) -> list[int]:
+        return [key for key, write in self.writes.items() if write.ended is None]
 
-    def open(self, ids: list[int] | None) -> None:
-        """Open a batch before its write; None is a failed hook."""
+    def begin(self, ids: list[int] | None) -> None:
+        """Begin a write before its rows change; None is a failed hook."""
         self.time += 1
-        key = len(self.batches)
+        key = len(self.writes)
         rows = set(range(NUM_ROWS)) if ids is None else {i if 0 <= i < NUM_ROWS else 0 for i in ids}
-        self.batches[key] = _Batch(rows, self.time, failed=ids is None)
+        self.writes[key] = _Write(rows, self.time, failed=ids is None)
         self.log.writes.begin_write(key, {"t": None if ids is None else torch.tensor(ids, dtype=torch.int64)})
 
     def write(self, key: int) -> None:
-        batch = self.batches[key]
-        if batch.closed is None and not batch.is_written:
-            batch.is_written = True
-            for row in batch.rows:
+        write = self.writes[key]
+        if write.ended is None and not write.is_written:
+            write.is_written = True
+            for row in write.rows:
                 self.weights[row] += 1
 
-    def close(self, key: int) -> None:
+    def end(self, key: int) -> None:
         self.write(key)
         self.time += 1
-        self.batches[key].closed = self.time
+        self.writes[key].ended = self.time
         self.log.writes.end_write(key, ["t"])
 
     def raise_in(self, key: int, *, is_written: bool) -> None:
-        """Raise in the backward of an open batch, before or after the write; only its end is reported."""
+        """Raise in the backward of a write in progress, before or after the write; only its end is reported."""
         if is_written:
             self.write(key)
         self.time += 1
-        self.batches[key].closed = self.time
+        self.writes[key].ended = self.time
         self.log.writes.end_write_later(key)
 
     def edit(self, ids: list[int]) -> None:
-        """Change rows outside a batch, then notify the log."""
+        """Change rows outside a write, then notify the log."""
         self.time += 1
         for row in set(ids):
             self.weights[row] += 1
-        self.batches[len(self.batches)] = _Batch(set(ids), self.time, closed=self.time, failed=True)
+        self.writes[len(self.writes)] = _Write(set(ids), self.time, ended=self.time, failed=True)
         self.log.writes.mark("t", torch.tensor(ids, dtype=torch.int64), is_written=True)
 
     def overwrite(self, ids: list[int]) -> None:
-        """Change rows outside a batch; only the version counter of the weights shows it."""
+        """Change rows outside a write; only the version counter of the weights shows it."""
         self.time += 1
         for row in set(ids):
             self.weights[row] += 1
         self.version += 1
-        self.batches[len(self.batches)] = _Batch(set(range(NUM_ROWS)), self.time, closed=self.time, failed=True)
+        self.writes[len(self.writes)] = _Write(set(range(NUM_ROWS)), self.time, ended=self.time, failed=True)
 
     def read(self, name: str, left_out: set[int] = frozenset()) -> None:
         """Read without committing, leaving some rows out."""
@@ -123,14 +123,7 @@ class Schedule:
         keep = torch.tensor([row not in left_out for row in changed.ids.tolist()], dtype=torch.bool)
         rest = changed.take(~keep)
         sent = changed.copy() if "t" in reading.shared else changed
-        reading.delta = Delta(
-            {"t": DeltaRows(sent.ids[keep])},
-            consumer=name,
-            start=reading.start,
-            stop=reading.stop,
-            batches=reading.batches,
-            left_out={"t": rest},
-        )
+        reading.returns({"t": DeltaRows(sent.ids[keep])}, {"t": rest})
         self.counts["left out"] += len(rest)
         reading.hold()
         ages = {row: self.readers[name].left_out.get(row, 0) + 1 for row in rest.ids.tolist()}
@@ -146,19 +139,21 @@ class Schedule:
 
     def check(self, name: str, reading: Read) -> None:
         reader, changed = self.readers[name], reading.rows["t"]
-        batches = [
-            b for b in self.batches.values() if b.opened > reader.cut or b.closed is None or b.closed > reader.cut
+        writes = [
+            each
+            for each in self.writes.values()
+            if each.began > reader.cut or each.ended is None or each.ended > reader.cut
         ]
-        expected = set(reader.left_out).union(*(batch.rows for batch in batches))
+        expected = set(reader.left_out).union(*(write.rows for write in writes))
         assert changed.ids.tolist() == sorted(expected), (name, changed.ids.tolist(), sorted(expected))
-        self.counts["something open" if self.open_batches else "nothing open"] += 1
+        self.counts["something in progress" if self.in_progress else "nothing in progress"] += 1
         self.counts["rows"] += len(changed)
         ages = [0] * len(changed) if changed.ages is None else changed.ages.tolist()
         assert ages == [reader.left_out.get(row, 0) for row in changed.ids.tolist()]
         if not self.keeps_states:
             assert changed.states is None
             return
-        may_be_unknown = set().union(*(batch.rows for batch in batches if batch.failed))
+        may_be_unknown = set().union(*(write.rows for write in writes if write.failed))
         for row, state, known in zip(
             changed.ids.tolist(), changed.states.flatten().tolist(), changed.known.tolist(), strict=True
         ):
@@ -204,9 +199,9 @@ class Schedule:
         self.readers[name] = _Reader(self.time, list(self.weights))
 
     def finish(self) -> None:
-        """Close every batch; then every consumer's copy must become equal to the weights."""
-        for key in self.open_batches:
-            self.close(key)
+        """End every write; then every consumer's copy must become equal to the weights."""
+        for key in self.in_progress:
+            self.end(key)
         for name, reader in self.readers.items():
             self.read(name)
             self.commit(name)

@@ -27,8 +27,9 @@ from delta_tracker.tracker.checkpoint.pack import pack
 from delta_tracker.tracker.checkpoint.rank_header import HEADER, parse
 from delta_tracker.tracker.checkpoint.reshard import Resharding
 from delta_tracker.tracker.modes import CAPTURES
+from delta_tracker.tracker.read import Read
 from delta_tracker.tracker.store.make_store import make_store
-from delta_tracker.types import Delta, DeltaRows, ShardSpec, TableSpec, TrackingMode
+from delta_tracker.types import DeltaRows, ShardSpec, TableSpec, TrackingMode
 
 NUM_ROWS, DIM = 10, 6
 CONSUMERS = ("a", "b")
@@ -79,7 +80,7 @@ class Rank:
         self.shards = {"t": LocalShard(spec, self.places, torch.device("cpu"), is_fused)}
         store = make_store(lambda: self.shards["t"], self.capture, engine=None)
         self.log = ChangeLog({"t": store}, CONSUMERS, delete_on_read=not keeps_all, max_bytes=None)
-        self.open_reads: dict[str, Delta] = {}
+        self.reads: dict[str, Read] = {}
 
     @property
     def columns(self) -> list[int]:
@@ -124,7 +125,7 @@ class _Cells:
 class _Reader:
     has: Tensor
     cells: _Cells = field(default_factory=_Cells)
-    # For an open read: elements marked since its cut, the values that it read, and what it left out.
+    # For an uncommitted read: elements marked since its cut, the values that it read, and what it left out.
     since: tuple[_Cells, Tensor, Tensor] | None = None
 
 
@@ -136,13 +137,14 @@ class World:
         self.values = torch.arange(NUM_ROWS * DIM, dtype=torch.float32).reshape(NUM_ROWS, DIM)
         self.readers = {name: _Reader(self.values.clone()) for name in CONSUMERS}
         self.ever = torch.zeros(NUM_ROWS, DIM, dtype=torch.bool)
-        self.opened: dict[int, Tensor] = {}
+        self.writes: dict[int, Tensor] = {}
         self._written: dict[int, Tensor] = {}
         self.failed: dict[int, Tensor] = {}
         self.saved: Any = None
         self.num_batches = 0
         self.keys = itertools.count()
-        self.counts = dict.fromkeys(("rows", "unknown", "aged", "joined", "sealed", "open", "rolled back"), 0)
+        kinds = ("rows", "unknown", "aged", "joined", "uncommitted", "in progress", "rolled back")
+        self.counts = dict.fromkeys(kinds, 0)
         self.ranks = self._ranks(blocks)
 
     def _ranks(self, blocks: Blocks) -> list[Rank]:
@@ -157,12 +159,12 @@ class World:
             if reader.since is not None:
                 reader.since[0].mark(where, known=known)
 
-    def open(self, rows: set[int], failing: int | None = None) -> int:
-        """Open a batch before its write; on rank ``failing`` the hook fails, so that all its rows are marked."""
+    def begin(self, rows: set[int], failing: int | None = None) -> int:
+        """Begin a write before its rows change; on rank ``failing`` the hook fails, so that all its rows are marked."""
         key = next(self.keys)
         where = torch.zeros(NUM_ROWS, DIM, dtype=torch.bool)
         where[sorted(rows)] = True
-        self.opened[key] = where
+        self.writes[key] = where
         if not self.is_fused:
             self._mark(where, known=True)  # found by the comparison at the next cut, not earlier
             return key
@@ -173,24 +175,24 @@ class World:
             block = _block(rank)
             self._mark(block if failed else where & block, known=not failed)
         if failing is not None:
-            self.opened[key] = where | _block(self.ranks[failing])
+            self.writes[key] = where | _block(self.ranks[failing])
             self.failed[key] = _block(self.ranks[failing])
         self._written[key] = where
         return key
 
     def write(self, key: int) -> None:
-        where = self._written.pop(key, None) if self.is_fused else self.opened.get(key)
+        where = self._written.pop(key, None) if self.is_fused else self.writes.get(key)
         if where is not None:
             self._add(where)
 
-    def close(self, key: int) -> None:
+    def end(self, key: int) -> None:
         self.write(key)
         for rank in self.ranks if self.is_fused else []:
             rank.log.writes.end_write(key, ["t"])
-        del self.opened[key]
+        del self.writes[key]
 
     def edit(self, rows: set[int]) -> None:
-        """Change rows outside a batch, then notify the log."""
+        """Change rows outside a write, then notify the log."""
         where = torch.zeros(NUM_ROWS, DIM, dtype=torch.bool)
         where[sorted(rows)] = True
         self._add(where)
@@ -232,20 +234,13 @@ class World:
             changed = reading.rows["t"]
             self.check(name, rank, changed)
             keep = torch.tensor([not leave_out(row) for row in changed.ids.tolist()], dtype=torch.bool)
-            reading.delta = Delta(
-                {"t": DeltaRows(changed.ids[keep])},
-                consumer=name,
-                start=reading.start,
-                stop=reading.stop,
-                batches=reading.batches,
-                left_out={"t": changed.take(~keep)},
-            )
+            reading.returns({"t": DeltaRows(changed.ids[keep])}, {"t": changed.take(~keep)})
             reading.hold()
-            rank.open_reads[name] = reading
+            rank.reads[name] = reading
             for row in changed.ids[~keep].tolist():
                 left[row + rank.rows.start, rank.columns] = True
         since = _Cells()
-        for key, where in self.opened.items() if self.is_fused else []:
+        for key, where in self.writes.items() if self.is_fused else []:
             failed = self.failed.get(key, torch.zeros_like(where))
             since.mark(where & ~failed, known=True)
             since.mark(failed, known=False)
@@ -279,7 +274,7 @@ class World:
         if reader.since is None:
             return
         for rank in self.ranks:
-            rank.open_reads.pop(name).commit()
+            rank.reads.pop(name).commit()
         since, seen, left = reader.since
         sent = reader.cells.pending & ~left
         reader.has[sent] = seen[sent]
@@ -291,7 +286,7 @@ class World:
     def abort(self, name: str) -> None:
         if self.readers[name].since is not None:
             for rank in self.ranks:
-                rank.open_reads.pop(name).abort()
+                rank.reads.pop(name).abort()
             self.readers[name].since = None
 
     def reshard(self, blocks: Blocks) -> None:
@@ -314,15 +309,15 @@ class World:
         """Restore the same ranks from the last save."""
         if self.saved is None:
             return
-        for key in list(self.opened):
-            self.close(key)
+        for key in list(self.writes):
+            self.end(key)
         saved, reference = self.saved
         self.values, self.readers, self.ever, self.num_batches = copy.deepcopy(reference)
         self._add(torch.zeros(NUM_ROWS, DIM))
         self._restore(saved)
         self._forget_ranks()
         for rank in self.ranks:
-            rank.open_reads = {}
+            rank.reads = {}
         self.counts["rolled back"] += 1
 
     def _save(self) -> dict[str, Tensor]:
@@ -330,8 +325,8 @@ class World:
         for number, rank in enumerate(self.ranks):
             specs = {"t": rank.shards["t"].spec}
             saved |= pack(number, len(self.ranks), self.mode.value, specs, rank.log.state(), {}, {})
-        self.counts["open"] += len(self.opened)
-        self.counts["sealed"] += sum(reader.since is not None for reader in self.readers.values())
+        self.counts["in progress"] += len(self.writes)
+        self.counts["uncommitted"] += sum(reader.since is not None for reader in self.readers.values())
         buffer = io.BytesIO()
         torch.save(saved, buffer)
         buffer.seek(0)
@@ -342,11 +337,11 @@ class World:
         for number, rank in enumerate(self.ranks):
             plan = Resharding(parts, rank.shards, rank.capture, number, len(self.ranks))
             rank.log.restore(plan.state({key: saved[key] for key in plan.needs()}))
-            assert rank.log.num_batches == self.num_batches
+            assert rank.log.cursors.num_batches == self.num_batches
 
     def _forget_ranks(self) -> None:
-        """Discard what a checkpoint does not contain: open batches and open reads."""
-        self.opened, self.failed, self._written = {}, {}, {}
+        """Discard what a checkpoint does not contain: writes in progress and uncommitted reads."""
+        self.writes, self.failed, self._written = {}, {}, {}
         for reader in self.readers.values():
             reader.since = None
             for rank in self.ranks:
@@ -366,9 +361,9 @@ class World:
             cells.ages[row, columns] = age
 
     def finish(self) -> None:
-        """Close every batch; then the values sent to each consumer must equal the table."""
-        for key in list(self.opened):
-            self.close(key)
+        """End every write; then the values sent to each consumer must equal the table."""
+        for key in list(self.writes):
+            self.end(key)
         if self.keeps_all:
             for rank in self.ranks:
                 rank.log.consumers.rewind("a")
@@ -399,8 +394,8 @@ def run_events(world: World, draw: random.Random, num_events: int, blocks: Calla
     for _ in range(num_events):
         _run_event(world, draw, blocks)
         if not world.is_fused:
-            for key in list(world.opened):
-                world.close(key)
+            for key in list(world.writes):
+                world.end(key)
 
 
 def _run_event(world: World, draw: random.Random, blocks: Callable[[], Blocks]) -> None:
@@ -409,9 +404,9 @@ def _run_event(world: World, draw: random.Random, blocks: Callable[[], Blocks]) 
     share = draw.choice([0.0, 0.3, 0.6])
     fails = world.is_fused and draw.random() < 0.1
     events: dict[str, Callable[[], object]] = {
-        "open": lambda: world.open(rows, draw.randrange(len(world.ranks)) if fails else None),
-        "write": lambda: world.write(draw.choice(list(world.opened))),
-        "close": lambda: world.close(draw.choice(list(world.opened))),
+        "begin": lambda: world.begin(rows, draw.randrange(len(world.ranks)) if fails else None),
+        "write": lambda: world.write(draw.choice(list(world.writes))),
+        "end": lambda: world.end(draw.choice(list(world.writes))),
         "edit": lambda: world.edit(rows),
         "read": lambda: world.read(name, lambda _: draw.random() < share),
         "commit": lambda: world.commit(name),
@@ -422,8 +417,8 @@ def _run_event(world: World, draw: random.Random, blocks: Callable[[], Blocks]) 
         "roll back": world.roll_back,
         "reshard": lambda: world.reshard(blocks()),
     }
-    weights = [4 if event in ("open", "commit") else 1 if event in ("edit", "distrust") else 2 for event in events]
+    weights = [4 if event in ("begin", "commit") else 1 if event in ("edit", "distrust") else 2 for event in events]
     event = draw.choices(list(events), weights)[0]
-    is_possible = {"open": len(world.opened) < 3, "write": bool(world.opened), "close": bool(world.opened)}
+    is_possible = {"begin": len(world.writes) < 3, "write": bool(world.writes), "end": bool(world.writes)}
     if is_possible.get(event, True):
         events[event]()

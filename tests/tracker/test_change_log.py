@@ -57,13 +57,12 @@ def _log(consumers: list[str]) -> ChangeLog:
     return ChangeLog(stores, consumers, delete_on_read=True, max_bytes=None, owners=owners)
 
 
-def _delta(reading: Read, *, leaves_out: bool = False) -> Delta:
-    left_out = {fqn: rows.take(rows.ids % 3 == 0) for fqn, rows in reading.rows.items()} if leaves_out else {}
-    start, stop, batches = reading.start, reading.stop, reading.batches
-    return Delta({}, consumer=reading.consumer, start=start, stop=stop, batches=batches, left_out=left_out)
+def _answer(read: Read, *, leaves_out: bool = False) -> Delta:
+    left_out = {fqn: rows.take(rows.ids % 3 == 0) for fqn, rows in read.rows.items()} if leaves_out else {}
+    return read.returns({}, left_out)
 
 
-_MARKING_ALL = ("mark_all_later", "mark_everything", "mark_everything_later", "restore")
+_MARKING_ALL = ("mark_all_later", "mark_everything", "restore")
 
 
 def _calls(log: ChangeLog, generator: random.Random) -> dict[str, Callable[[], object]]:
@@ -74,7 +73,7 @@ def _calls(log: ChangeLog, generator: random.Random) -> dict[str, Callable[[], o
     def read_and(end: Callable[[Read], object], *, holds: bool = False) -> None:
         with log.lock:
             read = log.consumers.read("other")
-            read.delta = _delta(read, leaves_out=generator.random() < 0.5)
+            _answer(read, leaves_out=generator.random() < 0.5)
             if holds:
                 read.hold()
             end(read)
@@ -84,7 +83,6 @@ def _calls(log: ChangeLog, generator: random.Random) -> dict[str, Callable[[], o
         "acknowledge_writes": lambda: log.writes.acknowledge_writes(["t"]),
         "add": lambda: log.consumers.add(name),
         "end_write": lambda: log.writes.end_write(key, ["t"]),
-        "batches": lambda: log.consumers.batches,
         "changed_since_sync": lambda: log.writes.changed_since_sync(["t"]),
         "clear": lambda: log.consumers.clear("other"),
         "commit": lambda: read_and(log.consumers.commit, holds=True),
@@ -95,27 +93,19 @@ def _calls(log: ChangeLog, generator: random.Random) -> dict[str, Callable[[], o
         "diverged": lambda: log.writes.diverged(["t"]),
         "distrust": lambda: log.consumers.distrust("other", "t", ids),
         "end_writes": log.writes.end_writes,
+        "find": lambda: log.consumers.find("other"),
         "end_write_later": lambda: log.writes.end_write_later(key),
         "hold": lambda: read_and(log.consumers.hold),
-        "is_behind": lambda: log.consumers.is_behind("other"),
+        "lags": lambda: log.consumers.lags(counts=True),
         "looked_up": lambda: log.writes.looked_up({"t": ids}),
         "mark": lambda: log.writes.mark("t", ids),
         "mark_all_later": lambda: log.writes.mark_all_later(["t"]),
         "mark_everything": log.mark_everything,
-        "mark_everything_later": log.mark_everything_later,
-        "memory": log.memory,
         "notice_writes": lambda: log.writes.notice_writes(["t"]),
-        "num_batches": lambda: log.num_batches,
-        "num_compacted": lambda: log.num_compacted,
         "num_pending": lambda: log.consumers.num_pending("other"),
-        "num_recorded": lambda: log.num_recorded,
         "num_writes": log.writes.num_writes,
         "begin_write": lambda: log.writes.begin_write(key, {"t": ids}),
-        "others": lambda: log.consumers.others("reader"),
-        "position": lambda: log.consumers.position("other"),
         "read": lambda: read_and(log.consumers.abort),
-        "release_abandoned": log.consumers.release_abandoned,
-        "remove_tables": lambda: log.writes.remove_tables(["absent"]),
         "release": lambda: log.consumers.release("other"),
         "remove": lambda: log.consumers.remove(log.consumers.resolve(name)),
         "replace": lambda: log.replace({f"new {generator.randrange(3)}": SegmentStore(_NUM_ROWS, engine="torch")}),
@@ -123,16 +113,11 @@ def _calls(log: ChangeLog, generator: random.Random) -> dict[str, Callable[[], o
         "resolve": lambda: log.consumers.resolve("reader"),
         "restore": lambda: log.restore(log.state()),
         "output_launched": log.writes.output_launched,
-        "owners": lambda: log.owners,
-        "owners_of": lambda: log.owners_of("t", ids),
         "rewind": lambda: log.consumers.rewind("other"),
-        "standings": lambda: log.consumers.standings(counts=True),
         "state": log.state,
         "step": log.consumers.step,
-        "stores": lambda: sum(store.num_rows for store in log.stores.values()),
         "synced": lambda: log.writes.synced(["t"]),
         "uncommitted": lambda: read_and(lambda read: log.consumers.uncommitted(read.delta), holds=True),
-        "unsynced": lambda: log.writes.unsynced(["t"]),
     }
 
 
@@ -167,7 +152,7 @@ def test_every_method_takes_the_lock(name: str) -> None:
     # The calls acquire the lock too, so count the method's own.
     if name in ("commit", "abort", "hold", "uncommitted"):
         read = log.consumers.read("other")
-        read.delta = _delta(read)
+        _answer(read)
         read.hold()
         calls[name] = lambda: getattr(log.consumers, name)(read.delta if name == "uncommitted" else read)
     if name == "read":
@@ -184,7 +169,8 @@ def test_every_method_takes_the_lock(name: str) -> None:
     except DeltaTrackerError:
         assert name == "rewind", "a log that forgets cannot rewind"
     # The hook acquires it without blocking, and only if there are segments to compact.
-    assert (lock.num_taken > 0) == (name not in ("end_write_later", "mark_all_later", "output_launched"))
+    lock_free = ("compacts_after_odist", "end_write_later", "mark_all_later", "output_launched")
+    assert (lock.num_taken > 0) == (name not in lock_free)
 
 
 class _Threads:
@@ -200,7 +186,7 @@ class _Threads:
     def run(self) -> None:
         everything = [name for name in _NAMES if name not in _MARKING_ALL]
         changing = ["add", "remove"]
-        asking = ["memory"] * 20 + ["stores", "num_recorded", "names"]
+        asking = ["lags"] * 5 + ["names"]
         works: list[Callable[[], None]] = [
             *(
                 partial(self._call, random.Random(seed), names)
@@ -274,8 +260,7 @@ def test_rows_left_out_of_a_moved_table_are_forgotten() -> None:
     log.writes.mark("t", torch.tensor([3, 25]))
     reading = log.consumers.read("a")
     left_out = {"t": reading.rows["t"].take(torch.tensor([False, True]))}
-    rows = {"t": DeltaRows(torch.tensor([3]))}
-    reading.delta = Delta(rows, consumer="a", start=0, stop=reading.stop, batches=(0, 0), left_out=left_out)
+    reading.returns({"t": DeltaRows(torch.tensor([3]))}, left_out)
     reading.commit()
     uncommitted = log.consumers.read("a")
     uncommitted.hold()
@@ -294,7 +279,7 @@ def test_a_slow_consumer_is_dropped_and_recovers() -> None:
         log.writes.end_write(batch, ["t"])
         log.consumers.step()
         log.consumers.read("fast").commit()
-        assert log.memory().log_bytes <= 20_000
+        assert log.segments.memory().log_bytes <= 20_000
     with pytest.raises(NeedsSnapshotError, match="max_bytes=20000") as caught:
         log.consumers.read("slow")
     assert caught.value.consumer == "slow"
@@ -330,14 +315,14 @@ def test_a_commit_succeeds_where_memory_runs_out_after_it(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("is_abandoned", [False, True])
-@pytest.mark.parametrize("call", ["num_pending", "is_behind", "resolve"])
+@pytest.mark.parametrize("call", ["num_pending", "resolve"])
 def test_the_only_consumer_needs_no_name_while_a_snapshot_is_copied(call: str, *, is_abandoned: bool) -> None:
     log = _log(["default"])
     log.writes.mark("t", torch.tensor([1, 2]))
     log.consumers.add("default (snapshot)", holder="a publisher")
     if is_abandoned:
-        log.consumers.abandoned.append(("default (snapshot)", True))
-    expected = {"num_pending": {"t": 2, "u": 0}, "is_behind": False, "resolve": "default"}[call]
+        log.consumers.abandoned.append("default (snapshot)")
+    expected = {"num_pending": {"t": 2, "u": 0}, "resolve": "default"}[call]
     assert getattr(log.consumers, call)(None) == expected
     assert log.consumers.names == (("default",) if is_abandoned else ("default", "default (snapshot)"))
     with pytest.raises(InvalidArgumentError, match=r"known consumers: 'default'\."):
@@ -346,16 +331,16 @@ def test_the_only_consumer_needs_no_name_while_a_snapshot_is_copied(call: str, *
 
 def test_a_reserved_consumer_that_was_never_added_is_ignored() -> None:
     log = _log(["default"])
-    log.consumers.abandoned.append(("default (snapshot)", True))  # memory ran out before the log added it
+    log.consumers.abandoned.append("default (snapshot)")  # memory ran out before the log added it
     assert log.consumers.resolve(None) == "default"
     assert not log.consumers.abandoned
 
 
-@pytest.mark.parametrize("call", ["num_pending", "is_behind"])
+@pytest.mark.parametrize("call", ["num_pending", "find"])
 def test_an_abandoned_consumer_is_not_found_by_name(call: str) -> None:
     log = _log(["default"])
     log.consumers.add("default (snapshot)", holder="a publisher")
-    log.consumers.abandoned.append(("default (snapshot)", True))
+    log.consumers.abandoned.append("default (snapshot)")
     with pytest.raises(InvalidArgumentError, match="known consumers: 'default'"):
         getattr(log.consumers, call)("default (snapshot)")
 

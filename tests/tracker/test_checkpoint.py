@@ -20,7 +20,7 @@ from tests.tracker.checkpointing_cases import spec_of
 from tests.tracker.resharding import World, random_blocks, run_events
 
 _CASES = "tests.tracker.checkpointing_cases"
-_EVERYTHING = {"rows", "unknown", "aged", "joined", "sealed", "open", "rolled back"}
+_EVERYTHING = {"rows", "unknown", "aged", "joined", "uncommitted", "in progress", "rolled back"}
 
 
 @pytest.mark.sweep("short")

@@ -23,7 +23,6 @@ from delta_tracker.errors import (
 from delta_tracker.sharding import step_hook
 from delta_tracker.sharding.step_hook import _STEPS
 from delta_tracker.tracker import hooks
-from delta_tracker.tracker.log_consumers import LogConsumers
 from delta_tracker.tracker.log_segments import LogSegments
 from delta_tracker.tracker.log_writes import LogWrites
 from delta_tracker.tracker.store.segments import SegmentStore
@@ -142,15 +141,8 @@ def test_a_load_without_a_state_that_is_interrupted_loses_no_row(
     monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
     tracker = ModelDeltaTracker(_Two())
-    mark = LogWrites.mark
-
-    def fail(log: LogWrites, fqn: str, *args: Any, **kwargs: Any) -> None:
-        if fqn == "b":
-            raise error
-        mark(log, fqn, *args, **kwargs)
-
     with monkeypatch.context() as patch:
-        patch.setattr(LogWrites, "mark", fail)
+        patch.setattr(LogSegments, "cut", _raising(error))
         with pytest.raises(error):
             tracker.load_state_dict({})
     assert {fqn: ids.tolist() for fqn, ids in tracker.get_delta_ids().items()} == {"a": _EVERY, "b": _EVERY}
@@ -161,7 +153,7 @@ def test_a_restore_from_a_stream_that_is_interrupted_loses_no_row(monkeypatch: p
     tracker = ModelDeltaTracker(_model())
     tracker.mark_changed("0", torch.tensor([1]))
     with monkeypatch.context() as patch:
-        patch.setattr(LogConsumers, "distrust", _raising(KeyboardInterrupt))
+        patch.setattr(LogSegments, "cut", _raising(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             tracker.restore_from_stream(3, {"default": {"0": torch.tensor([2])}}, {})
     assert _ids(tracker) == _EVERY

@@ -191,8 +191,8 @@ def test_memory_for_further_states_is_released_before_a_consumer_is_dropped() ->
             log.writes.begin_write(batch, {"t": on_device(torch.arange(batch * 10, batch * 10 + 10))})
             log.writes.end_write(batch, ["t"])
             log.consumers.step()
-            assert log.memory().log_bytes <= 10_000 + 100 * _ROW_BYTES + 1000
-        assert not log.consumers.is_behind("a")
+            assert log.segments.memory().log_bytes <= 10_000 + 100 * _ROW_BYTES + 1000
+        assert not log.consumers.find("a").is_behind
         assert held(log.consumers.read("a").rows["t"].ids).tolist() == list(range(100))
 
 

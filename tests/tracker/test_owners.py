@@ -16,10 +16,9 @@ from delta_tracker.errors import InvalidArgumentError, UnsupportedTableError
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.sharding.collisions import LocalOwners, SortedOwners, Versions
 from delta_tracker.tracker.change_log import ChangeLog
-from delta_tracker.tracker.read import Read
 from delta_tracker.tracker.store.owners import OwnerStore
 from delta_tracker.tracker.store.segments import SegmentStore
-from delta_tracker.types import Bucket, Delta, Identity
+from delta_tracker.types import Bucket, Identity
 from tests.ranks import RankPool
 from tests.sharding.hook_faults import Faults
 from tests.sweeps import SWEEPS_ARE_WHOLE, num_examples
@@ -133,11 +132,11 @@ class _History:
         assert set(ids) >= {slot for slot in range(_NUM_SLOTS) if self.known[name][slot] != owners[slot]}
         assert set(ids) <= self.pending[name]
         assert rows.former.tolist() == [self.known[name][slot] for slot in ids]
-        assert self.log.owners["t"].owners.tolist() == owners
+        assert self.log.segments.owners["t"].owners.tolist() == owners
         self.num_evicted += sum(self.known[name][slot] not in (owners[slot], NO_OWNER) for slot in ids)
         end = self.draw.random()
         left = rows.former == torch.tensor(owners)[rows.ids] if end < 0.3 else torch.zeros_like(rows.ids).bool()
-        reading.delta = _delta(reading, left)
+        reading.returns({}, {"t": reading.rows["t"].take(left)})
         reading.hold()
         if end < 0.8:
             reading.commit()
@@ -171,17 +170,6 @@ class _History:
         else:
             self.log.consumers.rewind(name)
             self.known[name], self.pending[name] = list(self.first), set(self.ever)
-
-
-def _delta(reading: Read, left: Tensor) -> Delta:
-    return Delta(
-        {},
-        consumer=reading.consumer,
-        start=reading.start,
-        stop=reading.stop,
-        batches=reading.batches,
-        left_out={"t": reading.rows["t"].take(left)},
-    )
 
 
 @pytest.mark.sweep("long")

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from delta_tracker.rows import ChangedRows
 from delta_tracker.tracker.change_log import ChangeLog
+from delta_tracker.tracker.cursors import Consumer
 from delta_tracker.tracker.log_consumers import LogConsumers
 from delta_tracker.tracker.row_sets.row_set import RowSet
 from delta_tracker.tracker.row_sets.torch import TorchRows
@@ -27,21 +28,21 @@ from tests.tracker.reference import NUM_ROWS, Schedule
 _NAMES = ("a", "b", "c")
 
 _EVENTS = {
-    "open": 6, "fail": 0.1, "edit": 0.5, "overwrite": 0.3, "write": 3, "close": 6, "raise": 1, "read": 4, "top-k": 2,
+    "begin": 6, "fail": 0.1, "edit": 0.5, "overwrite": 0.3, "write": 3, "end": 6, "raise": 1, "read": 4, "top-k": 2,
     "fail_read": 1, "commit": 5, "abort": 1, "add": 0.3, "remove": 0.2, "clear": 0.1, "compact": 1,
 }  # fmt: skip
 
 
 def happen(schedule: Schedule, event: str, draw: random.Random) -> None:
     """Run one event with random arguments."""
-    key = draw.choice(schedule.open_batches) if schedule.open_batches else None
+    key = draw.choice(schedule.in_progress) if schedule.in_progress else None
     name = draw.choice(sorted(schedule.readers))
     ids = [draw.randrange(-1, NUM_ROWS + 1) for _ in range(draw.randrange(5))]
-    if event in ("open", "fail"):
-        schedule.open(ids if event == "open" else None)
+    if event in ("begin", "fail"):
+        schedule.begin(ids if event == "begin" else None)
     elif event in ("edit", "overwrite"):
         getattr(schedule, event)([row for row in ids if 0 <= row < NUM_ROWS])
-    elif event in ("write", "close"):
+    elif event in ("write", "end"):
         if key is not None:
             getattr(schedule, event)(key)
     elif event == "raise":
@@ -81,12 +82,12 @@ class LogMachine(RuleBasedStateMachine):
         super().__init__()
         self.schedule = Schedule(make_store(None, keeps_states=True))
 
-    @rule(event=st.sampled_from([event for event in _EVENTS if event not in ("write", "close")]), draw=st.randoms())
+    @rule(event=st.sampled_from([event for event in _EVENTS if event not in ("write", "end")]), draw=st.randoms())
     def happens(self, event: str, draw: random.Random) -> None:
         happen(self.schedule, event, draw)
 
-    @precondition(lambda self: self.schedule.open_batches)
-    @rule(event=st.sampled_from(["write", "close"]), draw=st.randoms())
+    @precondition(lambda self: self.schedule.in_progress)
+    @rule(event=st.sampled_from(["write", "end"]), draw=st.randoms())
     def ends(self, event: str, draw: random.Random) -> None:
         happen(self.schedule, event, draw)
 
@@ -148,12 +149,12 @@ class _CloseAtCut(SegmentStore):
 
 
 class _MarkOnClose(SegmentStore):
-    def begin_write(self, batch: int, ids: Tensor | None) -> None:
-        self._writes[batch] = ids
+    def begin_write(self, key: int, ids: Tensor | None) -> None:
+        self._writes[key] = ids
 
-    def end_write(self, batch: int) -> None:
-        if batch in self._writes:
-            self.mark(self._writes.pop(batch))
+    def end_write(self, key: int) -> None:
+        if key in self._writes:
+            self.mark(self._writes.pop(key))
 
 
 class _MergeAcrossPins(SegmentStore):
@@ -162,7 +163,7 @@ class _MergeAcrossPins(SegmentStore):
 
 
 class _KeepsOpen(SegmentStore):
-    def end_write(self, batch: int) -> None:
+    def end_write(self, key: int) -> None:
         """Never end a write: sends too many rows."""
 
 
@@ -178,7 +179,7 @@ class _DeletesTooMuch(SegmentStore):
 
 
 class _RemarksWithOldState(SegmentStore):
-    """Marks open rows at a cut with their state at opening."""
+    """Marks rows of writes in progress at a cut with their state at the beginning."""
 
     def cut(self, position: int) -> None:
         before = {
@@ -239,10 +240,10 @@ class _OneSharedState(SegmentStore):
 
 
 class _MarksOnceAfterAFailure(SegmentStore):
-    def begin_write(self, batch: int, ids: Tensor | None) -> None:
-        super().begin_write(batch, ids)
+    def begin_write(self, key: int, ids: Tensor | None) -> None:
+        super().begin_write(key, ids)
         if ids is None:
-            self._writes[batch] = torch.empty(0, dtype=torch.int64)
+            self._writes[key] = torch.empty(0, dtype=torch.int64)
 
 
 @pytest.mark.parametrize(
@@ -285,8 +286,7 @@ def test_the_reference_catches_a_merge_in_which_the_newer_state_wins(monkeypatch
 
 def test_the_reference_catches_a_consumer_added_without_a_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     def add(self: LogConsumers, consumer: str) -> None:
-        self._lag.placed(consumer, self._segments.position)
-        self._cursors.add(consumer, self._segments.position, holder=None)
+        self._put(Consumer(consumer, self._segments.position, 0, 0.0))
 
     monkeypatch.setattr(LogConsumers, "add", add)
     with pytest.raises(AssertionError):
@@ -309,7 +309,7 @@ def test_backward_passes_that_raised_cost_bounded_memory() -> None:
     assert store.log_bytes < 10_000
     store.cut(1)
     store.cut(2)
-    assert store.changed(1, 2).ids.tolist() == list(range(40)), "still open, all of them"
+    assert store.changed(1, 2).ids.tolist() == list(range(40)), "still in progress, all of them"
     store.begin_write(5000, None)
     for batch in range(5001, 5600):
         store.begin_write(batch, torch.tensor([0]))
@@ -318,7 +318,7 @@ def test_backward_passes_that_raised_cost_bounded_memory() -> None:
     assert store.changed(3, 4).ids.tolist() == list(range(50))
 
 
-def test_open_rows_are_kept_if_their_merge_runs_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_writes_in_progress_are_kept_if_their_merge_runs_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     store = SegmentStore(300, engine="torch")
     for batch in range(256):
         store.begin_write(batch, torch.tensor([batch]))
@@ -329,7 +329,7 @@ def test_open_rows_are_kept_if_their_merge_runs_out_of_memory(monkeypatch: pytes
     store.begin_write(257, torch.tensor([257]))
     store.cut(1)
     store.cut(2)
-    assert store.changed(1, 2).ids.tolist() == list(range(258)), "still open, all of them"
+    assert store.changed(1, 2).ids.tolist() == list(range(258)), "still in progress, all of them"
 
 
 def _raising_memory_error(*_: object) -> None:
@@ -372,7 +372,7 @@ def test_backward_passes_that_raised_on_a_device_do_not_make_training_wait(
         weights += 100
         store.cut(2)
         changed = store.changed(1, 2)
-        assert held(changed.ids).tolist() == [0, *range(3, 13)], "still open, all of them; FBGEMM updates row 0 for 99"
+        assert held(changed.ids).tolist() == [0, *range(3, 13)], "still in progress; FBGEMM updates row 0 for 99"
         if keeps_states:
             assert torch.equal(held(changed.states)[:, 0], held(changed.ids).float())
 
@@ -399,9 +399,9 @@ def test_a_row_set_kept_for_reuse_drops_no_consumer(always_spare: None) -> None:
             log.writes.mark("t", torch.tensor([batch]))
             log.consumers.read(name).commit()
             log.consumers.step()
-            assert log.memory().log_bytes <= 1500
-    assert not log.consumers.is_behind("a")
-    assert not log.consumers.is_behind("b")
+            assert log.segments.memory().log_bytes <= 1500
+    assert not log.consumers.find("a").is_behind
+    assert not log.consumers.find("b").is_behind
 
 
 @pytest.mark.promise("independent")

@@ -94,11 +94,11 @@ class TrackerCheckpoint:
 
     def is_as_restored(self, consumer: str) -> bool:
         """Return True if a state was loaded or restored and the consumer's cursor has not moved since then."""
-        return self._positions.get(consumer) == self._log.consumers.position(consumer)
+        return self._positions.get(consumer) == self._log.cursors.consumers[consumer].position
 
     def current_note(self, consumer: str) -> object:
         """Return the note about a consumer; None if there is none, or if the cursor has moved since it was set."""
-        is_current = self._noted.get(consumer) == self._log.consumers.position(consumer)
+        is_current = self._noted.get(consumer) == self._log.cursors.consumers[consumer].position
         return self._annotations.get(consumer) if is_current else None
 
     def annotate(self, consumer: str, note: object) -> None:
@@ -117,7 +117,7 @@ class TrackerCheckpoint:
             self._annotations[consumer] = json.loads(json.dumps(note, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise InvalidArgumentError("note", note, "Pass dicts, lists, strings and finite numbers") from error
-        self._noted[consumer] = self._log.consumers.position(consumer)
+        self._noted[consumer] = self._log.cursors.consumers[consumer].position
 
     def register_counter(self, name: str, counter: object) -> None:
         """Register a counter. See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.register_counter`."""
@@ -197,7 +197,8 @@ class TrackerCheckpoint:
         """
         averaged = {fqn: shard for fqn, shard in self._model.shards.items() if shard.is_averaged}
         if averaged:
-            tables = self._log.writes.unsynced(fqn for fqn, shard in averaged.items() if shard.spec.num_rows)
+            changed = self._log.writes.changed_since_sync(fqn for fqn, shard in averaged.items() if shard.spec.num_rows)
+            tables = [fqn for fqn, ids in changed.items() if ids is None or len(ids)]
             counts = torch.tensor([len(tables)])
             if any(map(int, [counts] if group is None else group.all_gather(counts))):
                 listed = ", ".join(map(repr, tables)) or "none on this rank"
@@ -222,7 +223,7 @@ class TrackerCheckpoint:
         self._counters.load(counted)
         with self._log.lock:
             self._log.restore(log_state)
-            self._positions = {name: self._log.consumers.position(name) for name in self._log.consumers.names}
+            self._positions = {name: each.position for name, each in self._log.cursors.consumers.items()}
         self._annotations, self._restored = dict(plan.annotations), Restored.STATE
         self._noted = dict(self._positions)
 
@@ -243,18 +244,18 @@ class TrackerCheckpoint:
                 spec = self._model.shard(fqn).spec
                 if ids is not None:
                     spec.check_ids(ids)
+        segments = self._log.segments
         with self._log.lock:
-            try:
-                self._log.restore(LogState(num_batches, {name: PendingState(num_batches, {}) for name in names}))
-                for name, tables in pending.items():
-                    for fqn, ids in tables.items():
-                        num_rows = self._model.shard(fqn).spec.num_rows
-                        every = torch.arange(num_rows) if ids is None else ids.long()
-                        self._log.consumers.distrust(name, fqn, every, knows_owners=False)
-            except BaseException:  # out of memory, or interrupted: some rows are not pending yet
-                self._log.mark_everything_later()
-                raise
-            self._positions = {name: self._log.consumers.position(name) for name in names}
+            segments.fence.enter()
+            rows = {
+                name: {
+                    fqn: segments.stores[fqn].unknown(None if ids is None else ids.long())
+                    for fqn, ids in pending.get(name, {}).items()
+                }
+                for name in names
+            }
+            self._log.restore(LogState(num_batches, {name: PendingState(num_batches, rows[name]) for name in names}))
+            self._positions = {name: each.position for name, each in self._log.cursors.consumers.items()}
         self._annotations, self._restored = dict(notes), Restored.STREAM
         self._noted = dict(self._positions)
 

@@ -1,0 +1,147 @@
+"""Cursors of the consumers of a change log, and the times of the changes between them."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.rows import ChangedRows
+from delta_tracker.tracker.read import Read
+
+_NO_ROWS: Mapping[str, ChangedRows] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Consumer:
+    """Cursor of a consumer, with its reads and carried rows.
+
+    *Carried rows* are pending rows that are not in the log after the cursor: rows that committed reads left out, rows
+    that were restored from a checkpoint or by a rewind, and rows that were made pending for this consumer only.
+
+    One statement replaces the record of a consumer, so that an interrupted call has either its whole effect or none.
+    """
+
+    name: str
+    position: int  # log position of the cursor
+    batch: int  # `step()` count of the cursor
+    moved_at: float  # time of the last committed read
+    carried: Mapping[str, ChangedRows] = field(default_factory=dict)  # by table FQN
+    carried_since: float | None = None  # time of the oldest change of a carried row, or a bound on it
+    reads: tuple[Read, ...] = ()  # those that can be committed; any other change of the consumer discards them
+    is_behind: bool = False  # True if the consumer was dropped and needs a snapshot
+    holder: str | None = None  # description of the owner that reserved the consumer
+    is_transient: bool = False  # True if it exists only while a snapshot is copied; it is not saved in checkpoints
+
+    def moved(self, position: int, batch: int, carried: Mapping[str, ChangedRows] = _NO_ROWS) -> Consumer:
+        """Return the record at another position, with other carried rows, whose age counts from now."""
+        now = time.monotonic()
+        rows = {fqn: rows for fqn, rows in carried.items() if len(rows)}
+        return replace(
+            self,
+            position=position, batch=batch, moved_at=now,
+            carried=rows, carried_since=now if rows else None, reads=(), is_behind=False,
+        )  # fmt: skip
+
+    def dropped(self, position: int, since: float | None) -> Consumer:
+        """Return the record without its pending rows, of which the oldest changed at ``since`` or later."""
+        oldest = self.moved_at if since is None else since
+        moved = self.moved(position, self.batch)
+        return replace(moved, moved_at=self.moved_at, carried_since=oldest, is_behind=True)
+
+
+class Cursors:
+    """Records of a log's consumers, and the time of the first change at each position that a cursor separates.
+
+    Callers must hold the log's lock, except to read one attribute or record.
+
+    Args:
+        names: names of the consumers, at least one, all different.
+
+    Attributes:
+        consumers: name to record, in the order in which the consumers were added.
+        origin: table FQN to rows that a rewind makes pending in addition to all rows in the log, because they changed
+            before the log's first position or were made pending for one consumer only.
+        num_batches: number of ``step()`` calls, including those before a restored checkpoint.
+
+    Raises:
+        InvalidArgumentError: if ``names`` is empty, repeats a name or is a string, or if a name is not a string.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        is_list = not isinstance(names, str) and isinstance(names, Collection)
+        for name in names if is_list else ():
+            check_name(name)
+        if not is_list or not names or len(set(names)) != len(names):
+            raise InvalidArgumentError("consumers", names, "Pass a list of one or more different names")
+        self.consumers = {name: Consumer(name, 0, 0, time.monotonic()) for name in names}
+        self.origin = _NO_ROWS
+        self.num_batches = 0
+        self._times: dict[int, float] = {}  # both ascending
+
+    @property
+    def pinned(self) -> set[int]:
+        """Positions across which segments must not be merged: cursors and ends of reads.
+
+        The lowest one is a cursor. Dropped consumers, which cannot read the log, have none.
+        """
+        pinned = set()
+        for each in self.consumers.values():
+            if not each.is_behind:
+                pinned.add(each.position)
+                for read in each.reads:
+                    pinned.add(read.stop)
+        return pinned
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the carried rows of all consumers."""
+        return sum(rows.num_bytes for each in self.consumers.values() for rows in each.carried.values())
+
+    def rows(self) -> Iterator[ChangedRows]:
+        """Yield the rows of :attr:`origin` and, for each consumer, the carried rows and those its reads left out."""
+        yield from self.origin.values()
+        for each in self.consumers.values():
+            yield from each.carried.values()
+            for read in each.reads:
+                if read.delta is not None:
+                    yield from read.delta.kept.values()
+
+    def note_change(self, position: int) -> None:
+        """Note that rows changed at a position."""
+        if position not in self._times:
+            self._times[position] = time.monotonic()
+
+    def pending_since(self, consumer: Consumer) -> float | None:
+        """Return the time of the oldest change of a consumer's pending rows; None if no row is known to be pending.
+
+        It is exact for rows in the log. For rows that reads left out, the time of the oldest one is kept until a read
+        leaves no row out. For rows that a read finds by comparing a shard with a copy, it is the time of that read.
+        """
+        since = consumer.carried_since
+        for position, when in self._times.items():
+            if position >= consumer.position:
+                return when if since is None else min(since, when)
+        return since
+
+    def merge_times(self, pinned: Collection[int]) -> None:
+        """Keep the first time between two positions in ``pinned``, and none below the lowest."""
+        ordered, times = sorted(pinned), dict[int, float]()
+        for position, when in self._times.items():
+            index = bisect_right(ordered, position)
+            if index:
+                times.setdefault(ordered[index - 1], when)
+        self._times = times
+
+
+def check_name(name: object) -> None:
+    """Check the name of a consumer, because a checkpoint with a name of another type could not be loaded.
+
+    Raises:
+        InvalidArgumentError: if ``name`` is not a string.
+    """
+    if not isinstance(name, str):
+        raise InvalidArgumentError("consumer", name, "Pass a name that is a string, such as 'serving'")
