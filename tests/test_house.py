@@ -219,3 +219,32 @@ def test_public_names_are_found_in_their_homes() -> None:
         assert getattr(delta_tracker, name).__module__ == home
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         delta_tracker.nothing  # noqa: B018
+
+
+def _tracker_names() -> set[str]:
+    """Return the public names of ``ModelDeltaTracker``, with the attributes that its constructor sets."""
+    tree = ast.parse(_MODULES["tracker.tracker"].read_text())
+    (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "ModelDeltaTracker")
+    names = {node.name for node in found.body if isinstance(node, ast.FunctionDef)}
+    for node in ast.walk(found):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            names.add(node.attr)
+        elif node in found.body and isinstance(node, ast.Assign):
+            names.update(ast.unparse(each) for each in node.targets)
+    return {name for name in names if not name.startswith("_")}
+
+
+def test_the_tracker_has_only_names_that_a_user_needs() -> None:
+    """No name that the other packages call is missing in all documents, examples and benchmarks."""
+    names = _tracker_names()
+    assert len(names) <= 50
+    called = {
+        node.attr
+        for name, path in _MODULES.items()
+        if not name.startswith("tracker.")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and re.search(r"(^|[._])tracker$", ast.unparse(node.value))
+    }
+    shown = [*_ROOT.glob("*.md"), *_PACKAGE.rglob("*.md"), *(_ROOT / "examples").rglob("*.py")]
+    shown += (_ROOT / "benchmarks").rglob("*.py")
+    assert names & called <= {name for path in shown for name in re.findall(r"[.`](\w+)", path.read_text())}

@@ -87,7 +87,7 @@ class SavedTracker:
         parts = self._saved.parts()
         if not parts:
             return _Wanted()
-        plan = self._tracker.plan_load(parts)
+        plan = self._tracker.checkpoint.plan_load(parts)
         return self._saved.wanted(parts, plan.needs())
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:

@@ -292,7 +292,7 @@ class TrackerCallback(Callback):
     def _built(self, pl_module: LightningModule) -> dict[str, object]:
         """Build the tracker. Return what must be the same on every rank."""
         self._tracker = self._build(pl_module)
-        return self._tracker.description()
+        return self._tracker.checkpoint.description()
 
     def _loaded(self, saved: _Saved | None) -> dict[str, object]:
         """Load a state. Return what must be the same on every rank."""

@@ -27,8 +27,6 @@ from delta_tracker.sharding.torchrec_api import load_torchrec
 from delta_tracker.sharding.weights import read_rows
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.checkpoint.gather import Strategy
-from delta_tracker.tracker.checkpoint.rank_header import RankHeader
-from delta_tracker.tracker.checkpoint.reshard import Resharding
 from delta_tracker.tracker.checkpoint.tracker_checkpoint import Restored, TrackerCheckpoint
 from delta_tracker.tracker.consumer_handle import ConsumerHandle
 from delta_tracker.tracker.data_position import DataPosition
@@ -659,21 +657,14 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
     # Checkpoints
 
     @property
-    def restored(self) -> Restored | None:
-        """Outcome of the last :meth:`load_state_dict` or :meth:`restore_from_stream`; None before the first."""
-        return self._checkpoint.restored
+    def checkpoint(self) -> TrackerCheckpoint:
+        """Access to the saved state, for adapters of checkpoint formats and for :func:`~delta_tracker.restore`."""
+        return self._checkpoint
 
     @property
-    def annotations(self) -> Mapping[str, object]:
-        """Mapping from consumer to its note, a JSON value that is saved with the tracker's state.
-
-        A note is set by :meth:`~delta_tracker.tracker.consumer_handle.ConsumerHandle.annotate` or loaded with a state.
-        """
-        return self._checkpoint.annotations
-
-    def description(self) -> dict[str, object]:
-        """Return the mode, consumers, tables and counters, which must be the same on every rank. JSON serializable."""
-        return self._checkpoint.description()
+    def restored(self) -> Restored | None:
+        """Outcome of the last :meth:`load_state_dict` or :func:`~delta_tracker.restore`; None before the first."""
+        return self._checkpoint.restored
 
     def register_counter(self, name: str, counter: object) -> None:
         """Register a counter to save and load with the tracker's state.
@@ -697,7 +688,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         self._checkpoint.register_counter(name, counter)
 
     def state_dict(self, *, strategy: Strategy = "local") -> dict[str, Tensor]:
-        """Return the pending rows of every consumer, the registered counters and the :attr:`annotations`.
+        """Return the pending rows of every consumer, the registered counters and the notes about consumers.
 
         Rows of uncommitted reads, and rows whose update is in progress, are pending. Moves no cursor. Call it directly
         before or after the model's ``state_dict``, without an update between the two calls. The tensors are copies on
@@ -746,38 +737,6 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
                 call.
         """
         self._checkpoint.load_state_dict(state)
-
-    def restore_from_stream(
-        self, num_batches: int, pending: Mapping[str, Mapping[str, Tensor | None]], notes: Mapping[str, object]
-    ) -> None:
-        """Replace all pending rows after the model was restored from a stream. :func:`~delta_tracker.restore` calls it.
-
-        All writes to the weights up to this call are ignored. Uncommitted reads are aborted. Registered counters are
-        unchanged. A call that raises one of the following errors changes nothing. After an interrupt or a lack of
-        memory, all rows may count as changed.
-
-        Args:
-            num_batches: new value of :attr:`num_batches`.
-            pending: consumer to table FQN to ``[N]`` integer local ids of the rows that are pending, with unknown old
-                states; None for all rows. Nothing is pending for other consumers and tables.
-            notes: consumer to its note. Other consumers have no note.
-
-        Raises:
-            InvalidArgumentError: if there is no such consumer or table, or an id is outside the shard.
-            ReservedConsumerError: if a consumer is reserved. Create publishers, which reserve consumers, after this
-                call.
-        """
-        self._checkpoint.restore_from_stream(num_batches, pending, notes)
-
-    def plan_load(self, parts: list[RankHeader]) -> Resharding:
-        """Return the plan of a load: the tensors of each part that :meth:`load_state_dict` needs.
-
-        Args:
-            parts: headers of the saved parts, at least one.
-
-        Raises the errors of :meth:`load_state_dict`.
-        """
-        return self._checkpoint.plan_load(parts)
 
     # Attaching
 

@@ -226,7 +226,7 @@ def restored(
     return {
         **asdict(replace(found, rank_states=unloaded)),
         "pending": pending,
-        "notes": dict(trainer.tracker.annotations),
+        "notes": dict(trainer.tracker.checkpoint.annotations),
     }
 
 

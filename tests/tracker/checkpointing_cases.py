@@ -194,7 +194,7 @@ def loading(
         {"model": model, "tracker": SavedTracker(tracker, f"{path}/checkpoint")}, checkpoint_id=f"{path}/checkpoint"
     )
     assert tracker.restored is Restored.STATE
-    assert tracker.annotations == {"b": {"rank": 0, "stream": "00ff"}}
+    assert tracker.checkpoint.annotations == {"b": {"rank": 0, "stream": "00ff"}}
     restored = log_state(tracker)
     dump(tracker, restored, Path(path) / f"loaded-{rank}of{world_size}.pt")
     exchanged = {}
@@ -279,12 +279,12 @@ def damaged(rank: int, world_size: int, path: str) -> dict[str, str]:
     messages["strategy"] = attempt(lambda: tracker.state_dict(strategy="both"))
     assert same(before, log_state(tracker))
     assert same(log_state(tracker), before)
-    assert tracker.annotations == {"a": "before"}
+    assert tracker.checkpoint.annotations == {"a": "before"}
     assert tracker.restored is None
     tracker.load_state_dict(mine)  # its own part alone covers its shards
     assert tracker.restored is Restored.STATE
     tracker.load_state_dict(whole)
-    assert tracker.annotations == {}
+    assert tracker.checkpoint.annotations == {}
     return messages
 
 
@@ -553,7 +553,7 @@ def from_stream(rank: int, world_size: int) -> list[str]:
     train(spec, model, generator, 2)
     refused = tracker.get_delta("a", commit=False)
     messages = [
-        attempt(partial(tracker.restore_from_stream, 7, pending, notes))
+        attempt(partial(tracker.checkpoint.restore_from_stream, 7, pending, notes))
         for pending, notes in (
             ({"x": {}}, {}),
             ({"b": {}}, {"x": 1}),
@@ -562,7 +562,7 @@ def from_stream(rank: int, world_size: int) -> list[str]:
         )
     ]
     with tracker.reserve("c", holder="a test"):
-        messages.append(attempt(partial(tracker.restore_from_stream, 7, {}, {})))
+        messages.append(attempt(partial(tracker.checkpoint.restore_from_stream, 7, {}, {})))
     tracker.commit(refused)  # these calls aborted nothing
     assert (tracker.num_batches, tracker.restored) == (0, None)
 
@@ -570,9 +570,11 @@ def from_stream(rank: int, world_size: int) -> list[str]:
         for name in tracker.tables:
             for view in tracker.live.column_views(name):
                 view.add_(1.0)
-    tracker.restore_from_stream(7, {"b": {fqn: torch.tensor([2, 0], dtype=torch.int32)}, "c": {fqn: None}}, {"a": [1]})
+    tracker.checkpoint.restore_from_stream(
+        7, {"b": {fqn: torch.tensor([2, 0], dtype=torch.int32)}, "c": {fqn: None}}, {"a": [1]}
+    )
     assert (tracker.num_batches, tracker.restored) == (7, Restored.STREAM)
-    assert dict(tracker.annotations) == {"a": [1]}
+    assert dict(tracker.checkpoint.annotations) == {"a": [1]}
     num_rows = tracker.shards[fqn].num_rows
     expected = {"a": [], "b": [0, 2], "c": list(range(num_rows))}
     for name, ids in expected.items():

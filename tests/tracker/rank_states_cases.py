@@ -250,7 +250,7 @@ def alike_counters(rank: int, world_size: int) -> dict[str, Any]:
             if number == 0:
                 counter.update(7.0)
         assert attempt(partial(target.load_state_dict, source.state_dict())) == "nothing was raised", name
-        assert source.description() == target.description(), name
+        assert source.checkpoint.description() == target.checkpoint.description(), name
         found[name] = [float(counter.seen) for counter in counters]
     return found
 

@@ -155,7 +155,7 @@ def test_a_restore_from_a_stream_that_is_interrupted_loses_no_row(monkeypatch: p
     with monkeypatch.context() as patch:
         patch.setattr(LogSegments, "cut", _raising(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            tracker.restore_from_stream(3, {"default": {"0": torch.tensor([2])}}, {})
+            tracker.checkpoint.restore_from_stream(3, {"default": {"0": torch.tensor([2])}}, {})
     assert _ids(tracker) == _EVERY
 
 

@@ -48,7 +48,7 @@ class Restored(Enum):
 
 
 class TrackerCheckpoint:
-    """Implementation of a tracker's ``state_dict`` and ``load_state_dict``.
+    """Saved state of a tracker: what a checkpoint has of it, and what a load replaces.
 
     The state consists of the pending rows of all consumers, the registered counters, and the notes about consumers.
     A note is a JSON value that the owner of a consumer sets with :meth:`annotate`.
@@ -230,9 +230,22 @@ class TrackerCheckpoint:
     def restore_from_stream(
         self, num_batches: int, pending: Mapping[str, Mapping[str, Tensor | None]], notes: Mapping[str, object]
     ) -> None:
-        """Replace all pending rows after the model was restored from a stream.
+        """Replace all pending rows after the model was restored from a stream. :func:`~delta_tracker.restore` calls it.
 
-        See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.restore_from_stream`.
+        All writes to the weights up to this call are ignored. Uncommitted reads are aborted. Registered counters are
+        unchanged. A call that raises one of the following errors changes nothing. After an interrupt or a lack of
+        memory, all rows may count as changed.
+
+        Args:
+            num_batches: new value of the tracker's ``num_batches``.
+            pending: consumer to table FQN to ``[N]`` integer local ids of the rows that are pending, with unknown old
+                states; None for all rows. Nothing is pending for other consumers and tables.
+            notes: consumer to its note. Other consumers have no note.
+
+        Raises:
+            InvalidArgumentError: if there is no such consumer or table, or an id is outside the shard.
+            ReservedConsumerError: if a consumer is reserved. Create publishers, which reserve consumers, after this
+                call.
         """
         self._check_free()
         names = self._log.consumers.names
@@ -260,7 +273,13 @@ class TrackerCheckpoint:
         self._noted = dict(self._positions)
 
     def plan_load(self, parts: list[RankHeader]) -> Resharding:
-        """Return a plan to load saved parts. See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.plan_load`."""
+        """Return the plan of a load: the tensors of each part that :meth:`load_state_dict` needs.
+
+        Args:
+            parts: headers of the saved parts, at least one.
+
+        Raises the errors of :meth:`load_state_dict`.
+        """
         self._check_free()
         check_alike(parts)
         first = parts[0]
