@@ -37,6 +37,7 @@ import delta_tracker
 from benchmarks.workloads import Trainer, distinct_ids, one_rank, tables
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher, TrackingMode, Upkeep
 from delta_tracker.stream.pointer import POINTER_NAME
+from delta_tracker.stream.reading.runtime import Runtime
 
 _PACKAGE = str(Path(delta_tracker.__file__).parent) + "/"
 _NUM_ROWS, _DIM, _NUM_IDS = 1000, 64, 100
@@ -93,7 +94,8 @@ class Rounds:
         self._pointer = root / POINTER_NAME
         self._publisher = Publisher(self._tracker, root.as_uri(), upkeep=Upkeep(pointer_seconds=3600.0))
         self._held = {self._trainer.fqn(self._table): torch.zeros(_NUM_ROWS, _DIM)}
-        self._predictor = Predictor(self._held, root.as_uri())
+        runtime = Runtime(monotonic=lambda: time.monotonic())  # noqa: PLW0108  the one that is stopped
+        self._predictor = Predictor(self._held, root.as_uri(), runtime=runtime)
         self._generator = torch.Generator().manual_seed(0)
 
     def run(self, measure: Callable[[str, Callable[[], object]], object]) -> None:

@@ -53,7 +53,7 @@ def _items(model: object) -> Iterable[tuple[str, Tensor | RowTarget]]:
     if not isinstance(model, Mapping) or not all(isinstance(table, Tensor | RowTarget) for table in model.values()):
         text = "Pass a module, or a mapping of FQN to tensor or RowTarget"
         raise InvalidArgumentError("model", type(model).__name__, text)
-    return ((str(name), table) for name, table in model.items())
+    return [(str(name), table) for name, table in model.items()]
 
 
 def table_names(model: nn.Module | Mapping[str, Tensor | RowTarget]) -> set[str]:

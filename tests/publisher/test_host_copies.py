@@ -125,7 +125,7 @@ def test_pending_rows_are_counted_with_one_wait() -> None:
         ids = {fqn: on_device(torch.arange(number + 1)) for number, fqn in enumerate(tracker.tables)}
         tracker.write(ids, 1.0)
         assert not found
-        counts = tracker.log.num_pending("default")
+        counts = tracker.log.consumers.num_pending("default")
     assert counts == {f"t{number}": number + 1 for number in range(7)}
     assert len(found) == 1
 

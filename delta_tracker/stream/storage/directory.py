@@ -7,6 +7,7 @@ import os
 import stat
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 T = TypeVar("T")
+# Non-blocking, because a named pipe must not block the reader.
+_open = partial(os.open, flags=os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 class DirectoryStore(Store):
@@ -56,7 +59,7 @@ class DirectoryStore(Store):
 
     def read(self, span: Span, transfer: Transfer | None) -> NDArray[np.uint8] | None:
         name = span.name
-        if (descriptor := self._at(name, _opened)) is None:
+        if (descriptor := self._at(name, _open)) is None:
             return None
         try:
             status = os.fstat(descriptor)
@@ -148,7 +151,8 @@ class DirectoryStore(Store):
         self._check()
         folder = name.rpartition("/")[0]
         for each in ("drafts", folder):
-            if not self._has_folder(each, WriteRefusedError):
+            is_known = each in self._folders and os.path.isdir(f"{self.directory}/{each}")  # noqa: PTH112  a Path takes longer
+            if not is_known and not self._has_folder(each, WriteRefusedError):
                 make_folder(self.directory, each)
         is_new = write_file(self.directory, name, buffers, overwrite=overwrite, fsync=self._fsync, check=self._check)
         self._has_written = True
@@ -172,8 +176,10 @@ class DirectoryStore(Store):
         """Return True if a folder of the store exists. Raise ``kind`` if it, or one above it, is no directory."""
         if self._found is None and not self._find():
             return False
-        ends = [end for end, character in enumerate(folder) if character == "/"]
-        for name in (*(folder[:end] for end in ends), folder):
+        end = 0
+        while end >= 0:
+            end = folder.find("/", end + 1)
+            name = folder if end < 0 else folder[:end]
             path = f"{self.directory}/{name}"
             try:
                 status = os.lstat(path)
@@ -224,11 +230,6 @@ class DirectoryStore(Store):
             sync_names(self.directory, prefix)
         except OSError as error:
             raise UnknownOutcomeError(self.url, name, f"{type(error).__name__}: {error}", prefix or ".") from error
-
-
-def _opened(path: str) -> int:
-    # Non-blocking, because a named pipe must not block the reader.
-    return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def _no_directory(name: str, path: str, status: os.stat_result) -> tuple[str, str]:
