@@ -93,8 +93,8 @@ def _stream() -> str:
     return url
 
 
-def _synced(**options: Any) -> Predictor:
-    predictor = Predictor(_model(), _stream(), **options)
+def _synced() -> Predictor:
+    predictor = Predictor(_model(), _stream())
     predictor.sync()
     return predictor
 
@@ -370,7 +370,9 @@ MISTAKES: Mapping[str, Mistake] = {
         lambda: Predictor(_model(), _url(), rollout=Rollout(gate=0.5)), "gate=0.5", "Gate(max_drift=0.5)"
     ),  # type: ignore[arg-type]
     "raw ids of a plain table": Mistake(
-        lambda: _synced(raw_ids={"0": RawIdIndex(100)}), "without raw ids in the stream", "Leave the table out"
+        lambda: Predictor(ModelTarget(_model(), raw_ids={"0": RawIdIndex(100)}), _stream()).sync(),
+        "without raw ids in the stream",
+        "Leave the table out",
     ),
     "sync inside reading()": Mistake(_sync_inside_reading, "inside reading()", "Leave the"),
     "a store's option misspelt": Mistake(lambda: _bucket(acces_key="x"), "acces_key", "is not valid for store"),

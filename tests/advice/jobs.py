@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from delta_tracker import ModelDeltaTracker, Predictor, Publisher
+from delta_tracker import ModelDeltaTracker, ModelTarget, Predictor, Publisher
 from delta_tracker.errors import DeltaTrackerError
 
 _Error = TypeVar("_Error", bound=DeltaTrackerError)
@@ -61,7 +61,7 @@ class Job:
         self.train(*rows)
         return self.publisher.publish().version
 
-    def serve(self, model: nn.Module | None = None, **options: Any) -> Predictor:
+    def serve(self, model: nn.Module | ModelTarget | None = None, **options: Any) -> Predictor:
         return Predictor(small_model() if model is None else model, self.url, **options)
 
     def is_served_by(self, model: nn.Module, version: int | None) -> bool:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from delta_tracker import ModelDeltaTracker, Predictor, Publisher, RawIdIndex, Storage
+from delta_tracker import ModelDeltaTracker, ModelTarget, Predictor, Publisher, RawIdIndex, Storage
 from delta_tracker.errors import (
     CorruptPartError,
     MalformedError,
@@ -87,14 +87,14 @@ def test_a_dense_tensor_that_differs_is_mapped_or_left_out(tmp_path: Path, state
         served[2].weight = served[1].weight
     refused(ModelMismatchError, job.serve(served).sync, "to_empty(device=...)" if state == "meta" else "dense=False")
     if state == "missing":
-        assert job.serve(served, names={"1.weight": "3.weight"}).sync() == 1
+        assert job.serve(ModelTarget(served, names={"1.weight": "3.weight"})).sync() == 1
         assert torch.equal(served[3].weight, job.model[1].weight)
     elif state == "meta":
         served[1].to_empty(device="cpu")
         assert job.serve(served).sync() == 1
         assert torch.equal(served[1].weight, job.model[1].weight)
     else:
-        assert job.serve(served, dense=False).sync() == 1
+        assert job.serve(ModelTarget(served, dense=False)).sync() == 1
         assert torch.equal(served[0].weight, job.model[0].weight)
 
 
@@ -103,7 +103,7 @@ def test_a_table_of_another_name_is_mapped(tmp_path: Path) -> None:
     job = Job(tmp_path)
     model = nn.Sequential(nn.Identity(), nn.EmbeddingBag(20, 4))
     refused(ModelMismatchError, job.serve(model).sync, "names={stream: model}")
-    assert job.serve(model, names={"0": "1"}).sync() == 1
+    assert job.serve(ModelTarget(model, names={"0": "1"})).sync() == 1
     assert torch.equal(model[1].weight, job.model[0].weight)
 
 
@@ -129,7 +129,8 @@ def test_tied_tables_are_separated_or_named_in_fqns_to_skip(tmp_path: Path, way:
 def test_an_index_of_raw_ids_is_left_out_where_there_are_none(tmp_path: Path) -> None:
     job = Job(tmp_path)
     model = small_model()
-    refused(ModelMismatchError, job.serve(model, raw_ids={"0": RawIdIndex(20)}).sync, "Leave the table out of raw_ids")
+    target = ModelTarget(model, raw_ids={"0": RawIdIndex(20)})
+    refused(ModelMismatchError, job.serve(target).sync, "Leave the table out of raw_ids")
     assert job.is_served_by(model, job.serve(model).sync())
 
 

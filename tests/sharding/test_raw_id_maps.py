@@ -550,7 +550,7 @@ def test_traced_and_scripted_models_are_refused(is_hash: bool, is_scripted: bool
             warnings.simplefilter("ignore")  # it is deprecated
             model = torch.jit.script(model)
     name = "mc._embedding_module.embeddings.t"
-    raw_ids = {FQN: RawIdIndex(8)} if has_index else None
+    raw_ids = {FQN: RawIdIndex(8)} if has_index else {}
     predictor = Predictor(ModelTarget(model, names={FQN: name}, dense=False, raw_ids=raw_ids), history.storage)
     with pytest.raises(ModelMismatchError, match=r"modules\.t\..* scripted or traced.*Pass the model as it was before"):
         predictor.sync()
