@@ -364,7 +364,7 @@ def _restore(trained: _Trained, stream: Path, version: int) -> None:
         stream.as_uri(),
         version,
         tracker=trained.tracker,
-        training_state={"optimizer": trained.optimizer},
+        recovery=Recovery(training_state={"optimizer": trained.optimizer}),
         timeout=_TIMEOUT,
     )
 

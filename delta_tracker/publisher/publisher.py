@@ -32,7 +32,7 @@ from delta_tracker.publisher.gauges import PublisherGauges
 from delta_tracker.publisher.heartbeats import Heartbeats
 from delta_tracker.publisher.reports import Reports
 from delta_tracker.publisher.row_gatherer import EncodingChoice, name_encodings
-from delta_tracker.publisher.training import Recovery
+from delta_tracker.publisher.training import Recovery, check_recovery
 from delta_tracker.publisher.version_source import VersionSource
 from delta_tracker.publisher.versions import Versions
 from delta_tracker.sharding.interrupted import check_complete
@@ -92,27 +92,26 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
             encoding. Tables without an encoding are stored in their own dtype.
         cadence: bounds at which :meth:`step` publishes; None if :meth:`step` is not used.
         upkeep: retention, compaction and pointer object of the stream; None for ``Upkeep()``.
-        notifier: delivers a hint of each version to waiting predictors; None if predictors only poll.
-        timeout: maximum wait for the other ranks, including the wait until every rank has built its publisher.
-        monitor: monitor for the metrics; None for ``delta_tracker.monitor.MONITOR``.
         recovery: training state to publish with each version, so that
             :func:`~delta_tracker.recovery.restore.restore` can continue training from it. The entries have format 2.
             After ``restore``, a publisher starts with a delta. After a load of a checkpoint, it starts with a snapshot,
             because the checkpoint may lack the states of the optimizers. None publishes values only.
+        notifier: delivers a hint of each version to waiting predictors; None if predictors only poll.
+        timeout: maximum wait for the other ranks, including the wait until every rank has built its publisher.
+        monitor: monitor for the metrics; None for ``delta_tracker.monitor.MONITOR``.
         runtime: clock, waits and threads of the publisher, which a simulation replaces.
         join: makes a process group of all ranks, see :class:`~delta_tracker.distributed.RankGroup`.
         name: label ``publisher`` of the metrics; None for ``"publisher"``. If another publisher of this process has the
             same name, a suffix ``-2``, ``-3``, ... is added.
 
     Raises:
-        InvalidArgumentError: if the tracker has no such consumer.
         ReservedConsumerError: if the consumer is already reserved.
         DetachedError: if the tracker is detached.
         IncompleteModelError: if a restore of the model was interrupted.
         UnsupportedModelError, UnsupportedTableError: if ``recovery`` is given and a table has a training state that
             cannot be published, or is not fused and has no optimizer in ``recovery``.
-        InvalidArgumentError: if an argument is invalid, if ``recovery`` is given together with ``top_k`` or with an
-            encoding, if the dense names or the encoding do not fit the model, if
+        InvalidArgumentError: if an argument is invalid, if the tracker has no such consumer, if ``recovery`` is given
+            together with ``top_k`` or with an encoding, if the dense names or the encoding do not fit the model, if
             ``top_k`` has no ``score`` and the tracking mode computes none, if the claim in ``url`` was used, or if rank
             0 uses another store.
         UnsupportedStoreError: if the store has no atomic create.
@@ -507,8 +506,7 @@ def _check(url: object, cadence: object, upkeep: object, recovery: object) -> No
         raise InvalidArgumentError("cadence", cadence, "Pass a Cadence, for example Cadence(batches=100)")
     if upkeep is not None and not isinstance(upkeep, Upkeep):
         raise InvalidArgumentError("upkeep", upkeep, "Pass an Upkeep, for example Upkeep(compact_every=50)")
-    if recovery is not None and not isinstance(recovery, Recovery):
-        remedy = 'Pass a Recovery, for example Recovery(training_state={"optimizer": optimizer})'
-        raise InvalidArgumentError("recovery", recovery, remedy)
+    if recovery is not None:
+        check_recovery(recovery)
     if isinstance(url, ClaimedStream) and url.has_states and recovery is None:
         raise InvalidArgumentError("url", url, "Pass one of taken.serving, or recovery= as the trainer did")

@@ -58,22 +58,23 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """Training state that a publisher writes with each version, so that training can continue from it.
+    """Training state that a publisher writes with each version, and from which a restore or a standby continues.
 
-    Besides the objects that are named here, a version has the states of the fused optimizers for each of its rows, the
-    dense tensors and the position in the data. :func:`~delta_tracker.recovery.restore.restore` and a
-    :class:`~delta_tracker.recovery.standby.Standby` take objects of the same names.
+    Pass the same names to all of them. Besides these objects, a version has the states of the fused optimizers for each
+    of its rows, the dense tensors and the position in the data.
 
     Args:
         training_state: name to object with ``state_dict`` and ``load_state_dict``, such as the dense optimizer and the
             learning rate scheduler. Rank 0's state is published. Trainable dense parameters that no passed optimizer
             has are logged.
-        rank_state: the same for objects whose state differs between the ranks. Each rank's state is published.
+        rank_state: the same for objects whose state differs between the ranks. Each rank's state is published. At
+            another number of ranks, ``load_rank_states(states)`` is called with the states of all ranks.
         heartbeat_seconds: time between two heartbeats, which show a standby that training advances. Rank 0 writes them
             in a thread of its own while a method of the publisher is called. None for no heartbeats.
 
     Raises:
-        InvalidArgumentError: if ``heartbeat_seconds`` is invalid. A publisher checks the objects.
+        InvalidArgumentError: if an argument is invalid, a name is used twice or reserved, or an object has no
+            ``state_dict`` and ``load_state_dict``.
 
     Example:
         >>> optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)
@@ -86,7 +87,26 @@ class Recovery:
     heartbeat_seconds: float | None = BEAT_SECONDS
 
     def __post_init__(self) -> None:
+        arguments: list[tuple[str, Any]] = [("training_state", self.training_state), ("rank_state", self.rank_state)]
+        for argument, objects in arguments:
+            if not isinstance(objects, Mapping):
+                raise InvalidArgumentError(argument, type(objects), "Pass a mapping of name to object")
+            for name, each in objects.items():
+                if not isinstance(name, str) or name == _OWN_NAME:
+                    raise InvalidArgumentError(argument, name, f"Use other strings than {_OWN_NAME!r} as names")
+                if not isinstance(each, Stateful):
+                    remedy = "Pass an object with state_dict and load_state_dict"
+                    raise InvalidArgumentError(f"{argument}[{name!r}]", type(each), remedy)
+        if twice := sorted(self.training_state.keys() & self.rank_state.keys()):
+            raise InvalidArgumentError("rank_state", twice, "Use other names than in training_state")
         check_seconds("heartbeat_seconds", self.heartbeat_seconds)
+
+
+def check_recovery(recovery: object) -> None:
+    """Raise InvalidArgumentError unless an argument is a :class:`Recovery`."""
+    if not isinstance(recovery, Recovery):
+        remedy = 'Pass a Recovery, for example Recovery(training_state={"optimizer": optimizer})'
+        raise InvalidArgumentError("recovery", recovery, remedy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +155,7 @@ class TrainingSource:
         publisher: name of the publisher's consumer.
 
     Raises:
-        InvalidArgumentError: if a name is used twice or is reserved, if an object has no ``state_dict`` and
-            ``load_state_dict``, if a state cannot be encoded, or if an optimizer does not save its parameter groups.
+        InvalidArgumentError: if a state cannot be encoded, or if an optimizer does not save its parameter groups.
         UnsupportedTableError: if the optimizer of a table that is not fused is missing.
     """
 
@@ -151,10 +170,6 @@ class TrainingSource:
         publisher: str,
     ) -> None:
         training_state, rank_state = recovery.training_state, recovery.rank_state
-        _check_objects("training_state", training_state)
-        _check_objects("rank_state", rank_state)
-        if twice := sorted(training_state.keys() & rank_state.keys()):
-            raise InvalidArgumentError("rank_state", twice, "Use other names than in training_state")
         _check_unfused(live.unfused_storages(), training_state, rank_state)
         self._live = live
         self._progress = progress
@@ -238,17 +253,6 @@ def _buffers(model: nn.Module) -> set[int]:
         for buffer in module.buffers(recurse=False)
         if type(buffer) is Tensor and buffer.layout is torch.strided
     }
-
-
-def _check_objects(argument: str, objects: Mapping[Any, Any]) -> None:
-    """Raise an error if a name is invalid, or an object has no state."""
-    for name, value in objects.items():
-        if not isinstance(name, str) or name == _OWN_NAME:
-            raise InvalidArgumentError(argument, name, f"Use other strings than {_OWN_NAME!r} as names")
-        if not isinstance(value, Stateful):
-            raise InvalidArgumentError(
-                f"{argument}[{name!r}]", type(value), "Pass an object with state_dict and load_state_dict"
-            )
 
 
 def _states(argument: str, objects: Mapping[str, Stateful]) -> dict[str, object]:

@@ -16,7 +16,7 @@ from delta_tracker.errors import (
     RestoreFailedError,
     UnfinishedStepError,
 )
-from delta_tracker.publisher.training import Stateful
+from delta_tracker.publisher.training import Recovery, check_recovery
 from delta_tracker.recovery.fit import Job
 from delta_tracker.recovery.training_states import DATA, TrainingStates
 from delta_tracker.sharding.local_shard import LocalShard
@@ -40,8 +40,7 @@ class LocalJob:
 
     model: nn.Module
     tracker: ModelDeltaTracker | None
-    training_state: Mapping[str, Stateful]
-    rank_state: Mapping[str, Stateful]
+    recovery: Recovery
     data: DataPosition[Any] | None
     ignore: Collection[str]
     rank: int
@@ -53,25 +52,12 @@ class LocalJob:
             raise InvalidArgumentError("model", type(self.model), "Pass a module")
         if isinstance(self.ignore, str) or not isinstance(self.ignore, Collection):
             raise InvalidArgumentError("ignore", self.ignore, "Pass a list of names")
-        self._check_objects()
+        check_recovery(self.recovery)
+        if self.data is not None and not isinstance(self.data, DataPosition):
+            raise InvalidArgumentError("data", type(self.data), "Pass a DataPosition")
         if self.tracker is not None and self.tracker.model is not self.model:
             raise InvalidArgumentError("tracker", self.tracker, "Pass the tracker of this model")
         self._check_data()
-
-    def _check_objects(self) -> None:
-        arguments: list[tuple[str, Any]] = [("training_state", self.training_state), ("rank_state", self.rank_state)]
-        for argument, objects in arguments:
-            if not isinstance(objects, Mapping):
-                raise InvalidArgumentError(argument, type(objects), "Pass a mapping of name to object")
-            for name, each in objects.items():
-                if not isinstance(name, str) or name == DATA:
-                    raise InvalidArgumentError(argument, name, f"Use other strings than {DATA!r} as names")
-                if not callable(getattr(each, "load_state_dict", None)):
-                    raise InvalidArgumentError(f"{argument}[{name!r}]", type(each), "Give it a method load_state_dict")
-        if twice := sorted(self.training_state.keys() & self.rank_state.keys()):
-            raise InvalidArgumentError("rank_state", twice, "Use other names than in training_state")
-        if self.data is not None and not isinstance(self.data, DataPosition):
-            raise InvalidArgumentError("data", type(self.data), "Pass a DataPosition")
 
     def _check_data(self) -> None:
         """Check that the position in the data can be attached. Fetched batches are lost if a state is loaded."""
@@ -105,11 +91,11 @@ class LocalJob:
 
     def load(self, states: TrainingStates) -> None:
         """Load the states of all objects that are not in ``ignore``."""
-        for name, each in self.training_state.items():
+        for name, each in self.recovery.training_state.items():
             if name not in self.ignore:
                 self._load(f"training_state[{name!r}]", each.load_state_dict, states.load(0, "training", name))
         # The data is first: its loader could draw numbers from random generators, which are usually in rank_state.
-        of_rank: dict[str, Any] = {**({} if self.data is None else {DATA: self.data}), **self.rank_state}
+        of_rank: dict[str, Any] = {**({} if self.data is None else {DATA: self.data}), **self.recovery.rank_state}
         for name, each in of_rank.items():
             if name in self.ignore:
                 continue
@@ -128,13 +114,14 @@ class LocalJob:
 
     def described(self, shards: Mapping[str, LocalShard], dense: Mapping[str, Tensor]) -> Job:
         """Return the description of the job, whose model has these shards by FQN, and dense tensors by name."""
-        rank = {name: callable(getattr(each, "load_rank_states", None)) for name, each in self.rank_state.items()}
+        objects = self.recovery.rank_state.items()
+        rank = {name: callable(getattr(each, "load_rank_states", None)) for name, each in objects}
         return Job(
             shards={fqn: shard.spec for fqn, shard in shards.items()},
             fused={fqn for fqn, shard in shards.items() if shard.is_fused},
             states={fqn: found for fqn, shard in shards.items() if (found := table_states(shard)) is not None},
             dense={name: spec_of(tensor) for name, tensor in dense.items()},
-            training=self.training_state.keys(),
+            training=self.recovery.training_state.keys(),
             rank=rank if self.data is None else {**rank, DATA: self.data.has_rank_states},
             world_size=self.world_size,
         )

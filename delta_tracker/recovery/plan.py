@@ -162,9 +162,9 @@ def prepare(log: StreamLog, path: Sequence[Manifest], job: LocalJob, applied: Ma
         world_size=states.world_size,
     )
     check_fit(saved, described, job.ignore)
-    check_objects("training_state", job.training_state, states, 0, job.ignore)
+    check_objects("training_state", job.recovery.training_state, states, 0, job.ignore)
     if is_same:
-        check_objects("rank_state", job.rank_state, states, own, job.ignore)
+        check_objects("rank_state", job.recovery.rank_state, states, own, job.ignore)
     for name, tensor in buffers.items():
         if name not in job.ignore and described.dense.get(name) != spec_of(tensor):
             raise RestoreMismatchError(f"the buffer {name!r}", spec_of(tensor), described.dense.get(name) or "missing")

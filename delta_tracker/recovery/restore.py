@@ -14,7 +14,7 @@ from torch import nn
 from delta_tracker.distributed import DEFAULT_TIMEOUT
 from delta_tracker.errors import NotRecoverableError, RestoreFailedError
 from delta_tracker.publisher.exchange import Exchange, Message, Phase, check_alike
-from delta_tracker.publisher.training import Stateful
+from delta_tracker.publisher.training import Recovery
 from delta_tracker.recovery.job import LocalJob
 from delta_tracker.recovery.path import recovery_path
 from delta_tracker.recovery.plan import Plan, prepare
@@ -49,14 +49,13 @@ class Restored:
     rank_states: Mapping[str, Sequence[object]] = field(repr=False)
 
 
-def restore(  # noqa: PLR0913  all but two have a default
+def restore(
     model: nn.Module,
     url: Location,
     version: int | None = None,
     *,
     tracker: ModelDeltaTracker | None = None,
-    training_state: Mapping[str, Stateful] | None = None,
-    rank_state: Mapping[str, Stateful] | None = None,
+    recovery: Recovery | None = None,
     data: DataPosition[Any] | None = None,
     ignore: Collection[str] = (),
     timeout: timedelta = DEFAULT_TIMEOUT,
@@ -78,9 +77,7 @@ def restore(  # noqa: PLR0913  all but two have a default
         url: url of the stream, or its :class:`~delta_tracker.stream.storage.storage.Storage`.
         version: version to restore, the same on all ranks; None for the newest.
         tracker: tracker of the model.
-        training_state: objects whose states are the same on all ranks, by the names that the publisher had.
-        rank_state: objects whose states differ by rank, by the names that the publisher had. At another number of
-            ranks, ``load_rank_states(states)`` is called with the states of all ranks.
+        recovery: objects of this job, by the names that the publisher had; None for ``Recovery()``.
         data: position in the training data. The call also attaches it to the tracker.
         ignore: names of tables, dense tensors, training states and states of ranks (``"data"`` for ``data``) that are
             in the version or in this job, and are not restored; the same on all ranks.
@@ -112,13 +109,13 @@ def restore(  # noqa: PLR0913  all but two have a default
         ...     optimizer.step()
         ...     tracker.step()
         ...     version = publisher.publish()
-        >>> restored = restore(resumed, stream, training_state={"optimizer": other})
+        >>> restored = restore(resumed, stream, recovery=Recovery(training_state={"optimizer": other}))
         >>> restored.num_batches, torch.equal(resumed[0].weight, trained[0].weight)
         (1, True)
     """
     with closing(Exchange(timeout, name="restore", call="restore(...)", failed=RestoreFailedError)) as exchange:
         ranks = exchange.rank, exchange.group.world_size
-        job = LocalJob(model, tracker, training_state or {}, rank_state or {}, data, ignore, *ranks)
+        job = LocalJob(model, tracker, Recovery() if recovery is None else recovery, data, ignore, *ranks)
         return Restoration(exchange, url, version, job).run()
 
 

@@ -30,7 +30,7 @@ from delta_tracker.errors import (
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.publisher.exchange import Exchange, Message, Phase, check_alike
-from delta_tracker.publisher.training import Stateful
+from delta_tracker.publisher.training import Recovery
 from delta_tracker.recovery.following import Following
 from delta_tracker.recovery.job import LocalJob
 from delta_tracker.recovery.path import recovery_path
@@ -86,7 +86,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
     ``delta_tracker/README.md`` has the limits, and what to do after a failure.
 
     The constructor and the methods except :meth:`close` are collectives. The arguments ``model``, ``tracker``,
-    ``training_state``, ``rank_state``, ``data`` and ``ignore`` are those of ``restore``, with the same errors.
+    ``recovery``, ``data`` and ``ignore`` are those of ``restore``, with the same errors.
 
     Args:
         url: url of the recovery stream, or its storage. Its versions need ``recovery=``.
@@ -111,8 +111,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         url: Location,
         *,
         tracker: ModelDeltaTracker | None = None,
-        training_state: Mapping[str, Stateful] | None = None,
-        rank_state: Mapping[str, Stateful] | None = None,
+        recovery: Recovery | None = None,
         data: DataPosition[Any] | None = None,
         ignore: Collection[str] = (),
         serving: Sequence[Location] = (),
@@ -127,7 +126,8 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         self._runtime = runtime
         with self._meeting("Standby(...)") as exchange:
             ranks = exchange.rank, exchange.group.world_size
-            self._job = LocalJob(model, tracker, training_state or {}, rank_state or {}, data, ignore, *ranks)
+            objects = Recovery() if recovery is None else recovery
+            self._job = LocalJob(model, tracker, objects, data, ignore, *ranks)
             messages = exchange.exchange(Phase.BUILDING, Message.of(lambda: self._build(url, name, serving)))
             check_alike(messages, "ignore", "serving", failed=RestoreFailedError)
         self._is_first = self._job.rank == 0

@@ -209,7 +209,7 @@ def test_a_position_is_attached_before_the_first_batch(tmp_path: Path) -> None:
             model,
             f"file://{tmp_path}",
             tracker=other,
-            training_state={"optimizer": optimizer},
+            recovery=Recovery(training_state={"optimizer": optimizer}),
             data=data,
             ignore=["data"],
         )

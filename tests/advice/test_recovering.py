@@ -41,12 +41,11 @@ class _Job:
         self.optimizer = optimizer(self.model.parameters(), lr=0.1)
         self.tracker = ModelDeltaTracker(self.model)
 
-    @property
-    def state(self) -> dict[str, Any]:
-        return {"optimizer": self.optimizer}
+    def recovery(self, **others: Any) -> Recovery:
+        return Recovery(training_state={"optimizer": self.optimizer, **others})
 
     def publisher(self, url: Any = None, **options: Any) -> Publisher:
-        arguments = {"recovery": Recovery(training_state=self.state)} | options
+        arguments = {"recovery": self.recovery()} | options
         return Publisher(self.tracker, url or self.url, **arguments)
 
     def train(self, *rows: int) -> None:
@@ -56,11 +55,11 @@ class _Job:
         self.tracker.step()
 
     def restore(self, version: int | None = None, **options: Any) -> int:
-        arguments = {"tracker": self.tracker, "training_state": self.state} | options
+        arguments = {"tracker": self.tracker, "recovery": self.recovery()} | options
         return restore(self.model, self.url, version, **arguments).version
 
     def standby(self, **options: Any) -> Standby:
-        arguments = {"tracker": self.tracker, "training_state": self.state, "look_seconds": 0.0} | options
+        arguments = {"tracker": self.tracker, "recovery": self.recovery(), "look_seconds": 0.0} | options
         return Standby(self.model, self.url, **arguments)
 
     def equals(self, other: _Job) -> bool:
@@ -168,9 +167,9 @@ def test_a_job_like_that_of_the_version_is_built(tmp_path: Path, build: Callable
 def test_what_only_one_job_has_is_ignored(tmp_path: Path) -> None:
     trainer = _published(tmp_path)
     job, reader = _Job(tmp_path), _Rejecting()
-    state = job.state | {"reader": reader}
-    refused(RestoreMismatchError, lambda: job.restore(training_state=state), "Name it in ignore={'reader'}")
-    job.restore(training_state=state, ignore=["reader"])
+    recovery = job.recovery(reader=reader)
+    refused(RestoreMismatchError, lambda: job.restore(recovery=recovery), "Name it in ignore={'reader'}")
+    job.restore(recovery=recovery, ignore=["reader"])
     assert job.equals(trainer)
 
 
@@ -194,11 +193,11 @@ class _Rejecting:
 )
 def test_a_failed_restore_is_repeated_once_the_problem_is_fixed(tmp_path: Path) -> None:
     trainer = _Job(tmp_path)
-    with trainer.publisher(recovery=Recovery(training_state=trainer.state | {"reader": _Rejecting()})) as publisher:
+    with trainer.publisher(recovery=trainer.recovery(reader=_Rejecting())) as publisher:
         trainer.train(3)
         publisher.snapshot()
     job, reader = _Job(tmp_path), _Rejecting()
-    call = lambda: job.restore(training_state=job.state | {"reader": reader})  # noqa: E731
+    call = lambda: job.restore(recovery=job.recovery(reader=reader))  # noqa: E731
     refused(RestoreFailedError, call, "Fix the problem on that rank and restore again on all ranks")
     refused(IncompleteModelError, lambda: job.train(1), "Call restore() again on all ranks")
     reader.is_broken = False

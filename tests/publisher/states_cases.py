@@ -434,7 +434,7 @@ def resumed(rank: int, world_size: int, root: str) -> None:
         trainer.tracker.detach()
         trainer.tracker = ModelDeltaTracker(trainer.model)
         if is_restored:
-            restore(trainer.model, url, tracker=trainer.tracker, training_state=objects)
+            restore(trainer.model, url, tracker=trainer.tracker, recovery=Recovery(training_state=objects))
         else:
             trainer.tracker.load_state_dict(state)
         # No snapshot is due by the cadence, so each one is due to a load or a change of format.
@@ -513,7 +513,8 @@ def restored(rank: int, world_size: int, root: str, optimizer: str) -> None:
     again.publisher.close()
     for _ in range(2):
         again.train()
-    found = restore(again.model, url, tracker=again.tracker, training_state={"dense": again.optimizer})
+    recovery = Recovery(training_state={"dense": again.optimizer})
+    found = restore(again.model, url, tracker=again.tracker, recovery=recovery)
     assert found.version == last.version
     assert found.num_batches == again.tracker.num_batches == trainer.tracker.num_batches == 4
     again.generator.set_state(trainer.generator.get_state())

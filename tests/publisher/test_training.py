@@ -153,6 +153,7 @@ class _NoState:
         ({1: _Object(1)}, {}, "Use other strings"),
         ({"a": _NoState()}, {}, r"training_state\['a'\].*load_state_dict"),
         ({}, {"a": {"x": 1}}, r"rank_state\['a'\].*load_state_dict"),
+        ([1], {}, "a mapping of name to object"),
         ({"a": _Object({"x": [1, {2}]})}, {}, r"training_state\['a'\]\['x'\]\[1\]="),
         ({}, {"a": _Object((object(),))}, r"rank_state\['a'\]\[0\]="),
     ],
@@ -160,11 +161,6 @@ class _NoState:
 def test_what_cannot_be_saved_is_refused_before_any_version(training: Any, rank: Any, reason: str) -> None:
     with pytest.raises(InvalidArgumentError, match=reason):
         _source(_tracker(), training=training, rank=rank)
-
-
-def test_objects_that_no_rank_saves_are_still_checked() -> None:
-    with pytest.raises(InvalidArgumentError, match="load_state_dict"):
-        _source(_tracker(), training={"a": _NoState()}, is_first=False)
 
 
 @pytest.mark.advice("InvalidArgumentError: _states _check_groups")

@@ -65,8 +65,8 @@ class Trainer:
         return Publisher(self.tracker, f"file://{path}", recovery=Recovery(rank_state={"random": self.random}))
 
     def restore(self, path: str, version: int | None = None, **kwargs: Any) -> Any:
-        arguments: dict[str, Any] = {"tracker": self.tracker, "rank_state": {"random": self.random}, **kwargs}
-        return restore(self.model, f"file://{path}", version, **arguments)
+        recovery = Recovery(rank_state={"random": self.random})
+        return restore(self.model, f"file://{path}", version, tracker=self.tracker, recovery=recovery, **kwargs)
 
     def held(self) -> list[Any]:
         """Return all that this rank holds."""
@@ -134,9 +134,8 @@ def followed(rank: int, world_size: int, path: str, num_versions: int) -> None:
     trainer, job = Trainer(rank, world_size), Trainer(rank, world_size)
     publisher = trainer.publisher(path)
     job.train(0, 3, seed=5)
-    standby = Standby(
-        job.model, f"file://{path}", tracker=job.tracker, rank_state={"random": job.random}, look_seconds=0.0
-    )
+    recovery = Recovery(rank_state={"random": job.random})
+    standby = Standby(job.model, f"file://{path}", tracker=job.tracker, recovery=recovery, look_seconds=0.0)
     for number in range(num_versions):
         publisher.publish()
         if number != num_versions - 2:

@@ -122,9 +122,8 @@ def resumed(rank: int, world_size: int, url: str) -> list[list[int]]:
     with ModelDeltaTracker(again.model) as tracker:
         tracker.attach_data(again.data)
         states = {"random": RandomStates()}
-        restored = restore(
-            again.model, url, tracker=tracker, training_state=objects, rank_state=states, data=again.data
-        )
+        recovery = Recovery(training_state=objects, rank_state=states)
+        restored = restore(again.model, url, tracker=tracker, recovery=recovery, data=again.data)
         assert restored.num_batches == again.data.num_batches == _NUM_PUBLISHED
         rest = again.train(tracker, _NUM_STEPS - _NUM_PUBLISHED, None)
     assert trained[_NUM_PUBLISHED:] == rest

@@ -118,6 +118,10 @@ class Trainer:
         own = {} if self.own is None else {"own": self.own}
         return {"random": RandomStates(), **own}
 
+    @property
+    def recovery(self) -> Recovery:
+        return Recovery(training_state=self.training_state, rank_state=self.rank_state)
+
     def losses(self) -> Iterator[Tensor]:
         """Yield the loss of each batch, before its backward pass."""
         for features in self.data:
@@ -144,18 +148,12 @@ class Trainer:
             f"file://{path}/stream",
             "main",
             dense=["dense.weight"],
-            recovery=Recovery(training_state=self.training_state, rank_state=self.rank_state),
+            recovery=self.recovery,
             **options,
         )
 
     def restore(self, path: str, version: int | None = None, **kwargs: Any) -> Any:
-        arguments = {
-            "tracker": self.tracker,
-            "training_state": self.training_state,
-            "rank_state": self.rank_state,
-            "data": self.data,
-            **kwargs,
-        }
+        arguments = {"tracker": self.tracker, "recovery": self.recovery, "data": self.data, **kwargs}
         return restore(self.model, f"file://{path}/stream", version, **arguments)
 
     def held(self) -> dict[str, Any]:
@@ -385,7 +383,7 @@ def refused(rank: int, world_size: int, path: str, specs: dict[str, dict[str, An
         loss = next(trainer.losses()) if what == "update" else None
         before = trainer.held()
         if what == "no optimizer":
-            arguments["training_state"] = {}
+            arguments["recovery"] = Recovery(rank_state=trainer.rank_state)
         if what == "version":
             arguments["version"] = 99 if rank == 0 else None
         if what == "ignore" and rank == 0:
@@ -418,12 +416,11 @@ def misuse(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> dict[
     optimizer, scheduler = trainer.optimizer, trainer.scheduler
     other = torch.optim.SGD(optimizer.param_groups[0]["params"], lr=0.1)
     before = trainer.held()
-    swapped = {"optimizer": scheduler, "scheduler": optimizer}
+    wrong = replace(trainer.recovery, training_state={"optimizer": other, "scheduler": scheduler})
+    swapped = replace(trainer.recovery, training_state={"optimizer": scheduler, "scheduler": optimizer})
     messages = {
-        "optimizer": attempt(
-            lambda: trainer.restore(path, training_state={"optimizer": other, "scheduler": scheduler})
-        ),
-        "swapped": attempt(lambda: trainer.restore(path, training_state=swapped)),
+        "optimizer": attempt(lambda: trainer.restore(path, recovery=wrong)),
+        "swapped": attempt(lambda: trainer.restore(path, recovery=swapped)),
         "empty": attempt(lambda: restore(trainer.model, f"file://{path}/empty", tracker=trainer.tracker)),
     }
     publisher = Publisher(trainer.tracker, f"file://{path}/other", "main")

@@ -19,7 +19,7 @@ from unittest import mock
 
 from torch import distributed as dist
 
-from delta_tracker import Cadence, Predictor, Publisher, Recovery, Standby, Takeover, Upkeep
+from delta_tracker import Cadence, Predictor, Publisher, Standby, Takeover, Upkeep
 from delta_tracker.errors import StorageError, UnsupportedStoreError
 from delta_tracker.monitor import Monitor
 from delta_tracker.publisher import coordinator
@@ -53,8 +53,7 @@ class Job(Trainer):
     def standby(self, path: str, **kwargs: Any) -> Standby:
         arguments = {
             "tracker": self.tracker,
-            "training_state": self.training_state,
-            "rank_state": self.rank_state,
+            "recovery": self.recovery,
             "data": self.data,
             "look_seconds": 0.0,
             "monitor": Monitor(),
@@ -69,18 +68,17 @@ class Job(Trainer):
             taken.recovery,
             "main",
             dense=["dense.weight"],
-            recovery=Recovery(training_state=self.training_state, rank_state=self.rank_state),
+            recovery=self.recovery,
         )
 
     def publisher(self, path: str, *, heartbeat_seconds: float = BEAT_SECONDS, **kwargs: Any) -> Publisher:
         """Return a publisher with states."""
-        objects = {"training_state": self.training_state, "rank_state": self.rank_state}
         return Publisher(
             self.tracker,
             f"file://{path}/stream",
             "main",
             dense=["dense.weight"],
-            recovery=Recovery(**objects, heartbeat_seconds=heartbeat_seconds),
+            recovery=replace(self.recovery, heartbeat_seconds=heartbeat_seconds),
             **kwargs,
         )
 

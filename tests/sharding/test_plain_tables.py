@@ -493,7 +493,8 @@ def test_training_continues_bit_for_bit_after_a_restore(tmp_path: Path, is_spars
     resumed, resumed_optimizers = build()
     for parameter in resumed.parameters():
         nn.init.zeros_(parameter)
-    restored = restore(resumed, url, tracker=ModelDeltaTracker(resumed), training_state=resumed_optimizers)
+    recovery = Recovery(training_state=resumed_optimizers)
+    restored = restore(resumed, url, tracker=ModelDeltaTracker(resumed), recovery=recovery)
     assert restored is not None
     assert restored.num_batches == 4
     for batch in range(4, 8):

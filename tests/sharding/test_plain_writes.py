@@ -268,7 +268,7 @@ def test_a_frozen_table_is_restored_without_an_optimizer() -> None:
         optimizer.step()
         tracker.step()
         publisher.publish()
-    restore(resumed, storage, training_state={"optimizer": other})
+    restore(resumed, storage, recovery=Recovery(training_state={"optimizer": other}))
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, resumed.state_dict()[name])
 

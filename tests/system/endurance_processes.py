@@ -113,7 +113,7 @@ class Trainer:
                 self._model,
                 self._paths.url,
                 tracker=self._tracker,
-                training_state={"optimizer": self._optimizer},
+                recovery=Recovery(training_state={"optimizer": self._optimizer}),
                 timeout=TIMEOUT,
             )
         except NotRecoverableError:

@@ -216,7 +216,11 @@ class Member:
         self._tracker = ModelDeltaTracker(self._trainer.model, _STREAMS, mode=TrackingMode.EMBEDDING)
         self._position = DataPosition(self._trainer.loader)
         self._tracker.attach_data(self._position)
-        self._rank_state = self._trainer.rank_state | {"random": RandomStates()}
+        self._objects = Recovery(
+            training_state=self._trainer.training_state,
+            rank_state=self._trainer.rank_state | {"random": RandomStates()},
+            heartbeat_seconds=plan.silence_seconds / 5,
+        )
         self._stores = {
             name: WrappedStorage(Storage(f"file://{root}/{name}", create=True), CutOff(slot.switches[rank]))
             for name in _STREAMS
@@ -244,8 +248,7 @@ class Member:
             self._trainer.model,
             self._stores["recovery"],
             tracker=self._tracker,
-            training_state=self._trainer.training_state,
-            rank_state=self._rank_state,
+            recovery=self._objects,
             data=self._position,
             ignore=("random",) if self._plan.is_mixed else (),
             serving=[self._stores["serving"]],
@@ -268,11 +271,7 @@ class Member:
             self._tracker,
             recovery,
             "recovery",
-            recovery=Recovery(
-                training_state=self._trainer.training_state,
-                rank_state=self._rank_state,
-                heartbeat_seconds=self._plan.silence_seconds / 5,
-            ),
+            recovery=self._objects,
             upkeep=Upkeep(compact_every=3 if self._plan.seed % 5 == 1 else None),
             timeout=_TIMEOUT,
         )

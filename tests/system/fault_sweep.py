@@ -86,8 +86,8 @@ class Trainer:
 
     def restore(self) -> int:
         """Restore the newest version, and return it."""
-        training_state = {"optimizer": self.optimizer}
-        return restore(self.model, self.storage, tracker=self.tracker, training_state=training_state).version
+        recovery = Recovery(training_state={"optimizer": self.optimizer})
+        return restore(self.model, self.storage, tracker=self.tracker, recovery=recovery).version
 
     def train(self, num_batches: int = 2) -> None:
         for _ in range(num_batches):

@@ -144,8 +144,8 @@ class Life:
         newest = max(entry.version for entry in entries if entry.kind == "snapshot")
         versions = [entry.version for entry in entries if entry.version >= newest and entry.batches[1]]
         version = every(None if self._draw.random() < 0.6 or not versions else self._draw.choice(versions))[0]
-        states = self._objects()
-        found = restore(self._trained.model, self._clean, version, tracker=self._tracker, timeout=_TIMEOUT, **states)
+        options = {"tracker": self._tracker, "recovery": self._recovery(), "timeout": _TIMEOUT}
+        found = restore(self._trained.model, self._clean, version, **options)
         entry = log.read(found.version)
         assert entry is not None
         cut = self._mirror.of(entry)
@@ -165,12 +165,13 @@ class Life:
             state["fused"] = fused
         return state
 
-    def _objects(self) -> dict[str, Any]:
-        """Return the states of the optimizers that are published with the rows and restored; empty for none."""
+    def _recovery(self) -> Recovery | None:
+        """Return the optimizers whose states are published with the rows and restored; None for none."""
         if not self._job.has_states:
-            return {}
+            return None
         assert not self._trained.split, "no table has a DENSE kernel"
-        return {"training_state": {f"optimizer{index}": each for index, each in enumerate(self._trained.replicated)}}
+        optimizers = {f"optimizer{index}": each for index, each in enumerate(self._trained.replicated)}
+        return Recovery(training_state=optimizers)
 
     def _new_publisher(self, storage: Storage) -> Publisher:
         publisher = Publisher(
@@ -178,7 +179,7 @@ class Life:
             storage,
             "stream",
             dense=self._trained.model.module.dense if self._job.has_dense else None,
-            recovery=Recovery(**self._objects()) if self._job.has_states else None,
+            recovery=self._recovery(),
             timeout=_TIMEOUT,
             **self._job.publishing,
         )

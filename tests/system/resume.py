@@ -86,6 +86,11 @@ class Life:
         self._publisher: Publisher | None = None
 
     @property
+    def _recovery(self) -> Recovery:
+        ranks = self.trainer.rank_state | {"random": self._random}
+        return Recovery(training_state=self.trainer.training_state, rank_state=ranks)
+
+    @property
     def publisher(self) -> Publisher:
         """The publisher, built at the first use."""
         if self._publisher is None:
@@ -93,10 +98,7 @@ class Life:
             self._publisher = Publisher(
                 self.tracker,
                 self._url,
-                recovery=Recovery(
-                    training_state=self.trainer.training_state,
-                    rank_state=self.trainer.rank_state | {"random": self._random},
-                ),
+                recovery=self._recovery,
                 dense=self.trainer.model.module.dense if self._job.seed % 2 else None,
                 cadence=Cadence(batches=1, snapshot_every=every),
                 upkeep=Upkeep(compact_every=3 if self._job.seed % 5 == 1 else None),
@@ -115,8 +117,7 @@ class Life:
             self._url,
             version,
             tracker=self.tracker,
-            training_state=self.trainer.training_state,
-            rank_state=self.trainer.rank_state | {"random": self._random},
+            recovery=self._recovery,
             data=self.position,
             ignore=() if dist.get_world_size() == self._job.world_size else ("random",),
             timeout=_TIMEOUT,

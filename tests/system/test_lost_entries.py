@@ -45,13 +45,13 @@ class Job:
         self.model = torch.nn.Sequential(torch.nn.EmbeddingBag(50, 4, sparse=True))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
         self.tracker = ModelDeltaTracker(self.model)
-        state = {"optimizer": self.optimizer}
+        recovery = Recovery(training_state={"optimizer": self.optimizer})
         if version is not None:
-            restore(self.model, storage, version, tracker=self.tracker, training_state=state)
+            restore(self.model, storage, version, tracker=self.tracker, recovery=recovery)
         self.publisher = Publisher(
             self.tracker,
             storage,
-            recovery=Recovery(training_state=state),
+            recovery=recovery,
             cadence=Cadence(batches=1),
             monitor=Monitor(),
             upkeep=Upkeep(pointer_seconds=None),
@@ -146,7 +146,7 @@ def test_a_standby_follows_over_a_lost_entry_and_takes_over(tmp_path: Path, has_
         model = torch.nn.Sequential(torch.nn.EmbeddingBag(50, 4, sparse=True))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         tracker = ModelDeltaTracker(model)
-        standby = Standby(model, storage, tracker=tracker, training_state={"optimizer": optimizer})
+        standby = Standby(model, storage, tracker=tracker, recovery=Recovery(training_state={"optimizer": optimizer}))
         assert standby.sync() == 1
         job.publish(1)
         if has_lost_version:

@@ -224,9 +224,7 @@ class Trainer:
                 url,
                 dense=None if schedule.has_raw_ids else self._trained.module,
                 encoding=None if schedule.encoding is None else Encoding[schedule.encoding],
-                recovery=Recovery(training_state=self._training_state, heartbeat_seconds=None)
-                if schedule.states
-                else None,
+                recovery=self._recovery if schedule.states else None,
                 upkeep=Upkeep(
                     retention=Retention(versions=3, grace_seconds=10.0) if schedule.has_upkeep else None,
                     compact_every=3 if schedule.has_upkeep else None,
@@ -235,19 +233,20 @@ class Trainer:
             )
 
     @property
-    def _training_state(self) -> dict[str, Any]:
+    def _recovery(self) -> Recovery:
         optimizer = self._trained.optimizer
-        return {} if optimizer is None else {"optimizer": optimizer}
+        states = {} if optimizer is None else {"optimizer": optimizer}
+        return Recovery(training_state=states, heartbeat_seconds=None)
 
     def restore(self, url: str) -> tuple[str, int]:
         """Restore the newest version; return its stream and version."""
         module = self._trained.module
-        restored = restore(module, url, tracker=self._tracker, training_state=self._training_state)
+        restored = restore(module, url, tracker=self._tracker, recovery=self._recovery)
         return restored.stream, restored.version
 
     def stand_by(self, url: str) -> Standby:
         """Return a standby of the trainer at the url."""
-        return Standby(self._trained.module, url, tracker=self._tracker, training_state=self._training_state)
+        return Standby(self._trained.module, url, tracker=self._tracker, recovery=self._recovery)
 
     def close(self) -> None:
         publisher, self.publisher, self.has_published = self.publisher, None, False
