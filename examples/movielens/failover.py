@@ -237,9 +237,12 @@ def summary(settings: Settings, ratings: Ratings, story: Story) -> Table:
     table.add_row("versions applied", f"{kinds.count('snapshot')} snapshot", f"{kinds.count('delta'):,} deltas")
     table.add_row("generations", f"{story.applied[-1]['generation']}", "0 resyncs", end_section=True)
     inside, between = story.gaps()
-    for each, gap in zip(story.handovers, between, strict=True):
+    # A trainer that took over after the last batch has no version to publish.
+    waits = [f"no version for {gap:.2f} s" for gap in between]
+    waits += ["no later version"] * (len(story.handovers) - len(waits))
+    for each, wait in zip(story.handovers, waits, strict=True):
         again = f"{max(0, each.trained - each.batches)} batches again"
-        table.add_row(f"job {each.job}: {each.kind} at batch {each.trained:,}", again, f"no version for {gap:.2f} s")
+        table.add_row(f"job {each.job}: {each.kind} at batch {each.trained:,}", again, wait)
     p50, largest = 1000 * float(np.median(inside)), 1000 * max(inside)
     table.add_row("between other versions", f"p50 {p50:.0f} ms", f"max {largest:.0f} ms", end_section=True)
     paths = {"trainers": logits_path(settings), "predictor": settings.work / "fresh-logits.npy"}
