@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 
 from delta_tracker.rows import ChangedRows
@@ -96,7 +95,7 @@ class ChangeLog:
         with self.lock:
             cursors = self.cursors
             consumers = {
-                name: replace(each, carried=others(each.carried), reads=()) for name, each in cursors.consumers.items()
+                name: each._replace(carried=others(each.carried), reads=()) for name, each in cursors.consumers.items()
             }
             cursors.consumers, cursors.origin = consumers, others(cursors.origin)
             self.segments.replace(stores, owners, gone)

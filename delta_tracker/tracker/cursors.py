@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import NamedTuple
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.rows import ChangedRows
@@ -15,8 +15,7 @@ from delta_tracker.tracker.read import Read
 _NO_ROWS: Mapping[str, ChangedRows] = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Consumer:
+class Consumer(NamedTuple):
     """Cursor of a consumer, with its reads and carried rows.
 
     *Carried rows* are pending rows that are not in the log after the cursor: rows that committed reads left out, rows
@@ -29,7 +28,7 @@ class Consumer:
     position: int  # log position of the cursor
     batch: int  # `step()` count of the cursor
     moved_at: float  # time of the last committed read
-    carried: Mapping[str, ChangedRows] = field(default_factory=dict)  # by table FQN
+    carried: Mapping[str, ChangedRows] = _NO_ROWS  # by table FQN
     carried_since: float | None = None  # time of the oldest change of a carried row, or a bound on it
     reads: tuple[Read, ...] = ()  # those that can be committed; any other change of the consumer discards them
     is_behind: bool = False  # True if the consumer was dropped and needs a snapshot
@@ -39,18 +38,17 @@ class Consumer:
     def moved(self, position: int, batch: int, carried: Mapping[str, ChangedRows] = _NO_ROWS) -> Consumer:
         """Return the record at another position, with other carried rows, whose age counts from now."""
         now = time.monotonic()
-        rows = {fqn: rows for fqn, rows in carried.items() if len(rows)}
-        return replace(
-            self,
-            position=position, batch=batch, moved_at=now,
-            carried=rows, carried_since=now if rows else None, reads=(), is_behind=False,
-        )  # fmt: skip
+        rows = {fqn: rows for fqn, rows in carried.items() if len(rows)} if carried else _NO_ROWS
+        since = now if rows else None
+        return Consumer(
+            self.name, position, batch, now, rows, since, holder=self.holder, is_transient=self.is_transient
+        )
 
     def dropped(self, position: int, since: float | None) -> Consumer:
         """Return the record without its pending rows, of which the oldest changed at ``since`` or later."""
         oldest = self.moved_at if since is None else since
         moved = self.moved(position, self.batch)
-        return replace(moved, moved_at=self.moved_at, carried_since=oldest, is_behind=True)
+        return moved._replace(moved_at=self.moved_at, carried_since=oldest, is_behind=True)
 
 
 class Cursors:

@@ -131,7 +131,7 @@ class LogConsumers:
         with self.lock:
             name = self.resolve(consumer)
             try:
-                self._put(replace(self._cursors.consumers[name], holder=holder))
+                self._put(self._cursors.consumers[name]._replace(holder=holder))
                 return name  # noqa: TRY300  see below
             except BaseException:  # interrupted: the caller does not know that it has to release the consumer
                 self.release(name)
@@ -140,7 +140,7 @@ class LogConsumers:
     def release(self, consumer: str) -> None:
         """End the reservation of a consumer."""
         with self.lock:
-            self._put(replace(self._cursors.consumers[consumer], holder=None))
+            self._put(self._cursors.consumers[consumer]._replace(holder=None))
 
     def _release_abandoned(self) -> None:
         while self.abandoned:
@@ -150,7 +150,7 @@ class LogConsumers:
             elif known.is_transient:
                 del self._cursors.consumers[known.name]
             else:
-                self._put(replace(known, holder=None, reads=()))
+                self._put(known._replace(holder=None, reads=()))
             self._segments.is_compact = False
             self.abandoned.popleft()  # last: an interrupted call is repeated
 
@@ -268,7 +268,7 @@ class LogConsumers:
             if fqn in segments.owners and knows_owners:
                 rows = replace(rows, former=segments.former(fqn, rows.ids, known))
             since = time.monotonic() if known.carried_since is None else known.carried_since
-            carried = replace(known, carried=_over(rows, fqn, known.carried), carried_since=since, reads=())
+            carried = known._replace(carried=_over(rows, fqn, known.carried), carried_since=since, reads=())
             if not segments.delete_on_read:
                 # The owners of this consumer are not those of a consumer that is rewound.
                 cursors.origin = _over(unknown, fqn, cursors.origin)
@@ -297,7 +297,7 @@ class LogConsumers:
                 raise NeedsSnapshotError(consumer, self._max_bytes)
             batches = known.batch, cursors.num_batches
             read = Read(self, consumer, known.position, segments.position + 1, batches)
-            begun = replace(known, reads=(*known.reads, read))
+            begun = known._replace(reads=(*known.reads, read))
             self._put(begun)
             try:
                 self._writes.cut()
@@ -309,7 +309,7 @@ class LogConsumers:
                         [fqn for fqn, rows in known.carried.items() if read.rows[fqn].ids is rows.ids]
                     )
                 if cursors.pending_since(known) is None and any(map(len, read.rows.values())):
-                    self._put(replace(begun, carried_since=time.monotonic()))
+                    self._put(begun._replace(carried_since=time.monotonic()))
             except BaseException:
                 read.abort()
                 raise
@@ -331,7 +331,7 @@ class LogConsumers:
         """Make ``read`` the only read of its consumer; see :meth:`Read.hold`."""
         with self.lock:
             known = self._current(read)
-            self._put(replace(known, reads=(read,)))
+            self._put(known._replace(reads=(read,)))
             read.rows = {}
             # Without an earlier read, commit() or abort() will compact the log.
             self._maintain(compacts=len(known.reads) > 1)
@@ -347,7 +347,7 @@ class LogConsumers:
             moved = known.moved(read.stop, read.batches[1])
             if delta is not None and delta.kept:
                 carried = {fqn: rows.aged() for fqn, rows in delta.kept.items()}
-                moved = replace(moved, carried=carried, carried_since=self._cursors.pending_since(known))
+                moved = moved._replace(carried=carried, carried_since=self._cursors.pending_since(known))
             try:
                 self._put(moved)
                 self._segments.is_compact = False
@@ -363,7 +363,7 @@ class LogConsumers:
             if known is None:
                 return
             if read in known.reads:
-                self._put(replace(known, reads=tuple(each for each in known.reads if each is not read)))
+                self._put(known._replace(reads=tuple(each for each in known.reads if each is not read)))
                 maintain(self._segments.compact)
             elif known.position == read.stop:  # committed
                 for fqn, rows in (read.rows if read.delta is None else read.delta).items():
