@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from delta_tracker.publisher.cadence import Cadence
     from delta_tracker.publisher.publisher import Publisher
     from delta_tracker.publisher.training import Recovery
-    from delta_tracker.raw_id_index import RawIdIndex
+    from delta_tracker.raw_ids.index import RawIdIndex
     from delta_tracker.recovery.random_states import RandomStates
     from delta_tracker.recovery.restore import restore
     from delta_tracker.recovery.standby import Standby, Takeover
@@ -95,7 +95,7 @@ _HOMES = {
     "Publisher": "delta_tracker.publisher.publisher",
     "RandomStates": "delta_tracker.recovery.random_states",
     "RankCounters": "delta_tracker.tracker.checkpoint.rank_counters",
-    "RawIdIndex": "delta_tracker.raw_id_index",
+    "RawIdIndex": "delta_tracker.raw_ids.index",
     "Recovery": "delta_tracker.publisher.training",
     "Retention": "delta_tracker.stream.maintenance.retention",
     "Rollout": "delta_tracker.predictor.predictor",

@@ -37,7 +37,6 @@ _LAYERS = [
         "row_target",
         "row_sink",
         "raw_ids",
-        "raw_id_index",
         "state_tree",
         "uncopied",
     ],

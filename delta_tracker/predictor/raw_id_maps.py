@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping
 from torch import nn
 
 from delta_tracker.errors import InvalidArgumentError, ModelMismatchError
-from delta_tracker.raw_id_index import RawIdIndex
 from delta_tracker.raw_ids import RawIdMap
+from delta_tracker.raw_ids.index import RawIdIndex
 from delta_tracker.row_target import RowTarget
 from delta_tracker.sharding.presence import has_collisions
 from delta_tracker.stream.format.manifest import Manifest

@@ -17,7 +17,6 @@ from delta_tracker.predictor.names import NameChoice, Names
 from delta_tracker.predictor.placement import Chunk, Placement, place
 from delta_tracker.predictor.raw_id_maps import check_hidden, check_indexes, check_maps, find_maps
 from delta_tracker.predictor.targets import check_targets, find_targets, renamed, table_names
-from delta_tracker.raw_id_index import RawIdIndex
 from delta_tracker.raw_ids import NO_OWNER, RawIdMap, check_owners
 from delta_tracker.row_sink import RowSink
 from delta_tracker.row_target import WRITABLE, RowTarget, obstacle_of
@@ -43,7 +42,7 @@ class ModelTarget:
         names: name in the stream to name in the model, for tables and dense tensors whose names differ. A key that ends
             with a dot, or is empty, is a prefix: ``{"module.": ""}``. Or a function from name to name.
         dense: True to apply the dense parameters and buffers of the stream too; the model must have all of them.
-        raw_ids: table name in the stream to :class:`~delta_tracker.raw_id_index.RawIdIndex`, for tables whose raw ids
+        raw_ids: table name in the stream to :class:`~delta_tracker.raw_ids.index.RawIdIndex`, for tables whose raw ids
             no collision module of the model maps. The predictor changes the indexes.
         chunk_rows: maximum number of rows that are written while lookups wait.
 

@@ -24,7 +24,7 @@ from delta_tracker.errors import (
     UnsupportedModelError,
     UnsupportedTableError,
 )
-from delta_tracker.sharding.collision_states import collision_obstacle
+from delta_tracker.raw_ids.collision_states import collision_obstacle
 from delta_tracker.sharding.discover import Discovery
 from delta_tracker.sharding.local_shard import LocalShard, ShardHolder
 from delta_tracker.sharding.torchrec_api import kernel_arguments, tbe_of

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torchrec.modules.mc_modules import MCHManagedCollisionModule
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from delta_tracker.raw_id_index import SortedOwners
 from delta_tracker.raw_ids import NO_OWNER, RawIdMap, default_rows, defaults_of
+from delta_tracker.raw_ids.index import SortedOwners
 from delta_tracker.rows import copy_from_host, to_device
 from delta_tracker.sharding.inference_tables import named_modules
 from delta_tracker.sharding.torchrec_api import load_quantized, load_torchrec

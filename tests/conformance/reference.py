@@ -19,7 +19,7 @@ from torch import Tensor
 from delta_tracker.errors import InvalidArgumentError, NewerFormatError, NoSnapshotError, StreamError
 from delta_tracker.predictor.predictor import Predictor
 from delta_tracker.predictor.served_model import ModelTarget
-from delta_tracker.raw_id_index import RawIdIndex
+from delta_tracker.raw_ids.index import RawIdIndex
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog

@@ -18,8 +18,8 @@ from torch import Tensor
 from delta_tracker import ModelTarget, Predictor
 from delta_tracker.errors import CorruptPartError, StreamError
 from delta_tracker.predictor.model_writer import ModelWriter
-from delta_tracker.raw_id_index import RawIdIndex
 from delta_tracker.raw_ids import NO_OWNER, bucket_of, defaults_of
+from delta_tracker.raw_ids.index import RawIdIndex
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import STATES_FORMAT, Block, Kind, Manifest

@@ -16,8 +16,8 @@ from torchrec.modules.mc_modules import MCHManagedCollisionModule
 
 from delta_tracker import ModelDeltaTracker, ModelTarget, Predictor, Publisher
 from delta_tracker.publisher.cadence import Cadence
-from delta_tracker.raw_id_index import RawIdIndex
 from delta_tracker.raw_ids import NO_OWNER
+from delta_tracker.raw_ids.index import RawIdIndex
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage

@@ -14,8 +14,8 @@ from torch import distributed as dist
 from delta_tracker import ModelDeltaTracker, ModelTarget, Predictor, Publisher
 from delta_tracker.errors import UnsupportedModelError
 from delta_tracker.predictor.model_writer import ModelWriter
-from delta_tracker.raw_id_index import RawIdIndex
 from delta_tracker.raw_ids import NO_OWNER
+from delta_tracker.raw_ids.index import RawIdIndex
 from delta_tracker.stream.format.encoding import Encoding
 from tests.publisher.collision_models import NUM_IDS, NUM_ROWS, Model, answers, batch, hashed, quantized, sharded
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from delta_tracker import Encoding, ModelTarget, Predictor
-from delta_tracker.raw_id_index import RawIdIndex
 from delta_tracker.raw_ids import NO_OWNER, check_owners
+from delta_tracker.raw_ids.index import RawIdIndex
 from delta_tracker.state_tree import pack
 from delta_tracker.stream.format.manifest import DENSE_DTYPES, IdForm, Manifest
 from delta_tracker.stream.format.part_reader import dense_of, read_parts, read_training

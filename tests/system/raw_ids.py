@@ -47,8 +47,8 @@ from delta_tracker import ModelDeltaTracker, ModelTarget, Predictor, Publisher, 
 from delta_tracker.errors import DeltaTrackerError, StreamError
 from delta_tracker.predictor.model_writer import ModelWriter
 from delta_tracker.publisher.cadence import Cadence
-from delta_tracker.raw_id_index import RawIdIndex
 from delta_tracker.raw_ids import NO_OWNER
+from delta_tracker.raw_ids.index import RawIdIndex
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from delta_tracker.errors import RestoreMismatchError
-from delta_tracker.raw_ids import NO_OWNER, bucket_of
+from delta_tracker.raw_ids.owners import NO_OWNER, bucket_of
 from delta_tracker.types import Identity
 
 _NUMBERS = (
@@ -231,7 +231,7 @@ def _joined(parts: Sequence[Mapping[str, Any]], *path: str) -> Tensor:
 
 def _seen(module: Any, name: str) -> Tensor:  # noqa: ANN401  a class of torchrec's
     """Return a counter of each id of the history."""
-    found = module._history_metadata.get(name, module._mch_sorted_raw_ids)  # noqa: SLF001
+    found: Tensor = module._history_metadata.get(name, module._mch_sorted_raw_ids)  # noqa: SLF001
     return found[: module._current_history_buffer_offset]  # noqa: SLF001
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from delta_tracker.errors import InvalidArgumentError
-from delta_tracker.raw_ids import NO_OWNER, check_owners, default_rows, defaults_of
+from delta_tracker.raw_ids.owners import NO_OWNER, check_owners, default_rows, defaults_of
 from delta_tracker.rows import copy_from_host, to_device
 from delta_tracker.types import Bucket, Identity
 
@@ -23,8 +23,8 @@ _NUM_DIMS = {"owners": 1, "hash_size": 1, "buckets": 2}  # number of dimensions 
 class SortedOwners:
     """Mapping from raw ids to a range of rows, in two tensors: the ids in ascending order, and the row of each.
 
-    Rows without an owner are in the mapping too, last, with the id :data:`~delta_tracker.raw_ids.NO_OWNER`. An unmapped
-    id stays in the mapping, with the default row of its bucket. The tensors are changed in place.
+    Rows without an owner are in the mapping too, last, with the id :data:`~delta_tracker.raw_ids.owners.NO_OWNER`. An
+    unmapped id stays in the mapping, with the default row of its bucket. The tensors are changed in place.
 
     Args:
         raw_ids: ``[R]`` int64 raw ids, ascending.
