@@ -18,6 +18,7 @@ from delta_tracker.predictor.placement import Chunk, Placement, place
 from delta_tracker.predictor.raw_id_maps import check_hidden, check_indexes, check_maps, find_maps
 from delta_tracker.predictor.targets import check_targets, find_targets, renamed, table_names
 from delta_tracker.raw_ids import NO_OWNER, RawIdMap, check_owners
+from delta_tracker.raw_ids.index import RawIdIndex
 from delta_tracker.row_sink import RowSink
 from delta_tracker.row_target import WRITABLE, RowTarget, obstacle_of
 from delta_tracker.rows import copy_from_host
