@@ -22,6 +22,9 @@ from tests.sweeps import is_selected, skip_if_only_a_sweep
 
 # Ranks inherit this. The order of sends in TorchRec's reshard depends on string hashes, and it hangs if ranks differ.
 os.environ.setdefault("PYTHONHASHSEED", "0")
+# Programs inherit this, too. Without it, torch's store asks the DNS for the name of each client, in the thread that
+# answers all ranks, because /etc/hosts lacks the IPv6 form of 127.0.0.1: a lost packet then stops all ranks for 5 s.
+os.environ.setdefault("RES_OPTIONS", "attempts:0")
 
 # The workers, and the programs that they start, have about one core each: threads of OpenMP would wait for each other.
 if "PYTEST_XDIST_WORKER" in os.environ:
