@@ -195,7 +195,9 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         In a process that is forked while :meth:`follow` runs, the tables are as they were at the fork, between two
         chunks, and do not change until the process calls :meth:`follow` or :meth:`sync`. The parent continues to write
         to tables in shared memory: do not look them up in the child. After a fork during a long write, rows may be
-        torn: raises ForkedError until :meth:`sync` writes them again.
+        torn: raises ForkedError until :meth:`sync` writes them again. Fork after :meth:`wait` has returned: while
+        another thread calls a function of torch for the first time, a fork may leave a lock of glibc held, and the
+        child hangs.
         """
         return self._destination.reading()
 

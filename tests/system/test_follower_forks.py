@@ -14,7 +14,7 @@ _PRELUDE = """
 import os, signal, sys, threading, time
 import torch
 torch.set_num_threads(1)
-from delta_tracker import Predictor
+from delta_tracker import ModelTarget, Predictor
 from delta_tracker.errors import StreamError
 from delta_tracker.stream.notify.notifier import LocalNotifier
 from delta_tracker.stream.storage.storage import Storage
@@ -61,7 +61,7 @@ notifier = LocalNotifier()
 model = writer.model()
 predictor = Predictor(ModelTarget({FQN: Halves.of(model[FQN])}, chunk_rows=4), writer.storage)
 predictor.sync()
-predictor.follow(poll_seconds=1e-6)
+predictor.follow(poll_seconds=1e-6, notifier=notifier)
 done = threading.Event()
 
 def train():
@@ -95,6 +95,11 @@ def child(number):
             time.sleep(0.001)
         predictor.stop()
         assert predictor.status().error is None
+
+# A first call of a function of torch registers a destructor. During a fork in another thread, it leaves the lock for
+# this held in the child (glibc 2.36), which then waits for ever in its own first calls.
+publish(0)
+model[FQN].sum()
 
 codes = []
 threads = [threading.Thread(target=work) for work in (train, look_up)]
