@@ -16,12 +16,11 @@ from delta_tracker import errors
 _ROOT = Path(__file__).parent.parent
 _PACKAGE = _ROOT / "delta_tracker"
 _TESTS_OF_TYPES = {"isinstance", "issubclass", "suppress"}
-_BASES = {"DeltaTrackerError", "CheckpointError"}
 
 ERRORS = {
     name: kind
     for name, kind in vars(errors).items()
-    if inspect.isclass(kind) and issubclass(kind, errors.DeltaTrackerError) and name not in _BASES
+    if inspect.isclass(kind) and issubclass(kind, errors.DeltaTrackerError) and kind is not errors.DeltaTrackerError
 }
 
 
@@ -55,6 +54,8 @@ def _uses(node: ast.AST, function: str) -> Iterator[tuple[Site, ast.AST]]:
             inner = f"{function}.{child.name}" if function else child.name
         elif isinstance(child, ast.Call):
             name = _name(child.func)
+            if isinstance(child.func, ast.Attribute) and _name(child.func.value) in ERRORS:  # a class method
+                name = _name(child.func.value)
             if name in ERRORS:
                 yield Site(name, function), child
             elif name not in _TESTS_OF_TYPES:

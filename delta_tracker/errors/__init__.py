@@ -5,7 +5,6 @@ and a remedy. The offending object is also an attribute of the exception. Unless
 otherwise, a call that raises changes no state: no cursor moves, no row is applied, no version is committed.
 """
 
-from delta_tracker.errors.arguments import IncompatiblePackagesError as IncompatiblePackagesError
 from delta_tracker.errors.arguments import InvalidArgumentError as InvalidArgumentError
 from delta_tracker.errors.arguments import MissingExtraError as MissingExtraError
 from delta_tracker.errors.arguments import UncopyableError as UncopyableError
@@ -59,12 +58,9 @@ from delta_tracker.errors.streams import StreamReplacedError as StreamReplacedEr
 from delta_tracker.errors.tracker import LOAD_BEFORE as LOAD_BEFORE
 from delta_tracker.errors.tracker import CheckpointError as CheckpointError
 from delta_tracker.errors.tracker import DetachedError as DetachedError
-from delta_tracker.errors.tracker import MalformedStateError as MalformedStateError
 from delta_tracker.errors.tracker import NeedsSnapshotError as NeedsSnapshotError
-from delta_tracker.errors.tracker import PartialStateError as PartialStateError
 from delta_tracker.errors.tracker import RankMismatchError as RankMismatchError
 from delta_tracker.errors.tracker import ReservedConsumerError as ReservedConsumerError
 from delta_tracker.errors.tracker import StaleDeltaError as StaleDeltaError
 from delta_tracker.errors.tracker import StateMismatchError as StateMismatchError
 from delta_tracker.errors.tracker import UnsupportedModelError as UnsupportedModelError
-from delta_tracker.errors.tracker import UnsupportedTableError as UnsupportedTableError

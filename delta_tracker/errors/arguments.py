@@ -35,21 +35,18 @@ class UncopyableError(DeltaTrackerError, TypeError):
 
 
 class MissingExtraError(DeltaTrackerError, ImportError):
-    """A required package is not installed.
+    """A required package is not installed, or was not built for the installed release of another one, ``other``.
 
     ``package`` is its name, and ``extra`` the extra of this library that installs the package, None if each
-    installation of the library does.
+    installation of the library does. ``command`` installs what is missing.
     """
 
-    def __init__(self, package: str, extra: str | None) -> None:
-        what = package if extra is None else f"'delta_tracker[{extra}]'"
-        super().__init__(f"the package {package!r} is not installed", f"Install it with: pip install {what}")
-        self.package, self.extra = package, extra
-
-
-class IncompatiblePackagesError(DeltaTrackerError, ImportError):
-    """The installed release of ``package`` was not built for that of ``other``; ``command`` installs one that was."""
-
-    def __init__(self, package: str, other: str, command: str) -> None:
-        super().__init__(f"{package} was not built for {other} and cannot be loaded", f"Install its match: {command}")
-        self.package, self.other, self.command = package, other, command
+    def __init__(self, package: str, extra: str | None, *, other: str | None = None, command: str = "") -> None:
+        if other is None:
+            what = package if extra is None else f"'delta_tracker[{extra}]'"
+            command = f"pip install {what}"
+            super().__init__(f"the package {package!r} is not installed", f"Install it with: {command}")
+        else:
+            problem = f"{package} was not built for {other} and cannot be loaded"
+            super().__init__(problem, f"Install its match: {command}")
+        self.package, self.extra, self.other, self.command = package, extra, other, command

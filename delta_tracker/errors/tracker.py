@@ -7,25 +7,11 @@ from collections.abc import Iterable, Mapping
 from delta_tracker.errors.base import DeltaTrackerError, listed
 
 
-class UnsupportedTableError(DeltaTrackerError, ValueError):
-    """A table has an unsupported sharding type or kernel; see ``table`` and ``reason``."""
-
-    def __init__(
-        self,
-        table: str,
-        reason: str,
-        remedy: str = "Change its sharding plan, or name it in fqns_to_skip to train it untracked",
-        *,
-        problem: str = "cannot be tracked",
-    ) -> None:
-        super().__init__(f"table {table!r} {problem}: {reason}", remedy)
-        self.table, self.reason = table, reason
-
-
 class UnsupportedModelError(DeltaTrackerError, ValueError):
-    """The model has parts that cannot be tracked, published or compiled, or no table at all.
+    """The model has tables or parts that cannot be tracked, read, published or compiled, or it has no table at all.
 
-    ``parts`` maps their names to their types, optimizers or reasons.
+    ``parts`` maps their names to their types, optimizers or reasons. To train without them, pass their names as
+    ``fqns_to_skip``.
     """
 
     def __init__(
@@ -34,6 +20,20 @@ class UnsupportedModelError(DeltaTrackerError, ValueError):
         self.parts = dict(parts)
         listed = ", ".join(f"{fqn!r} ({what})" if what else repr(fqn) for fqn, what in self.parts.items())
         super().__init__(f"the model has {problem}: {listed or 'none'}", remedy)
+
+    @classmethod
+    def of_table(
+        cls,
+        table: str,
+        reason: str,
+        remedy: str = "Change its sharding plan, or name it in fqns_to_skip to train it untracked",
+        *,
+        problem: str = "cannot be tracked",
+    ) -> UnsupportedModelError:
+        """Return the error for one table."""
+        error = cls({table: reason}, remedy)
+        error.problem = f"table {table!r} {problem}: {reason.removesuffix('.')}"
+        return error.advising(remedy)
 
 
 class ReservedConsumerError(DeltaTrackerError, RuntimeError):
@@ -115,7 +115,22 @@ _OR_NOTHING = "A tracker can also load {}, which marks every row as changed"
 
 
 class CheckpointError(DeltaTrackerError, ValueError):
-    """Base class of the errors raised when a saved state cannot be loaded; what it would replace is unchanged."""
+    """A saved state is malformed or incomplete, or does not fit. What it would replace is unchanged.
+
+    ``part`` names the malformed part; see ``reason``. It is None if parts are missing; ``ranks`` are then the ranks
+    that saved them, as far as they are known.
+    """
+
+    def __init__(self, part: str | None, reason: str, ranks: Iterable[int] = ()) -> None:
+        self.part, self.reason, self.ranks = part, reason, tuple(ranks)
+        if part is None:
+            missing = f"; missing parts of ranks: {listed(self.ranks)}" if self.ranks else ""
+            problem = f"the saved state is incomplete: {reason}{missing}"
+            remedy = "Load the parts of all ranks that saved it"
+        else:
+            problem = f"part {part!r} of the saved state is malformed: {reason}"
+            remedy = "Load an older checkpoint"
+        super().__init__(problem, f"{remedy}. {_OR_NOTHING}")
 
 
 class StateMismatchError(CheckpointError):
@@ -131,29 +146,7 @@ class StateMismatchError(CheckpointError):
         found: object,
         remedy: str = f"Load it into an object with the same arguments. {_OR_NOTHING}",
     ) -> None:
-        super().__init__(f"the saved state has {what} {saved}, where {found} is expected", remedy)
+        super().__init__(None, f"its {what} is {saved}")
+        self.problem = f"the saved state has {what} {saved}, where {found} is expected"
         self.what, self.saved, self.found = what, saved, found
-
-
-class PartialStateError(CheckpointError):
-    """A saved state is incomplete; see ``reason``. ``ranks`` are the ranks whose parts are missing."""
-
-    def __init__(self, reason: str, ranks: Iterable[int] = ()) -> None:
-        self.reason = reason
-        self.ranks = tuple(ranks)
-        missing = f"; missing parts of ranks: {listed(self.ranks)}" if self.ranks else ""
-        super().__init__(
-            f"the saved state is incomplete: {reason}{missing}",
-            f"Load the parts of all ranks that saved it. {_OR_NOTHING}",
-        )
-
-
-class MalformedStateError(CheckpointError):
-    """A saved state is malformed; see ``part`` and ``reason``."""
-
-    def __init__(self, part: str, reason: str) -> None:
-        super().__init__(
-            f"part {part!r} of the saved state is malformed: {reason}",
-            f"Load an older checkpoint. {_OR_NOTHING}",
-        )
-        self.part, self.reason = part, reason
+        self.advising(remedy)

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import StorageReader
 
-from delta_tracker.errors import InvalidArgumentError, MalformedStateError, PartialStateError
+from delta_tracker.errors import CheckpointError, InvalidArgumentError
 from delta_tracker.tracker.checkpoint.rank_counters import MODE, RankCounters
 from delta_tracker.tracker.checkpoint.rank_header import HEADER, Layout, RankHeader, parse, saved_digests
 
@@ -80,8 +80,8 @@ class SavedTracker:
             StateMismatchError: if the format version of a header is unknown, if the saved mode, consumers, tables or
                 counters differ from the tracker's or between ranks, if the old states belong to other column ranges,
                 or if the world size differs and a counter cannot be merged.
-            PartialStateError: if parts are missing.
-            MalformedStateError: if a header is invalid, or if a tensor that a header lists is missing or has another
+            CheckpointError: if parts are missing;
+                or if a header is invalid, or if a tensor that a header lists is missing or has another
                 shape.
         """
         parts = self._saved.parts()
@@ -100,7 +100,7 @@ class SavedTracker:
                 without tracker state.
 
         Raises:
-            PartialStateError: if ``dcp.load`` did not load the tensors, or loaded those of another checkpoint. The
+            CheckpointError: if ``dcp.load`` did not load the tensors, or loaded those of another checkpoint. The
                 tracker is unchanged.
         """
         self._tracker.load_state_dict(self._saved.loaded(state_dict))
@@ -139,15 +139,15 @@ class SavedCounters:
                 several :class:`~delta_tracker.RankCounters`.
             StateMismatchError: if the format version of a header is unknown, if names or kinds of counters differ, or
                 the number of ranks differs and a state cannot be merged.
-            PartialStateError: if the checkpoint has no counters, or parts are missing.
-            MalformedStateError: if a header is invalid, or if a tensor that a header lists is missing or has another
+            CheckpointError: if the checkpoint has no counters, or parts are missing;
+                or if a header is invalid, or if a tensor that a header lists is missing or has another
                 shape.
         """
         parts = self._saved.parts()
         # Each rank loads other parts: if only one rank raised, the others would wait for it.
         missing = sorted(set(range(parts[0].world_size)) - {part.rank for part in parts}) if parts else []
         if missing:
-            raise PartialStateError("counters are missing", missing)
+            raise CheckpointError(None, "counters are missing", missing)
         plan = self._counters.plan_load(parts)
         return self._saved.wanted(parts, plan.needs())
 
@@ -160,7 +160,7 @@ class SavedCounters:
             state_dict: the tensors returned by :meth:`state_dict`, filled by ``dcp.load``.
 
         Raises:
-            PartialStateError: if ``dcp.load`` did not load the tensors, or loaded those of another checkpoint. The
+            CheckpointError: if ``dcp.load`` did not load the tensors, or loaded those of another checkpoint. The
                 counters are unchanged.
         """
         self._counters.load_state_dict(self._saved.loaded(state_dict))
@@ -196,7 +196,7 @@ class _SavedParts:
 
         Raises:
             InvalidArgumentError: if the checkpoint has such states, but none under ``key``, or several.
-            StateMismatchError, MalformedStateError: if a header cannot be read.
+            StateMismatchError, CheckpointError: if a header cannot be read.
         """
         self._metadata = self._reader.read_metadata()
         found: dict[str, list[str]] = {}
@@ -228,14 +228,14 @@ class _SavedParts:
             needs: key of each tensor to its dtype and shape.
 
         Raises:
-            MalformedStateError: if the checkpoint lacks a tensor that a header lists, or has it in another shape.
+            CheckpointError: if the checkpoint lacks a tensor that a header lists, or has it in another shape.
         """
         # Check the parts of all ranks: if only one rank raised, the others would wait for it.
         layouts = {part.prefix + name: layout for part in parts for name, layout in part.all_layouts().items()}
         for name, (_, shape) in layouts.items():
             tensor = self._metadata.state_dict_metadata.get(self._prefix + name)
             if not isinstance(tensor, TensorStorageMetadata) or tuple(tensor.size) != shape:
-                raise MalformedStateError(name, f"the checkpoint has no such tensor of shape {shape}")
+                raise CheckpointError(name, f"the checkpoint has no such tensor of shape {shape}")
         tensors = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in needs.items()}
         first = min(self._headers)
         return _Wanted({first: torch.zeros_like(self._headers[first]), **tensors})
@@ -250,7 +250,7 @@ class _SavedParts:
             state: result of :meth:`wanted`, filled by DCP; empty if there are no parts.
 
         Raises:
-            PartialStateError: if DCP has not loaded the header, or has loaded that of another checkpoint.
+            CheckpointError: if DCP has not loaded the header, or has loaded that of another checkpoint.
         """
         if not self._headers:
             return dict(state)
@@ -262,7 +262,7 @@ class _SavedParts:
                 else "Pass its state_dict() to dcp.load without a key, then pass the result to its load_state_dict()"
             )
             reason = f"dcp.load has skipped {self._prefix + first!r}, or loaded another checkpoint"
-            raise PartialStateError(reason, sorted(part.rank for part in parts)).advising(remedy)
+            raise CheckpointError(None, reason, sorted(part.rank for part in parts)).advising(remedy)
         proven = saved_digests(parts).keys() | self._headers.keys()
         return {**state, **self._headers, **self._read(self._prefix, [name for name in state if name not in proven])}
 
@@ -270,12 +270,12 @@ class _SavedParts:
         """Read headers, and return them by name.
 
         Raises:
-            MalformedStateError: if a header is not a tensor, or is too large.
+            CheckpointError: if a header is not a tensor, or is too large.
         """
         for name in names:
             layout = self._metadata.state_dict_metadata[prefix + name]
             if not isinstance(layout, TensorStorageMetadata) or layout.size.numel() > _MAX_HEADER_BYTES:
-                raise MalformedStateError(prefix + name, "its header is not a tensor, or is too large")
+                raise CheckpointError(prefix + name, "its header is not a tensor, or is too large")
         return self._read(prefix, names)
 
     def _read(self, prefix: str, names: list[str]) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from delta_tracker.distributed import DEFAULT_TIMEOUT, RankGroup
-from delta_tracker.errors import InvalidArgumentError, PartialStateError
+from delta_tracker.errors import CheckpointError, InvalidArgumentError
 from delta_tracker.integrations.lightning_package import check_only_one, lightning_package
 from delta_tracker.tracker.checkpoint.agreement import agree
 from delta_tracker.tracker.checkpoint.rank_counters import RankCounters
@@ -96,7 +96,7 @@ class CountersCallback(Callback):
         """Restore the states in ``checkpoint``. All ranks must call this method.
 
         Raises:
-            PartialStateError: if the checkpoint has no counters and ``is_required`` is True.
+            CheckpointError: if the checkpoint has no counters and ``is_required`` is True.
             RankMismatchError: if the ranks have other counters or checkpoints, or another rank failed.
             RankLostError: if a rank died or did not answer in time.
             Exception: the errors of :meth:`delta_tracker.RankCounters.load_state_dict`.
@@ -114,7 +114,7 @@ class CountersCallback(Callback):
             self._counters.check(saved)
         elif self._is_required:
             remedy = "Load a checkpoint that has them, or pass CountersCallback(..., is_required=False)"
-            raise PartialStateError("it has no counters").advising(remedy)
+            raise CheckpointError(None, "it has no counters").advising(remedy)
         else:
             _logger.warning("the checkpoint has no counters: they keep their present states")
         return {**self._counters.description(), "counters of a checkpoint": bool(saved)}

@@ -108,7 +108,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         ReservedConsumerError: if the consumer is already reserved.
         DetachedError: if the tracker is detached.
         IncompleteModelError: if a restore of the model was interrupted.
-        UnsupportedModelError, UnsupportedTableError: if ``recovery`` is given and a table has a training state that
+        UnsupportedModelError: if ``recovery`` is given and a table has a training state that
             cannot be published, or is not fused and has no optimizer in ``recovery``.
         InvalidArgumentError: if an argument is invalid, if the tracker has no such consumer, if ``recovery`` is given
             together with ``top_k`` or with an encoding, if the dense names or the encoding do not fit the model, if

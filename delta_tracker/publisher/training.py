@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from delta_tracker.arguments import check_seconds
-from delta_tracker.errors import InvalidArgumentError, UnsupportedTableError
+from delta_tracker.errors import InvalidArgumentError, UnsupportedModelError
 from delta_tracker.publisher.host_copies import Source
 from delta_tracker.raw_ids.collision_states import collision_state
 from delta_tracker.sharding.dense import dense_tensors
@@ -156,7 +156,7 @@ class TrainingSource:
 
     Raises:
         InvalidArgumentError: if a state cannot be encoded, or if an optimizer does not save its parameter groups.
-        UnsupportedTableError: if the optimizer of a table that is not fused is missing.
+        UnsupportedModelError: if the optimizer of a table that is not fused is missing.
     """
 
     def __init__(
@@ -287,7 +287,7 @@ def _check_unfused(
         if not storages <= (whole if is_replicated else of_ranks):
             argument = "training_state" if is_replicated else "rank_state, because each rank has a part of it"
             reason = f"its optimizer is not fused, and is not in {argument}"
-            raise UnsupportedTableError(
+            raise UnsupportedModelError.of_table(
                 fqn, reason, "Pass the optimizer that has its parameter", problem="cannot be published with states"
             )
 

@@ -21,7 +21,6 @@ _FAILURES = (
     errors.StorageError,
     errors.StreamReplacedError,
     errors.UnsupportedModelError,
-    errors.UnsupportedTableError,
 )
 _OTHER = "other"  # reason of an error of another class
 

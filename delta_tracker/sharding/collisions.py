@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from delta_tracker.errors import UnsupportedModelError, UnsupportedTableError
+from delta_tracker.errors import UnsupportedModelError
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.sharding.discover import Discovery
 from delta_tracker.sharding.local_shard import LocalShard
@@ -168,8 +168,8 @@ def local_owners(model: nn.Module, found: Discovery) -> dict[str, LocalOwners]:
 
     Raises:
         UnsupportedModelError: if a managed-collision module is of another class than those of this file, has an
-            ``input_hash_func`` that is not called, unlike in an unsharded module, or is apart from its table's module.
-        UnsupportedTableError: if the ranges of slots do not fit the table's sharding plan.
+            ``input_hash_func`` that is not called, unlike in an unsharded module, or is apart from its table's module;
+            or if the ranges of slots do not fit the table's sharding plan.
         MissingExtraError: if torchrec is not installed.
     """
     torchrec = known_torchrec()
@@ -236,7 +236,7 @@ def _local_owners(held: Any, module: Any, shard: LocalShard, torchrec: Torchrec)
         torchrec: classes of the installed torchrec.
 
     Raises:
-        UnsupportedTableError: as in :func:`local_owners`.
+        UnsupportedModelError: as in :func:`local_owners`.
     """
     table, rows = shard.spec.table, (shard.spec.row_offset, shard.spec.row_offset + shard.spec.num_rows)
     is_sorted = isinstance(module, torchrec.sorted_collisions)
@@ -252,6 +252,6 @@ def _local_owners(held: Any, module: Any, shard: LocalShard, torchrec: Torchrec)
         buckets = tuple(Bucket(ends, None) for ends in pairwise(edges))
     if not fits or edges[-1] != table.num_rows or module.output_size() != shard.spec.num_rows:
         reason = f"its managed collisions have the ranges of slots {edges}, which do not fit its shard {rows}"
-        raise UnsupportedTableError(table.fqn, reason)
+        raise UnsupportedModelError.of_table(table.fqn, reason)
     kind = SortedOwners if is_sorted else HashedOwners
     return kind(table.fqn, Identity(module.input_size(), buckets), rows, module, shard.device)

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from delta_tracker.errors import (
     UnsupportedModelError,
-    UnsupportedTableError,
 )
 from delta_tracker.sharding.kernel_memory import KernelMemory
 from delta_tracker.sharding.local_shard import LocalShard
@@ -103,8 +102,8 @@ def discover(model: nn.Module, fqns_to_skip: Sequence[str] = ()) -> Discovery:
     Raises:
         InvalidArgumentError: if ``fqns_to_skip`` is a string.
         UnsupportedModelError: if the model has no table, and nothing is skipped, or if an unsupported sharded module
-            or tensor is not skipped.
-        UnsupportedTableError: if the kernel or data type of a table is not supported, or if its shards have an
+            or tensor is not skipped;
+            or if the kernel or data type of a table is not supported, or if its shards have an
             unsupported geometry or are not in the sharding plan.
     """
     torchrec = known_torchrec()
@@ -230,7 +229,7 @@ def _add_collection(
         if dtype is None:
             reason = f"its data type is {config.data_type.name}"
             remedy = f"Give it a data type of {sorted(_DTYPES)}, or name it in fqns_to_skip to train it untracked"
-            raise UnsupportedTableError(fqn, reason, remedy)
+            raise UnsupportedModelError.of_table(fqn, reason, remedy)
         found.tables[fqn] = TableSpec(fqn, config.num_embeddings, config.embedding_dim, dtype)
     places: dict[str, list[_Place]] = {fqn: [] for fqn in fqn_of.values()}
     for kernel, blocks in _kernels(module, fqn_of, torchrec):
@@ -273,7 +272,7 @@ def _kernels(
             yield kernel, []
             continue
         if strange:
-            raise UnsupportedTableError(first, f"its kernel is {sorted(strange)}, neither fused nor dense")
+            raise UnsupportedModelError.of_table(first, f"its kernel is {sorted(strange)}, neither fused nor dense")
         weights = emb_module.split_embedding_weights()  # once per kernel, because it returns all tables
         yield (
             kernel,
@@ -294,7 +293,9 @@ def _place(kernel: Kernel, slot: int, fqn: str, config: Any, weight: Tensor) -> 
         else (*metadata.shard_offsets, *metadata.shard_sizes)
     )
     if tuple(weight.shape) != block[2:]:
-        raise UnsupportedTableError(fqn, f"its weight has shape {tuple(weight.shape)}, but its shard {block[2:]}")
+        raise UnsupportedModelError.of_table(
+            fqn, f"its weight has shape {tuple(weight.shape)}, but its shard {block[2:]}"
+        )
     return _Place(kernel, slot, block, weight.device, is_replicated=metadata is None)
 
 
@@ -320,10 +321,10 @@ def _merge(
     places = sorted(places, key=lambda place: place.block[1])
     rows = {(place.block[0], place.block[2]) for place in places}
     if len(rows) > 1:
-        raise UnsupportedTableError(table.fqn, f"one rank has several row ranges of it: {sorted(rows)}")
+        raise UnsupportedModelError.of_table(table.fqn, f"one rank has several row ranges of it: {sorted(rows)}")
     strangers = {place.block for place in places} - planned if planned is not None else set()
     if strangers:
-        raise UnsupportedTableError(table.fqn, f"its shards {sorted(strangers)} are not in the sharding plan")
+        raise UnsupportedModelError.of_table(table.fqn, f"its shards {sorted(strangers)} are not in the sharding plan")
     ((row_offset, num_rows),) = rows
     columns = tuple((place.block[1], place.block[1] + place.block[3]) for place in places)
     is_replicated = any(place.is_replicated for place in places)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from delta_tracker.errors import InvalidArgumentError, UnsupportedTableError
+from delta_tracker.errors import InvalidArgumentError, UnsupportedModelError
 from delta_tracker.row_target import Region, RowTarget, TensorTarget
 from delta_tracker.sharding.discover import discover
 from delta_tracker.sharding.presence import has_fbgemm_tables
@@ -106,10 +106,9 @@ def _holder(module: nn.Module, collections: dict[type[nn.Module], str]) -> str |
 def _sharded(module: nn.Module) -> Iterator[tuple[str, RowTarget]]:
     try:
         shards = discover(module).shards
-    except UnsupportedTableError as error:
-        raise InvalidArgumentError(
-            "model", error.table, f"Change its data type or its sharding plan: {error.reason}"
-        ) from error
+    except UnsupportedModelError as error:
+        (name, reason), *_ = error.parts.items()
+        raise InvalidArgumentError("model", name, f"Change its data type or its sharding plan: {reason}") from error
     # The caches are not flushed, which would write to rows that lookups read. Rows are written to the caches too.
     kernels = {kernel for shard in shards.values() for kernel, _ in shard.places}
     views = {kernel: kernel.module.split_embedding_weights() for kernel in kernels}

@@ -22,7 +22,6 @@ from delta_tracker.errors import (
     InvalidArgumentError,
     RestoreMismatchError,
     UnsupportedModelError,
-    UnsupportedTableError,
 )
 from delta_tracker.raw_ids.collision_states import collision_obstacle
 from delta_tracker.sharding.discover import Discovery
@@ -48,13 +47,13 @@ def table_states(shard: LocalShard) -> TableStates | None:
         no rows of the table.
 
     Raises:
-        UnsupportedTableError: if a state has another dtype than float32, float16 or bfloat16, or the column ranges have
+        UnsupportedModelError: if a state has another dtype than float32, float16 or bfloat16, or the column ranges have
             different states.
     """
     found = {(_optimizer(kernel), _specs(shard, kernel, slot)) for kernel, slot in shard.places if kernel.is_fused}
     if len(found) > 1:
         reason = "its column ranges have different optimizers"
-        raise UnsupportedTableError(shard.spec.table.fqn, reason, _REMEDY, problem=_PROBLEM)
+        raise UnsupportedModelError.of_table(shard.spec.table.fqn, reason, _REMEDY, problem=_PROBLEM)
     for optimizer, states in found:
         return TableStates(optimizer, shard.spec.columns, states)
     return None
@@ -264,7 +263,7 @@ def _specs(shard: LocalShard, kernel: ShardHolder, slot: int) -> tuple[StateSpec
     for number, state in enumerate(kernel.memory.optimizer_states(slot), start=1):
         if state.dtype not in TABLE_DTYPES:
             reason = f"its optimizer has a state of {state.dtype}"
-            raise UnsupportedTableError(shard.spec.table.fqn, reason, _REMEDY, problem=_PROBLEM)
+            raise UnsupportedModelError.of_table(shard.spec.table.fqn, reason, _REMEDY, problem=_PROBLEM)
         found.append(StateSpec(f"momentum{number}", state.dtype, "columns" if state.dim() > 1 else "range"))
     return tuple(found)
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
-from delta_tracker.errors import IncompatiblePackagesError
+from delta_tracker.errors import MissingExtraError
 
 FBGEMM_OF_TORCH: Mapping[str, str] = {
     "2.6": "1.1",
@@ -35,7 +35,7 @@ def check_pair() -> None:
     Nothing is imported. A release that is not in :data:`FBGEMM_OF_TORCH` is accepted.
 
     Raises:
-        IncompatiblePackagesError: if it was built for another release, or for CUDA where torch is the CPU build.
+        MissingExtraError: if it was built for another release, or for CUDA where torch is the CPU build.
     """
     torch, cuda, cpu = _installed("torch"), _installed(_CUDA), _installed(_CPU)
     wanted = FBGEMM_OF_TORCH.get(_minor(torch))
@@ -43,11 +43,11 @@ def check_pair() -> None:
         return
     if torch.endswith("+cpu") and cuda:
         line = f"pip uninstall -y {_CUDA} && pip install --no-deps --force-reinstall '{_CPU}=={wanted}.*'"
-        raise IncompatiblePackagesError(f"{_CUDA} {cuda}", f"torch {torch}", line)
+        raise MissingExtraError(f"{_CUDA} {cuda}", None, other=f"torch {torch}", command=line)
     for package, found in ((_CUDA, cuda), (_CPU, cpu)):
         if _minor(found) in FBGEMM_OF_TORCH.values() and _minor(found) != wanted:
             line = f"pip install --no-deps '{package}=={wanted}.*'"
-            raise IncompatiblePackagesError(f"{package} {found}", f"torch {torch}", line)
+            raise MissingExtraError(f"{package} {found}", None, other=f"torch {torch}", command=line)
 
 
 def _installed(package: str) -> str:

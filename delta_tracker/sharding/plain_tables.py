@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from delta_tracker.buffers import new_rows
-from delta_tracker.errors import UnsupportedTableError
+from delta_tracker.errors import UnsupportedModelError
 from delta_tracker.rows import take_rows
 from delta_tracker.sharding.local_shard import LocalShard
 from delta_tracker.sharding.torchrec_api import Torchrec, is_fsdp2, managed_by_fsdp
@@ -55,7 +55,7 @@ class PlainTable:
         """Check that the module is still in the model, and its weight of the same shape, dtype, device and class.
 
         Raises:
-            UnsupportedTableError: if it is not, or if ``fully_shard`` manages the weight.
+            UnsupportedModelError: if it is not, or if ``fully_shard`` manages the weight.
         """
         weight: Tensor | None = self.module._parameters.get("weight")  # noqa: SLF001
         now = "missing" if weight is None else _kind(weight)
@@ -69,7 +69,7 @@ class PlainTable:
             reason = f"its weight is now {now}, and was {self._kind} when the tracker was built"
         else:
             return
-        raise UnsupportedTableError(self._fqn, reason, remedy, problem=_LOST)
+        raise UnsupportedModelError.of_table(self._fqn, reason, remedy, problem=_LOST)
 
     def _is_in_fsdp(self) -> bool:
         """Return True if ``fully_shard`` was applied to the module or to one above it, perhaps without its weight."""
@@ -109,7 +109,7 @@ def plain_shards(model: nn.Module, modules: Mapping[str, PlainModule], torchrec:
         torchrec: classes of the installed torchrec.
 
     Raises:
-        UnsupportedTableError: if the model itself is a table, which then has no name, or if the weight of a module is
+        UnsupportedModelError: if the model itself is a table, which then has no name, or if the weight of a module is
             not an ordinary parameter with all rows on this rank, has another dtype than float32, float16 or bfloat16,
             or may differ between the ranks of the process group.
     """
@@ -118,11 +118,11 @@ def plain_shards(model: nn.Module, modules: Mapping[str, PlainModule], torchrec:
     found = {}
     for fqn, module in modules.items():
         if not fqn:
-            raise UnsupportedTableError(fqn, "the model itself is the table", "Pass a model that contains it")
+            raise UnsupportedModelError.of_table(fqn, "the model itself is the table", "Pass a model that contains it")
         weight = module._parameters.get("weight")  # noqa: SLF001  a parametrized weight is computed, not stored
         if reason := _obstacle(module, weight, fsdp, replicated):
             is_meta = weight is not None and weight.is_meta
-            raise UnsupportedTableError(fqn, reason, _META_REMEDY if is_meta else _REMEDY)
+            raise UnsupportedModelError.of_table(fqn, reason, _META_REMEDY if is_meta else _REMEDY)
         assert weight is not None, "otherwise there is an obstacle"
         table = TableSpec(fqn, module.num_embeddings, module.embedding_dim, weight.dtype)
         spec = ShardSpec(table, 0, module.num_embeddings, ((0, module.embedding_dim),), is_replicated=True)

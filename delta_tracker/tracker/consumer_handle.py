@@ -247,7 +247,7 @@ class ConsumerHandle(Uncopied, remedy="Save or copy the tracker's state_dict(), 
         Raises:
             InvalidArgumentError: if a consumer with the second consumer's name exists.
             DetachedError: if the tracker is detached.
-            UnsupportedTableError: if a plain module is not the one that was tracked, or has another kind of weight.
+            UnsupportedModelError: if a plain module is not the one that was tracked, or has another kind of weight.
         """
         self._model.check_attached()
         name = f"{self._held()} (snapshot)"

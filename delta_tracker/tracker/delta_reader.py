@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from delta_tracker.buffers import new_rows
-from delta_tracker.errors import InvalidArgumentError, UnsupportedTableError
+from delta_tracker.errors import InvalidArgumentError, UnsupportedModelError
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.rows import ChangedRows, split_places
 from delta_tracker.sharding.kernel_memory import one_cut
@@ -112,7 +112,7 @@ class DeltaReader:
         """Reject arguments that the tracked model or the tracking mode does not support.
 
         Raises:
-            UnsupportedTableError: if ``with_optimizer`` is set and the optimizer of a table is not fused.
+            UnsupportedModelError: if ``with_optimizer`` is set and the optimizer of a table is not fused.
             InvalidArgumentError: if ``top_k`` is not a TopK, or has no ``score`` in a tracking mode without scores.
         """
         if top_k is not None and not isinstance(top_k, TopK):
@@ -121,7 +121,9 @@ class DeltaReader:
             if with_optimizer and not shard.is_fused:
                 reason = "its optimizer is not fused"
                 remedy = "Pass with_optimizer=False, or build the tracker with the table in fqns_to_skip"
-                raise UnsupportedTableError(fqn, reason, remedy, problem="has no optimizer states that can be read")
+                raise UnsupportedModelError.of_table(
+                    fqn, reason, remedy, problem="has no optimizer states that can be read"
+                )
         if top_k is not None and top_k.score is None and not self._capture.has_scores:
             raise InvalidArgumentError("top_k", top_k, "Track in EMBEDDING or a momentum mode, or give TopK a score")
 

@@ -105,7 +105,7 @@ class LiveTables:
         Tables without a fused optimizer, and tables of which this rank has no rows, are missing.
 
         Raises:
-            UnsupportedTableError: if a state has another dtype than float32, float16 or bfloat16.
+            UnsupportedModelError: if a state has another dtype than float32, float16 or bfloat16.
         """
         found = {fqn: table_states(shard) for fqn, shard in self._model.shards.items()}
         return {fqn: states for fqn, states in found.items() if states is not None}
@@ -153,7 +153,7 @@ class LiveTables:
             UnsupportedModelError: if the model has untracked tables, a ``DMPCollection``, or managed collisions of
                 another class than MCH, or with an eviction policy of the user's, or if a fused optimizer has counters
                 per row or a global weight decay.
-            UnsupportedTableError: if a state has another dtype than float32, float16 or bfloat16.
+            UnsupportedModelError: if a state has another dtype than float32, float16 or bfloat16.
         """
         refuse_unrecoverable(self._model.found, self.collision_modules)
         for shard in self._model.shards.values():

@@ -286,7 +286,7 @@ class LogConsumers:
 
         Raises:
             NeedsSnapshotError: if the consumer was dropped.
-            UnsupportedTableError: if a stream cannot have the owners of a table's slots.
+            UnsupportedModelError: if a stream cannot have the owners of a table's slots.
         """
         with self.lock:
             if self.abandoned:

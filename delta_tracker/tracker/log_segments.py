@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from delta_tracker.cuda_fence import StreamFence
-from delta_tracker.errors import UnsupportedTableError
+from delta_tracker.errors import UnsupportedModelError
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.rows import ChangedRows, merge_first
 from delta_tracker.sharding.kernel_memory import one_cut, reading_in_place
@@ -189,12 +189,12 @@ class LogSegments:
         """Check the owners of the last cut.
 
         Raises:
-            UnsupportedTableError: if a stream cannot have the owners of a table's slots.
+            UnsupportedModelError: if a stream cannot have the owners of a table's slots.
         """
         for fqn, owners in self.owners.items():
             if owners.refusal:
                 remedy = "Name the table in fqns_to_skip to train it untracked"
-                raise UnsupportedTableError(fqn, owners.refusal, remedy, problem="cannot be read")
+                raise UnsupportedModelError.of_table(fqn, owners.refusal, remedy, problem="cannot be read")
 
     def former(self, fqn: str, ids: Tensor, consumer: Consumer) -> Tensor:
         """Return the owners that a consumer has of some rows, ``[N]`` int64, as of its last committed read.

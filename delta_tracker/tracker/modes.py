@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from delta_tracker.errors import UnsupportedTableError
+from delta_tracker.errors import UnsupportedModelError
 from delta_tracker.rows import ChangedRows
 from delta_tracker.sharding.local_shard import LocalShard
 from delta_tracker.sharding.weights import (
@@ -40,7 +40,7 @@ class Capture(Protocol):
         """Reject a shard that the mode does not support.
 
         Raises:
-            UnsupportedTableError: if the mode does not support the shard; the error gives the reason.
+            UnsupportedModelError: if the mode does not support the shard; the error gives the reason.
         """
 
     def old_states(self, shard: LocalShard, ids: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ class MomentumLastCapture:
         """Reject a shard whose optimizer is not fused or keeps no state per row."""
         if not shard.is_fused or (shard.places and num_optimizer_states(shard) == 0):
             reason = "its optimizer keeps no state per row inside the kernel"
-            raise UnsupportedTableError(shard.spec.table.fqn, reason, _remedy("Adam or row-wise Adagrad"))
+            raise UnsupportedModelError.of_table(shard.spec.table.fqn, reason, _remedy("Adam or row-wise Adagrad"))
 
     def old_states(self, shard: LocalShard, ids: Tensor) -> Tensor:
         """Return an empty tensor, ``[N, 0]``, because the mode keeps no old states."""
@@ -186,7 +186,7 @@ class MomentumDiffCapture(MomentumLastCapture):
         super().check(shard)
         if shard.places and not has_rowwise_state(shard):
             reason = "its optimizer keeps no sum of squared gradients per row"
-            raise UnsupportedTableError(shard.spec.table.fqn, reason, _remedy("row-wise Adagrad"))
+            raise UnsupportedModelError.of_table(shard.spec.table.fqn, reason, _remedy("row-wise Adagrad"))
 
     def old_states(self, shard: LocalShard, ids: Tensor) -> Tensor:
         """Return the current sums of squared gradients of the rows ``ids``, ``[N, S]``."""

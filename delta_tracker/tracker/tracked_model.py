@@ -51,8 +51,8 @@ class TrackedModel:
 
         Raises:
             UnsupportedModelError: if the model has nothing to track, or sharded modules that cannot be tracked, or if
-                a fused optimizer writes rows outside the backward pass, or is unknown.
-            UnsupportedTableError: if a table's kernel cannot be tracked, or its optimizer does not support the mode.
+                a fused optimizer writes rows outside the backward pass, or is unknown;
+                or if a table's kernel cannot be tracked, or its optimizer does not support the mode.
         """
         found = discover(self.module, self._skips)
         refuse_unseen_writes(self.module, found)
@@ -81,7 +81,7 @@ class TrackedModel:
 
         Raises:
             DetachedError: if the tracker is detached.
-            UnsupportedTableError: if a plain module is not the one that was tracked, or has another kind of weight.
+            UnsupportedModelError: if a plain module is not the one that was tracked, or has another kind of weight.
         """
         if not self.is_attached:
             raise DetachedError

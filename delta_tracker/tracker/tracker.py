@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from delta_tracker.errors import (
     InvalidArgumentError,
     UnsupportedModelError,
-    UnsupportedTableError,
 )
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.recorder import Recorder
@@ -142,8 +141,8 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
     Raises:
         UnsupportedModelError: if the model has nothing to track, sharded modules that cannot be tracked, or
             managed-collision modules of another class than MCH and hash-ZCH, or if a fused optimizer writes rows
-            outside the backward pass, or is unknown.
-        UnsupportedTableError: if a table's kernel cannot be tracked, its optimizer does not support the mode, or a
+            outside the backward pass, or is unknown;
+            or if a table's kernel cannot be tracked, its optimizer does not support the mode, or a
             plain module's weight is not an ordinary parameter with the same rows on every rank.
         InvalidArgumentError: if consumer names are missing or repeated, or another argument is invalid.
         MissingExtraError: if the package of the chosen engine is not installed.
@@ -574,7 +573,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             NeedsSnapshotError: if the consumer was dropped because the log exceeded ``max_bytes``.
             StaleDeltaError: if the ``score`` of ``top_k`` reads, clears or rewinds the same consumer.
             RankLostError: if ``top_k`` is given and a rank died or did not make the call in time.
-            UnsupportedTableError: if ``with_optimizer`` is set and the optimizer of a table is not fused, or if a
+            UnsupportedModelError: if ``with_optimizer`` is set and the optimizer of a table is not fused, or if a
                 managed-collision module has raw ids that a stream cannot have: one id for two rows, an id in another
                 rank's range, an id for a default row, or 2**63 - 1 for a row.
             DetachedError: after :meth:`detach`.
@@ -706,7 +705,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
 
         Raises:
             DetachedError: if the tracker is detached: the updates since then are unknown.
-            UnsupportedTableError: if a plain module was replaced.
+            UnsupportedModelError: if a plain module was replaced.
             RankMismatchError: if the strategy is a collective and another rank raised one of these errors.
             InvalidArgumentError: if the strategy is unknown, the state of a counter cannot be saved, or rows changed
                 since the last ``sync()`` of a ``DMPCollection``; the last one on every rank if the strategy is a
@@ -731,8 +730,8 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             StateMismatchError: if the format version is unknown, if the mode, consumers, tables or counters differ, if
                 the old states belong to other column ranges, or if the world size differs and a counter cannot be
                 merged; the error names the difference.
-            PartialStateError: if parts are missing.
-            MalformedStateError: if the state is invalid in any other way.
+            CheckpointError: if parts are missing;
+                or if the state is invalid in any other way.
             ReservedConsumerError: if a consumer is reserved. Create publishers, which reserve consumers, after this
                 call.
         """
@@ -758,12 +757,11 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         :meth:`detach`.
 
         Raises:
-            UnsupportedModelError, UnsupportedTableError: if the model cannot be tracked, see
-                :class:`ModelDeltaTracker`.
+            UnsupportedModelError: if the model cannot be tracked, see :class:`ModelDeltaTracker`.
         """
         try:
             found = self._model.discover()
-        except (UnsupportedModelError, UnsupportedTableError) as error:
+        except UnsupportedModelError as error:
             remedy = (
                 "Undo the change of the model, or detach the tracker and build one with their names in fqns_to_skip"
             )

@@ -24,7 +24,6 @@ from delta_tracker.errors import (
     StreamReplacedError,
     TakeoverFailedError,
     UnsupportedModelError,
-    UnsupportedTableError,
 )
 from delta_tracker.stream.log import StreamLog
 from tests.advice.jobs import refused, small_model
@@ -242,11 +241,11 @@ def test_a_model_with_a_skipped_table_is_published_without_states(tmp_path: Path
         assert publisher.snapshot().version == 1
 
 
-@pytest.mark.advice("UnsupportedTableError: _check_unfused", "InvalidArgumentError: _Flattener._refuse")
+@pytest.mark.advice("UnsupportedModelError: _check_unfused", "InvalidArgumentError: _Flattener._refuse")
 def test_the_optimizer_of_a_table_is_passed(tmp_path: Path) -> None:
     job = _Job(tmp_path)
     refused(
-        UnsupportedTableError, lambda: _snapshot(job, recovery=Recovery()), "Pass the optimizer that has its parameter"
+        UnsupportedModelError, lambda: _snapshot(job, recovery=Recovery()), "Pass the optimizer that has its parameter"
     )
     with job.publisher() as publisher:
         publisher.snapshot()

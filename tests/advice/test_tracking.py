@@ -13,16 +13,14 @@ from torch import nn
 
 from delta_tracker import ModelDeltaTracker, Publisher, RankCounters, TopK, TrackingMode
 from delta_tracker.errors import (
+    CheckpointError,
     DetachedError,
     InvalidArgumentError,
-    MalformedStateError,
     NeedsSnapshotError,
-    PartialStateError,
     ReservedConsumerError,
     StaleDeltaError,
     StateMismatchError,
     UnsupportedModelError,
-    UnsupportedTableError,
 )
 from tests.advice.jobs import Job, refused, small_model
 from tests.ranks import RankPool
@@ -140,7 +138,7 @@ def test_a_state_is_loaded_between_two_publishers(tmp_path: Path, is_empty: bool
         assert job.is_served_by(model, predictor.version)
 
 
-@pytest.mark.advice("UnsupportedTableError: plain_shards")
+@pytest.mark.advice("UnsupportedModelError: plain_shards")
 @pytest.mark.parametrize(
     ("build", "words", "repair"),
     [
@@ -155,13 +153,13 @@ def test_a_plain_table_that_cannot_be_tracked_is_repaired_or_skipped(
     build: Callable[[], nn.Module], words: str, repair: Callable[[nn.Module], nn.Module] | None
 ) -> None:
     model = build()
-    error = refused(UnsupportedTableError, lambda: ModelDeltaTracker(model), words)
-    options = {"fqns_to_skip": [error.table]} if repair is None else {}
+    error = refused(UnsupportedModelError, lambda: ModelDeltaTracker(model), words)
+    options = {"fqns_to_skip": list(error.parts)} if repair is None else {}
     tracker = ModelDeltaTracker(model if repair is None else repair(model), **options)
     assert len(tracker.tables) == 1
 
 
-@pytest.mark.advice("UnsupportedTableError: PlainTable.check", "InvalidArgumentError: VersionSource.cut")
+@pytest.mark.advice("UnsupportedModelError: PlainTable.check", "InvalidArgumentError: VersionSource.cut")
 @pytest.mark.parametrize("change", ["replaced", "half", "other rows"])
 @pytest.mark.parametrize("way", ["reattach", "later"])
 def test_a_tracker_attaches_to_a_converted_model(tmp_path: Path, change: str, way: str) -> None:
@@ -171,7 +169,7 @@ def test_a_tracker_attaches_to_a_converted_model(tmp_path: Path, change: str, wa
     else:
         job.model[0] = nn.EmbeddingBag(20 if change == "replaced" else 30, 4, sparse=True)
     for call in (job.publisher.publish, job.publisher.snapshot, job.tracker.state_dict):
-        refused(UnsupportedTableError, call, "Call tracker.reattach(), or build the tracker after")
+        refused(UnsupportedModelError, call, "Call tracker.reattach(), or build the tracker after")
     if way == "reattach":
         job.tracker.reattach()
         if change == "other rows":
@@ -188,7 +186,7 @@ def test_a_tracker_attaches_to_a_converted_model(tmp_path: Path, change: str, wa
 
 
 @pytest.mark.advice(
-    "MalformedStateError: parse parse_all take RankHeader.rows _check_states "
+    "CheckpointError: parse parse_all take RankHeader.rows _check_states "
     "_SavedParts._read_headers _SavedParts.wanted "
     "_Metric.check_fields _Metric.merge",
     "StateMismatchError: TrackerCheckpoint.plan_load check_tables check_alike CounterSet.check check_saved "
@@ -209,7 +207,7 @@ def test_an_older_state_or_none_is_loaded(kind: str) -> None:
         "consumers": _Trained(consumers=["other"]).tracker.state_dict,
         "tables": _Trained(small_model(2)).tracker.state_dict,
     }[kind]()
-    error = StateMismatchError if kind in ("mode", "consumers", "tables") else MalformedStateError
+    error = StateMismatchError if kind in ("mode", "consumers", "tables") else CheckpointError
     refused(error, lambda: trained.tracker.load_state_dict(bad), "A tracker can also load {}")
     assert trained.tracker.num_pending()["0"] == 2
     trained.tracker.load_state_dict(older)
@@ -226,7 +224,7 @@ def test_an_older_state_or_none_is_loaded(kind: str) -> None:
 
 
 @pytest.mark.advice(
-    "PartialStateError: RankCounters.plan_load SavedCounters.state_dict", "StateMismatchError: RankCounters.plan_load"
+    "CheckpointError: RankCounters.plan_load SavedCounters.state_dict", "StateMismatchError: RankCounters.plan_load"
 )
 def test_counters_load_a_checkpoint_that_has_them_or_none() -> None:
     counter = torchmetrics.SumMetric()
@@ -234,7 +232,7 @@ def test_counters_load_a_checkpoint_that_has_them_or_none() -> None:
     counter.update(3)
     saved = counters.state_dict()
     counter.update(4)
-    refused(PartialStateError, lambda: counters.load_state_dict({}), "Load a checkpoint that has them, or load none")
+    refused(CheckpointError, lambda: counters.load_state_dict({}), "Load a checkpoint that has them, or load none")
     tracker = ModelDeltaTracker(small_model())
     refused(
         StateMismatchError, lambda: counters.load_state_dict(tracker.state_dict()), "an object with the same arguments"
@@ -244,7 +242,7 @@ def test_counters_load_a_checkpoint_that_has_them_or_none() -> None:
     assert counter.compute() == 3
 
 
-@pytest.mark.advice("PartialStateError: Resharding._find counted_by")
+@pytest.mark.advice("CheckpointError: Resharding._find counted_by")
 def test_the_parts_of_all_ranks_are_loaded(two_ranks: RankPool) -> None:
     two_ranks.run(f"{_CASES}:incomplete")
 
@@ -299,12 +297,12 @@ def test_a_counter_is_registered_with_what_it_needs() -> None:
     assert both.compute() == {"SumMetric": 2, "MaxMetric": 2}
 
 
-@pytest.mark.advice("UnsupportedTableError: MomentumLastCapture.check MomentumDiffCapture.check DeltaReader.check")
+@pytest.mark.advice("UnsupportedModelError: MomentumLastCapture.check MomentumDiffCapture.check DeltaReader.check")
 def test_a_mode_that_suits_the_optimizer_is_chosen(one_rank: RankPool) -> None:
     one_rank.run(f"{_CASES}:modes")
 
 
-@pytest.mark.advice("UnsupportedTableError: plain_shards PlainTable.check")
+@pytest.mark.advice("UnsupportedModelError: plain_shards PlainTable.check")
 def test_a_tracker_built_before_the_model_is_sharded(one_rank: RankPool) -> None:
     one_rank.run(f"{_CASES}:before_sharding")
 
@@ -334,7 +332,7 @@ def test_lookups_are_recorded_in_their_mode_and_whole_tensors_published(two_rank
 @pytest.mark.advice(
     "UnsupportedModelError: _refuse_optimizers",
     "UnsupportedModelError: _refuse_pruning",
-    "UnsupportedTableError: _add_collection _kernels _merge _place",
+    "UnsupportedModelError: _add_collection _kernels _merge _place",
     "InvalidArgumentError: _sharded",
 )
 @pytest.mark.parametrize("kind", ["ema", "ensemble", "global decay", "prunes", "data type"])
@@ -344,7 +342,7 @@ def test_what_cannot_be_tracked_is_skipped_or_replaced(two_ranks: RankPool, kind
 
 @pytest.mark.advice(
     "UnsupportedModelError: refuse_unrecoverable",
-    "UnsupportedTableError: _specs table_states",
+    "UnsupportedModelError: _specs table_states",
     "UnfinishedStepError: ConsumerHandle.wait_for_updates",
 )
 @pytest.mark.parametrize("kind", ["counters", "state", "in progress"])

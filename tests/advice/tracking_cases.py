@@ -21,14 +21,13 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from delta_tracker import ModelDeltaTracker, Publisher, RankCounters, Recovery
 from delta_tracker.distributed import TORCH_TIMEOUT, RankGroup
 from delta_tracker.errors import (
+    CheckpointError,
     DetachedError,
     InvalidArgumentError,
-    PartialStateError,
     PublishError,
     RankMismatchError,
     UnfinishedStepError,
     UnsupportedModelError,
-    UnsupportedTableError,
 )
 from delta_tracker.integrations.dcp import SavedCounters, SavedTracker
 from delta_tracker.predictor.targets import find_targets
@@ -64,8 +63,8 @@ def modes(rank: int, world_size: int) -> None:
         skipped: list[str] = []
         build = partial(ModelDeltaTracker, model, mode=mode, fqns_to_skip=skipped)
         for _ in range(2):
-            error = refused(UnsupportedTableError, build, *words)
-            skipped.append(error.table)
+            error = refused(UnsupportedModelError, build, *words)
+            skipped.extend(error.parts)
             if len(skipped) == 1:
                 with ModelDeltaTracker(model, mode="EMBEDDING", fqns_to_skip=skipped) as tracker:
                     assert _tracks(tracker, model, spec)
@@ -73,13 +72,13 @@ def modes(rank: int, world_size: int) -> None:
             with ModelDeltaTracker(model, mode=other) as tracker:
                 assert _tracks(tracker, model, spec)
                 error = refused(
-                    UnsupportedTableError,
+                    UnsupportedModelError,
                     lambda: tracker.get_delta(with_optimizer=True),
                     "with_optimizer=False",
                     "fqns_to_skip",
                 )
                 tracker.get_delta(with_optimizer=False)
-            with ModelDeltaTracker(model, mode=other, fqns_to_skip=[error.table]) as tracker:
+            with ModelDeltaTracker(model, mode=other, fqns_to_skip=list(error.parts)) as tracker:
                 assert tracker.get_delta(with_optimizer=True).num_rows == 0
         trained = Spec([Table("t", 20, "row")])
         model = shard(trained)
@@ -96,7 +95,7 @@ def before_sharding(rank: int, world_size: int) -> None:
         words = "after DistributedModelParallel or to_empty(device=...)"
         tracker = None
         if device == "meta":
-            refused(UnsupportedTableError, partial(ModelDeltaTracker, model), words)
+            refused(UnsupportedModelError, partial(ModelDeltaTracker, model), words)
         else:
             tracker = ModelDeltaTracker(model)
         apply_optimizer_in_backward(torchrec.optim.RowWiseAdagrad, model.ec.parameters(), {"lr": 0.1})
@@ -119,7 +118,7 @@ def before_sharding(rank: int, world_size: int) -> None:
         if tracker is None:
             tracker = ModelDeltaTracker(sharded)
         else:
-            refused(UnsupportedTableError, tracker.get_delta, "Call tracker.reattach()")
+            refused(UnsupportedModelError, tracker.get_delta, "Call tracker.reattach()")
             tracker.reattach()
             assert len(tracker.get_delta_ids()[_FQN]) == 20
         assert _tracks(tracker, sharded, spec)
@@ -190,7 +189,7 @@ def incomplete(rank: int, world_size: int) -> None:
         dist.all_gather_object(parts, tracker.state_dict())
     with ModelDeltaTracker(shard(Spec([Table("t", 20, "row")]))) as tracker:
         words = "Load the parts of all ranks", "load {}"
-        refused(PartialStateError, lambda: tracker.load_state_dict(parts[1]), *words)
+        refused(CheckpointError, lambda: tracker.load_state_dict(parts[1]), *words)
         tracker.load_state_dict({key: each for part in parts for key, each in part.items()})
         assert tracker.get_delta_ids()[_FQN].tolist() == [[3], [5]][rank]
         tracker.load_state_dict({})
@@ -236,9 +235,9 @@ def unsupported(rank: int, world_size: int, kind: str) -> None:
         spec = Spec([Table("t", 20, "row", dtype="FP16"), Table("u", 20, "row")], bag=True)
         model = shard(spec)
         with mock.patch.object(discover_module, "_DTYPES", {"FP32": torch.float32}):
-            error = refused(UnsupportedTableError, lambda: ModelDeltaTracker(model), "data type", "fqns_to_skip")
+            error = refused(UnsupportedModelError, lambda: ModelDeltaTracker(model), "data type", "fqns_to_skip")
             refused(InvalidArgumentError, lambda: find_targets(model), "Change its data type or its sharding plan")
-            with ModelDeltaTracker(model, fqns_to_skip=[error.table]) as tracker:
+            with ModelDeltaTracker(model, fqns_to_skip=list(error.parts)) as tracker:
                 assert list(tracker.tables) == ["ec.embedding_bags.u"]
             usual = shard(Spec([Table("t", 20, "row"), Table("u", 20, "row")], bag=True))
             assert {"ec.embedding_bags.t", "ec.embedding_bags.u"} <= find_targets(usual).keys()
@@ -285,7 +284,7 @@ def unrecoverable(rank: int, world_size: int, url: str, kind: str) -> None:
     else:
         with mock.patch.object(optimizer_rows, "TABLE_DTYPES", {torch.float16}):
             refused(
-                UnsupportedTableError, lambda: publish().snapshot(), "float32, float16 or bfloat16", "without recovery="
+                UnsupportedModelError, lambda: publish().snapshot(), "float32, float16 or bfloat16", "without recovery="
             )
     with Publisher(tracker, f"{url}/other") as publisher:
         assert publisher.snapshot().version == 1

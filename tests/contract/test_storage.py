@@ -598,7 +598,7 @@ _CALLS = {
 @pytest.mark.parametrize("folder", ["log", "control/pins", "control"])
 @pytest.mark.parametrize("kind", ["link", "link to nowhere", "link to a file", "link to itself", "file", "pipe"])
 @pytest.mark.advice("StorageError: DirectoryStore._has_folder")
-@pytest.mark.advice("WriteRefusedError: DirectoryStore._write")
+@pytest.mark.advice("WriteRefusedError: DirectoryStore._has_folder")
 def test_a_folder_that_is_no_directory_is_named(tmp_path: Path, kind: str, folder: str, *, is_first: bool) -> None:
     """It is not an empty folder, and what a link leads to may be missing, on another disk, or another stream's."""
     root = tmp_path / "stream"

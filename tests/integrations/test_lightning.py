@@ -101,7 +101,7 @@ def test_ranks_that_disagree_are_refused_before_training(two_ranks: RankPool, tm
         assert "'other'" in messages["counters"], messages
         assert messages["lacking"].startswith("RankMismatchError"), messages
         assert "tracker state of a checkpoint differs" in messages["lacking"], messages
-        for name, kind in (("build", "InvalidArgumentError"), ("damaged", "MalformedStateError")):
+        for name, kind in (("build", "InvalidArgumentError"), ("damaged", "CheckpointError")):
             assert messages[name].startswith(kind if rank else "RankMismatchError"), messages
             assert kind in messages[name], messages
 
@@ -182,7 +182,7 @@ def test_a_fit_after_an_error_releases_the_first_tracker(one_rank: RankPool, tmp
 
 def test_plain_modules_under_ddp(two_ranks: RankPool, tmp_path: Path) -> None:
     for error in two_ranks.run(f"{_CASES}:fit_plain", folder=str(tmp_path)):
-        assert error.startswith("UnsupportedTableError: table 'bag' cannot be tracked")
+        assert error.startswith("UnsupportedModelError: table 'bag' cannot be tracked")
         assert "pass the wrapper" in error
 
 
@@ -217,7 +217,7 @@ def test_rows_that_are_read_during_a_search_are_read_again(one_rank: RankPool, t
 
 def test_a_table_that_lightning_prunes_is_refused_by_name(one_rank: RankPool, tmp_path: Path) -> None:
     (error,) = one_rank.run(f"{_ORDERS}:pruned_table", folder=str(tmp_path))
-    assert error.startswith("UnsupportedTableError: table 'rows'")
+    assert error.startswith("UnsupportedModelError: table 'rows'")
 
 
 def test_checkpoints_of_other_weights(one_rank: RankPool, tmp_path: Path) -> None:

@@ -31,14 +31,14 @@ def test_the_totals_are_the_same_at_another_number_of_ranks(
             assert [totals for _, totals in answers] == [saved[0][1]] * 2
 
 
-@pytest.mark.advice("PartialStateError: CountersCallback._checked")
+@pytest.mark.advice("CheckpointError: CountersCallback._checked")
 def test_checkpoints_that_do_not_fit_are_refused_on_every_rank(two_ranks: RankPool, tmp_path: Path) -> None:
     for rank, messages in enumerate(two_ranks.run(f"{_CASES}:refusals", folder=str(tmp_path))):
-        assert messages["none"].startswith("PartialStateError"), messages
+        assert messages["none"].startswith("CheckpointError"), messages
         assert "is_required=False" in messages["none"]
         assert messages["other"].startswith("StateMismatchError"), messages
         assert "['clicks'], where ['clicks', 'views'] is expected" in messages["other"]
-        assert messages["damaged"].startswith("MalformedStateError" if rank else "RankMismatchError"), messages
+        assert messages["damaged"].startswith("CheckpointError" if rank else "RankMismatchError"), messages
         assert "its header cannot be read" in messages["damaged"]
         assert messages["no counters"].startswith("InvalidArgumentError"), messages
         own, totals = messages["allowed"]

@@ -13,7 +13,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 import tests.models
 from delta_tracker import ModelDeltaTracker
-from delta_tracker.errors import InvalidArgumentError, UnsupportedTableError
+from delta_tracker.errors import InvalidArgumentError, UnsupportedModelError
 from delta_tracker.publisher.host_copies import HostCopier
 from delta_tracker.publisher.training import Recovery, TakenState, TrainingSource
 from delta_tracker.state_tree import unpack
@@ -56,7 +56,7 @@ def unfused(rank: int, world_size: int) -> None:
             ({"top": top, "same": same}, {}, "parts"),
             ({"top": top, "same": same, "parts": parts}, {}, "parts"),
         ):
-            with pytest.raises(UnsupportedTableError, match=f"({table})' cannot .* its optimizer is not fused"):
+            with pytest.raises(UnsupportedModelError, match=f"({table})' cannot .* its optimizer is not fused"):
                 _source(tracker, rank, training, ranks)
         source = _source(tracker, rank, {"top": top}, {"parts": parts, "same": same})
         source = _source(tracker, rank, {"top": top, "same": same}, {"parts": parts})

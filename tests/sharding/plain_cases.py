@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher
-from delta_tracker.errors import UnsupportedModelError, UnsupportedTableError
+from delta_tracker.errors import UnsupportedModelError
 
 _ROWS = 24
 
@@ -107,7 +107,7 @@ def not_replicated(rank: int, world_size: int) -> None:
         "tables.item": DistributedDataParallel(apart),
     }
     for fqn, model in models.items():
-        with pytest.raises(UnsupportedTableError, match=f"'{fqn.strip()}'.*DistributedDataParallel"):
+        with pytest.raises(UnsupportedModelError, match=f"'{fqn.strip()}'.*DistributedDataParallel"):
             ModelDeltaTracker(model)
 
 
@@ -118,7 +118,7 @@ def sharded_by_torch(rank: int, world_size: int) -> None:
         ModelDeltaTracker(fully_shard(_Both(), mesh=init_device_mesh("cpu", (dist.get_world_size(),))))
     for keeps_names in (False, True):
         flat = FullyShardedDataParallel(_Both(), device_id=torch.device("cpu"), use_orig_params=keeps_names)
-        with pytest.raises(UnsupportedTableError, match=r"'tables\.user'.*(FSDP|not an nn.Parameter)"):
+        with pytest.raises(UnsupportedModelError, match=r"'tables\.user'.*(FSDP|not an nn.Parameter)"):
             ModelDeltaTracker(flat)
 
 

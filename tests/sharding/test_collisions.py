@@ -12,7 +12,7 @@ _CASES = "tests.tracker.collision_cases"
 def test_hash_zch_has_one_owner_per_slot(one_rank: RankPool) -> None:
     (answer,) = one_rank.run(f"{_CASES}:hash_zch")
     assert answer["identity"] == [60, [[0, 4], [4, 8], [8, 12], [12, 16]], [None] * 4]
-    assert answer["refused"]["reserved"].startswith("UnsupportedTableError")
+    assert answer["refused"]["reserved"].startswith("UnsupportedModelError")
     assert "which marks empty slots in the format, owns a slot" in answer["refused"]["reserved"]
     assert "the raw id 31 owns two slots" in answer["refused"]["twice"]
     assert "row 0 has the raw id 16, which belongs to another bucket" in answer["refused"]["bucket"]
@@ -25,7 +25,7 @@ def test_the_buckets_are_those_of_the_plan(two_ranks: RankPool) -> None:
 
 
 @pytest.mark.advice(
-    "UnsupportedModelError: local_owners _check_apart", "UnsupportedTableError: _local_owners LogSegments.check_owners"
+    "UnsupportedModelError: local_owners _check_apart", "UnsupportedModelError: _local_owners LogSegments.check_owners"
 )
 def test_other_collision_modules_are_refused_unless_skipped(one_rank: RankPool) -> None:
     (answer,) = one_rank.run(f"{_CASES}:other_modules")

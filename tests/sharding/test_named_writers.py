@@ -18,7 +18,7 @@ from torch.nn.utils.parametrize import register_parametrization
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn, update_bn
 
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher
-from delta_tracker.errors import UnsupportedTableError
+from delta_tracker.errors import UnsupportedModelError
 from delta_tracker.sharding import named_writers
 
 _TABLES = ("sparse", "bag", "dense")
@@ -202,7 +202,7 @@ def test_a_pruned_table_is_refused_until_the_mask_is_removed(tmp_path: Path) -> 
     model = _Model()
     published = _Published(model, f"file://{tmp_path}")
     prune.random_unstructured(model.sparse, "weight", 0.5)
-    with pytest.raises(UnsupportedTableError, match="'sparse'"):
+    with pytest.raises(UnsupportedModelError, match="'sparse'"):
         published.publisher.publish()
     _train(model, 3)
     prune.remove(model.sparse, "weight")
@@ -243,5 +243,5 @@ def test_what_replaces_a_weight_is_refused_by_name(tmp_path: Path, name: str) ->
     table, replace = _REPLACED[name]
     replace(model)
     for read in (published.publisher.publish, lambda: published.tracker.get_delta("audit")):
-        with pytest.raises(UnsupportedTableError, match=f"'{table}'"):
+        with pytest.raises(UnsupportedModelError, match=f"'{table}'"):
             read()

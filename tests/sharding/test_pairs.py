@@ -63,7 +63,7 @@ def test_a_pair_that_does_not_fit_is_refused_at_the_first_use(
     _installed(tmp_path, "torch", torch)
     _installed(tmp_path, package, version)
     wrong = f"{package} {version} was not built for torch {torch} and cannot be loaded"
-    assert _said(with_torch, tmp_path) == f"IncompatiblePackagesError {wrong}. Install its match: {command}."
+    assert _said(with_torch, tmp_path) == f"MissingExtraError {wrong}. Install its match: {command}."
 
 
 def test_a_pair_that_does_not_fit_is_not_loaded_by_a_predictor(with_torch: Interpreter, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher, Recovery, TopK, TrackingMode, restore
-from delta_tracker.errors import InvalidArgumentError, UnsupportedModelError, UnsupportedTableError
+from delta_tracker.errors import InvalidArgumentError, UnsupportedModelError
 from tests.ranks import RankPool
 from tests.sweeps import SWEEPS_ARE_WHOLE, num_examples
 
@@ -356,10 +356,10 @@ def test_a_table_that_is_no_longer_the_one_that_was_tracked_is_refused(
         change(model)
         for read in (publisher.publish, publisher.snapshot):
             with pytest.raises(
-                UnsupportedTableError, match=rf"'user' can no longer be tracked: {reason}.*Call tracker.reattach"
+                UnsupportedModelError, match=rf"'user' can no longer be tracked: {reason}.*Call tracker.reattach"
             ):
                 read()
-    with pytest.raises(UnsupportedTableError, match=reason):
+    with pytest.raises(UnsupportedModelError, match=reason):
         tracker.get_delta()
     tracker.detach()
 
@@ -395,7 +395,7 @@ def test_top_k_and_modes() -> None:
     _optim.SGD(model.parameters(), lr=0.1).step()
     assert tracker.get_delta(top_k=TopK(rows=1))["user"].ids.tolist() == [4]  # moved twice as far
     assert tracker.get_delta()["user"].ids.tolist() == [7]
-    with pytest.raises(UnsupportedTableError, match="keeps no state per row inside the kernel"):
+    with pytest.raises(UnsupportedModelError, match="keeps no state per row inside the kernel"):
         ModelDeltaTracker(model, mode=TrackingMode.MOMENTUM_LAST)
 
 
@@ -434,19 +434,19 @@ def test_what_cannot_be_tracked_is_refused_by_name(tmp_path: Path) -> None:
         ModelDeltaTracker(nn.Linear(2, 2))
     with pytest.raises(InvalidArgumentError, match="lookups"):
         ModelDeltaTracker(_model(is_sparse=True, bag=True), record="lookups")
-    with pytest.raises(UnsupportedTableError, match="Pass a model that contains it"):
+    with pytest.raises(UnsupportedModelError, match="Pass a model that contains it"):
         ModelDeltaTracker(nn.Embedding(2, 2))
     whole = _model(is_sparse=False, bag=True)
     with pytest.raises(InvalidArgumentError, match=r"'user\.weight'"):
         Publisher(ModelDeltaTracker(whole), f"file://{tmp_path}", dense=["user.weight"]).snapshot()
     halved = _model(is_sparse=False, bag=False).double()
-    with pytest.raises(UnsupportedTableError, match=r"'user'.*float64"):
+    with pytest.raises(UnsupportedModelError, match=r"'user'.*float64"):
         ModelDeltaTracker(halved)
-    with torch.device("meta"), pytest.raises(UnsupportedTableError, match=r"'user'.*meta device"):
+    with torch.device("meta"), pytest.raises(UnsupportedModelError, match=r"'user'.*meta device"):
         ModelDeltaTracker(_model(is_sparse=False, bag=False))
     parametrized = _model(is_sparse=False, bag=False)
     nn.utils.parametrizations.weight_norm(parametrized["user"])
-    with pytest.raises(UnsupportedTableError, match=r"'user'.*parametrized"):
+    with pytest.raises(UnsupportedModelError, match=r"'user'.*parametrized"):
         ModelDeltaTracker(parametrized)
     assert not ModelDeltaTracker(parametrized, fqns_to_skip=["user"]).tables
 

@@ -16,7 +16,7 @@ from torch import Tensor, multiprocessing, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from delta_tracker import Cadence, Encoding, ModelDeltaTracker, Predictor, Publisher, Recovery, Storage, restore
-from delta_tracker.errors import InvalidArgumentError, ModelMismatchError, UnsupportedTableError
+from delta_tracker.errors import InvalidArgumentError, ModelMismatchError, UnsupportedModelError
 from delta_tracker.publisher.cadence import Pace
 from delta_tracker.sharding import step_hook
 from delta_tracker.sharding.step_hook import StepHook
@@ -98,7 +98,7 @@ def test_a_module_that_was_replaced_is_in_no_checkpoint(is_sparse: bool) -> None
     model = _model(sparse=is_sparse)
     tracker = ModelDeltaTracker(model)
     model["u"] = nn.Embedding(_ROWS, 4, sparse=is_sparse)
-    with pytest.raises(UnsupportedTableError, match="its module was replaced"):
+    with pytest.raises(UnsupportedModelError, match="its module was replaced"):
         tracker.state_dict()
 
 
@@ -242,7 +242,7 @@ def test_a_weight_that_is_parametrized_later_stops_no_training(call: Callable[[M
     tracker = ModelDeltaTracker(model)
     nn.utils.parametrizations.weight_norm(model["u"])  # type: ignore[arg-type]
     call(tracker)
-    with pytest.raises(UnsupportedTableError, match="its weight is now missing"):
+    with pytest.raises(UnsupportedModelError, match="its weight is now missing"):
         tracker.get_delta()
 
 
@@ -250,7 +250,7 @@ def test_a_weight_that_is_parametrized_later_stops_no_training(call: Callable[[M
 def test_a_table_of_inference_mode_is_refused() -> None:
     with torch.inference_mode():
         model = _model()
-    with pytest.raises(UnsupportedTableError, match="an inference tensor"):
+    with pytest.raises(UnsupportedModelError, match="an inference tensor"):
         ModelDeltaTracker(model)
 
 
@@ -356,7 +356,7 @@ def test_a_reattach_that_is_refused_names_what_works() -> None:
     model = nn.ModuleDict({name: nn.Embedding(_ROWS, 4, sparse=True) for name in ("u", "v")})
     tracker = ModelDeltaTracker(model)
     nn.utils.parametrize.register_parametrization(model["v"], "weight", nn.Identity())
-    with pytest.raises(UnsupportedTableError, match="Undo the change of the model, or detach the tracker"):
+    with pytest.raises(UnsupportedModelError, match="Undo the change of the model, or detach the tracker"):
         tracker.reattach()
     tracker.detach()
     assert list(ModelDeltaTracker(model, fqns_to_skip=["v"]).tables) == ["u"]

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from delta_tracker import DeltaRows, ModelDeltaTracker, TrackingMode
-from delta_tracker.errors import UnsupportedTableError
+from delta_tracker.errors import UnsupportedModelError
 from tests.models import Spec, Table, batch, is_dense, ordinary_optimizer, shard
 
 _NUM_READS = 4
@@ -49,7 +49,7 @@ def verdicts(  # noqa: C901  one loop per step
             others = [table.name for table in tables if table.name != name.lower()]
             try:
                 tracker = ModelDeltaTracker(model, mode=mode, fqns_to_skip=others)
-            except UnsupportedTableError:
+            except UnsupportedModelError:
                 found[name][mode.name] = "refused"
             else:
                 cells[name, mode] = _Cell(tracker, model)

@@ -103,18 +103,18 @@ def test_a_state_that_does_not_fit_is_refused_by_name(two_ranks: RankPool, tmp_p
         ),
         "dtype": ("StateMismatchError", "'ec.embeddings.t0': 17 x 8 float16"),
         "one rank's consumers": ("StateMismatchError", "consumers ['a', 'b', "),
-        "part": ("PartialStateError", "missing parts of ranks: "),
-        "no header": ("MalformedStateError", "no header"),
+        "part": ("CheckpointError", "missing parts of ranks: "),
+        "no header": ("CheckpointError", "no header"),
         "a tensor": (
-            "MalformedStateError",
+            "CheckpointError",
             "/rows/ec.embeddings.t0' of the saved state is malformed: the tensor is missing",
         ),
-        "a length": ("MalformedStateError", "the tensor is torch.uint8 of shape"),
-        "a value": ("MalformedStateError", "its values are not the saved ones"),
-        "an id": ("MalformedStateError", "are not rows of its shard"),
-        "not JSON": ("MalformedStateError", "its header cannot be read"),
-        "another rank": ("MalformedStateError", "its header says that it is"),
-        "a negative count": ("MalformedStateError", "at `$.num_batches`"),
+        "a length": ("CheckpointError", "the tensor is torch.uint8 of shape"),
+        "a value": ("CheckpointError", "its values are not the saved ones"),
+        "an id": ("CheckpointError", "are not rows of its shard"),
+        "not JSON": ("CheckpointError", "its header cannot be read"),
+        "another rank": ("CheckpointError", "its header says that it is"),
+        "a negative count": ("CheckpointError", "at `$.num_batches`"),
         "fewer tables": (
             "StateMismatchError",
             "tables ('ec.embeddings.t1': 10 x 8 float32), where ('ec.embeddings.t1': nothing)",
@@ -156,7 +156,7 @@ def test_a_checkpoint_without_state_makes_every_row_pending(
 def test_a_state_that_one_rank_cannot_load_is_refused_by_all(two_ranks: RankPool, tmp_path: Path) -> None:
     for messages in two_ranks.run(f"{_CASES}:one_rank_cannot", path=str(tmp_path)):
         assert len(set(messages)) == 1
-        assert messages[0].startswith("MalformedStateError: part 'rank1of2/rows/ec.embeddings.t0'"), messages
+        assert messages[0].startswith("CheckpointError: part 'rank1of2/rows/ec.embeddings.t0'"), messages
 
 
 def test_a_dropped_consumer_stays_dropped(two_ranks: RankPool) -> None:

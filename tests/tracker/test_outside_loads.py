@@ -13,7 +13,7 @@ _CASES = "tests.tracker.outside_loads_cases"
 _FINE = "nothing was raised"
 
 
-@pytest.mark.advice("PartialStateError: _SavedParts.loaded")
+@pytest.mark.advice("CheckpointError: _SavedParts.loaded")
 @pytest.mark.parametrize("kind", ["tracker", "counters"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_planner_that_skips_tensors_is_found_out(
@@ -22,7 +22,7 @@ def test_a_planner_that_skips_tensors_is_found_out(
     ranks = one_rank if world_size == 1 else two_ranks
     for messages in ranks.run(f"{_CASES}:planners", path=str(tmp_path), kind=kind):
         for what in ("another key", "another checkpoint"):
-            assert messages[what].startswith("PartialStateError: "), messages[what]
+            assert messages[what].startswith("CheckpointError: "), messages[what]
             assert f"'{kind}.rank0of{ranks.world_size}/header'" in messages[what]
             assert f"Pass it to dcp.load under the key '{kind}', with the checkpoint" in messages[what]
         assert messages["the same key"] == _FINE

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from delta_tracker.errors import InvalidArgumentError, UnsupportedTableError
+from delta_tracker.errors import InvalidArgumentError, UnsupportedModelError
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.sharding.collisions import LocalOwners, SortedOwners, Versions
 from delta_tracker.tracker.change_log import ChangeLog
@@ -275,14 +275,14 @@ def test_invalid_owners_are_refused_at_reads_and_do_not_stop_training(owners: li
     )
     module.set(owners)
     for _ in range(2):
-        with pytest.raises(UnsupportedTableError, match=reason):
+        with pytest.raises(UnsupportedModelError, match=reason):
             log.consumers.read("a")
     log.writes.mark("t", torch.tensor([4]))
     log.consumers.step()  # drops both consumers, which cuts the log
     log.consumers.clear("a")
     log.state()
     module.set([8 if owner == NO_OWNER and slot == 2 else owner for slot, owner in enumerate(owners)])
-    with pytest.raises(UnsupportedTableError, match=reason):  # the new owner is valid, the others are not
+    with pytest.raises(UnsupportedModelError, match=reason):  # the new owner is valid, the others are not
         log.consumers.read("a")
     module.set([9, *[NO_OWNER] * 5])
     log.consumers.clear("a")
@@ -338,7 +338,7 @@ def test_a_checkpoint_keeps_the_former_owners(two_ranks: RankPool) -> None:
 
 def test_a_checkpoint_of_other_ranks_has_the_former_owners_that_were_saved(one_rank: RankPool) -> None:
     (error,) = one_rank.run(f"{_CASES}:resharded_owners")
-    assert error.startswith("MalformedStateError")
+    assert error.startswith("CheckpointError")
     assert "numbers of former owners and rows differ" in error
 
 

@@ -55,15 +55,15 @@ def test_each_rank_has_its_own_states_again_if_they_cannot_be_merged(two_ranks: 
 
 def test_what_cannot_be_exact_is_refused_by_name(two_ranks: RankPool, tmp_path: Path) -> None:
     expected = {
-        "nothing": ("PartialStateError", "it has no counters"),
-        "another rank's part": ("PartialStateError", "missing parts of ranks: {rank}"),
-        "no header": ("MalformedStateError", "it has no header"),
-        "another header": ("MalformedStateError", "its header says that it is 'rank0of2/'"),
+        "nothing": ("CheckpointError", "it has no counters"),
+        "another rank's part": ("CheckpointError", "missing parts of ranks: {rank}"),
+        "no header": ("CheckpointError", "it has no header"),
+        "another header": ("CheckpointError", "its header says that it is 'rank0of2/'"),
         "a tracker's state": ("StateMismatchError", "mode id_only, where rank_counters is expected"),
         "into a tracker": ("StateMismatchError", "mode rank_counters, where id_only is expected"),
         "other counters": ("StateMismatchError", "counters ['cat', 'max', 'mean', 'min', 'sum', 'total']"),
-        "a lost tensor": ("MalformedStateError", "rank{rank}of2/counters/sum/sum_value"),
-        "no counters in a checkpoint": ("PartialStateError", "it has no counters"),
+        "a lost tensor": ("CheckpointError", "rank{rank}of2/counters/sum/sum_value"),
+        "no counters in a checkpoint": ("CheckpointError", "it has no counters"),
         "two in a checkpoint": ("InvalidArgumentError", "['a', 'b']"),
         "a wrong key": ("InvalidArgumentError", "key='c'"),
         "strategy": ("InvalidArgumentError", "'gather_or_local', 'merge'"),

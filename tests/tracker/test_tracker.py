@@ -79,7 +79,7 @@ def test_an_error_while_a_batch_is_closed_does_not_leave_it_open(one_rank: RankP
 def test_bad_input_is_refused_by_name(two_ranks: RankPool) -> None:
     expected = {
         "no module": ("UnsupportedModelError", "'1' (_OtherEmbedding)"),
-        "unsharded": ("UnsupportedTableError", "'ec.embeddings.t'"),
+        "unsharded": ("UnsupportedModelError", "'ec.embeddings.t'"),
         "consumers": ("InvalidArgumentError", "['a', 'a']"),
         "no consumers": ("InvalidArgumentError", "consumers=[]"),
         "mode": ("InvalidArgumentError", "'ID_ONLY', 'EMBEDDING'"),

@@ -151,8 +151,9 @@ class DirectoryStore(Store):
         self._check()
         folder = name.rpartition("/")[0]
         for each in ("drafts", folder):
-            is_known = each in self._folders and os.path.isdir(f"{self.directory}/{each}")  # noqa: PTH112  a Path takes longer
-            if not is_known and not self._has_folder(each, WriteRefusedError):
+            path = f"{self.directory}/{each}"
+            is_known = each in self._folders and os.path.isdir(path)  # noqa: PTH112  a Path takes longer
+            if not is_known and not self._has_folder(each, writes=True):
                 make_folder(self.directory, each)
         is_new = write_file(self.directory, name, buffers, overwrite=overwrite, fsync=self._fsync, check=self._check)
         self._has_written = True
@@ -172,8 +173,8 @@ class DirectoryStore(Store):
                 raise
             return None
 
-    def _has_folder(self, folder: str, kind: type[StorageError] = StorageError) -> bool:
-        """Return True if a folder of the store exists. Raise ``kind`` if it, or one above it, is no directory."""
+    def _has_folder(self, folder: str, *, writes: bool = False) -> bool:
+        """Return True if a folder of the store exists. Raise StorageError if it, or one above it, is no directory."""
         if self._found is None and not self._find():
             return False
         end = 0
@@ -189,7 +190,10 @@ class DirectoryStore(Store):
                 self._find()  # raises an error if the store itself is a file
                 return False
             if not stat.S_ISDIR(status.st_mode):
-                raise kind(self.url, *_no_directory(name, path, status))
+                found = _no_directory(name, path, status)
+                if writes:
+                    raise WriteRefusedError(self.url, *found)
+                raise StorageError(self.url, *found)
         self._folders.add(folder)
         return True
 

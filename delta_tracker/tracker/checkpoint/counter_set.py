@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from delta_tracker.errors import InvalidArgumentError, PartialStateError, StateMismatchError
+from delta_tracker.errors import CheckpointError, InvalidArgumentError, StateMismatchError
 from delta_tracker.tracker.checkpoint.counters import (
     Kind,
     Mergeable,
@@ -52,7 +52,7 @@ class CounterSet:
 
         Raises:
             StateMismatchError: if names or kinds differ, or the world size differs and a state cannot be merged.
-            MalformedStateError: if the fields of a counter are invalid.
+            CheckpointError: if the fields of a counter are invalid.
         """
         names = sorted({name for part in parts for name in part.counters})
         if names != sorted(self._counters):
@@ -82,7 +82,7 @@ class CounterSet:
             tensors: tensors of the parts in ``counted``, by key with prefix.
 
         Raises:
-            MalformedStateError: if the states of a counter cannot be merged.
+            CheckpointError: if the states of a counter cannot be merged.
         """
         merged = {}
         for name, counter in self._counters.items():
@@ -109,10 +109,10 @@ def counted_by(rank: int, world_size: int, parts: Sequence[RankHeader]) -> list[
         parts: the saved parts; those of other ranks may be missing.
 
     Raises:
-        PartialStateError: if a part that the rank loads is missing.
+        CheckpointError: if a part that the rank loads is missing.
     """
     mine = range(rank, parts[0].world_size, world_size)
     found = {part.rank: part for part in parts}
     if (missing := [each for each in mine if each not in found]) and parts[0].counters:
-        raise PartialStateError("counters are missing", missing)
+        raise CheckpointError(None, "counters are missing", missing)
     return [found[each] for each in mine if each in found]

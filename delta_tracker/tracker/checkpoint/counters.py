@@ -22,7 +22,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from delta_tracker.errors import InvalidArgumentError, MalformedStateError, StateMismatchError
+from delta_tracker.errors import CheckpointError, InvalidArgumentError, StateMismatchError
 from delta_tracker.tracker.checkpoint.rank_header import digest
 
 State = Mapping[str, Any]
@@ -150,10 +150,10 @@ class _Metric:
         Returns the metric's default state if ``states`` is empty.
 
         Raises:
-            MalformedStateError: if the states cannot be reduced.
+            CheckpointError: if the states cannot be reduced.
         """
         if self.unmerged and len(states) > 1:
-            raise MalformedStateError(self._name, f"the states {sorted(self.unmerged)} of several ranks have no sum")
+            raise CheckpointError(self._name, f"the states {sorted(self.unmerged)} of several ranks have no sum")
         merged: dict[str, Any] = {_COUNT: sum(state[_COUNT] for state in states)}
         for field, reduction in self._fields.items():
             if reduction not in _REDUCTIONS:
@@ -166,7 +166,7 @@ class _Metric:
                 try:
                     merged[field] = _REDUCTIONS[reduction](parts)
                 except (RuntimeError, TypeError) as error:
-                    raise MalformedStateError(self._name, f"its states cannot be merged: {error}") from error
+                    raise CheckpointError(self._name, f"its states cannot be merged: {error}") from error
         return merged
 
     def new_state(self, layouts: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> State:
@@ -212,7 +212,7 @@ class _Metric:
             fields: name of each saved field to its value, or to its shape if it is a tensor.
 
         Raises:
-            MalformedStateError: if a field is missing, unknown or invalid.
+            CheckpointError: if a field is missing, unknown or invalid.
         """
         lists = {field for field in self._fields if self._default_shape(field) is None}
         expected = {_COUNT, *self._fields} - lists
@@ -221,15 +221,15 @@ class _Metric:
             if field in self.unmerged and type(length) is int and length >= 0:
                 if length > len(fields):  # checked first: a damaged length can be too large for a set
                     problem = f"its list {field!r} has {length} tensors, but it has {len(fields)} fields"
-                    raise MalformedStateError(self._name, problem)
+                    raise CheckpointError(self._name, problem)
                 expected |= {f"{field}.length", *(f"{field}.{place}" for place in range(length))}
             elif field in fields:
                 expected.add(field)
         tensors = {field for field in expected if field != _COUNT and not field.endswith(".length")}
         if set(fields) != expected or not _is_count(fields[_COUNT]):
-            raise MalformedStateError(self._name, f"it has the fields {sorted(fields)}, not {sorted(expected)}")
+            raise CheckpointError(self._name, f"it has the fields {sorted(fields)}, not {sorted(expected)}")
         if strange := sorted(field for field in tensors if not isinstance(fields[field], tuple)):
-            raise MalformedStateError(self._name, f"the fields {strange} are not tensors")
+            raise CheckpointError(self._name, f"the fields {strange} are not tensors")
 
     def _check_unsynced(self) -> None:
         if self._metric._is_synced:  # noqa: SLF001
@@ -277,7 +277,7 @@ def check_saved(name: str, counter: Mergeable, kind: Kind | None, fields: Mappin
 
     Raises:
         StateMismatchError: if the state was saved by another class, or by a metric with other states or buffers.
-        MalformedStateError: if the fields are not those of the metric.
+        CheckpointError: if the fields are not those of the metric.
     """
     mine = kind_of(counter)
     if kind is not None and ("states" in mine or "states" in kind):

@@ -29,7 +29,7 @@ def gather_parts(state: Mapping[str, Tensor], group: RankGroup) -> dict[str, Ten
         On rank 0, the tensors of all parts by key. On the other ranks, an empty dict.
 
     Raises:
-        MalformedStateError: if a rank sends an invalid header.
+        CheckpointError: if a rank sends an invalid header.
         RankLostError: if a rank died or did not answer in time.
     """
     header = next(iter(state.values()))

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from delta_tracker.distributed import TORCH_TIMEOUT, RankGroup, rank_and_world_size
-from delta_tracker.errors import InvalidArgumentError, PartialStateError, StateMismatchError
+from delta_tracker.errors import CheckpointError, InvalidArgumentError, StateMismatchError
 from delta_tracker.tracker.checkpoint.counter_set import CounterSet, counted_by
 from delta_tracker.tracker.checkpoint.counters import State
 from delta_tracker.tracker.checkpoint.gather import gather_parts
@@ -116,12 +116,12 @@ class RankCounters:
         Raises:
             StateMismatchError: if the parts were not saved together or not by a :class:`RankCounters`, if names or
                 kinds differ, or if the number of ranks differs and a state cannot be merged.
-            PartialStateError: if there is no part, or a part that this rank loads is missing.
-            MalformedStateError: if the fields of a counter are invalid.
+            CheckpointError: if there is no part, or a part that this rank loads is missing;
+                or if the fields of a counter are invalid.
         """
         if not parts:
             remedy = "Load a checkpoint that has them, or load none: the counters then keep their values"
-            raise PartialStateError("it has no counters").advising(remedy)
+            raise CheckpointError(None, "it has no counters").advising(remedy)
         check_alike(parts)
         if parts[0].mode != MODE:
             raise StateMismatchError("mode", parts[0].mode, MODE)
@@ -138,7 +138,7 @@ class RankCounters:
                 rank without such a part needs any other one. You may pass the parts of all ranks.
 
         Raises:
-            StateMismatchError, PartialStateError, MalformedStateError: see :meth:`plan_load`.
+            StateMismatchError, CheckpointError: see :meth:`plan_load`.
         """
         self._counters.load(self._merged(state))
 

@@ -43,7 +43,7 @@ import xxhash
 from msgspec import Meta, Struct, convert
 from torch import Tensor
 
-from delta_tracker.errors import MalformedStateError, StateMismatchError
+from delta_tracker.errors import CheckpointError, StateMismatchError
 from delta_tracker.rows import ChangedRows
 from delta_tracker.types import ShardSpec, TableSpec
 
@@ -192,7 +192,7 @@ class RankHeader:
             tensors: tensors of the part, by key with prefix.
 
         Raises:
-            MalformedStateError: if the tensors do not contain valid rows of the rank's block.
+            CheckpointError: if the tensors do not contain valid rows of the rank's block.
         """
         read, begin = {}, 0
         for piece in self.pieces.get(fqn, ()):
@@ -203,22 +203,22 @@ class RankHeader:
         if not read:
             return None
         if "ids" not in read:
-            raise MalformedStateError(self.prefix, f"ids are missing for rows of {fqn!r}")
+            raise CheckpointError(self.prefix, f"ids are missing for rows of {fqn!r}")
         ids = read["ids"].long()
         spec, size = self.shards[fqn], len(ids)
         is_inside = size > 0 and int(ids[0]) >= spec.row_offset and int(ids[-1]) < spec.row_offset + spec.num_rows
         if not is_inside or not bool((ids[1:] > ids[:-1]).all()):
-            raise MalformedStateError(self.prefix, f"ids of {fqn!r} are not rows of its shard in ascending order")
+            raise CheckpointError(self.prefix, f"ids of {fqn!r} are not rows of its shard in ascending order")
         known, states = read.get("known"), None
         if "states" in read:
             known = torch.ones(size, dtype=torch.bool) if known is None else known
             if known.shape != (size,) or len(read["states"]) != int(known.sum()):
-                raise MalformedStateError(self.prefix, f"numbers of old states and known rows differ for {fqn!r}")
+                raise CheckpointError(self.prefix, f"numbers of old states and known rows differ for {fqn!r}")
             states = read["states"].new_full((size, read["states"].shape[1]), torch.nan)
             states[known] = read["states"]
         for column, what in (("ages", "ages"), ("former", "former owners")):
             if column in read and read[column].shape != (size,):
-                raise MalformedStateError(self.prefix, f"numbers of {what} and rows differ for {fqn!r}")
+                raise CheckpointError(self.prefix, f"numbers of {what} and rows differ for {fqn!r}")
         return ChangedRows(ids, states, known, read.get("ages"), read.get("former"))
 
     def counter(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
@@ -288,19 +288,19 @@ def parse(key: str, header: Tensor) -> RankHeader:
 
     Raises:
         StateMismatchError: if the header's format version is unknown.
-        MalformedStateError: if the header does not follow the format, or contradicts ``key``.
+        CheckpointError: if the header does not follow the format, or contradicts ``key``.
     """
     try:
         found = json.loads(header.cpu().numpy().tobytes())
         version = found["version"]
         part = _part(convert(found, _Header)) if version == FORMAT_VERSION else None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise MalformedStateError(key, f"its header cannot be read: {type(error).__name__}: {error}") from error
+        raise CheckpointError(key, f"its header cannot be read: {type(error).__name__}: {error}") from error
     if part is None:
         remedy = "Load it with the release of delta_tracker that wrote it"
         raise StateMismatchError("format version", version, FORMAT_VERSION, remedy)
     if f"{part.prefix}header" != key or part.rank >= part.world_size:
-        raise MalformedStateError(key, f"its header says that it is {part.prefix!r}")
+        raise CheckpointError(key, f"its header says that it is {part.prefix!r}")
     return part
 
 
@@ -312,11 +312,11 @@ def parse_all(state: Mapping[str, Tensor]) -> list[RankHeader]:
 
     Raises:
         StateMismatchError: if the format version of a header is unknown.
-        MalformedStateError: if there is no header, or a header is invalid.
+        CheckpointError: if there is no header, or a header is invalid.
     """
     parts = [parse(key, tensor) for key, tensor in state.items() if HEADER.fullmatch(key)]
     if not parts:
-        raise MalformedStateError(", ".join(sorted(state)[:3]), "it has no header")
+        raise CheckpointError(", ".join(sorted(state)[:3]), "it has no header")
     return parts
 
 
@@ -329,7 +329,7 @@ def take(state: Mapping[str, Tensor], needed: Mapping[str, Layout], parts: Seque
         parts: headers of the parts of these tensors.
 
     Raises:
-        MalformedStateError: if a tensor is missing, or has another dtype, shape or digest.
+        CheckpointError: if a tensor is missing, or has another dtype, shape or digest.
     """
     digests = saved_digests(parts)
     tensors = {}
@@ -337,11 +337,11 @@ def take(state: Mapping[str, Tensor], needed: Mapping[str, Layout], parts: Seque
         tensor = state.get(key)
         if tensor is None or tensor.dtype != dtype or tuple(tensor.shape) != shape:
             found = "missing" if tensor is None else f"{tensor.dtype} of shape {tuple(tensor.shape)}"
-            raise MalformedStateError(key, f"the tensor is {found}, its header says {dtype} of shape {shape}")
+            raise CheckpointError(key, f"the tensor is {found}, its header says {dtype} of shape {shape}")
         tensors[key] = tensor.detach().cpu()
         if key in digests and digest(tensors[key]) != digests[key]:
             reason = "its values are not the saved ones: a loader skipped it, it was changed, or its file is damaged"
-            raise MalformedStateError(key, reason)
+            raise CheckpointError(key, reason)
     return tensors
 
 

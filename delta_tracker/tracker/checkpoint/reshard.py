@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from delta_tracker.buffers import new_rows
-from delta_tracker.errors import MalformedStateError, PartialStateError, StateMismatchError
+from delta_tracker.errors import CheckpointError, StateMismatchError
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.rows import ChangedRows
 from delta_tracker.sharding.local_shard import LocalShard
@@ -59,7 +59,7 @@ class Resharding:
         counted: headers of the parts whose counters this rank loads.
 
     Raises:
-        PartialStateError: if the parts do not cover the shards of this rank, or the counters that this rank must load.
+        CheckpointError: if the parts do not cover the shards of this rank, or the counters that this rank must load.
         StateMismatchError: if old states have one value per column range, and the current sharding plan splits the
             columns differently.
     """
@@ -99,7 +99,7 @@ class Resharding:
             tensors: key to tensor, for all keys of :meth:`needs`.
 
         Raises:
-            MalformedStateError: if a tensor contradicts the header of its part.
+            CheckpointError: if a tensor contradicts the header of its part.
             StateMismatchError: if the saved old states have a different dtype from the states of the current rows.
         """
         first = self._parts[0]
@@ -122,7 +122,7 @@ class Resharding:
             missing: ranks that saved a part which was not passed, for the error message.
 
         Raises:
-            PartialStateError: if the parts do not cover the shard.
+            CheckpointError: if the parts do not cover the shard.
             StateMismatchError: see :class:`Resharding`.
         """
         fqn = spec.table.fqn
@@ -139,7 +139,7 @@ class Resharding:
             sharing = own or [part for part in sharing if part.shards[fqn].replica == 0]
         area = sum(_shared_area(part.shards[fqn], spec) for part in sharing)
         if not copies and area != spec.num_rows * spec.num_columns:
-            raise PartialStateError(f"the shard of table {fqn!r} on rank {rank} is not covered", missing)
+            raise CheckpointError(None, f"the shard of table {fqn!r} on rank {rank} is not covered", missing)
         return [_Source(part, *self._places(part.shards[fqn], spec)) for part in sharing]
 
     def _places(self, saved: ShardSpec, spec: ShardSpec) -> tuple[Tensor, Tensor]:
@@ -230,11 +230,11 @@ def _former(num_rows: int, pieces: Iterable[tuple[Tensor, ChangedRows]]) -> Tens
 
 def _check_states(part: RankHeader, fqn: str, rows: ChangedRows, held: Tensor, places: Tensor) -> None:
     if rows.states is None or rows.known is None:
-        raise MalformedStateError(part.prefix, f"old states are missing for rows of {fqn!r}")
+        raise CheckpointError(part.prefix, f"old states are missing for rows of {fqn!r}")
     if rows.states.dtype != held.dtype:
         raise StateMismatchError(f"old states of table {fqn!r} of dtype", rows.states.dtype, held.dtype)
     if rows.states.dim() != held.dim() or (len(places) and int(places.max()) >= rows.states.shape[1]):
-        raise MalformedStateError(part.prefix, f"old states of {fqn!r} have shape {tuple(rows.states.shape)}")
+        raise CheckpointError(part.prefix, f"old states of {fqn!r} have shape {tuple(rows.states.shape)}")
 
 
 def _shared_area(left: ShardSpec, right: ShardSpec) -> int:

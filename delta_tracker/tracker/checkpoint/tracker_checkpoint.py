@@ -171,7 +171,7 @@ class TrackerCheckpoint:
 
         Raises:
             DetachedError: if the tracker is detached.
-            UnsupportedTableError: if a plain module was replaced.
+            UnsupportedModelError: if a plain module was replaced.
             RankMismatchError: if one of these errors was raised on another rank.
         """
         error: DeltaTrackerError | None = None
