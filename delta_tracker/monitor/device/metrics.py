@@ -8,8 +8,8 @@ counted as rejected; the check runs on the device. A window closes when a copy o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -39,19 +39,26 @@ def reader_of(monitor: Monitor) -> DeviceReader:
 
 
 class _DeviceStat(DeviceState):
-    """Base class of the stats on a device. Values are recorded in a cell, the series of ``stat`` for one set of labels.
+    """Base class of the stats on a device. Values are recorded in a cell, the series for one set of labels."""
 
-    Args:
-        stat: the stat.
-        num_sums: number of running sums.
-        monitor: monitor of the stat.
-        labels: label values of the cell by name; None for no labels.
-    """
+    definer: ClassVar[Callable[..., Stat]] = Monitor.stat
+    _num_sums: ClassVar[int] = 4
+    _defaults: ClassVar[Mapping[str, Any]] = {}
 
-    def __init__(self, stat: Stat, num_sums: int, monitor: Monitor, labels: Mapping[str, object] | None) -> None:
-        super().__init__(stat.name, num_sums, reader_of(monitor))
+    def __init__(
+        self,
+        name: str,
+        help: str = "",  # noqa: A002  the usual term
+        *,
+        monitor: Monitor = MONITOR,
+        labels: Mapping[str, object] | None = None,
+        **options: Any,  # noqa: ANN401  as in Monitor.stat
+    ) -> None:
+        labels = labels or {}
+        stat = type(self).definer(monitor, name, help, labels=tuple(labels), **{**self._defaults, **options})
+        super().__init__(stat.name, self._num_sums, reader_of(monitor))
         self._stat = stat
-        self._cell = stat.cell(**(labels or {}))
+        self._cell = stat.cell(**labels)
         self._cell.is_remote = True
 
     @property
@@ -60,8 +67,15 @@ class _DeviceStat(DeviceState):
         return self._cell.enabled
 
     def figures(self, sums: list[float]) -> Aggregate:
-        """Convert the ``num_sums`` sums of recorded values to an :class:`Aggregate`."""
-        raise NotImplementedError
+        """Convert the sums of recorded values to an :class:`Aggregate`.
+
+        These are the total, the weight, the number of accepted values, and the number of all values.
+        """
+        total, weight, count, num_values = sums
+        result = Aggregate()
+        result.total, result.weight, result.count = total, weight, round(count)
+        result.num_rejected = round(num_values) - result.count
+        return result
 
     def absorb(self, growth: list[float], epoch_end: EpochEnd | None) -> None:
         """Record the values that were added between two readings of the sums.
@@ -97,18 +111,7 @@ class DeviceMean(_DeviceStat):
         [{'mean': 1.5, 'count': 2}]
     """
 
-    def __init__(
-        self,
-        name: str,
-        help: str = "",  # noqa: A002  the usual term
-        *,
-        monitor: Monitor = MONITOR,
-        labels: Mapping[str, object] | None = None,
-        **options: Any,  # noqa: ANN401  as in Monitor.stat
-    ) -> None:
-        options.setdefault("aggregations", ("mean", "count"))
-        stat = monitor.stat(name, help, labels=tuple(labels or ()), **options)
-        super().__init__(stat, 4, monitor, labels)
+    _defaults: ClassVar[Mapping[str, Any]] = {"aggregations": ("mean", "count")}
 
     def update(self, value: Tensor | float, weight: Tensor | float = 1.0) -> None:
         """Add values to the sums. No-op if the stat is disabled.
@@ -131,13 +134,6 @@ class DeviceMean(_DeviceStat):
             self._update(torch.full_like(weight.detach(), value, dtype=sum_dtype(weight.device)), weight.detach())
         else:
             self._add(_HOST, _single(value, weight))
-
-    def figures(self, sums: list[float]) -> Aggregate:
-        """Convert the sums of recorded values to an :class:`Aggregate`.
-
-        The sums are the total, the weight, the number of accepted values, and the number of all values.
-        """
-        return _figures(*sums)
 
     def _update(self, value: Tensor, weight: Tensor | float) -> None:
         _check(value, weight)
@@ -164,43 +160,17 @@ class DeviceSum(DeviceMean):
     The arguments are those of :class:`DeviceMean`. The default aggregations are ``sum`` and ``count``.
     """
 
-    def __init__(
-        self,
-        name: str,
-        help: str = "",  # noqa: A002
-        *,
-        monitor: Monitor = MONITOR,
-        labels: Mapping[str, object] | None = None,
-        **options: Any,  # noqa: ANN401
-    ) -> None:
-        options.setdefault("aggregations", ("sum", "count"))
-        super().__init__(name, help, monitor=monitor, labels=labels, **options)
+    _defaults: ClassVar[Mapping[str, Any]] = {"aggregations": ("sum", "count")}
 
 
 class DeviceCounter(_DeviceStat):
     """Counter on a device: a total that only grows. Values are increments; negative values are rejected.
 
-    Args:
-        name: unique name; dots separate namespaces.
-        help: description in one sentence.
-        monitor: monitor of the counter, by default the program's default monitor.
-        labels: label values by name; None for no labels.
-        options: options of :meth:`~delta_tracker.monitor.monitor.Monitor.counter`.
-
-    Raises:
-        InvalidArgumentError: for an invalid name, a name registered with another definition, or an unknown option.
+    The arguments are those of :class:`DeviceMean`, with the options of
+    :meth:`~delta_tracker.monitor.monitor.Monitor.counter`.
     """
 
-    def __init__(
-        self,
-        name: str,
-        help: str = "",  # noqa: A002
-        *,
-        monitor: Monitor = MONITOR,
-        labels: Mapping[str, object] | None = None,
-        **options: Any,  # noqa: ANN401
-    ) -> None:
-        super().__init__(monitor.counter(name, help, labels=tuple(labels or ()), **options), 4, monitor, labels)
+    definer: ClassVar[Callable[..., Stat]] = Monitor.counter
 
     def update(self, value: Tensor | float = 1) -> None:
         """Add increments to the total. No-op if the counter is disabled.
@@ -226,12 +196,10 @@ class DeviceCounter(_DeviceStat):
         self._add(value.device, torch.stack((total, num_good, num_good, num_values)))
 
     def figures(self, sums: list[float]) -> Aggregate:
-        """Convert the sums of recorded values to an :class:`Aggregate`.
-
-        The sums are the total, the weight, the number of accepted values, and the number of all values.
-        """
-        total, *rest = sums
-        return _figures(int(total) if total.is_integer() else total, *rest)
+        """Convert the sums of recorded values to an :class:`Aggregate`, whose total is an integer if it is whole."""
+        result = super().figures(sums)
+        result.total = int(sums[0]) if sums[0].is_integer() else sums[0]
+        return result
 
 
 class DeviceHistogram(_DeviceStat):
@@ -242,18 +210,9 @@ class DeviceHistogram(_DeviceStat):
     ``p95``, ``p99`` and ``histogram``.
     """
 
-    def __init__(
-        self,
-        name: str,
-        help: str = "",  # noqa: A002
-        *,
-        monitor: Monitor = MONITOR,
-        labels: Mapping[str, object] | None = None,
-        **options: Any,  # noqa: ANN401
-    ) -> None:
-        options.setdefault("aggregations", ("count", "mean", "p50", "p95", "p99", "histogram"))
-        stat = monitor.histogram(name, help, labels=tuple(labels or ()), **options)
-        super().__init__(stat, _REJECTED + 1, monitor, labels)
+    definer: ClassVar[Callable[..., Stat]] = Monitor.histogram
+    _num_sums = _REJECTED + 1
+    _defaults: ClassVar[Mapping[str, Any]] = {"aggregations": ("count", "mean", "p50", "p95", "p99", "histogram")}
 
     def update(self, value: Tensor | float) -> None:
         """Count values in their buckets. No-op if the histogram is disabled.
@@ -311,13 +270,6 @@ def _check(value: Tensor, weight: Tensor | float) -> None:
             raise InvalidArgumentError(
                 "weight", tuple(weight.shape), f"Pass a shape that broadcasts to {tuple(value.shape)}"
             )
-
-
-def _figures(total: float, weight: float, count: float, num_values: float) -> Aggregate:
-    result = Aggregate()
-    result.total, result.weight, result.count = total, weight, round(count)
-    result.num_rejected = round(num_values) - result.count
-    return result
 
 
 def _single(value: float, weight: float = 1) -> Tensor:
