@@ -18,7 +18,7 @@ from delta_tracker.cli.text import plain
 from delta_tracker.stream.heartbeat import Heartbeat, leave_heartbeat
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableSpec
-from tests.cli.commands import Cli, entry, flip, interrupted, path_of, url_of
+from tests.cli.commands import Cli, entry, flip, interrupted, make, path_of, url_of
 from tests.cli.trainer import Trainer
 from tests.stream.streams import Writer
 
@@ -98,6 +98,36 @@ def test_a_store_that_cannot_be_reached(cli: Cli) -> None:
     ]
     cli("inspect", "s3://bucket/x", *options, code=2)
     assert cli.err.startswith("error: the store s3://bucket/x cannot be used")
+
+
+_READERS = (
+    *("inspect URL", "verify URL", "diff URL 1 2", "compact URL", "mirror URL OUT --once", "rollback URL 1"),
+    *("export URL --out OUT", "report URL --out OUT"),
+)
+_WITHOUT_PARTS = ("tail URL", "top URL --once", "fleet URL", "release URL", "takeover URL")
+
+
+@pytest.mark.parametrize(
+    ("folder", "words"),
+    [
+        *(("log", words) for words in (*_READERS, *_WITHOUT_PARTS, "plan --from URL", "mirror OTHER EMPTY --once")),
+        *(("parts", words) for words in (*_READERS, "mirror OTHER EMPTY --once")),
+        *(("control", words) for words in (*_READERS, *_WITHOUT_PARTS)),
+    ],
+)
+@pytest.mark.usefixtures("writer")
+def test_each_command_names_a_link_in_the_place_of_a_folder(cli: Cli, tmp_path: Path, folder: str, words: str) -> None:
+    make(tmp_path / "other")
+    (tmp_path / "stream" / "control").mkdir(exist_ok=True)
+    (tmp_path / "stream" / folder).rename(tmp_path / "aside")
+    for stream in ("stream", "empty"):
+        (tmp_path / stream).mkdir(exist_ok=True)
+        (tmp_path / stream / folder).symlink_to(tmp_path / "aside")
+    paths = {"URL": "stream", "OTHER": "other", "EMPTY": "empty", "OUT": "out"}
+    places = {word: str(tmp_path / name) for word, name in paths.items()}
+    cli(*(places.get(word, word) for word in words.split()), code=2)
+    said = " ".join(cli.err.split())
+    assert f"{folder} is a link to '{tmp_path / 'aside'}' instead of a directory. Replace it by" in said
 
 
 def test_an_interrupt_exits_with_130(cli: Cli, writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
