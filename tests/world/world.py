@@ -313,7 +313,9 @@ class World:
         (standby, trainer), former = self._standby, self.trainer
         self._standby, taken = None, None
         with self._call() as errors:
-            if choice % 2 or self._disk.fault is not None or not self._primary.is_healthy:  # follow() waits for a store
+            # follow() waits for a store, and for a part.
+            is_due = self._primary.is_healthy and not self._primary.has_lost_parts
+            if choice % 2 or self._disk.fault is not None or not is_due:
                 taken = standby.take_over(force=choice % 4 == 1)
             else:
                 taken = standby.follow(silence=20.0)
