@@ -34,7 +34,6 @@ from delta_tracker.stream.reading.decisions import (
     Decision,
     Doubt,
     Fail,
-    Order,
     Rule,
     Stay,
     View,
@@ -54,7 +53,7 @@ from delta_tracker.stream.reading.path import (
     snapshots,
 )
 from delta_tracker.stream.reading.position import Position, Rows
-from delta_tracker.stream.reading.seen import SeenLog, Unseen
+from delta_tracker.stream.reading.seen import Order, SeenLog, Unseen
 
 
 def decide(view: View) -> Decision:

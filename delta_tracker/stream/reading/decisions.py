@@ -16,10 +16,9 @@ from delta_tracker.errors import (
     StreamError,
     StreamReplacedError,
 )
-from delta_tracker.stream.format.manifest import Link, Manifest
-from delta_tracker.stream.pin import Pin
-from delta_tracker.stream.reading.position import Position, Rows
-from delta_tracker.stream.reading.seen import Look, SeenLog
+from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.reading.position import Position
+from delta_tracker.stream.reading.seen import Look, Order, SeenLog
 
 CACHE_FAULTS = (CorruptPartError, MalformedError, MissingVersionError, StreamReplacedError)
 """Faults that a cache can cause: an old 404, a short or damaged object, or objects of a stream that was replaced."""
@@ -33,44 +32,6 @@ FAULTS = (*CACHE_FAULTS, *OF_ALL_URLS)
 NUM_TRIES = 3
 """Number of consecutive storage errors after which an unreadable object counts as lost: it may stay unreadable, for
 example because of missing permissions or a bad sector."""
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """Order to go to one version, or to go on from it: a pin or a release, or one of this process.
-
-    Args:
-        counter: counter of the pin or release; of a rollback, that of the newest pin when it was made.
-        kind: ``pin`` to go to the version and stay there, ``release`` to go on from it or from a later snapshot;
-            ``rollback`` for a pin of this process, which bypasses a canary and ends with its release.
-        link: link of the entry; None for a rollback, as ``pin``.
-        newest: newest version when the order was made.
-        is_new: True if it was not known in the round before.
-    """
-
-    counter: int
-    kind: str
-    stream: str
-    version: int
-    link: Link | None
-    newest: int
-    is_new: bool = False
-    pin: Pin | None = None
-
-    @classmethod
-    def of(cls, pin: Pin) -> Order:
-        """Return the order of a pin or a release."""
-        link = Link(pin.version, pin.xxh3)
-        return cls(pin.counter, pin.kind, pin.stream, pin.version, link, pin.bad, pin=pin)
-
-    def is_followed_by(self, position: Position | None) -> bool:
-        """Return True if a reader at a position has done what the order says."""
-        if position is None or position.stream != self.stream or position.rows is Rows.MIXED:
-            return False
-        if self.kind == "release":
-            return position.version >= self.version
-        is_there = position.version == self.version if self.link is None else position.link == self.link
-        return is_there and position.rows is Rows.WHOLE
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.pin import Pin, PinFollower
-from delta_tracker.stream.reading.decisions import Order, Policy
+from delta_tracker.stream.reading.decisions import Policy
 from delta_tracker.stream.reading.position import Position
+from delta_tracker.stream.reading.seen import Order
 from delta_tracker.stream.reading.source import Source
 
 

@@ -31,7 +31,6 @@ from delta_tracker.stream.reading.decisions import (
     Doubt,
     Fail,
     Fault,
-    Order,
     Policy,
     Rule,
     Stay,
@@ -42,7 +41,7 @@ from delta_tracker.stream.reading.orders import Followed, Orders
 from delta_tracker.stream.reading.path import path_to
 from delta_tracker.stream.reading.position import Position, Rows
 from delta_tracker.stream.reading.runtime import REAL, Runtime
-from delta_tracker.stream.reading.seen import Failed, Look, SeenLog
+from delta_tracker.stream.reading.seen import Failed, Look, Order, SeenLog
 from delta_tracker.stream.reading.source import Source
 from delta_tracker.stream.reading.sources import Sources
 from delta_tracker.stream.storage.storage import Storage

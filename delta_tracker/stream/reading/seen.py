@@ -1,18 +1,54 @@
-"""What a reader has seen of a log, and what it must look up: :class:`SeenLog` and :class:`Look`."""
+"""What a reader has seen of a log, and what it must look up: :class:`SeenLog`, :class:`Order` and :class:`Look`."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 from delta_tracker.errors import StreamError
 from delta_tracker.stream.entry_names import Merged
-from delta_tracker.stream.format.manifest import Manifest
-from delta_tracker.stream.reading.position import Position
+from delta_tracker.stream.format.manifest import Link, Manifest
+from delta_tracker.stream.pin import Pin
+from delta_tracker.stream.reading.position import Position, Rows
 
-if TYPE_CHECKING:
-    from delta_tracker.stream.reading.decisions import Order
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Order to go to one version, or to go on from it: a pin or a release, or one of this process.
+
+    Args:
+        counter: counter of the pin or release; of a rollback, that of the newest pin when it was made.
+        kind: ``pin`` to go to the version and stay there, ``release`` to go on from it or from a later snapshot;
+            ``rollback`` for a pin of this process, which bypasses a canary and ends with its release.
+        link: link of the entry; None for a rollback, as ``pin``.
+        newest: newest version when the order was made.
+        is_new: True if it was not known in the round before.
+    """
+
+    counter: int
+    kind: str
+    stream: str
+    version: int
+    link: Link | None
+    newest: int
+    is_new: bool = False
+    pin: Pin | None = None
+
+    @classmethod
+    def of(cls, pin: Pin) -> Order:
+        """Return the order of a pin or a release."""
+        link = Link(pin.version, pin.xxh3)
+        return cls(pin.counter, pin.kind, pin.stream, pin.version, link, pin.bad, pin=pin)
+
+    def is_followed_by(self, position: Position | None) -> bool:
+        """Return True if a reader at a position has done what the order says."""
+        if position is None or position.stream != self.stream or position.rows is Rows.MIXED:
+            return False
+        if self.kind == "release":
+            return position.version >= self.version
+        is_there = position.version == self.version if self.link is None else position.link == self.link
+        return is_there and position.rows is Rows.WHOLE
 
 
 class Entries(Protocol):

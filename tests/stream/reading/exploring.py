@@ -7,7 +7,8 @@ import time
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
 
-from delta_tracker.stream.reading.decisions import Apply, Decision, Order, Policy
+from delta_tracker.stream.reading.decisions import Apply, Decision, Policy
+from delta_tracker.stream.reading.seen import Order
 from tests.stream.reading.families import FAMILIES, State
 from tests.stream.reading.readers import Reader, ViolationError, World, advance
 from tests.stream.reading.rules import chances, check

@@ -7,7 +7,8 @@ from dataclasses import replace
 from itertools import permutations, product
 
 from delta_tracker.stream.format.manifest import Link, Manifest
-from delta_tracker.stream.reading.decisions import Order, Policy
+from delta_tracker.stream.reading.decisions import Policy
+from delta_tracker.stream.reading.seen import Order
 from tests.stream.reading.logs import Log, entry_of, generation_of, merged_entries, stream_of
 from tests.stream.reading.readers import Reader, World, ahead_of, at, mixed_at
 

@@ -27,10 +27,9 @@ from delta_tracker.errors import (
 from delta_tracker.stream.entry_names import Merged, entry_name
 from delta_tracker.stream.format.manifest import Fork, Link, Manifest
 from delta_tracker.stream.reading import catch_up
-from delta_tracker.stream.reading.decisions import Order
 from delta_tracker.stream.reading.lineage import former_streams
 from delta_tracker.stream.reading.position import Position
-from delta_tracker.stream.reading.seen import Look
+from delta_tracker.stream.reading.seen import Look, Order
 
 NUM_ROWS = 3
 Rows = tuple[str, ...]

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import cycle, islice, product
 
-from delta_tracker.stream.reading.decisions import Apply, Decision, Order, Stay
+from delta_tracker.stream.reading.decisions import Apply, Decision, Stay
+from delta_tracker.stream.reading.seen import Order
 from tests import reader_rules
 from tests.reader_rules import Step
 from tests.stream.reading.families import FAMILIES, State
