@@ -117,6 +117,37 @@ def test_readers_of_the_previous_snapshot_have_the_grace_period(history: History
     assert (reader.resyncs, reader.held.version) == (1, 9)
 
 
+@pytest.mark.parametrize("damage", ["missing", "cut"])
+def test_a_snapshot_that_lost_an_object_replaces_no_older_one(history: History, clock: Clock, damage: str) -> None:
+    name = history.log.read(6).parts[0].name
+    data = history.storage.read(name, max_bytes=10**6)
+    if damage == "missing":
+        history.storage.delete(name)
+    else:
+        history.storage.put(name, [memoryview(data)[:-7]])
+    retention = Retention(versions=1, grace_seconds=0)
+    retain(history.storage, retention, clock)
+    assert versions(history) == list(range(10)), "a reader can start at version 1"
+    history.snapshot()
+    clock.seconds += 1
+    retain(history.storage, retention, clock)
+    assert versions(history) == [0, 9, 10]
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut"])
+def test_a_merged_snapshot_that_lost_an_object_replaces_no_version(history: History, clock: Clock, damage: str) -> None:
+    merged = compact(history.storage, fold=1e-9, now=clock)
+    assert (merged.kind, merged.version) == ("snapshot", 9)
+    name = merged.parts[0].name
+    if damage == "missing":
+        history.storage.delete(name)
+    else:
+        history.storage.put(name, [memoryview(b"<html>")])
+    clock.seconds += 1
+    retain(history.storage, Retention(versions=1, grace_seconds=0), clock)
+    assert versions(history) == [0, *range(6, 10)]
+
+
 def test_a_merged_snapshot_is_a_start_once_it_is_older_than_the_grace(history: History, clock: Clock) -> None:
     retention = Retention(versions=1, grace_seconds=50)
     clock.seconds += 100

@@ -6,7 +6,8 @@ Versions are deleted oldest first, so that the entries that readers use form a c
 - each claim and the entry before it, without their objects. A publisher that was fenced by a claim and has not detected
   this yet tries to create one of these two entries, and must fail;
 - the newest snapshot that is older than the grace period, and all later versions. A reader that started at the
-  preceding snapshot has the grace period to finish. One that lags further finds its next version missing and resyncs;
+  preceding snapshot has the grace period to finish. One that lags further finds its next version missing and resyncs.
+  A snapshot of which an object is missing or has another size does not count, because no reader can start at it;
 - what leads to the version of the newest pin.
 
 An *orphan* is an object that no process needs: one below ``parts/`` that no entry names, the draft of an interrupted
@@ -206,7 +207,7 @@ class _Held:
     merged: Mapping[Merged, Manifest]
     path: Sequence[Manifest]  # entries that lead to the version of a pin
     own: Sequence[StoredObject]  # objects in the folders of `_NAMES` whose names this library creates
-    parts: Collection[str]  # names of the objects below `parts/`
+    parts: Mapping[str, int]  # name to size in bytes of the objects below `parts/`
     # Newest modification time, also of the entries, at most this host's time. The store's time is not before it, so
     # ages relative to it are never too high. A time after this host's is wrong, or this host's clock is behind. Ages
     # that are too low only delay deletions.
@@ -231,7 +232,7 @@ class _Held:
         first, head = min(entries), entries[max(entries)]
         # Other programs may date theirs freely.
         own = [each for folder in _NAMES for each in listed[folder] if _NAMES[folder].fullmatch(each.name)]
-        parts = {each.name for each in listed["parts"]}
+        parts = {each.name: each.num_bytes for each in listed["parts"]}
         below = _present({version: log.read(version) for version in versions if version < first})
         merged = _present({each: log.read_merged(each) for each in log.merged()})
         times = [each.modified or 0.0 for each in (*entries.values(), *merged.values())]
@@ -240,8 +241,17 @@ class _Held:
 
     @property
     def snapshots(self) -> dict[int, float]:
-        """Version of each snapshot in the log to the time of its commit, in Unix seconds."""
-        return {version: each.committed for version, each in self.entries.items() if each.kind == "snapshot"}
+        """Version of each whole snapshot in the log to the time of its commit, in Unix seconds."""
+        found = {version: each for version, each in self.entries.items() if each.kind == "snapshot"}
+        return {version: each.committed for version, each in found.items() if self._is_whole(each)}
+
+    @property
+    def lost(self) -> set[Merged]:
+        """Merged entries of which an object is missing or has another size."""
+        return {each for each, entry in self.merged.items() if not self._is_whole(entry)}
+
+    def _is_whole(self, entry: Manifest) -> bool:
+        return all(self.parts.get(each.name) == each.num_bytes for each in entry.objects)
 
 
 def _present(found: Mapping[_K, Manifest | None]) -> dict[_K, Manifest]:
@@ -281,19 +291,23 @@ def _orphans(held: _Held, named: Collection[str], retention: Retention) -> dict[
 
 
 def _needed(
-    snapshots: Mapping[int, float], merged: Mapping[Merged, Manifest], head: Manifest, before: float
+    snapshots: Mapping[int, float],
+    merged: Mapping[Merged, Manifest],
+    lost: Collection[Merged],
+    head: Manifest,
+    before: float,
 ) -> tuple[int, int, list[Merged]]:
     """Return the version at which all readers can start, the lowest one to keep in the log, and superseded entries.
 
     The first is that of the newest snapshot, also a merged one, committed at or before ``before``; -1 without one. The
     superseded merged entries, sorted by name, are snapshots that end before it, deltas that end at or before it or are
     covered by another one committed at or before ``before``, and all that end before it in a stream that a promotion
-    has ended.
+    has ended. Merged entries that are ``lost`` supersede no others.
     """
     in_time = [
         each
         for each, entry in merged.items()
-        if entry.stream == head.stream and each.last <= head.version and entry.committed <= before
+        if entry.stream == head.stream and each.last <= head.version and entry.committed <= before and each not in lost
     ]
     starts = [version for version, committed in snapshots.items() if committed <= before]
     start = max([*starts, *(each.last for each in in_time if each.kind == "snapshot")], default=-1)
@@ -363,7 +377,8 @@ class _Plan:
     @classmethod
     def of(cls, held: _Held, retention: Retention, now: float) -> _Plan:
         """Decide what to delete."""
-        start, floor, superseded = _needed(held.snapshots, held.merged, held.head, now - retention.grace_seconds)
+        before = now - retention.grace_seconds
+        start, floor, superseded = _needed(held.snapshots, held.merged, held.lost, held.head, before)
         floor = min([floor, *(each.version for each in held.path if each.merges is None)])
         expired = _expired(held, retention, now)
         old = [version for version in takewhile(expired.__contains__, sorted(held.entries)) if version < floor]
@@ -402,6 +417,7 @@ class _Left:
     num_bytes: int  # of the versions from ``first`` on
     snapshots: dict[int, float]
     merged: dict[Merged, Manifest]
+    lost: set[Merged]
     newest: float
 
     @classmethod
@@ -414,6 +430,7 @@ class _Left:
             num_bytes=sum(each.total_bytes for each in kept.values()),
             snapshots={version: committed for version, committed in held.snapshots.items() if version in kept},
             merged={each: held.merged[each] for each in held.merged.keys() - set(plan.merged)},
+            lost=held.lost,
             newest=held.newest,
         )
 
@@ -440,7 +457,8 @@ class _Left:
     def may_delete(self, retention: Retention, now: Callable[[], float] | None) -> bool:
         """Return True if a pass may delete a version or a merged entry."""
         clock = min(self.newest, time.time()) if now is None else now()
-        _, floor, superseded = _needed(self.snapshots, self.merged, self.head, clock - retention.grace_seconds)
+        before = clock - retention.grace_seconds
+        _, floor, superseded = _needed(self.snapshots, self.merged, self.lost, self.head, before)
         num_versions = self.head.version - self.first + 1
         is_expired = _exceeds(retention, num_versions, clock - self.first_committed, self.num_bytes)
         return (self.first < floor and is_expired) or bool(superseded)
