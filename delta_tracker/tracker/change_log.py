@@ -97,7 +97,8 @@ class ChangeLog:
             consumers = {
                 name: each._replace(carried=others(each.carried), reads=()) for name, each in cursors.consumers.items()
             }
-            cursors.consumers, cursors.origin = consumers, others(cursors.origin)
+            cursors.consumers.update(consumers)
+            cursors.origin = others(cursors.origin)
             self.segments.replace(stores, owners, gone)
 
     def state(self) -> LogState:

@@ -74,6 +74,7 @@ class LogConsumers:
         self._writes = writes
         self._segments = segments
         self._cursors = segments.cursors
+        self._known = segments.cursors.consumers
         self._max_bytes = max_bytes
         self._received = received
 
@@ -84,7 +85,7 @@ class LogConsumers:
         """Names of the consumers, in the order in which they were added."""
         with self.lock:
             self._release_abandoned()
-            return tuple(self._cursors.consumers)
+            return tuple(self._known)
 
     def find(self, consumer: str | None) -> Consumer:
         """Return the record of a consumer, also if it is reserved. None selects the only one that is not transient.
@@ -95,10 +96,9 @@ class LogConsumers:
         with self.lock:
             if self.abandoned:
                 self._release_abandoned()
-            known = self._cursors.consumers
-            if isinstance(consumer, str) and consumer in known:
-                return known[consumer]
-            lasting = [each for each in known.values() if not each.is_transient]
+            if isinstance(consumer, str) and consumer in self._known:
+                return self._known[consumer]
+            lasting = [each for each in self._known.values() if not each.is_transient]
             if consumer is None and len(lasting) == 1:
                 return lasting[0]
             remedy = "Pass one of the known consumers: "
@@ -131,7 +131,7 @@ class LogConsumers:
         with self.lock:
             name = self.resolve(consumer)
             try:
-                self._put(self._cursors.consumers[name]._replace(holder=holder))
+                self._known[name] = self._known[name]._replace(holder=holder)
                 return name  # noqa: TRY300  see below
             except BaseException:  # interrupted: the caller does not know that it has to release the consumer
                 self.release(name)
@@ -140,22 +140,19 @@ class LogConsumers:
     def release(self, consumer: str) -> None:
         """End the reservation of a consumer."""
         with self.lock:
-            self._put(self._cursors.consumers[consumer]._replace(holder=None))
+            self._known[consumer] = self._known[consumer]._replace(holder=None)
 
     def _release_abandoned(self) -> None:
         while self.abandoned:
-            known = self._cursors.consumers.get(self.abandoned[0])
+            known = self._known.get(self.abandoned[0])
             if known is None:
                 pass  # memory ran out before it was added
             elif known.is_transient:
-                del self._cursors.consumers[known.name]
+                del self._known[known.name]
             else:
-                self._put(known._replace(holder=None, reads=()))
+                self._known[known.name] = known._replace(holder=None, reads=())
             self._segments.is_compact = False
             self.abandoned.popleft()  # last: an interrupted call is repeated
-
-    def _put(self, consumer: Consumer) -> None:
-        self._cursors.consumers[consumer.name] = consumer
 
     # Cursors
 
@@ -178,7 +175,7 @@ class LogConsumers:
             self._release_abandoned()
             now, segments, cursors = time.monotonic(), self._segments, self._cursors
             found: dict[str, Lag] = {}
-            for each in cursors.consumers.values():
+            for each in self._known.values():
                 if each.is_transient:
                     continue
                 pending: Mapping[str, int] = {}
@@ -211,12 +208,14 @@ class LogConsumers:
             self._writes.cut()
             position, batch = self._segments.position, self._cursors.num_batches
             is_transient = holder is not None
-            self._put(Consumer(consumer, position, batch, time.monotonic(), holder=holder, is_transient=is_transient))
+            self._known[consumer] = Consumer(
+                consumer, position, batch, time.monotonic(), holder=holder, is_transient=is_transient
+            )
 
     def remove(self, consumer: str) -> None:
         """Remove a consumer, if it exists. With ``delete_on_read``, also drop the rows that only it has not read."""
         with self.lock:
-            self._cursors.consumers.pop(consumer, None)
+            self._known.pop(consumer, None)
             maintain(self._segments.compact)
 
     def clear(self, *consumers: str) -> None:
@@ -227,9 +226,9 @@ class LogConsumers:
         with self.lock:
             self._writes.cut()
             cursors, position = self._cursors, self._segments.position
-            moved = {name: cursors.consumers[name].moved(position, cursors.num_batches) for name in consumers}
+            moved = {name: self._known[name].moved(position, cursors.num_batches) for name in consumers}
             try:
-                cursors.consumers.update(moved)
+                self._known.update(moved)
                 maintain(self._segments.compact)
             except BaseException:  # interrupted: the caller does not know that nothing is pending
                 self._segments.mark_all_later()
@@ -246,7 +245,7 @@ class LogConsumers:
         with self.lock:
             if self._segments.delete_on_read:
                 raise InvalidArgumentError("delete_on_read", True, "Build the tracker with delete_on_read=False")
-            self._put(self._cursors.consumers[consumer].moved(0, 0, self._cursors.origin))
+            self._known[consumer] = self._known[consumer].moved(0, 0, self._cursors.origin)
 
     def distrust(self, consumer: str, fqn: str, ids: Tensor, *, knows_owners: bool = True) -> None:
         """Make rows pending for one consumer, with unknown old states, and abort its uncommitted read.
@@ -264,7 +263,7 @@ class LogConsumers:
             segments, cursors = self._segments, self._cursors
             segments.fence.enter()
             rows = unknown = segments.with_former({fqn: segments.stores[fqn].unknown(ids)})[fqn]
-            known = cursors.consumers[consumer]
+            known = self._known[consumer]
             if fqn in segments.owners and knows_owners:
                 rows = replace(rows, former=segments.former(fqn, rows.ids, known))
             since = time.monotonic() if known.carried_since is None else known.carried_since
@@ -272,7 +271,7 @@ class LogConsumers:
             if not segments.delete_on_read:
                 # The owners of this consumer are not those of a consumer that is rewound.
                 cursors.origin = _over(unknown, fqn, cursors.origin)
-            self._put(carried)
+            self._known[consumer] = carried
 
     # Reads
 
@@ -292,13 +291,13 @@ class LogConsumers:
             if self.abandoned:
                 self._release_abandoned()
             segments, cursors = self._segments, self._cursors
-            known = cursors.consumers[consumer]
+            known = self._known[consumer]
             if known.is_behind:
                 raise NeedsSnapshotError(consumer, self._max_bytes)
             batches = known.batch, cursors.num_batches
             read = Read(self, consumer, known.position, segments.position + 1, batches)
             begun = known._replace(reads=(*known.reads, read))
-            self._put(begun)
+            self._known[consumer] = begun
             try:
                 self._writes.cut()
                 if segments.owners:
@@ -309,7 +308,7 @@ class LogConsumers:
                         [fqn for fqn, rows in known.carried.items() if read.rows[fqn].ids is rows.ids]
                     )
                 if cursors.pending_since(known) is None and any(map(len, read.rows.values())):
-                    self._put(begun._replace(carried_since=time.monotonic()))
+                    self._known[consumer] = begun._replace(carried_since=time.monotonic())
             except BaseException:
                 read.abort()
                 raise
@@ -331,10 +330,11 @@ class LogConsumers:
         """Make ``read`` the only read of its consumer; see :meth:`Read.hold`."""
         with self.lock:
             known = self._current(read)
-            self._put(known._replace(reads=(read,)))
+            self._known[known.name] = known._replace(reads=(read,))
             read.rows = {}
-            # Without an earlier read, commit() or abort() will compact the log.
-            self._maintain(compacts=len(known.reads) > 1)
+            is_earlier_discarded = len(known.reads) > 1
+            if is_earlier_discarded or self._max_bytes is not None:  # else, commit() or abort() will compact the log
+                self._maintain(compacts=is_earlier_discarded)
 
     def commit(self, read: Read) -> None:
         """Move the consumer's cursor to the end of ``read``; see :meth:`Read.commit`."""
@@ -349,7 +349,7 @@ class LogConsumers:
                 carried = {fqn: rows.aged() for fqn, rows in delta.kept.items()}
                 moved = moved._replace(carried=carried, carried_since=self._cursors.pending_since(known))
             try:
-                self._put(moved)
+                self._known[known.name] = moved
                 self._segments.is_compact = False
                 self._maintain(*tasks)
             except BaseException:
@@ -359,11 +359,12 @@ class LogConsumers:
     def abort(self, read: Read) -> None:
         """Discard ``read``; see :meth:`Read.abort`."""
         with self.lock:
-            known = self._cursors.consumers.get(read.consumer)
+            known = self._known.get(read.consumer)
             if known is None:
                 return
             if read in known.reads:
-                self._put(known._replace(reads=tuple(each for each in known.reads if each is not read)))
+                reads = tuple(each for each in known.reads if each is not read)
+                self._known[known.name] = known._replace(reads=reads)
                 maintain(self._segments.compact)
             elif known.position == read.stop:  # committed
                 for fqn, rows in (read.rows if read.delta is None else read.delta).items():
@@ -371,9 +372,9 @@ class LogConsumers:
 
     def _current(self, read: Read) -> Consumer:
         """Check that ``read`` was not discarded, and return its consumer."""
-        known = self.find(read.consumer)
-        if read not in known.reads:
-            raise StaleDeltaError(read.consumer)
+        known = self._known.get(read.consumer)
+        if known is None or read not in known.reads:
+            raise StaleDeltaError(self.find(read.consumer).name)
         return known
 
     # Memory
@@ -404,10 +405,10 @@ class LogConsumers:
             elif oldest is None:
                 return
             else:
-                readers = [each for each in cursors.consumers.values() if not each.is_behind]
+                readers = [each for each in self._known.values() if not each.is_behind]
                 hindmost = min(readers, key=lambda each: each.position)
                 self._writes.cut()
-                self._put(hindmost.dropped(segments.position, cursors.pending_since(hindmost)))
+                self._known[hindmost.name] = hindmost.dropped(segments.position, cursors.pending_since(hindmost))
             segments.compact()
 
     def _is_too_large(self, max_bytes: int) -> bool:

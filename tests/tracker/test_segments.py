@@ -286,7 +286,7 @@ def test_the_reference_catches_a_merge_in_which_the_newer_state_wins(monkeypatch
 
 def test_the_reference_catches_a_consumer_added_without_a_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     def add(self: LogConsumers, consumer: str) -> None:
-        self._put(Consumer(consumer, self._segments.position, 0, 0.0))
+        self._known[consumer] = Consumer(consumer, self._segments.position, 0, 0.0)
 
     monkeypatch.setattr(LogConsumers, "add", add)
     with pytest.raises(AssertionError):
