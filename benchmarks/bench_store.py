@@ -42,7 +42,7 @@ _NOTES = (
         " before its first change."
     ),
     (
-        "Bytes per row: the largest size of the log, without the ids of the open batch, while all readers have"
+        "Bytes per row: the largest size of the log, without the ids of the write in progress, while all readers have"
         " different positions and one has an uncommitted read. The promise for bits is (1 + readers + uncommitted"
         " reads) / 8, plus 1 %."
     ),

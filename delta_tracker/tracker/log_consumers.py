@@ -297,8 +297,8 @@ class LogConsumers:
             batches = known.batch, cursors.num_batches
             read = Read(self, consumer, known.position, segments.position + 1, batches)
             begun = known._replace(reads=(*known.reads, read))
-            self._known[consumer] = begun
             try:
+                self._known[consumer] = begun
                 self._writes.cut()
                 if segments.owners:
                     segments.check_owners()

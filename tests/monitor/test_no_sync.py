@@ -56,7 +56,7 @@ def test_the_store_records_on_a_device(with_states: bool) -> None:
         store.begin_write(2, None)
     with find_syncs() as found:
         store.cut(1)
-    assert not found, "also a cut with open batches"
+    assert not found, "also a cut with writes in progress"
     with find_syncs() as found:
         changed = store.changed(0, 1)
     assert found, "a read waits, and says so"

@@ -166,7 +166,7 @@ def saving(rank: int, world_size: int, path: str, spec: dict[str, Any], mode: st
         if number == 2:
             tracker.get_delta("b")
     train(made, model, generator, 1)
-    sealed = tracker.get_delta("c", commit=False)
+    uncommitted = tracker.get_delta("c", commit=False)
     train(made, model, generator, 1)
     with tracker.reserve("b") as handle:
         handle.annotate({"rank": rank, "stream": "00ff"})
@@ -177,7 +177,7 @@ def saving(rank: int, world_size: int, path: str, spec: dict[str, Any], mode: st
     exchanged = save(model, tracker, path, how)
     assert same(before, log_state(tracker))
     assert same(log_state(tracker), before)
-    tracker.commit(sealed)
+    tracker.commit(uncommitted)
     tracker.detach()
     pending = [sum(len(rows) for rows in consumer.rows.values()) for consumer in before.consumers.values()]
     return {"pending": pending, **exchanged}

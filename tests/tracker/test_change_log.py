@@ -346,7 +346,7 @@ def test_an_abandoned_consumer_is_not_found_by_name(call: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_the_read_after_a_write_that_no_hook_could_open_waits_for_the_write(seed: int) -> None:
+def test_the_read_after_a_write_that_no_hook_could_begin_waits_for_the_write(seed: int) -> None:
     with fake_streams(seed):
         weights = torch.zeros(4, device="cuda")
         log = ChangeLog({"t": SegmentStore(4, "cuda", engine="torch")}, ["a"], delete_on_read=True, max_bytes=None)

@@ -91,7 +91,7 @@ def test_a_consumer_moved_back_has_the_earlier_ages(clock: list[float]) -> None:
     assert _oldest_pending(log) == 4
 
 
-def test_a_row_open_at_a_read_is_pending_since_that_read(clock: list[float]) -> None:
+def test_a_row_written_during_a_read_is_pending_since_that_read(clock: list[float]) -> None:
     log = ChangeLog({"t": SegmentStore(8)}, ["a"], delete_on_read=True, max_bytes=None)
     log.writes.begin_write(0, {"t": torch.tensor([3])})
     clock[0] = 5
