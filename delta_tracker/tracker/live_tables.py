@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from delta_tracker.sharding.optimizer_rows import (
     unfused_storages,
 )
 from delta_tracker.sharding.weights import column_views
-from delta_tracker.tracker.store.owners import OwnerStore
+from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.tracked_model import TrackedModel
 from delta_tracker.types import Identity, ShardSpec, TableSpec, TableStates
 
@@ -29,12 +29,12 @@ class LiveTables:
 
     Args:
         model: the tracked model.
-        owners: function that returns the store of the raw ids of each table with managed collisions, by FQN.
+        log: the tracker's log, which has the raw ids.
     """
 
-    def __init__(self, model: TrackedModel, owners: Callable[[], Mapping[str, OwnerStore]]) -> None:
+    def __init__(self, model: TrackedModel, log: ChangeLog) -> None:
         self._model = model
-        self._owners = owners
+        self._log = log
 
     @property
     def model(self) -> nn.Module:
@@ -79,12 +79,12 @@ class LiveTables:
 
         The result is the same on every rank.
         """
-        return {fqn: store.source.identity for fqn, store in self._owners().items()}
+        return {fqn: store.source.identity for fqn, store in self._log.segments.owners.items()}
 
     @property
     def collision_modules(self) -> Mapping[str, nn.Module]:
         """Mapping from the FQN of each table with managed collisions to this rank's module of the table."""
-        return {fqn: store.source.module for fqn, store in self._owners().items()}
+        return {fqn: store.source.module for fqn, store in self._log.segments.owners.items()}
 
     def owner_views(self) -> dict[str, Tensor]:
         """Return the raw ids that own this rank's rows, for each table with managed collisions, by FQN.
@@ -94,7 +94,7 @@ class LiveTables:
         ``add_consumer``, ``clear`` and ``state_dict`` of the tracker, and ``step`` if ``max_bytes`` is exceeded.
         ``reattach`` and loads of a tracker's state replace it.
         """
-        return {fqn: store.owners for fqn, store in self._owners().items()}
+        return {fqn: store.owners for fqn, store in self._log.segments.owners.items()}
 
     # Optimizer states
 

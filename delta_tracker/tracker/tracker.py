@@ -198,7 +198,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
             received=self._gauges.received,
             owners=self._make_owners(owners),
         )
-        self._live = LiveTables(self._model, lambda: self._log.segments.owners)
+        self._live = LiveTables(self._model, self._log)
         self._reader = DeltaReader(self._log, self._model, self._capture)
         self._recorder = LookupRecorder(self._log, self._model, mode)
         self._checkpoint = TrackerCheckpoint(self._log, self._model, mode, self._capture, self._metrics.monitor)
