@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from delta_tracker.recovery.random_states import RandomStates
     from delta_tracker.recovery.restore import restore
     from delta_tracker.recovery.standby import Standby, Takeover
-    from delta_tracker.row_sink import RowSink
     from delta_tracker.row_target import RowTarget
+    from delta_tracker.sinks.row_sink import RowSink
     from delta_tracker.stream.format.encoding import Encoding
     from delta_tracker.stream.maintenance.retention import Retention
     from delta_tracker.stream.maintenance.upkeep import Upkeep
@@ -99,7 +99,7 @@ _HOMES = {
     "Recovery": "delta_tracker.publisher.training",
     "Retention": "delta_tracker.stream.maintenance.retention",
     "Rollout": "delta_tracker.predictor.predictor",
-    "RowSink": "delta_tracker.row_sink",
+    "RowSink": "delta_tracker.sinks.row_sink",
     "RowTarget": "delta_tracker.row_target",
     "ShardSpec": "delta_tracker.types",
     "Standby": "delta_tracker.recovery.standby",

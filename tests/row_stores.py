@@ -12,11 +12,11 @@ import torch
 
 from delta_tracker.errors import SinkError
 from delta_tracker.raw_ids import defaults_of
-from delta_tracker.row_sink import RowSink, SinkState
 from delta_tracker.sinks.lmdb import LmdbSink
 from delta_tracker.sinks.lmdb_rows import LmdbRows
 from delta_tracker.sinks.redis import RedisSink
 from delta_tracker.sinks.redis_rows import RedisRows
+from delta_tracker.sinks.row_sink import RowSink, SinkState
 from delta_tracker.stream.storage.storage import Storage
 from tests import forked
 from tests.predictor.identity_histories import FQN, History

@@ -35,7 +35,6 @@ _LAYERS = [
         "types",
         "rows",
         "row_target",
-        "row_sink",
         "raw_ids",
         "state_tree",
         "uncopied",

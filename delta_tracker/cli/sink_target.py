@@ -6,7 +6,7 @@ import importlib
 from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
 
 from delta_tracker.errors import InvalidArgumentError
-from delta_tracker.row_sink import RowSink
+from delta_tracker.sinks.row_sink import RowSink
 
 _TARGETS = (
     "Pass redis://HOST:PORT/DB?prefix=PREFIX, rediss://..., lmdb:///DIRECTORY, or MODULE:FUNCTION, a function that "
@@ -21,7 +21,7 @@ def open_target(target: str) -> RowSink:
     Args:
         target: ``redis://host:port/db?prefix=...``, ``rediss://...`` with TLS, ``lmdb:///directory``, or
             ``module:function``, the name of a function without arguments that returns a
-            :class:`~delta_tracker.row_sink.RowSink`.
+            :class:`~delta_tracker.sinks.row_sink.RowSink`.
 
     Raises:
         InvalidArgumentError: if the target or one of its options is invalid. The message omits a password.

@@ -5,5 +5,5 @@ applied next, and ``version_writer.py`` reads and validates it. ``served_model.p
 ``placement.py`` maps rows and columns of a version to them, ``model_writer.py`` writes one version under the lock of
 ``lock.py``, which ``table_fence.py`` extends to CUDA streams, and ``follower.py`` defines the background thread.
 ``sink_writer.py`` writes to a row store instead of a model. ``delta_tracker/row_target.py`` defines the interface of a
-table, ``delta_tracker/row_sink.py`` that of a row store.
+table, ``delta_tracker/sinks/row_sink.py`` that of a row store.
 """

@@ -24,7 +24,7 @@ from delta_tracker.predictor.served_model import Model, ModelTarget
 from delta_tracker.predictor.sink_writer import SinkWriter
 from delta_tracker.predictor.status import Served, Status, error_text
 from delta_tracker.predictor.version_writer import Destination, VersionWriter
-from delta_tracker.row_sink import RowSink
+from delta_tracker.sinks.row_sink import RowSink
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.host_cache import HostCache
 from delta_tracker.stream.notify.notifier import Notifier
@@ -87,8 +87,8 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
             each version, so ``model.to(device)`` may be called between versions. All dense tensors of the stream are
             applied too: the model must have them. Or a
             :class:`~delta_tracker.predictor.served_model.ModelTarget` of such a model, with other choices. Or a
-            :class:`~delta_tracker.row_sink.RowSink`, which keeps the position and all tables, but no dense tensors, for
-            lookups in other processes.
+            :class:`~delta_tracker.sinks.row_sink.RowSink`, which keeps the position and all tables, but no dense
+            tensors, for lookups in other processes.
         url: url of the stream, such as ``file:///directory``, ``s3://bucket/prefix`` or ``https://cache/prefix``, or an
             opened :class:`~delta_tracker.stream.storage.storage.Storage`. A sequence of them names copies of one
             stream, preferred in this order: what one lacks is read from another.

@@ -19,10 +19,10 @@ from delta_tracker.predictor.raw_id_maps import check_hidden, check_indexes, che
 from delta_tracker.predictor.targets import check_targets, find_targets, renamed, table_names
 from delta_tracker.raw_ids import NO_OWNER, RawIdMap, check_owners
 from delta_tracker.raw_ids.index import RawIdIndex
-from delta_tracker.row_sink import RowSink
 from delta_tracker.row_target import WRITABLE, RowTarget, obstacle_of
 from delta_tracker.rows import copy_from_host
 from delta_tracker.sharding.presence import has_collisions, has_sharded, traced_collisions
+from delta_tracker.sinks.row_sink import RowSink
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.manifest import DenseSpec, Manifest
 from delta_tracker.types import Identity

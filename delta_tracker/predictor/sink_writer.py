@@ -34,8 +34,8 @@ from delta_tracker.predictor.served_model import Receiver
 from delta_tracker.predictor.status import Served
 from delta_tracker.predictor.version_writer import replaces
 from delta_tracker.raw_ids import NO_OWNER, default_rows
-from delta_tracker.row_sink import RowSink, SinkState
 from delta_tracker.row_target import RowTarget
+from delta_tracker.sinks.row_sink import RowSink, SinkState
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.manifest import Link, Manifest
 from delta_tracker.stream.interruption import check

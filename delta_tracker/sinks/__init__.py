@@ -1,6 +1,6 @@
 """Row stores that a predictor writes a stream to, and their readers in other processes.
 
 Start with ``lookup.py``, which says what a reader returns. ``redis.py`` and ``lmdb.py`` write to Redis and LMDB,
-``redis_rows.py`` and ``lmdb_rows.py`` read from them. The interface of the writers is in ``delta_tracker/row_sink.py``.
+``redis_rows.py`` and ``lmdb_rows.py`` read from them. The interface of the writers is in ``row_sink.py``.
 May import the stream and what that may import. The packages of the stores are extras.
 """

@@ -24,7 +24,6 @@ from delta_tracker.errors import (
     SinkError,
 )
 from delta_tracker.forking import Forkable, protect
-from delta_tracker.row_sink import RowSink, SinkState
 from delta_tracker.sinks.lmdb_store import (
     CURRENT,
     STATES,
@@ -33,6 +32,7 @@ from delta_tracker.sinks.lmdb_store import (
     state_key,
     stream_prefix,
 )
+from delta_tracker.sinks.row_sink import RowSink, SinkState
 from delta_tracker.sinks.stored_values import (
     OWNER_BYTES,
     decode_log,

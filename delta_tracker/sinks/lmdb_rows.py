@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from delta_tracker.errors import NO_VERSION, MalformedSinkError, SinkError
-from delta_tracker.row_sink import SinkState
 from delta_tracker.sinks.lmdb_store import CURRENT, LmdbStore, keys_of, state_key
 from delta_tracker.sinks.lookup import LookedUp, Lookup
+from delta_tracker.sinks.row_sink import SinkState
 
 
 class LmdbRows:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from delta_tracker.errors import InvalidArgumentError, MalformedSinkError
 from delta_tracker.raw_ids import defaults_of
-from delta_tracker.row_sink import SinkState
+from delta_tracker.sinks.row_sink import SinkState
 from delta_tracker.sinks.stored_values import decode_rows
 from delta_tracker.types import TableSpec
 

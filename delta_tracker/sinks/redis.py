@@ -8,7 +8,7 @@ All keys begin with a prefix:
 ``PREFIX:current``               id of the stream that readers read
 ``PREFIX:streams``               set of the ids of all streams
 ``PREFIX:writer``                JSON of the writer
-``PREFIX:STREAM:state``          JSON of the state, see :class:`~delta_tracker.row_sink.SinkState`
+``PREFIX:STREAM:state``          JSON of the state, see :class:`~delta_tracker.sinks.row_sink.SinkState`
 ``PREFIX:STREAM:r:TABLE:ID``     row of a global row id, or of a raw id
 ``PREFIX:STREAM:d:TABLE:SLOT``   default row, by global row id
 ``PREFIX:STREAM:o:TABLE:N``      owners of the rows ``65,536 N`` to ``65,536 N + 65,535``, 8 bytes each
@@ -42,8 +42,8 @@ from delta_tracker.errors import (
     SinkError,
 )
 from delta_tracker.raw_ids import NO_OWNER
-from delta_tracker.row_sink import RowSink, SinkState
 from delta_tracker.sinks.redis_server import MAX_BATCH_BYTES, MAX_BATCH_ROWS, RedisKeys, RedisServer
+from delta_tracker.sinks.row_sink import RowSink, SinkState
 from delta_tracker.sinks.stored_values import (
     OWNER_BYTES,
     decode_log,

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from delta_tracker.errors import NO_VERSION, MalformedSinkError, SinkError
-from delta_tracker.row_sink import SinkState
 from delta_tracker.sinks.lookup import LookedUp, Lookup, joined
 from delta_tracker.sinks.redis_server import MAX_BATCH_BYTES, MAX_BATCH_ROWS, RedisKeys, RedisServer
+from delta_tracker.sinks.row_sink import SinkState
 from delta_tracker.sinks.stored_values import num_value_bytes
 
 _MAX_ATTEMPTS = 20

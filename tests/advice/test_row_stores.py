@@ -12,11 +12,11 @@ import torch
 
 from delta_tracker import Predictor
 from delta_tracker.errors import MalformedSinkError, SinkBusyError, SinkError
-from delta_tracker.row_sink import RowSink
 from delta_tracker.sinks.lmdb import LmdbSink
 from delta_tracker.sinks.lmdb_rows import LmdbRows
 from delta_tracker.sinks.redis import RedisSink
 from delta_tracker.sinks.redis_rows import RedisRows
+from delta_tracker.sinks.row_sink import RowSink
 from tests.advice.jobs import Job, refused
 from tests.servers import free_ports, redis_server
 

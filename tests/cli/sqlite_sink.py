@@ -13,7 +13,7 @@ from torch import Tensor
 
 from delta_tracker.errors import SinkError
 from delta_tracker.raw_ids import NO_OWNER
-from delta_tracker.row_sink import RowSink, SinkState
+from delta_tracker.sinks.row_sink import RowSink, SinkState
 from tests.stream.streams import FQN, Writer
 
 _TABLES = """

@@ -26,11 +26,11 @@ from delta_tracker.errors import (
 )
 from delta_tracker.predictor import sink_writer
 from delta_tracker.raw_ids import NO_OWNER
-from delta_tracker.row_sink import RowSink, SinkState
 from delta_tracker.sinks.lmdb import LmdbSink
 from delta_tracker.sinks.lmdb_rows import LmdbRows
 from delta_tracker.sinks.redis import RedisSink
 from delta_tracker.sinks.redis_rows import RedisRows
+from delta_tracker.sinks.row_sink import RowSink, SinkState
 from delta_tracker.types import TableSpec
 from tests import forked
 from tests.predictor.identity_histories import Follower, History, Schedule

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from delta_tracker.errors import SinkError
 from delta_tracker.raw_ids import NO_OWNER
-from delta_tracker.row_sink import RowSink, SinkState
+from delta_tracker.sinks.row_sink import RowSink, SinkState
 
 Key = tuple[str, str, int]  # stream, table, and raw id or global row id
 

@@ -25,7 +25,7 @@ from delta_tracker.errors import (
 )
 from delta_tracker.predictor import sink_writer
 from delta_tracker.raw_ids import NO_OWNER, defaults_of
-from delta_tracker.row_sink import SinkState
+from delta_tracker.sinks.row_sink import SinkState
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableSpec, TableStates

@@ -19,9 +19,9 @@ import torch
 from delta_tracker import Predictor
 from delta_tracker.errors import SinkBusyError
 from delta_tracker.predictor import sink_writer
-from delta_tracker.row_sink import RowSink
 from delta_tracker.sinks.redis import RedisSink
 from delta_tracker.sinks.redis_rows import RedisRows
+from delta_tracker.sinks.row_sink import RowSink
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableSpec
 from tests import forked

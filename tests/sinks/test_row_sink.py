@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from delta_tracker.errors import InvalidArgumentError, MalformedSinkError
-from delta_tracker.row_sink import SinkState
+from delta_tracker.sinks.row_sink import SinkState
 from delta_tracker.types import Bucket, Identity, TableSpec
 
 _STATE = SinkState(
