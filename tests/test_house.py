@@ -39,7 +39,7 @@ _LAYERS = [
         "state_tree",
         "uncopied",
     ],
-    ["buffers", "cuda_fence", "distributed", "forking", "host_copy"],
+    ["buffers", "cuda_fence", "distributed", "forking"],
     ["monitor"],
     ["sharding", "stream"],
     ["sinks"],

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from delta_tracker.buffers import BufferPool
-from delta_tracker.host_copy import HostCopy, side_stream
+from delta_tracker.buffers.host_copy import HostCopy, side_stream
 from delta_tracker.stream.format.block_rows import CHUNK_BYTES
 
 MAX_BUFFER_BYTES = 256 << 20

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from delta_tracker.host_copy import HostCopy
+from delta_tracker.buffers.host_copy import HostCopy
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.store import old_states
 from delta_tracker.tracker.store.segments import SegmentStore

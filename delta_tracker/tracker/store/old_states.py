@@ -19,7 +19,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from delta_tracker.host_copy import HostCopy, side_stream
+from delta_tracker.buffers.host_copy import HostCopy, side_stream
 from delta_tracker.tracker.row_sets.row_set import RowSet
 
 # Blocks have at least the first size, in bytes, so that a read takes few operations. If the ids of two batches need no
@@ -91,7 +91,7 @@ class OldStates(ABC):
 class HostStates(OldStates):
     """Old states of the rows of one segment in CPU memory, in exactly the size of the rows.
 
-    Memory from the :class:`~delta_tracker.buffers.BufferPool` may be up to 1.5 times as large.
+    Memory from the :class:`~delta_tracker.buffers.pool.BufferPool` may be up to 1.5 times as large.
 
     Attributes:
         pieces: ids ``[N]`` and old states ``[N, S]`` of the rows that one call marked.

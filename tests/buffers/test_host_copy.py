@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from delta_tracker.host_copy import HostCopy, side_stream
+from delta_tracker.buffers.host_copy import HostCopy, side_stream
 from tests.fake_streams.simulation import fake_streams
 from tests.syncs import find_syncs, on_device
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from delta_tracker.buffers import MEMORY, BufferPool, new_rows
+from delta_tracker.buffers.pool import MEMORY, BufferPool, new_rows
 
 _LARGE = 5 << 20
 
