@@ -330,11 +330,12 @@ class LogConsumers:
         """Make ``read`` the only read of its consumer; see :meth:`Read.hold`."""
         with self.lock:
             known = self._current(read)
-            self._known[known.name] = known._replace(reads=(read,))
+            if len(known.reads) > 1 or self._max_bytes is not None:  # else, commit() or abort() will compact the log
+                self._maintain(compacts=len(known.reads) > 1)
+                known = self._known[known.name]
             read.rows = {}
-            is_earlier_discarded = len(known.reads) > 1
-            if is_earlier_discarded or self._max_bytes is not None:  # else, commit() or abort() will compact the log
-                self._maintain(compacts=is_earlier_discarded)
+            if read in known.reads:  # last, so that a call that fails leaves the earlier read
+                self._known[known.name] = known._replace(reads=(read,))
 
     def commit(self, read: Read) -> None:
         """Move the consumer's cursor to the end of ``read``; see :meth:`Read.commit`."""
