@@ -605,6 +605,7 @@ def test_a_folder_that_is_no_directory_is_named(tmp_path: Path, kind: str, folde
     storage = Storage(root, create=True)
     name = "control/pins/1" if "control" in folder else "log/1"
     storage.create(name, b"1")
+    assert storage.size(name) == 1  # the folder is known from now on
     storage = Storage(root) if is_first else storage
     path, aside = root / folder, tmp_path / "aside"
     path.rename(aside)
