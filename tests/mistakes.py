@@ -343,8 +343,8 @@ MISTAKES: Mapping[str, Mistake] = {
         lambda: Predictor(ModelTarget(_model(), names={"": "module."}), _url()), "names='module.'", "['0', '0.weight']"
     ),
     "follow twice": Mistake(_twice_following, "already following", "Call stop() first"),
-    "poll every 0 s": Mistake(lambda: _synced().follow(poll_seconds=0), "poll_seconds=0", "more than 0"),
-    "poll as text": Mistake(lambda: _synced().follow(poll_seconds="1"), "poll_seconds='1'", "more than 0"),  # type: ignore[arg-type]
+    "poll every 0 s": Mistake(lambda: _synced().follow(poll_seconds=0), "poll_seconds=0", "above 0"),
+    "poll as text": Mistake(lambda: _synced().follow(poll_seconds="1"), "poll_seconds='1'", "above 0"),  # type: ignore[arg-type]
     "wait as text": Mistake(lambda: _synced().wait(1, timeout="2"), "timeout='2'", "0 or more"),  # type: ignore[arg-type]
     "follow a misspelt url": Mistake(
         lambda: _logged(lambda: _follows_nothing("/nonexistent/stream")),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from delta_tracker import Cadence, Gate, Retention, TopK
+from delta_tracker import Cadence, Gate, ModelTarget, Recovery, Retention, Rollout, TopK, Upkeep
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.stream.reading.canary import Canary
 
@@ -15,6 +15,8 @@ _NUMBERS: dict[str, Callable[[object], object]] = {
     "fraction": lambda value: TopK(fraction=value),  # type: ignore[arg-type]
     "max_drift": lambda value: Gate(max_drift=value),  # type: ignore[arg-type]
     "seconds": lambda value: Canary(seconds=value),  # type: ignore[arg-type]
+    "heartbeat_seconds": lambda value: Recovery(heartbeat_seconds=value),  # type: ignore[arg-type]
+    "pointer_seconds": lambda value: Upkeep(pointer_seconds=value),  # type: ignore[arg-type]
 }
 _COUNTS: dict[str, Callable[[object], object]] = {
     "rows": lambda value: TopK(rows=value),  # type: ignore[arg-type]
@@ -22,6 +24,8 @@ _COUNTS: dict[str, Callable[[object], object]] = {
     "min_rows": lambda value: Gate(min_rows=value),  # type: ignore[arg-type]
     "batches": lambda value: Cadence(batches=value),  # type: ignore[arg-type]
     "versions": lambda value: Retention(versions=value),  # type: ignore[arg-type]
+    "chunk_rows": lambda value: ModelTarget({}, chunk_rows=value),  # type: ignore[arg-type]
+    "compact_every": lambda value: Upkeep(compact_every=value),  # type: ignore[arg-type]
 }
 
 
@@ -46,3 +50,7 @@ def test_a_switch_is_true_or_false(value: object) -> None:
         Gate(non_finite=value)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgumentError, match="per_table="):
         TopK(rows=1, per_table=value)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgumentError, match="dense="):
+        ModelTarget({}, dense=value)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgumentError, match="follows_pins="):
+        Rollout(follows_pins=value)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 
-from delta_tracker.arguments import is_number
+from delta_tracker.arguments import check_seconds
 from delta_tracker.errors import (
     FollowEndedError,
     ForkedError,
@@ -130,8 +130,7 @@ class Follower:
         This method waits at most two seconds for the check, because the store may not answer, and raises its error. If
         the check fails later, the error comes up again when the thread applies the version.
         """
-        if poll_seconds is not None and not (is_number(poll_seconds) and 0 < poll_seconds < threading.TIMEOUT_MAX):
-            raise InvalidArgumentError("poll_seconds", poll_seconds, "Pass seconds, more than 0, or None")
+        check_seconds("poll_seconds", poll_seconds)
         with self._control:
             if self.is_running:
                 raise InvalidArgumentError("follow()", "already following", "Call stop() first")

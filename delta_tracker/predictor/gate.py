@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import NoReturn
 
-from delta_tracker.arguments import is_number
+from delta_tracker.arguments import check_count, check_switch, is_number
 from delta_tracker.errors import HeldVersionError, InvalidArgumentError, unraised
 from delta_tracker.stream.entry_names import Merged
 from delta_tracker.stream.format.contents import Contents
@@ -46,10 +46,8 @@ class Gate:
     def __post_init__(self) -> None:
         if self.max_drift is not None and not (is_number(self.max_drift) and self.max_drift > 0):
             raise InvalidArgumentError("max_drift", self.max_drift, "Pass a positive number")
-        if not isinstance(self.non_finite, bool):
-            raise InvalidArgumentError("non_finite", self.non_finite, "Pass True or False")
-        if type(self.min_rows) is not int or self.min_rows < 1:
-            raise InvalidArgumentError("min_rows", self.min_rows, "Pass a count of 1 or more")
+        check_switch("non_finite", self.non_finite)
+        check_count("min_rows", self.min_rows)
 
 
 class GateKeeper:

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self, cast
+from typing import Self
 
-from delta_tracker.arguments import is_number
+from delta_tracker.arguments import check_count, check_switch, check_type, is_number
 from delta_tracker.errors import InvalidArgumentError, WaitTimeoutError
 from delta_tracker.forking import Forkable, protect
 from delta_tracker.monitor.monitor import Monitor
@@ -59,13 +59,9 @@ class Rollout:
     follows_pins: bool = False
 
     def __post_init__(self) -> None:
-        gate, canary = cast("object", self.gate), cast("object", self.canary)
-        if gate is not None and not isinstance(gate, Gate):
-            raise InvalidArgumentError("gate", gate, "Pass a Gate, for example Gate(max_drift=0.5)")
-        if canary is not None and not isinstance(canary, Canary):
-            raise InvalidArgumentError("canary", canary, "Pass a Canary, for example Canary(versions=3)")
-        if not isinstance(self.follows_pins, bool):
-            raise InvalidArgumentError("follows_pins", self.follows_pins, "Pass True or False")
+        check_type("gate", self.gate, Gate, "Gate(max_drift=0.5)")
+        check_type("canary", self.canary, Canary, "Canary(versions=3)")
+        check_switch("follows_pins", self.follows_pins)
 
 
 class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
@@ -131,10 +127,8 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
     ) -> None:
         if isinstance(model, str | Path | Storage):
             raise InvalidArgumentError("model", model, "Pass the model first, and then the url of the stream")
-        if rollout is None:
-            rollout = Rollout()
-        elif not isinstance(rollout, Rollout):
-            raise InvalidArgumentError("rollout", rollout, "Pass a Rollout, for example Rollout(follows_pins=True)")
+        check_type("rollout", rollout, Rollout, "Rollout(follows_pins=True)")
+        rollout = rollout or Rollout()
         recorder = Recorder("predictor", self, name=name, monitor=monitor)
         self._gauges = PredictorGauges(recorder, runtime)
         sources = Sources(url, rollout.canary, runtime=runtime)
@@ -252,8 +246,8 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
             StreamError: if the next version is missing, damaged, of another stream or an older copy, or does not fit
                 the model, and no resync is possible. The table of errors in README.md names the types and what to do.
         """
-        if limit is not None and (type(limit) is not int or limit < 1):
-            raise InvalidArgumentError("limit", limit, "Pass a count of 1 or more, or None")
+        if limit is not None:
+            check_count("limit", limit)
         self._refuse_inside_reading("sync()")
         try:
             with self._syncing:

@@ -11,6 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from delta_tracker.arguments import check_count, check_switch
 from delta_tracker.errors import InvalidArgumentError, ModelMismatchError
 from delta_tracker.predictor.identities import OwnerChange
 from delta_tracker.predictor.names import NameChoice, Names
@@ -76,12 +77,10 @@ class ModelTarget:
         elif not callable(names):
             text = "Pass a mapping of name in the stream to name in the model, or a function"
             raise InvalidArgumentError("names", names, text)
-        if not isinstance(self.dense, bool):
-            raise InvalidArgumentError("dense", self.dense, "Pass True or False")
+        check_switch("dense", self.dense)
         if not isinstance(raw_ids, Mapping) or not all(isinstance(each, RawIdIndex) for each in raw_ids.values()):
             raise InvalidArgumentError("raw_ids", raw_ids, "Pass a mapping of table name in the stream to RawIdIndex")
-        if type(self.chunk_rows) is not int or self.chunk_rows < 1:
-            raise InvalidArgumentError("chunk_rows", self.chunk_rows, "Pass a count of 1 or more")
+        check_count("chunk_rows", self.chunk_rows)
 
 
 class ServedModel:

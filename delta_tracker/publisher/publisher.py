@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from torch import nn
 
+from delta_tracker.arguments import check_type
 from delta_tracker.distributed import DEFAULT_TIMEOUT, RankGroup
 from delta_tracker.errors import (
     FencedError,
@@ -502,11 +503,8 @@ def _check(url: object, cadence: object, upkeep: object, recovery: object) -> No
         InvalidArgumentError: if one is invalid, or if a takeover has claimed a stream with states, which continues with
             states only.
     """
-    if cadence is not None and not isinstance(cadence, Cadence):
-        raise InvalidArgumentError("cadence", cadence, "Pass a Cadence, for example Cadence(batches=100)")
-    if upkeep is not None and not isinstance(upkeep, Upkeep):
-        raise InvalidArgumentError("upkeep", upkeep, "Pass an Upkeep, for example Upkeep(compact_every=50)")
-    if recovery is not None:
-        check_recovery(recovery)
+    check_type("cadence", cadence, Cadence, "Cadence(batches=100)")
+    check_type("upkeep", upkeep, Upkeep, "Upkeep(compact_every=50)")
+    check_recovery(recovery)
     if isinstance(url, ClaimedStream) and url.has_states and recovery is None:
         raise InvalidArgumentError("url", url, "Pass one of taken.serving, or recovery= as the trainer did")

@@ -29,7 +29,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from delta_tracker.arguments import check_seconds
+from delta_tracker.arguments import check_seconds, check_type
 from delta_tracker.errors import InvalidArgumentError, UnsupportedModelError
 from delta_tracker.publisher.host_copies import Source
 from delta_tracker.raw_ids.collision_states import collision_state
@@ -103,10 +103,8 @@ class Recovery:
 
 
 def check_recovery(recovery: object) -> None:
-    """Raise InvalidArgumentError unless an argument is a :class:`Recovery`."""
-    if not isinstance(recovery, Recovery):
-        remedy = 'Pass a Recovery, for example Recovery(training_state={"optimizer": optimizer})'
-        raise InvalidArgumentError("recovery", recovery, remedy)
+    """Raise InvalidArgumentError unless an argument is a :class:`Recovery` or None."""
+    check_type("recovery", recovery, Recovery, 'Recovery(training_state={"optimizer": optimizer})')
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,14 +24,9 @@ def writer(tmp_path: Path) -> Iterator[Writer]:
 @pytest.mark.parametrize(
     ("kind", "arguments"),
     [
-        (ModelTarget, {"chunk_rows": "a"}),
-        (ModelTarget, {"chunk_rows": 1.5}),
-        (ModelTarget, {"chunk_rows": 0}),
-        (ModelTarget, {"dense": 1}),
         (ModelTarget, {"names": ["a"]}),
         (ModelTarget, {"raw_ids": ["a"]}),
         (Rollout, {"canary": 5}),
-        (Rollout, {"follows_pins": "yes"}),
         (Rollout, {"gate": 5}),
     ],
     ids=str,

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from delta_tracker.arguments import check_count
 from delta_tracker.errors import CorruptPartError, InvalidArgumentError, MalformedError, StorageError
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
@@ -63,8 +64,7 @@ def compact(
     if type(fold) not in (int, float) or not 0 < fold < float("inf"):
         raise InvalidArgumentError("fold", fold, "Pass a positive fraction of the snapshot's bytes, such as 0.5")
     for argument, value, least in (("max_bytes", max_bytes, 1), ("min_versions", min_versions, 2)):
-        if type(value) is not int or value < least:
-            raise InvalidArgumentError(argument, value, f"Pass an integer of {least} or more")
+        check_count(argument, value, least)
     log = stream if isinstance(stream, StreamLog) else StreamLog(stream)
     base = log.newest_snapshot()
     if base is None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from delta_tracker.arguments import check_seconds
+from delta_tracker.arguments import check_count, check_seconds, check_type
 from delta_tracker.errors import InvalidArgumentError, kind_of, unraised
 from delta_tracker.stream.interruption import Interrupted, interruptible
 from delta_tracker.stream.log import StreamLog
@@ -56,11 +56,9 @@ class Upkeep:
     pointer_seconds: float | None = POINTER_SECONDS
 
     def __post_init__(self) -> None:
-        retention: object = self.retention
-        if retention is not None and not isinstance(retention, Retention):
-            raise InvalidArgumentError("retention", retention, "Pass a Retention, for example Retention(versions=500)")
+        check_type("retention", self.retention, Retention, "Retention(versions=500)")
         if self.compact_every is not None:
-            _check_count("compact_every", self.compact_every, 2)
+            check_count("compact_every", self.compact_every, 2)
         check_seconds("pointer_seconds", self.pointer_seconds)
 
     @property
@@ -94,7 +92,7 @@ class UpkeepThread:
         on_pass: Callable[[bool], None] | None = None,
         on_failure: Callable[[str], None] | None = None,
     ) -> None:
-        _check_count("retain_every", retain_every, 1)
+        check_count("retain_every", retain_every)
         if not 0 <= close_seconds < threading.TIMEOUT_MAX:
             raise InvalidArgumentError("close_seconds", close_seconds, "Pass seconds, 0 or more")
         self._log = log = StreamLog(storage)
@@ -192,8 +190,3 @@ class UpkeepThread:
         self._errors = {**self._errors, step: unraised(error)}
         if self._on_failure is not None:
             self._on_failure(step)
-
-
-def _check_count(argument: str, value: object, least: int) -> None:
-    if type(value) is not int or value < least:
-        raise InvalidArgumentError(argument, value, f"Pass an integer of {least} or more")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from delta_tracker.arguments import is_number
+from delta_tracker.arguments import check_count, is_number
 from delta_tracker.errors import InvalidArgumentError, MalformedError
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
@@ -39,8 +39,8 @@ class Canary:
     def __post_init__(self) -> None:
         if (self.versions is None) == (self.seconds is None):
             raise InvalidArgumentError("Canary", (self.versions, self.seconds), "Pass either versions or seconds")
-        if self.versions is not None and (type(self.versions) is not int or self.versions < 1):
-            raise InvalidArgumentError("versions", self.versions, "Pass a count of 1 or more")
+        if self.versions is not None:
+            check_count("versions", self.versions)
         if self.seconds is not None and not (is_number(self.seconds) and self.seconds > 0):
             raise InvalidArgumentError("seconds", self.seconds, "Pass a positive number of seconds")
 
