@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -331,7 +331,7 @@ class LogConsumers:
         with self.lock:
             known = self._current(read)
             if len(known.reads) > 1 or self._max_bytes is not None:  # else, commit() or abort() will compact the log
-                self._maintain(compacts=len(known.reads) > 1)
+                maintain(*self._due(compacts=len(known.reads) > 1))
                 known = self._known[known.name]
             read.rows = {}
             if read in known.reads:  # last, so that a call that fails leaves the earlier read
@@ -349,10 +349,11 @@ class LogConsumers:
             if delta is not None and delta.kept:
                 carried = {fqn: rows.aged() for fqn, rows in delta.kept.items()}
                 moved = moved._replace(carried=carried, carried_since=self._cursors.pending_since(known))
+            self._segments.is_compact = False
+            due = self._due(*tasks)
             try:
-                self._known[known.name] = moved
-                self._segments.is_compact = False
-                self._maintain(*tasks)
+                self._known[known.name] = moved  # last, so that a call that fails leaves the earlier reads
+                maintain(*due)
             except BaseException:
                 self.abort(read)
                 raise
@@ -390,12 +391,12 @@ class LogConsumers:
             self._cursors.num_batches += 1
             maintain(*tasks, self._shed)
 
-    def _maintain(self, *tasks: Callable[[], None], compacts: bool = True) -> None:
-        """Run tasks, compact the log unless a hook does so, and enforce ``max_bytes``."""
+    def _due(self, *tasks: Callable[[], None], compacts: bool = True) -> Sequence[Callable[[], None]]:
+        """Return tasks, that of compacting the log unless a hook does so, and that of enforcing ``max_bytes``."""
         # Compact at every sixteenth position also with auto_compact, because an idle model runs no output distribution.
         if compacts and (not self._writes.compacts_after_odist or self._segments.position % 16 == 0):
             tasks += (self._segments.compact,)
-        maintain(*tasks, *(() if self._max_bytes is None else (self._shed,)))
+        return tasks if self._max_bytes is None else (*tasks, self._shed)
 
     def _shed(self) -> None:
         segments, cursors = self._segments, self._cursors

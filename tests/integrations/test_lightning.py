@@ -6,6 +6,7 @@ import itertools
 from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -120,7 +121,7 @@ def test_a_fit_after_a_failed_one_marks_every_row(monkeypatch: pytest.MonkeyPatc
             raise ValueError(name)
 
     class Tracker:
-        description = dict
+        checkpoint = SimpleNamespace(description=dict)
         tables = ("t",)
 
         def __init__(self) -> None:

@@ -233,7 +233,7 @@ def _crashes(stored: Stored, reader: SinkReader, storage: Storage, crash: int, c
         again = MemorySink(stored)
         again.fails_after = draw.randrange(10)
         with contextlib.suppress(SinkError):
-            predictor = Predictor(ModelTarget(again, chunk_rows=2), storage)
+            predictor = Predictor(again, storage)
             predictor.sync()
     if draw.random() < 0.5 or predictor.version is None:
         predictor = Predictor(MemorySink(stored), storage)

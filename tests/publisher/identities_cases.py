@@ -21,6 +21,7 @@ from delta_tracker.raw_ids.index import RawIdIndex
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.tracker.live_tables import LiveTables
 from tests.publisher.publishing_cases import attempt
 from tests.recovery.collision_cases import IDS, Answers, answers
 from tests.tracker.collision_cases import CollisionModel, collision_batch, shard_collision
@@ -168,7 +169,7 @@ def differing(rank: int, world_size: int, root: str) -> str:
     """Ranks whose raw ids are divided in different ways publish nothing."""
     tracker = ModelDeltaTracker(shard_collision(world_size))
     others = {fqn: replace(each, hash_size=each.hash_size + rank) for fqn, each in tracker.live.identities.items()}
-    with mock.patch.object(ModelDeltaTracker, "identities", others):
+    with mock.patch.object(LiveTables, "identities", others):
         publisher = Publisher(tracker, f"file://{root}")
         message = attempt(publisher.publish)
         publisher.close()
