@@ -72,7 +72,7 @@ def test_an_error_in_a_hook_does_not_reach_training(two_ranks: RankPool) -> None
 @pytest.mark.promise("contained", "minimal")
 @pytest.mark.parametrize("fails", ["end_write", "leave"])
 def test_an_error_while_a_batch_is_closed_does_not_leave_it_open(one_rank: RankPool, fails: str) -> None:
-    assert one_rank.run(f"{_CASES}:failing_close", fails=fails) == [[[0, 1, 2, 3, 4], [2], [0]]]
+    assert one_rank.run(f"{_CASES}:failing_end", fails=fails) == [[[0, 1, 2, 3, 4], [2], [0]]]
 
 
 @pytest.mark.promise("refused")

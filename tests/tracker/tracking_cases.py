@@ -318,7 +318,7 @@ def failing_hook(rank: int, world_size: int) -> int:
         return tracker.num_hook_errors
 
 
-def failing_close(rank: int, world_size: int, fails: str) -> list[list[int]]:
+def failing_end(rank: int, world_size: int, fails: str) -> list[list[int]]:
     """Fail once while a written batch is closed: one read returns all rows, later ones those of their batch."""
     owner = {"end_write": SegmentStore, "leave": StreamFence}[fails]
     method = getattr(owner, fails)
