@@ -3,7 +3,8 @@
 Open ``tracker.py`` first: it has the public class, which delegates to the other modules. ``change_log.py`` has the log,
 whose parts are ``log_writes.py``, which receives the ids of changed rows from the hooks, ``log_segments.py``, which
 keeps them between two cuts, and ``log_consumers.py``, which reads them. ``store/`` has the row stores of the tables.
-``modes.py`` defines the data that each tracking mode keeps for a row. ``cursors.py`` keeps the cursor of each
-consumer. ``delta_reader.py`` builds the deltas. ``consumer_handle.py`` is a publisher's access to its consumer.
+``modes.py`` defines the data that each tracking mode keeps for a row. ``cursors.py`` keeps the cursor of each consumer.
+``delta_reader.py`` builds the deltas. ``hooks.py`` registers the hooks. A publisher reads its consumer with
+``consumer_handle.py``, whole tables with ``live_tables.py``, and the progress of training with ``progress.py``.
 ``checkpoint/`` saves and loads the state. The package does not import ``stream``.
 """
