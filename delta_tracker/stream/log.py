@@ -105,8 +105,8 @@ class StreamLog:
         """Return the newest version at or above ``after``, a version of the log or -1.
 
         Over http, it is that of :meth:`pointed`. Otherwise, the entries above the pointer's are looked for by name: the
-        result is exact if no entry between is missing. Without a pointer, the log is listed if ``after`` is negative or
-        its entry is missing.
+        result is exact if no entry between is missing. Above the pointer, or without one, the log is listed if ``after``
+        is negative, if its entry is missing, or if the search ends at a claim: retention may have deleted what follows.
         """
         pointer = self.pointer.newest()
         if not self.is_listed and pointer is not None and pointer.version > after:
@@ -121,7 +121,15 @@ class StreamLog:
         present = _last_present(self.storage, after + 1) if _has(self.storage, after + 1) else after
         if present == after > pointed and not _has(self.storage, after):
             return max(self.versions(after=after), default=after)  # retention may have deleted both entries
+        if present > pointed and self._is_claim(present):
+            return max(self.versions(after=present), default=present)
         return present
+
+    def _is_claim(self, version: int) -> bool:
+        with suppress(MalformedError):
+            entry = self.read(version)
+            return entry is not None and entry.kind == "claim"
+        return False
 
     def read(self, version: int) -> Manifest | None:
         """Return the entry of a version, None if it does not exist.

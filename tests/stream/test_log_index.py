@@ -127,6 +127,19 @@ def test_the_list_of_a_forged_pointer_is_bounded(writer: Writer, served: CacheSe
         log.head()
 
 
+def test_the_newest_version_is_found_beyond_a_claim_that_retention_kept(writer: Writer) -> None:
+    writer.delta([1])
+    writer = Writer(writer.storage)  # its claim and the delta before it stay
+    for row in range(3):
+        writer.delta([row])
+    writer.snapshot()
+    retain(writer.storage, Retention(versions=1, grace_seconds=0))
+    log = StreamLog(writer.storage)
+    assert log.versions() == [0, 2, 3, 6, 7]
+    for after in (1, 2, 3):
+        assert log.newest_version(after) == 7
+
+
 def test_the_newest_version_takes_few_requests_and_no_listing(writer: Writer) -> None:
     log = StreamLog(writer.storage)
     log.pointer._seconds = 3600.0

@@ -114,11 +114,11 @@ class Store:
         data = kept.read_bytes()
         if how == "folder":
             path.mkdir()
-        elif how != "missing":
+        elif how == "flipped":
             at = choice % len(data)
-            flipped = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
-            contents = {"page": b"<html><body>Please log in</body></html>", "empty": b"", "cut": data[:-7]}
-            path.write_bytes(contents.get(how, flipped))
+            path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        elif how != "missing":
+            path.write_bytes({"page": b"<html><body>Please log in</body></html>", "empty": b"", "cut": data[:-7]}[how])
 
     def forge(self, choice: int) -> bool:
         """Replace the pointer by one of which fields are too high, or by a page. Return False if there is none.
