@@ -105,8 +105,8 @@ class StreamLog:
         """Return the newest version at or above ``after``, a version of the log or -1.
 
         Over http, it is that of :meth:`pointed`. Otherwise, the entries above the pointer's are looked for by name: the
-        result is exact if no entry between is missing. Above the pointer, or without one, the log is listed if ``after``
-        is negative, if its entry is missing, or if the search ends at a claim: retention may have deleted what follows.
+        result is exact if no entry between is missing. Above the pointer, the log is listed if ``after`` is negative or
+        its entry is missing, and if the search ends at a claim: retention may have deleted what follows.
         """
         pointer = self.pointer.newest()
         if not self.is_listed and pointer is not None and pointer.version > after:
