@@ -105,12 +105,6 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         StorageError: if the store cannot be opened.
         BrokenCacheError: if the directory of ``cache`` cannot be used.
         SinkError: if the row store cannot be used, for example because another process writes to it.
-
-    Example:
-        >>> import torch
-        >>> predictor = Predictor({"ec.embeddings.user": torch.zeros(10, 4)}, Storage("memory://"))
-        >>> predictor.version is None
-        True
     """
 
     def __init__(
@@ -296,17 +290,6 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
                 there is one.
             FollowEndedError, ForkedError: if the thread ended by an error, or only the parent process has it.
             InvalidArgumentError: if the thread is not running and the version is not there, or if called in the thread.
-
-        Example:
-            >>> import torch
-            >>> from delta_tracker import ModelDeltaTracker, Publisher
-            >>> trained, served = (torch.nn.Sequential(torch.nn.EmbeddingBag(9, 2, sparse=True)) for _ in range(2))
-            >>> stream = Storage("memory://")
-            >>> with Publisher(ModelDeltaTracker(trained), stream) as publisher, Predictor(served, stream) as predictor:
-            ...     predictor.follow()
-            ...     snapshot = publisher.snapshot()
-            ...     predictor.wait(snapshot.version, timeout=60)
-            1
         """
         if version is not None and (type(version) is not int or version < 0):
             raise InvalidArgumentError("version", version, "Pass the number of a version, 0 or more, or None")

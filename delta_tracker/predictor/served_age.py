@@ -18,12 +18,6 @@ class ServedAge:
         rested: version after which the last look found no entry, and the monotonic time at which it began; None if it
             found one.
         skew_seconds: this host's clock minus the store's; 0 unless the entries contradict this host's clock.
-
-    Example:
-        >>> from types import SimpleNamespace
-        >>> age = ServedAge(Runtime(clock=lambda: 1000.0))
-        >>> age.seconds(SimpleNamespace(committed=970.0, merges=None))
-        30.0
     """
 
     def __init__(self, runtime: Runtime = REAL) -> None:

@@ -94,24 +94,6 @@ def restore(
         RestoreFailedError: if an object raises an error while it loads its state, or another rank raised one of these
             errors.
         RankLostError: if a rank dies, is interrupted, or does not make the call in time.
-
-    Example:
-        >>> import torch
-        >>> from delta_tracker import ModelDeltaTracker, Publisher, Recovery, Storage
-        >>> def build():
-        ...     model = torch.nn.Sequential(torch.nn.EmbeddingBag(1000, 16, sparse=True))
-        ...     return model, torch.optim.Adagrad(model.parameters(), lr=0.1)
-        >>> (trained, optimizer), (resumed, other) = build(), build()
-        >>> stream, tracker = Storage("memory://"), ModelDeltaTracker(trained)
-        >>> recovery = Recovery(training_state={"optimizer": optimizer})
-        >>> with Publisher(tracker, stream, recovery=recovery) as publisher:
-        ...     trained(torch.tensor([[7, 42, 7]])).sum().backward()
-        ...     optimizer.step()
-        ...     tracker.step()
-        ...     version = publisher.publish()
-        >>> restored = restore(resumed, stream, recovery=Recovery(training_state={"optimizer": other}))
-        >>> restored.num_batches, torch.equal(resumed[0].weight, trained[0].weight)
-        (1, True)
     """
     with closing(Exchange(timeout, name="restore", call="restore(...)", failed=RestoreFailedError)) as exchange:
         ranks = exchange.rank, exchange.group.world_size

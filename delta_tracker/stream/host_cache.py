@@ -61,12 +61,6 @@ class HostCache:
         InvalidArgumentError: for a ``max_bytes`` below 1, or ``patience_seconds`` that are not positive and finite.
         BrokenCacheError: if the directory cannot be created, belongs to another user, can be written by others, or is
             on a file system without locks.
-
-    Example:
-        >>> import tempfile
-        >>> cache = HostCache(tempfile.mkdtemp(), max_bytes=10 << 30)
-        >>> cache.counts
-        {'hits': 0, 'misses': 0, 'bypasses': 0}
     """
 
     def __init__(self, directory: str | Path, *, max_bytes: int = 32 << 30, patience_seconds: float = 10.0) -> None:

@@ -55,12 +55,6 @@ def pin_version(
             undone.
         UnsupportedStoreError: if the store is at an http url.
         StorageError: if the store fails. The pin may have been written.
-
-    Example:
-        >>> pin_version(Storage("memory://"), 41, reason="AUC fell")
-        Traceback (most recent call last):
-        ...
-        delta_tracker.errors.InvalidArgumentError: version=41 cannot be used. Publish a snapshot first.
     """
     log = _log(storage, "a rollback", reason)
     _former(log, replaces=replaces)  # refuse before the parts are read

@@ -25,12 +25,6 @@ class StoreClock:
     Attributes:
         offset: the store's time minus the reader's, in seconds; 0 unless the reader's clock is contradicted.
         reader_time: returns the reader's time, to be passed to :meth:`saw` as the begin of a look.
-
-    Example:
-        >>> clock = StoreClock(lambda: 1000.0)
-        >>> clock.saw("log", [4600.0], began=1000.0)
-        >>> clock.now(), clock.offset
-        (4600.0, 3600.0)
     """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
