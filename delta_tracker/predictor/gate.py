@@ -32,6 +32,11 @@ class Gate:
             version of the same kind (snapshot or delta), as a fraction of the smaller of the two: 0.5 allows growth by
             half or shrinkage by a third. None disables the check. The first version of a kind is the baseline.
         min_rows: number of rows in the version below which ``max_drift`` is not checked: the norm varies too much.
+
+    Example:
+        >>> gate = Gate(max_drift=0.5)  # for Rollout(gate=gate)
+        >>> gate.non_finite
+        True
     """
 
     non_finite: bool = True

@@ -105,6 +105,12 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         StorageError: if the store cannot be opened.
         BrokenCacheError: if the directory of ``cache`` cannot be used.
         SinkError: if the row store cannot be used, for example because another process writes to it.
+
+    Example:
+        >>> import torch
+        >>> predictor = Predictor({"ec.embeddings.user": torch.zeros(10, 4)}, Storage("memory://"))
+        >>> predictor.version is None
+        True
     """
 
     def __init__(

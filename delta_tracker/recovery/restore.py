@@ -94,6 +94,10 @@ def restore(
         RestoreFailedError: if an object raises an error while it loads its state, or another rank raised one of these
             errors.
         RankLostError: if a rank dies, is interrupted, or does not make the call in time.
+
+    Example:
+        >>> recovery = Recovery(training_state={"optimizer": optimizer})  # doctest: +SKIP
+        >>> restored = restore(model, url, recovery=recovery)  # doctest: +SKIP
     """
     with closing(Exchange(timeout, name="restore", call="restore(...)", failed=RestoreFailedError)) as exchange:
         ranks = exchange.rank, exchange.group.world_size

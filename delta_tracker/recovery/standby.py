@@ -97,6 +97,12 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
             time and the version in progress.
         timeout: maximum wait for the slowest rank, which may read and write a whole snapshot meanwhile.
         runtime: clock and waits, for simulations.
+
+    Example:
+        >>> standby = Standby(model, url, tracker=tracker, data=data, serving=[serving_url])  # doctest: +SKIP
+        >>> taken = standby.follow(silence=30)  # returns when the publisher is silent for 30 s  # doctest: +SKIP
+        >>> publisher = Publisher(tracker, taken.recovery, recovery=Recovery())  # doctest: +SKIP
+        >>> serving = Publisher(tracker, taken.serving[0], "serving")  # doctest: +SKIP
     """
 
     def __init__(  # noqa: PLR0913  all but two have a default

@@ -23,15 +23,6 @@ def evaluate(beat: Heartbeat, seconds_since: float, head: Manifest, *, order: Pi
 
     ``beat`` is its last heartbeat, ``seconds_since`` its age in seconds by the store's clock, ``head`` the newest entry
     of the stream, and ``order`` the newest pin or release, None without one. One of another stream is ignored.
-
-    Example:
-        >>> from delta_tracker.stream.log import StreamLog
-        >>> from delta_tracker.stream.storage.storage import Storage
-        >>> head = StreamLog(Storage("memory://")).claim().head
-        >>> window = ((20.0, None, 1), (10.0, 0, 0), (0.0, 0, 0))  # age in seconds, version, lag in versions
-        >>> fields = {"version": 0, "lag_versions": 0, "lag_seconds": 0.0, "resyncs": 0, "error": None}
-        >>> evaluate(Heartbeat(name="a", time=0.0, stream=head.stream, window=window, **fields), 1.0, head)
-        'current'
     """
     span = max((age for age, _, _ in beat.window), default=0.0)
     if seconds_since > max(3 * beat.seconds, span):

@@ -96,10 +96,6 @@ def newest_pin(storage: Storage, *, after: int = 0) -> Pin | None:
     """Return the pin with the highest counter above ``after``; None if there is none. Lists nothing.
 
     A malformed pin is logged once, and the one before it counts.
-
-    Example:
-        >>> newest_pin(Storage("memory://")) is None
-        True
     """
     pins = (_read_pin(storage, counter) for counter in range(newest_counter(storage, after=after), after, -1))
     return next((pin for pin in pins if pin is not None), None)

@@ -96,12 +96,6 @@ def release_pin(storage: Storage, *, reason: str = "") -> Pin:
         CorruptPartError: if an object of the snapshot is missing, or has another size.
         UnsupportedStoreError: if the store is at an http url.
         StorageError: if the store fails. The release may have been written.
-
-    Example:
-        >>> release_pin(Storage("memory://"))
-        Traceback (most recent call last):
-        ...
-        delta_tracker.errors.InvalidArgumentError: url='memory://' cannot be used. Pin it first: it is not pinned.
     """
     log = _log(storage, "a release", reason)
     counters, pin, head = free_counters(storage), newest_pin(storage), log.head()

@@ -55,12 +55,7 @@ class StoreClock:
 
 
 def skew_problem(whose: str, seconds: float) -> str | None:
-    """Return a description of the clock of ``whose``, ``seconds`` ahead of the store's; None up to a minute.
-
-    Example:
-        >>> skew_problem("predictor p", -3600.0)
-        "the clock of predictor p is 3600 s behind the store's, or its objects were copied to the store later"
-    """
+    """Return a description of the clock of ``whose``, ``seconds`` ahead of the store's; None up to a minute."""
     if abs(seconds) <= SKEW_SECONDS:
         return None
     if seconds > 0:

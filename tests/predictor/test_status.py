@@ -147,5 +147,5 @@ def test_a_status_is_few_requests() -> None:
             writer.delta([number])
             s3.asked.clear()
             assert predictor.status().lag_versions == number + 1
-            assert len(s3.asked) <= 7
+            assert len(s3.asked) <= 8
             assert "GET " not in s3.asked, "a listing"

@@ -118,11 +118,6 @@ def encode_rows(values: Tensor, encoding: Encoding) -> Tensor:
 
     ``values`` may be on any device and not contiguous; the result is on their device. Encode many rows in chunks that
     fit the CPU cache, for example 16,384 x 64 values. Raises InvalidArgumentError if ``C`` columns are not supported.
-
-    Example:
-        >>> stored = encode_rows(torch.tensor([[0.0, 1.0, 2.0, 255.0]]), Encoding.INT8)
-        >>> stored[0, :4].tolist(), decode_rows(stored, Encoding.INT8, 4, torch.float32).tolist()
-        ([0, 1, 2, 255], [[0.0, 1.0, 2.0, 255.0]])
     """
     num_rows, num_columns = values.shape
     out = torch.empty(num_rows, encoding.width(num_columns), dtype=encoding.dtype, device=values.device)
@@ -171,11 +166,6 @@ def pack_ids(ids: Tensor) -> tuple[Tensor, Tensor]:
     A gap is the number of missing ids between two ids, or before the first id. A gap of 255 or more (an escape) is
     stored as the byte 255, and in full in a second tensor. The results, on the CPU, are ``[B]`` uint8, a zlib stream,
     and ``[E]`` int64, the escapes. Raises InvalidArgumentError if the ids are not ascending, unique and non-negative.
-
-    Example:
-        >>> packed, escapes = pack_ids(torch.tensor([0, 1, 5, 1000]))
-        >>> escapes, unpack_ids(packed, escapes, 4)
-        (tensor([994]), tensor([   0,    1,    5, 1000]))
     """
     gaps = ids.detach().cpu().numpy().copy()
     gaps[1:] -= gaps[:-1] + 1

@@ -81,6 +81,10 @@ class Retention:
         orphan_seconds: time for which a part that no entry names, a draft and the object of a probe are kept; at least
             3600, because a compaction writes parts before their entry. The draft of a running write is always kept.
         heartbeat_seconds: time for which a heartbeat that is not replaced is kept; at least 3600.
+
+    Example:
+        >>> Retention(versions=500).versions  # for Upkeep(retention=Retention(versions=500))
+        500
     """
 
     versions: int | None = None

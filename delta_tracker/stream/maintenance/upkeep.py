@@ -45,6 +45,10 @@ class Upkeep:
 
     Raises:
         InvalidArgumentError: if an argument is invalid.
+
+    Example:
+        >>> Upkeep(retention=Retention(versions=500), compact_every=50).pointer_seconds
+        1.0
     """
 
     retention: Retention | None = None

@@ -27,6 +27,10 @@ class Canary:
 
     Raises:
         InvalidArgumentError: if both or neither are given, or a value is not positive and finite.
+
+    Example:
+        >>> Canary(versions=3).text
+        '3 versions'
     """
 
     versions: int | None = None

@@ -151,7 +151,8 @@ class DirectoryStore(Store):
         self._check()
         folder = name.rpartition("/")[0]
         for each in ("drafts", folder):
-            is_known = each in self._folders and _is_directory(f"{self.directory}/{each}")
+            # Of a nested folder, one above it may have become a link.
+            is_known = each in self._folders and "/" not in each and _is_directory(f"{self.directory}/{each}")
             if not is_known and not self._has_folder(each, writes=True):
                 make_folder(self.directory, each)
         is_new = write_file(self.directory, name, buffers, overwrite=overwrite, fsync=self._fsync, check=self._check)

@@ -75,12 +75,7 @@ def local_directory(url: object) -> Path | None:
 
 
 def shown_url(url: str) -> str:
-    """Return a URL without user and password, for metrics.
-
-    Example:
-        >>> shown_url("s3://key:secret@bucket/stream"), shown_url("file:///directory")
-        ('s3://bucket/stream', 'file:///directory')
-    """
+    """Return a URL without user and password, for metrics."""
     parts = _split(url)
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl() if "@" in parts.netloc else url
 
@@ -134,12 +129,7 @@ def connection(url: str, options: Mapping[Any, Any] | None, *, past_cache: bool 
 
 
 def seconds_of(duration: str) -> float:
-    """Return a duration of obstore's options in seconds, infinity if it has a unit of a day or longer.
-
-    Example:
-        >>> seconds_of("2min 1500ms"), seconds_of("365days")
-        (121.5, inf)
-    """
+    """Return a duration of obstore's options in seconds, infinity if it has a unit of a day or longer."""
     found = re.findall(r"(\d+)\s*(ms|mo|[a-zA-Z])", duration)
     return sum(int(number) * _UNIT_SECONDS.get(unit, math.inf) for number, unit in found)
 
