@@ -305,9 +305,9 @@ def test_redis_that_may_evict_rows_is_refused(server) -> None:
 
 
 def test_a_cluster_of_redis_is_refused() -> None:
-    (port,) = free_ports(1)
+    port, bus = free_ports(2)
     with (
-        redis_server(port, "--cluster-enabled", "yes", "--cluster-port", str(port + 1)) as url,
+        redis_server(port, "--cluster-enabled", "yes", "--cluster-port", str(bus)) as url,
         pytest.raises(SinkError, match="it is a cluster"),
     ):
         RedisSink(url).open()
