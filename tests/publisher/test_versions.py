@@ -150,7 +150,7 @@ def test_the_same_call_continues_with_the_other_ranks(
     for place in _on_two_ranks(
         two_ranks, tmp_path, calls=calls.split(), then="again", victim=victim, timeout_seconds=15
     ):
-        assert place.endswith((" start_all_gather", " step", " _checked", " call"))
+        assert place.endswith((" start_all_gather", " step", " _checked", " has_cadence", " call"))
 
 
 @pytest.mark.sweep("long")
