@@ -30,11 +30,11 @@ _EVERYTHING = {"rows", "unknown", "aged", "joined", "uncommitted", "in progress"
     [
         (TrackingMode.EMBEDDING, True, False, _EVERYTHING),
         (TrackingMode.EMBEDDING, True, True, _EVERYTHING),
-        (TrackingMode.EMBEDDING, False, False, _EVERYTHING - {"open"}),
-        (TrackingMode.EMBEDDING, False, True, _EVERYTHING - {"open"}),
+        (TrackingMode.EMBEDDING, False, False, _EVERYTHING - {"in progress"}),
+        (TrackingMode.EMBEDDING, False, True, _EVERYTHING - {"in progress"}),
         (TrackingMode.MOMENTUM_DIFF, True, False, _EVERYTHING),
         (TrackingMode.ID_ONLY, True, False, _EVERYTHING - {"unknown"}),
-        (TrackingMode.ID_ONLY, False, False, _EVERYTHING - {"unknown", "open"}),
+        (TrackingMode.ID_ONLY, False, False, _EVERYTHING - {"unknown", "in progress"}),
     ],
     ids=str,
 )
