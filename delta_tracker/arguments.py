@@ -23,24 +23,24 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def check_type(argument: str, value: object, kind: type, example: str) -> None:
-    """Raise InvalidArgumentError unless an argument is None or of a type, of which ``example`` is an expression."""
+    """Raise InvalidArgumentError unless ``value`` is None or a ``kind``. The message shows ``example``."""
     if value is not None and not isinstance(value, kind):
         raise InvalidArgumentError(argument, value, f"Pass a value such as {example}, or None")
 
 
 def check_count(argument: str, value: object, least: int = 1) -> None:
-    """Raise InvalidArgumentError unless an argument is an integer of at least ``least``."""
+    """Raise InvalidArgumentError unless ``value`` is an integer of at least ``least``."""
     if type(value) is not int or value < least:
         raise InvalidArgumentError(argument, value, f"Pass an integer of {least} or more")
 
 
 def check_switch(argument: str, value: object) -> None:
-    """Raise InvalidArgumentError unless an argument is True or False."""
+    """Raise InvalidArgumentError unless ``value`` is True or False."""
     if not isinstance(value, bool):
         raise InvalidArgumentError(argument, value, "Pass True or False")
 
 
 def check_seconds(argument: str, seconds: object) -> None:
-    """Raise InvalidArgumentError unless an argument is None or a positive number of seconds that a wait accepts."""
+    """Raise InvalidArgumentError unless ``seconds`` is None, or above 0 and below ``threading.TIMEOUT_MAX``."""
     if seconds is not None and not (is_number(seconds) and 0 < seconds < threading.TIMEOUT_MAX):
         raise InvalidArgumentError(argument, seconds, "Pass seconds above 0, or None")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 from delta_tracker.errors.base import DeltaTrackerError
 
 _MAX_REPR = 500  # characters of a value in a message
@@ -35,18 +37,29 @@ class UncopyableError(DeltaTrackerError, TypeError):
 
 
 class MissingExtraError(DeltaTrackerError, ImportError):
-    """A required package is not installed, or was not built for the installed release of another one, ``other``.
+    """A required package is not installed, or was not built for the installed release of another one.
 
-    ``package`` is its name, and ``extra`` the extra of this library that installs the package, None if each
-    installation of the library does. ``command`` installs what is missing.
+    ``package`` is the name of the package. ``extra`` is the extra of this library that installs it, or None if every
+    installation of the library does. ``other`` is the other package with its release, or None if ``package`` is not
+    installed. ``command`` installs what is missing.
     """
 
-    def __init__(self, package: str, extra: str | None, *, other: str | None = None, command: str = "") -> None:
-        if other is None:
-            what = package if extra is None else f"'delta_tracker[{extra}]'"
-            command = f"pip install {what}"
-            super().__init__(f"the package {package!r} is not installed", f"Install it with: {command}")
-        else:
-            problem = f"{package} was not built for {other} and cannot be loaded"
-            super().__init__(problem, f"Install its match: {command}")
-        self.package, self.extra, self.other, self.command = package, extra, other, command
+    def __init__(self, package: str, extra: str | None) -> None:
+        self.package, self.extra = package, extra
+        self.other: str | None = None
+        self.command = "pip install " + (package if extra is None else f"'delta_tracker[{extra}]'")
+        super().__init__(f"the package {package!r} is not installed", f"Install it with: {self.command}")
+
+    @classmethod
+    def unmatched(cls, package: str, other: str, command: str) -> MissingExtraError:
+        """Return the error for a package that was not built for ``other``, which ``command`` replaces."""
+        error = cls(package, None)
+        error.other, error.command = other, command
+        error.problem = f"{package} was not built for {other} and cannot be loaded"
+        return error.advising(f"Install its match: {command}")
+
+    def advising(self, remedy: str) -> Self:
+        """Replace the remedy, and return the error."""
+        super().advising(remedy)
+        self.msg = self.args[0]  # what an ImportError prints
+        return self

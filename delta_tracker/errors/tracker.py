@@ -117,8 +117,8 @@ _OR_NOTHING = "A tracker can also load {}, which marks every row as changed"
 class CheckpointError(DeltaTrackerError, ValueError):
     """A saved state is malformed or incomplete, or does not fit. What it would replace is unchanged.
 
-    ``part`` names the malformed part; see ``reason``. It is None if parts are missing; ``ranks`` are then the ranks
-    that saved them, as far as they are known.
+    ``reason`` says why. ``part`` is the name of the malformed part, or None if no part is malformed. ``ranks`` are the
+    ranks whose parts are missing, as far as they are known.
     """
 
     def __init__(self, part: str | None, reason: str, ranks: Iterable[int] = ()) -> None:

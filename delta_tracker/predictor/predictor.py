@@ -39,7 +39,7 @@ from delta_tracker.uncopied import Uncopied
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """Which versions a predictor applies, and when.
+    """Rules for which versions a predictor applies, and when.
 
     Args:
         gate: bounds on the values of a version; a version that violates one is held. None disables the check.

@@ -126,8 +126,8 @@ class LogWrites:
     def changed_since_sync(self, fqns: Iterable[str]) -> dict[str, Tensor | None]:
         """Return the local ids of the rows marked since the last :meth:`synced`, by table FQN. Waits for the device.
 
-        The value is None for a table without :meth:`synced` since its store was created, since the last
-        :meth:`diverged` or since a restore, or since ``max_bytes`` was exceeded.
+        The value of a table is None if there was no :meth:`synced` since its store was created, since the last
+        :meth:`diverged`, since a restore, or since ``max_bytes`` was exceeded.
         """
         segments, tables = self._segments, tuple(fqns)
         with self.lock:

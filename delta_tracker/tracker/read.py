@@ -42,7 +42,7 @@ class Read:
             before top-k selects some of them. Empty after :meth:`hold`.
         shared: FQNs of the tables whose tensors in ``rows`` belong to the log. Copy these tensors before returning
             them to the user.
-        delta: result of :meth:`returns`. If it is None, the read returned all rows.
+        delta: result of :meth:`returns`; None if it was not called, because the read returned all of ``rows``.
     """
 
     log: ReadLog

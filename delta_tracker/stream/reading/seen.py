@@ -15,11 +15,11 @@ from delta_tracker.stream.reading.position import Position, Rows
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Order to go to one version, or to go on from it: a pin or a release, or one of this process.
+    """Order to apply one version and stay at it, or to continue from it: a pin, a release, or a rollback.
 
     Args:
         counter: counter of the pin or release; of a rollback, that of the newest pin when it was made.
-        kind: ``pin`` to go to the version and stay there, ``release`` to go on from it or from a later snapshot;
+        kind: ``pin`` to apply the version and stay there; ``release`` to continue from it or from a later snapshot;
             ``rollback`` for a pin of this process, which bypasses a canary and ends with its release.
         link: link of the entry; None for a rollback, as ``pin``.
         newest: newest version when the order was made.
