@@ -46,8 +46,9 @@ def test_a_test_follows_the_advice_of_each_error() -> None:
 def test_a_missing_package_is_in_the_extra_that_the_error_names() -> None:
     extras = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     calls = [call for site, calls in sites().items() if site.error == "MissingExtraError" for call in calls]
-    assert len(calls) >= 18
-    for call in calls:
+    missing = [call for call in calls if isinstance(call.func, ast.Name)]  # not those of MissingExtraError.unmatched()
+    assert len(missing) >= 18
+    for call in missing:
         package, extra = map(_constant, call.args)
         names = [re.match(r"[\w-]+", line).group() for line in extras[extra]] if extra else [package]
         assert package in (None, *names), f"{package} of {extra}"

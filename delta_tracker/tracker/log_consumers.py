@@ -354,6 +354,10 @@ class LogConsumers:
             try:
                 self._known[known.name] = moved  # last, so that a call that fails leaves the earlier reads
                 maintain(*due)
+            except (MemoryError, RuntimeError):  # before maintain(), which handles its own: no segment was dropped
+                self._known[known.name] = known
+                self.abort(read)
+                raise
             except BaseException:
                 self.abort(read)
                 raise
