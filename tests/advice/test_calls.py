@@ -270,7 +270,7 @@ def test_what_a_metric_changes_is_declared_as_a_state() -> None:
     mean.update(torch.ones(1), weight=torch.ones(1))
 
 
-@pytest.mark.advice("InvalidArgumentError: _decoded _parsed")
+@pytest.mark.advice("InvalidArgumentError: _parsed")
 def test_counters_are_loaded_from_a_checkpoint_of_this_library() -> None:
     monitor = Monitor()
     monitor.counter("rows", is_logical=True).add(3)

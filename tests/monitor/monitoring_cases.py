@@ -10,14 +10,12 @@ from unittest import mock
 import torch
 import torchmetrics
 from torch import distributed as dist
-from torch.distributed import checkpoint as dcp
 
 from delta_tracker import ModelDeltaTracker, TrackingMode
 from delta_tracker.monitor import Monitor
 from delta_tracker.monitor.device.across_ranks import merge_ranks
 from delta_tracker.monitor.device.metrics import DeviceCounter, DeviceHistogram, DeviceMean
 from delta_tracker.monitor.device.torchmetric import TorchMetric
-from delta_tracker.monitor.state import KEY, load, state_dict
 from delta_tracker.sharding.kernel_hooks import Watcher
 from tests.models import Spec, batch, shard
 from tests.syncs import SyncError, find_syncs
@@ -181,12 +179,3 @@ def recording_syncs(rank: int, world_size: int, mode: str, record: str, bag: boo
             "errors": tracker.num_hook_errors,
             "rows": rows,
         }
-
-
-def save_counters(rank: int, world_size: int, path: str) -> float:
-    """Save the counters of every rank into one checkpoint, then load this rank's."""
-    monitor = Monitor()
-    monitor.counter("rows", labels=["table"], is_logical=True).cell(table="user").add(10 * (rank + 1))
-    dcp.save({KEY: state_dict(rank, monitor)}, checkpoint_id=path)
-    load(dcp.FileSystemReader(path), rank, world_size, monitor)
-    return sum(each.figures.total for each in monitor.collect().totals if each.definition.name == "rows")
