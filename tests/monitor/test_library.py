@@ -10,7 +10,7 @@ import pytest
 
 import delta_tracker.monitor
 from delta_tracker.monitor import Monitor, metrics
-from delta_tracker.monitor.library import DEFINITIONS, PREFIX, LibraryMetrics
+from delta_tracker.monitor.library import DEFINITIONS, LibraryMetrics
 from delta_tracker.monitor.registry import Registry
 from delta_tracker.monitor.sinks.prometheus import PrometheusFileSink
 from delta_tracker.monitor.stat import Kind
@@ -27,8 +27,7 @@ def _filled() -> Monitor:
     """Return a monitor in which every metric of the library has data of two windows."""
     clock = ManualClock()
     monitor = Monitor(clock)
-    monitor.metrics.define(f"{PREFIX}{name}" for name in DEFINITIONS)
-    stats = monitor.find(f"{PREFIX}*")
+    stats = [monitor.registry.define(each) for each in DEFINITIONS.values()]
     cells = [stat.cell(**{label: f"some_{label}" for label in stat.definition.labels}) for stat in stats]
     for _ in range(2):
         clock.go(5)
@@ -65,12 +64,11 @@ def test_names_follow_the_rules(key) -> None:
 
 
 def test_attributes_are_the_definitions() -> None:
-    assert set(LibraryMetrics.__annotations__) == set(DEFINITIONS)
     own = LibraryMetrics(Registry())
-    for name, kind in LibraryMetrics.__annotations__.items():
-        assert type(getattr(own, name)).__name__ == kind
+    for name, definition in DEFINITIONS.items():
+        assert getattr(own, name).definition == definition
         assert getattr(own, name) is getattr(own, name)
-    with pytest.raises(AttributeError, match="known: lookups"):
+    with pytest.raises(AttributeError, match="nothing"):
         own.nothing  # noqa: B018
     assert isinstance(metrics, LibraryMetrics)
 

@@ -29,7 +29,8 @@ def promtool() -> str:
 def test_promtool_accepts_the_built_in_metrics(tmp_path) -> None:
     path = tmp_path / "rank3.prom"
     monitor = Monitor()
-    monitor.metrics.define(each.name for each in DEFINITIONS.values())
+    for definition in DEFINITIONS.values():
+        monitor.registry.define(definition)
     for number, stat in enumerate(monitor.find()):
         stat.cell(**dict.fromkeys(stat.definition.labels, "label")).add(number)
     monitor.start([PrometheusFileSink(path)], attributes={"rank": "3"})
