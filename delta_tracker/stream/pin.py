@@ -186,7 +186,7 @@ class PinFollower:
         self._quiet_until = 0.0
 
     def order(self, storage: Storage, *, at_once: bool = False) -> Pin | None:
-        """Return the newest pin that is known, None before the first. With ``at_once``, look also soon after a look.
+        """Return the newest pin that is known, None before the first. With ``at_once``, look now, and past all caches.
 
         If the store cannot be read, the pin is the one of the last look; at the first look, the error is raised.
         """
@@ -194,7 +194,7 @@ class PinFollower:
         if self._next is not None and now < self._next and not at_once:
             return self._newest
         try:
-            self._look(storage, now)
+            self._look(storage, now, past_caches=at_once)
         except StorageError as error:
             if self._next is None:
                 raise
@@ -221,9 +221,9 @@ class PinFollower:
         drop, self._drop = self._drop, None
         return drop
 
-    def _look(self, storage: Storage, now: float) -> None:
+    def _look(self, storage: Storage, now: float, *, past_caches: bool) -> None:
         newest = self._newest
-        found = newest_pin(storage, after=0 if newest is None else newest.counter)
+        found = newest_pin(storage.uncached if past_caches else storage, after=0 if newest is None else newest.counter)
         is_due_again = newest != self._confirmed and storage is self._source and now >= self._recheck_at
         if found is not None:
             self._newest, self._source = found, storage

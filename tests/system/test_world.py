@@ -114,6 +114,11 @@ def test_many_random_worlds_break_no_rule_but_the_known_ones(worlds: Interpreter
             {"encoding": "INT8", "has_raw_ids": True},
             id="a row store fails after it has a version, and a restart finds an empty url first",
         ),
+        pytest.param(
+            "join 0 45, burst 0 0, snapshot 0 0, sync 0 0, pin 0 0, roll_back 0 17873",
+            {"states": True, "has_web": True, "has_raw_ids": True},
+            id="an own rollback overrules a pin that a cache does not show yet",
+        ),
     ],
 )
 def test_a_schedule_that_broke_a_rule_breaks_none(
