@@ -31,7 +31,7 @@ from benchmarks.harness import Figures, Report, Sample, interleaved, parser, tim
 from benchmarks.stores import Ours, Store, Theirs, lookups
 from benchmarks.workloads import Table, bags, one_rank, shard, tables, zipf_ids
 from delta_tracker import ModelDeltaTracker, TopK, TrackingMode
-from delta_tracker.monitor.default import metrics
+from delta_tracker.monitor import metrics
 from tests.syncs import SIMULATED, find_syncs, on_device
 
 _NUM_DENSE = 13

@@ -5,12 +5,14 @@ Trackers, publishers and predictors record the metrics listed in ``library.py`` 
 From the rest of the library, this package imports only ``errors`` and ``forking``.
 """
 
-from delta_tracker.monitor.default import MONITOR, metrics
-from delta_tracker.monitor.event import Event, Severity
-from delta_tracker.monitor.monitor import Monitor
-from delta_tracker.monitor.policy import Window
-from delta_tracker.monitor.stat import Kind
+from delta_tracker.monitor.event import Event as Event
+from delta_tracker.monitor.event import Severity as Severity
+from delta_tracker.monitor.monitor import MONITOR as MONITOR
+from delta_tracker.monitor.monitor import Monitor as Monitor
+from delta_tracker.monitor.policy import Window as Window
+from delta_tracker.monitor.stat import Kind as Kind
 
+metrics = MONITOR.metrics
 counter = MONITOR.counter
 gauge = MONITOR.gauge
 stat = MONITOR.stat
@@ -29,31 +31,3 @@ start = MONITOR.start
 stop = MONITOR.stop
 flush = MONITOR.flush
 collect = MONITOR.collect
-
-__all__ = [
-    "MONITOR",
-    "Event",
-    "Kind",
-    "Monitor",
-    "Severity",
-    "Window",
-    "collect",
-    "configure",
-    "counter",
-    "emit",
-    "end_epoch",
-    "find",
-    "flush",
-    "gauge",
-    "histogram",
-    "limit_events",
-    "log",
-    "metrics",
-    "on",
-    "passive",
-    "span",
-    "start",
-    "stat",
-    "step",
-    "stop",
-]

@@ -403,3 +403,15 @@ def _seconds(argument: str, duration: timedelta) -> float:
     if type(duration) is not timedelta or duration <= timedelta(0):
         raise InvalidArgumentError(argument, duration, "Pass a timedelta above 0")
     return duration.total_seconds()
+
+
+MONITOR = Monitor()
+"""Default monitor of the program, which is used if no other monitor is passed."""
+
+
+def program_monitor() -> Monitor:
+    """Return :data:`MONITOR`.
+
+    Code outside the package ``monitor`` must get the default monitor from this function or from a ``Recorder``.
+    """
+    return MONITOR

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from delta_tracker.errors import InvalidArgumentError
-from delta_tracker.monitor.default import program_monitor
 from delta_tracker.monitor.library import PREFIX
-from delta_tracker.monitor.monitor import Monitor
+from delta_tracker.monitor.monitor import Monitor, program_monitor
 from delta_tracker.monitor.polled_stats import Source
 from delta_tracker.monitor.series import Cell
 from delta_tracker.monitor.stat import Gauge, Kind, Stat

@@ -15,9 +15,8 @@ from typing import Annotated, Any
 from msgspec import Meta, convert
 
 from delta_tracker.errors import InvalidArgumentError
-from delta_tracker.monitor.default import MONITOR
 from delta_tracker.monitor.library import DEFINITIONS
-from delta_tracker.monitor.monitor import Monitor
+from delta_tracker.monitor.monitor import MONITOR, Monitor
 from delta_tracker.monitor.stat import Kind, Stat
 
 _FORMAT = "totals by label values"

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import logging
 
-from delta_tracker.monitor.default import program_monitor
-from delta_tracker.monitor.monitor import Monitor
+from delta_tracker.monitor.monitor import Monitor, program_monitor
 from delta_tracker.monitor.polled_stats import Source
 from delta_tracker.monitor.stat import Gauge
 from delta_tracker.stream.heartbeat import GONE_SECONDS, SeenHeartbeat, see_heartbeats

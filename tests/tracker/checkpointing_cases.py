@@ -23,8 +23,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from delta_tracker import ModelDeltaTracker, Publisher, TopK, TrackingMode
 from delta_tracker.integrations.dcp import SavedTracker
-from delta_tracker.monitor.default import MONITOR
-from delta_tracker.monitor.monitor import Monitor
+from delta_tracker.monitor.monitor import MONITOR, Monitor
 from delta_tracker.monitor.state import LogicalCounters
 from delta_tracker.tracker.checkpoint.tracker_checkpoint import Restored
 from delta_tracker.tracker.log_state import LogState

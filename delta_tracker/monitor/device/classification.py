@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from delta_tracker.errors import InvalidArgumentError
-from delta_tracker.monitor.default import MONITOR
 from delta_tracker.monitor.device.metrics import reader_of
 from delta_tracker.monitor.device.state import DeviceState, EpochEnd, sum_dtype
-from delta_tracker.monitor.monitor import Monitor
+from delta_tracker.monitor.monitor import MONITOR, Monitor
 
 Average = Literal["macro", "micro"]
 FIGURES = ("accuracy", "precision", "recall", "f1")

@@ -21,8 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from delta_tracker.buffers.host_copy import HostCopy
 from delta_tracker.cuda_fence import StreamFence
 from delta_tracker.errors import InvalidArgumentError, MissingExtraError
-from delta_tracker.monitor.default import MONITOR
-from delta_tracker.monitor.monitor import Monitor
+from delta_tracker.monitor.monitor import MONITOR, Monitor
 from delta_tracker.monitor.polled_stats import Source
 
 _States = dict[str, Tensor | list[Tensor]]
