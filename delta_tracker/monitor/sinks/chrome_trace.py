@@ -13,7 +13,6 @@ profiler was first used in another quarter, shift one of the traces by the diffe
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from pathlib import Path
@@ -21,8 +20,7 @@ from pathlib import Path
 from delta_tracker.monitor.batch import Batch, WindowReport
 from delta_tracker.monitor.event import Event, Phase, json_value
 from delta_tracker.monitor.names import label_pairs
-from delta_tracker.monitor.sinks.appended_file import AppendedFile
-from delta_tracker.monitor.sinks.sink import Sink
+from delta_tracker.monitor.sinks.file_sink import FileSink
 
 _NS_PER_US = 1000
 # Kineto's ChromeTraceBaseTime: a quarter of the mean Gregorian year of 365.2425 days.
@@ -30,7 +28,7 @@ _QUARTER_NS = 7_889_238 * 10**9
 _PHASES = {Phase.BEGIN: "b", Phase.END: "e", Phase.INSTANT: "i"}
 
 
-class ChromeTraceSink(Sink):
+class ChromeTraceSink(FileSink):
     """Sink that writes a trace file for chrome://tracing and Perfetto. An existing file is replaced.
 
     Args:
@@ -41,12 +39,12 @@ class ChromeTraceSink(Sink):
     """
 
     def __init__(self, path: str | Path) -> None:
+        super().__init__(path, replace=True)
         self._pid = os.getpid()
         self._base_ns = time.time_ns() // _QUARTER_NS * _QUARTER_NS
-        self._file = AppendedFile(path, replace=True)
         labels = {"labels": f"baseTimeNanoseconds={self._base_ns}"}
-        base = {"name": "process_labels", "ph": "M", "pid": self._pid, "args": labels}
-        self._file.append(f"[\n{json.dumps(base)},\n")
+        self.write("[\n")
+        self.append([{"name": "process_labels", "ph": "M", "pid": self._pid, "args": labels}], ",\n")
 
     def deliver(self, batch: Batch) -> None:
         """Append the events and windows of the batch. If the write fails, the file is unchanged.
@@ -56,18 +54,14 @@ class ChromeTraceSink(Sink):
         """
         lines = [self._event(event) for event in batch.events]
         lines += [self._curve(report) for report in batch.windows if report.values]
-        self._file.append("".join(json.dumps(line, allow_nan=False) + ",\n" for line in lines))
+        self.append(lines, ",\n")
 
     def close(self) -> None:
         """Write the end of the JSON array and close the file."""
         try:
-            self._file.append("{}]\n")
+            self.write("{}]\n")
         finally:
-            self._file.close()
-
-    def forget(self) -> None:
-        """Close the file descriptor in a forked child."""
-        self._file.close()
+            super().close()
 
     def _event(self, event: Event) -> dict[str, object]:
         line: dict[str, object] = {

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 
 from delta_tracker.monitor.batch import Batch, TotalReport, WindowReport
 from delta_tracker.monitor.event import Event, json_value
-from delta_tracker.monitor.sinks.appended_file import AppendedFile
-from delta_tracker.monitor.sinks.sink import Sink
+from delta_tracker.monitor.sinks.file_sink import FileSink
 
 _S = 1e-9
 
 
-class JsonlSink(Sink):
+class JsonlSink(FileSink):
     """Sink that appends windows and events to a file. If a write fails, no part of the batch is written.
 
     Each line is an object with ``kind`` ("window", "total" or "event"), ``time`` in seconds since the epoch, and
@@ -31,9 +29,8 @@ class JsonlSink(Sink):
     """
 
     def __init__(self, path: str | Path, *, totals: bool = False) -> None:
+        super().__init__(path)
         self._totals = totals
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        self._file = AppendedFile(path)
 
     def deliver(self, batch: Batch) -> None:
         """Append the lines of the batch. If the write fails, the file is unchanged.
@@ -45,15 +42,7 @@ class JsonlSink(Sink):
         if self._totals:
             lines += [total_line(report, batch) for report in batch.totals]
         lines += [event_line(event, batch.attributes) for event in batch.events]
-        self._file.append("".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-    def forget(self) -> None:
-        """Close the file descriptor in a forked child."""
-        self._file.close()
+        self.append(lines, "\n")
 
 
 def window_line(report: WindowReport, attributes: Mapping[str, str]) -> dict[str, object]:
