@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from delta_tracker.monitor.recorder import Recorder
-from delta_tracker.monitor.series import Cell
 
 if TYPE_CHECKING:
     from delta_tracker.tracker.change_log import ChangeLog
@@ -16,6 +15,13 @@ if TYPE_CHECKING:
 # Timeout for acquiring the lock, shorter than the time after which the monitor treats a source as hung.
 _PATIENCE_SECONDS = 1
 _KINDS = ("log", "copy", "carried")
+_CONSUMER_GAUGES = (
+    "consumer_lag_batches",
+    "consumer_lag_seconds",
+    "oldest_pending_seconds",
+    "pending_rows",
+    "pending_ratio",
+)
 
 
 class TrackerGauges:
@@ -27,17 +33,12 @@ class TrackerGauges:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._received_cells: dict[tuple[str, str], Cell] = {}
         self._shown: frozenset[str] = frozenset()  # consumers that have gauges
 
     def received(self, delta: Delta) -> None:
         """Count the rows of a committed read, by table and consumer."""
-        cells = self._received_cells
         for fqn, rows in delta.items():
-            key = fqn, delta.consumer
-            if key not in cells:
-                cells[key] = self._recorder.touched_rows.cell(table=fqn, consumer=delta.consumer)
-            cells[key].add(len(rows))
+            self._recorder.touched_rows.cell(table=fqn, consumer=delta.consumer).add(len(rows))
 
     def show(self, log: ChangeLog, model: TrackedModel) -> None:
         """Set the gauges. The monitor calls this method in its own thread.
@@ -64,7 +65,8 @@ class TrackerGauges:
         for consumer, lag in lags.items():
             self._show_consumer(consumer, lag, num_rows)
         for consumer in self._shown - lags.keys():
-            self._remove_consumer(consumer)
+            for gauge in _CONSUMER_GAUGES:
+                getattr(self._recorder, gauge).remove(consumer=consumer)
         self._shown = frozenset(lags)
 
     def _show_consumer(self, consumer: str, lag: Lag, num_rows: dict[str, int]) -> None:
@@ -75,14 +77,3 @@ class TrackerGauges:
         for fqn, pending in lag.pending.items():
             recorder.pending_rows.set(pending, table=fqn, consumer=consumer)
             recorder.pending_ratio.set(pending / max(1, num_rows[fqn]), table=fqn, consumer=consumer)
-
-    def _remove_consumer(self, consumer: str) -> None:
-        recorder = self._recorder
-        for gauge in (
-            recorder.consumer_lag_batches,
-            recorder.consumer_lag_seconds,
-            recorder.oldest_pending_seconds,
-            recorder.pending_rows,
-            recorder.pending_ratio,
-        ):
-            gauge.remove(consumer=consumer)
