@@ -13,8 +13,7 @@ from torch import distributed as dist
 
 from delta_tracker import ModelDeltaTracker, TrackingMode
 from delta_tracker.monitor import Monitor
-from delta_tracker.monitor.device.across_ranks import merge_ranks
-from delta_tracker.monitor.device.metrics import DeviceCounter, DeviceHistogram, DeviceMean
+from delta_tracker.monitor.device.metrics import DeviceCounter, DeviceHistogram, DeviceMean, merge_ranks
 from delta_tracker.monitor.device.torchmetric import TorchMetric
 from delta_tracker.sharding.kernel_hooks import Watcher
 from tests.models import Spec, batch, shard

@@ -23,9 +23,15 @@ from torchmetrics.classification import (
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor import Monitor, Window
-from delta_tracker.monitor.device.across_ranks import merge_ranks
 from delta_tracker.monitor.device.classification import FIGURES, DeviceClassification
-from delta_tracker.monitor.device.metrics import DeviceCounter, DeviceHistogram, DeviceMean, DeviceSum, reader_of
+from delta_tracker.monitor.device.metrics import (
+    DeviceCounter,
+    DeviceHistogram,
+    DeviceMean,
+    DeviceSum,
+    merge_ranks,
+    reader_of,
+)
 from delta_tracker.monitor.device.torchmetric import TorchMetric
 from tests.fake_streams.simulation import fake_streams
 from tests.monitor.clocks import ManualClock

@@ -8,11 +8,12 @@ counted as rejected; the check runs on the device. A window closes when a copy o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor.aggregate import Aggregate
@@ -41,6 +42,7 @@ class _DeviceStat(DeviceState):
     """Base class of the stats on a device. Values are recorded in a cell, the series for one set of labels."""
 
     definer: ClassVar[Callable[..., Stat]] = Monitor.stat
+    is_signed: ClassVar[bool] = True  # False to reject negative values
     _num_sums: ClassVar[int] = 4
     _defaults: ClassVar[Mapping[str, Any]] = {}
 
@@ -56,7 +58,6 @@ class _DeviceStat(DeviceState):
         labels = labels or {}
         stat = type(self).definer(monitor, name, help, labels=tuple(labels), **{**self._defaults, **options})
         super().__init__(stat.name, self._num_sums, reader_of(monitor))
-        self._stat = stat
         self._cell = stat.cell(**labels)
         self._cell.is_remote = True
 
@@ -64,6 +65,40 @@ class _DeviceStat(DeviceState):
     def enabled(self) -> bool:
         """True if values are accepted."""
         return self._cell.enabled
+
+    def _record(self, value: Tensor | float, weight: Tensor | float = 1.0) -> None:
+        """Add values to the sums, as :meth:`DeviceMean.update` does. No-op if the stat is disabled."""
+        if not self.enabled:
+            return
+        if isinstance(value, Tensor):
+            self._record_tensor(value.detach(), weight.detach() if isinstance(weight, Tensor) else weight)
+        elif isinstance(weight, Tensor):
+            self._record_tensor(
+                torch.full_like(weight.detach(), value, dtype=sum_dtype(weight.device)), weight.detach()
+            )
+        else:
+            weighted = float(value) * float(weight)
+            is_good = math.isfinite(weighted) and (self.is_signed or weighted >= 0)
+            sums = (weighted, float(weight), 1.0, 1.0) if is_good else (0.0, 0.0, 0.0, 1.0)
+            self._add(_HOST, torch.tensor(sums, dtype=torch.float64))
+
+    def _record_tensor(self, value: Tensor, weight: Tensor | float) -> None:
+        _check(value, weight)
+        dtype = sum_dtype(value.device)
+        if isinstance(weight, Tensor) and weight.device != value.device:
+            weight = weight.item()  # a number on the host, which where() would copy to the device and wait
+        if not isinstance(weight, Tensor):
+            # As an operand of where(), a number would have the default dtype. full() copies nothing from the host.
+            weight = torch.full((), weight, dtype=dtype, device=value.device)
+        weighted = value.to(dtype) * weight
+        is_good = weighted.isfinite() if self.is_signed else weighted.isfinite() & (weighted >= 0)
+        sums = (
+            torch.where(is_good, weighted, 0).sum(dtype=dtype),
+            torch.where(is_good, weight, 0).sum(dtype=dtype),
+            is_good.sum(dtype=dtype),
+            torch.full((), value.numel(), dtype=dtype, device=value.device),
+        )
+        self._add(value.device, torch.stack(sums))
 
     def figures(self, sums: list[float]) -> Aggregate:
         """Convert the sums of recorded values to an :class:`Aggregate`.
@@ -125,32 +160,7 @@ class DeviceMean(_DeviceStat):
                 ``value`` and ``weight`` are on different devices. A zero-dimensional ``weight`` may always be on the
                 CPU.
         """
-        if not self.enabled:
-            return
-        if isinstance(value, Tensor):
-            self._update(value.detach(), weight.detach() if isinstance(weight, Tensor) else weight)
-        elif isinstance(weight, Tensor):
-            self._update(torch.full_like(weight.detach(), value, dtype=sum_dtype(weight.device)), weight.detach())
-        else:
-            self._add(_HOST, _single(value, weight))
-
-    def _update(self, value: Tensor, weight: Tensor | float) -> None:
-        _check(value, weight)
-        dtype = sum_dtype(value.device)
-        if isinstance(weight, Tensor) and weight.device != value.device:
-            weight = weight.item()  # a number on the host, which where() would copy to the device and wait
-        if not isinstance(weight, Tensor):
-            # As an operand of where(), a number would have the default dtype. full() copies nothing from the host.
-            weight = torch.full((), weight, dtype=dtype, device=value.device)
-        weighted = value.to(dtype) * weight
-        is_good = weighted.isfinite()
-        sums = (
-            torch.where(is_good, weighted, 0).sum(dtype=dtype),
-            torch.where(is_good, weight, 0).sum(dtype=dtype),
-            is_good.sum(dtype=dtype),
-            torch.full((), value.numel(), dtype=dtype, device=value.device),
-        )
-        self._add(value.device, torch.stack(sums))
+        self._record(value, weight)
 
 
 class DeviceSum(DeviceMean):
@@ -170,6 +180,7 @@ class DeviceCounter(_DeviceStat):
     """
 
     definer: ClassVar[Callable[..., Stat]] = Monitor.counter
+    is_signed: ClassVar[bool] = False
 
     def update(self, value: Tensor | float = 1) -> None:
         """Add increments to the total. No-op if the counter is disabled.
@@ -181,18 +192,7 @@ class DeviceCounter(_DeviceStat):
         Raises:
             InvalidArgumentError: for complex values.
         """
-        if not self.enabled:
-            return
-        if not isinstance(value, Tensor):
-            self._add(_HOST, _single(value if value >= 0 else math.nan))
-            return
-        _check(value, 1)
-        increments, dtype = value.detach().to(sum_dtype(value.device)), sum_dtype(value.device)
-        is_good = increments.isfinite() & (increments >= 0)
-        num_good = is_good.sum(dtype=dtype)
-        total = torch.where(is_good, increments, 0).sum(dtype=dtype)
-        num_values = torch.full((), value.numel(), dtype=dtype, device=value.device)
-        self._add(value.device, torch.stack((total, num_good, num_good, num_values)))
+        self._record(value)
 
     def figures(self, sums: list[float]) -> Aggregate:
         """Convert the sums of recorded values to an :class:`Aggregate`, whose total is an integer if it is whole."""
@@ -271,8 +271,35 @@ def _check(value: Tensor, weight: Tensor | float) -> None:
             )
 
 
-def _single(value: float, weight: float = 1) -> Tensor:
-    """Return the ``[4]`` sums of one value: total, weight, number of accepted values, and number of all values."""
-    weighted = float(value) * float(weight)
-    sums = (weighted, float(weight), 1.0, 1.0) if math.isfinite(weighted) else (0.0, 0.0, 0.0, 1.0)
-    return torch.tensor(sums, dtype=torch.float64)
+def merge_ranks(stats: Sequence[_DeviceStat], group: dist.ProcessGroup | None = None) -> dict[str, Aggregate]:
+    """Return the aggregate of each stat over all ranks, for the values recorded since the stat was last merged.
+
+    Runs one all-reduce. Every rank must call this function with the same stats in the same order. Waits for the device
+    and for the other ranks. If the function raises, the next call merges the values again.
+
+    Args:
+        stats: the :class:`DeviceMean`, :class:`DeviceCounter` or :class:`DeviceHistogram` objects to merge.
+        group: process group, by default all ranks. Unless its backend is NCCL, the sums are reduced on the host.
+
+    Returns:
+        Mapping from the name of a stat to its merged aggregate. The mapping is equal on every rank.
+
+    Raises:
+        InvalidArgumentError: if ``stats`` is empty or has duplicate names.
+    """
+    names = [stat.name for stat in stats]
+    if not stats or len(set(names)) < len(names):
+        raise InvalidArgumentError("stats", names, "Pass each stat once")
+    device = _HOST
+    if dist.get_backend(group) == "nccl":
+        device = torch.device("cuda", torch.cuda.current_device())
+    now = [stat.sums(device) for stat in stats]
+    vector = torch.cat(
+        [sums if stat.merged is None else sums - stat.merged for stat, sums in zip(stats, now, strict=True)]
+    )
+    dist.all_reduce(vector, group=group)
+    parts: Sequence[Tensor] = torch.split(vector.cpu(), [stat.num_sums for stat in stats])
+    merged = {stat.name: stat.figures(part.tolist()) for stat, part in zip(stats, parts, strict=True)}
+    for stat, sums in zip(stats, now, strict=True):
+        stat.merged = sums
+    return merged

@@ -39,6 +39,9 @@ class DeviceState(ABC):
         name: name of the state.
         num_sums: number of sums ``K``.
         reader: reader that copies the sums to the host.
+
+    Attributes:
+        merged: ``[K]`` sums at the last merge across ranks; None before the first one.
     """
 
     is_deleted = False
@@ -50,7 +53,7 @@ class DeviceState(ABC):
         self._reader = reader
         self._vectors: dict[torch.device, Tensor] = {}
         self._fence = StreamFence(self._vectors.values)
-        self._merged: Tensor | None = None
+        self.merged: Tensor | None = None
         self._seen: dict[torch.device, list[float]] = {}  # sums that were recorded
         reader.add(self)
 
@@ -81,17 +84,9 @@ class DeviceState(ABC):
                 total += vector.to(device)
             return total
 
-    def unmerged(self, now: Tensor) -> Tensor:
-        """Return ``now``, the ``[K]`` current sums, minus the sums at the last merge across ranks."""
-        return now if self._merged is None else now - self._merged
-
-    def set_merged(self, now: Tensor) -> None:
-        """Store ``now``, the ``[K]`` sums that a merge across ranks has included, for the next :meth:`unmerged`."""
-        self._merged = now
-
     def forget(self) -> None:
         """Drop the sums of every device. Called in a forked child."""
-        self._vectors, self._merged, self._seen = {}, None, {}
+        self._vectors, self.merged, self._seen = {}, None, {}
         self._fence = StreamFence(self._vectors.values)
 
     def _add(self, device: torch.device, growth: Tensor, places: Tensor | None = None) -> None:
