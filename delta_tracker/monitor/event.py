@@ -54,10 +54,6 @@ class _Ids:
     """
 
     def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Read the rank from the environment again, and restart the counter at a new random number."""
         rank = os.environ.get("RANK", "")
         self._high = int(rank) % 2**_RANK_BITS if rank.isdecimal() else secrets.randbits(_RANK_BITS)
         self._counts = itertools.count(secrets.randbits(_COUNT_BITS))
@@ -88,20 +84,8 @@ def renew_ids() -> None:
     _ids.clear()
 
 
-@dataclass(frozen=True, slots=True)
-class SpanContext:
-    """Ids of a span and of its trace. A trace is a group of related spans."""
-
-    span: int
-    trace: int
-
-
-CURRENT_SPAN: contextvars.ContextVar[SpanContext | None] = contextvars.ContextVar("CURRENT_SPAN", default=None)
-
-
-def _current(part: str) -> int:
-    context = CURRENT_SPAN.get()
-    return 0 if context is None else int(getattr(context, part))
+CURRENT_SPAN: contextvars.ContextVar[tuple[int, int]] = contextvars.ContextVar("CURRENT_SPAN", default=(0, 0))
+"""Ids of the current span and of its trace, which is a group of related spans; 0 outside of spans."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +117,9 @@ class Event:
     time_ns: int = field(default_factory=lambda: time.time_ns())  # noqa: PLW0108  the function is looked up at each call
     monotonic_ns: int = field(default_factory=lambda: time.monotonic_ns())  # noqa: PLW0108
     id: int = field(default_factory=new_id)
-    span: int = field(default_factory=lambda: _current("span"))
+    span: int = field(default_factory=lambda: CURRENT_SPAN.get()[0])
     parent: int = 0
-    trace: int = field(default_factory=lambda: _current("trace"))
+    trace: int = field(default_factory=lambda: CURRENT_SPAN.get()[1])
     phase: Phase = Phase.INSTANT
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from delta_tracker.monitor.clock import Clock
-from delta_tracker.monitor.event import CURRENT_SPAN, Event, Phase, Severity, SpanContext, Value, new_id, new_trace
+from delta_tracker.monitor.event import CURRENT_SPAN, Event, Phase, Severity, Value, new_id, new_trace
 
 _NS = 1e-9
 _NO_RUN_IDS = frozenset({"", "none"})  # "none" is torchrun's default
@@ -78,17 +78,16 @@ class Span:
         self._data = data
         self._severity = severity
         self._trace = trace
-        self._token: Token[SpanContext | None] | None = None
+        self._token: Token[tuple[int, int]] | None = None
         self.id = 0
 
     def start(self) -> Self:
         """Emit the begin event, make this span the current one, and return the span."""
-        parent = CURRENT_SPAN.get()
         self.id = new_id()
-        self._parent = 0 if parent is None else parent.span
+        self._parent, trace = CURRENT_SPAN.get()
         if self._trace is None:
-            self._trace = new_trace() if parent is None else parent.trace
-        self._token = CURRENT_SPAN.set(SpanContext(self.id, self._trace))
+            self._trace = trace or new_trace()
+        self._token = CURRENT_SPAN.set((self.id, self._trace))
         self._begin_ns = self._clock.monotonic_ns()
         self._emit(self._event(Phase.BEGIN, self._severity, self._begin_ns, self._data))
         return self
