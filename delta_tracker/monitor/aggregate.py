@@ -6,6 +6,9 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import cache
+from typing import Any
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor.buckets import LogBuckets
@@ -41,7 +44,8 @@ def check_aggregations(aggregations: Iterable[str]) -> tuple[str, ...]:
     return found
 
 
-def needs_buckets(aggregations: Iterable[str]) -> bool:
+@cache
+def needs_buckets(aggregations: tuple[str, ...]) -> bool:
     """Return True if any of the aggregations is computed from :class:`LogBuckets`."""
     return any(name == "histogram" or quantile_of(name) is not None for name in aggregations)
 
@@ -64,25 +68,9 @@ class Aggregate:
         min: smallest accepted number; NaN if there is none, or if only sums are known, as for ``DeviceMean``.
         max: largest accepted number; NaN if there is none, or if only sums are known, as for ``DeviceMean``.
         last: newest accepted number; NaN if there is none, or if the numbers were accumulated on a device.
-        num_rejected: number of rejected values: NaN, infinity, masked values, tensors on a device, values that
-            ``float()`` does not accept, and negative numbers if ``is_counter`` is True.
+        num_rejected: number of rejected values: NaN, infinity, and negative numbers if ``is_counter`` is True.
         buckets: counts of the accepted numbers in buckets; None if ``with_buckets`` is False.
     """
-
-    __slots__ = (
-        "_is_counter",
-        "_mean",
-        "_num_spread",
-        "_squares",
-        "buckets",
-        "count",
-        "last",
-        "max",
-        "min",
-        "num_rejected",
-        "total",
-        "weight",
-    )
 
     def __init__(self, *, with_spread: bool = False, with_buckets: bool = False, is_counter: bool = False) -> None:
         self.count = 0
@@ -96,32 +84,18 @@ class Aggregate:
         self._squares: float | None = 0.0 if with_spread else None
         self._is_counter = is_counter
 
-    def fresh(self) -> Aggregate:
-        """Return an empty aggregate with the same configuration."""
-        return Aggregate(
-            with_spread=self._squares is not None,
-            with_buckets=self.buckets is not None,
-            is_counter=self._is_counter,
-        )
-
-    def copy(self) -> Aggregate:
-        """Return a copy of the aggregate."""
-        result = self.fresh()
-        result.merge(self)
-        return result
-
     @property
-    def is_counter(self) -> bool:
-        """True if negative numbers are rejected."""
-        return self._is_counter
+    def num_values(self) -> int:
+        """Number of accepted and rejected values."""
+        return self.count + self.num_rejected
 
-    def extend(self, values: Sequence[object]) -> list[float]:
-        """Add numbers. Never raises; rejected values are counted in ``num_rejected``.
+    def extend(self, values: list[float]) -> list[float]:
+        """Add numbers. Never raises; rejected numbers are counted in ``num_rejected``.
 
         Returns:
             The accepted numbers.
         """
-        numbers = self._numbers(values)
+        numbers = self._accepted(values)
         if not numbers:
             return numbers
         count, total = len(numbers), _sum(numbers)
@@ -139,8 +113,6 @@ class Aggregate:
     def merge(self, newer: Aggregate) -> None:
         """Add the numbers of ``newer``, which is not changed. A ``newer.last`` that is not NaN replaces ``last``."""
         self.num_rejected += newer.num_rejected
-        if newer.count == 0:
-            return
         if self._squares is not None and newer._squares is not None:
             self._add_spread(newer._num_spread, newer._mean, newer._squares)
         if self.buckets is not None and newer.buckets is not None:
@@ -207,16 +179,13 @@ class Aggregate:
         self.max = _known(max, self.max, high)
         self.last = self.last if math.isnan(last) else last
 
-    def _numbers(self, values: Sequence[object]) -> list[float]:
+    def _accepted(self, values: list[float]) -> list[float]:
         """Return the accepted numbers among ``values``. Count the others as rejected."""
-        if _PLAIN_TYPES.issuperset(map(type, values)):
-            numbers: list[float] = list(values)  # type: ignore[arg-type]  # the line above checked every type
-            # A finite sum has finite terms. Integers beyond the range of a float take the slow path.
-            if _has_finite_sum(numbers) and not (self._is_counter and min(numbers, default=0) < 0):
-                return numbers
-        kept = [number for number in map(_number, values) if number is not None]
-        if self._is_counter:
-            kept = [number for number in kept if number >= 0]
+        with suppress(OverflowError):  # of integers beyond the range of a float
+            # A finite sum has finite terms.
+            if math.isfinite(sum(values)) and not (self._is_counter and min(values, default=0) < 0):
+                return values
+        kept = [value for value in values if _is_finite(value) and not (self._is_counter and value < 0)]
         self.num_rejected += len(values) - len(kept)
         return kept
 
@@ -230,15 +199,11 @@ def _known(choose: Callable[[float, float], float], first: float, second: float)
 
 def _sum(numbers: Sequence[float]) -> float:
     """Return the sum, exact for integers; infinite if it exceeds the range of a float."""
-    total = sum(numbers)
-    return total if _is_finite(total) else sum(map(float, numbers))
-
-
-def _has_finite_sum(numbers: Sequence[float]) -> bool:
-    try:
-        return math.isfinite(sum(numbers))
-    except OverflowError:  # an integer beyond the range of a float
-        return False
+    with suppress(OverflowError):
+        total = sum(numbers)
+        if math.isfinite(total):
+            return total
+    return sum(map(float, numbers))
 
 
 def _is_finite(number: float) -> bool:
@@ -248,33 +213,21 @@ def _is_finite(number: float) -> bool:
         return False
 
 
-def plain_number(value: object) -> float:
-    """Return ``value`` as an int, a float or a bool; NaN if it is not a finite number or is a tensor on a device.
+def plain_number(value: Any) -> float:  # noqa: ANN401  users pass anything
+    """Return ``value`` as an int, a float or a bool; NaN if it is not a number or is a tensor on a device.
 
     Never raises or waits for a device. Integers of arrays and of tensors on the host stay exact.
     """
-    number = _number(value)
-    return math.nan if number is None else number
-
-
-def _number(value: object) -> float | None:
-    """Return ``value`` as a finite number; None if it is not a finite number or is a tensor on a device."""
-    if type(value) in _PLAIN_TYPES:
-        return value if _is_finite(value) else None  # type: ignore[return-value, arg-type]  # an int, a float, a bool
     # Converting a tensor on a device would block. DeviceMean and similar classes record such tensors.
     device = getattr(value, "device", None)
     if device is not None and getattr(device, "type", "cpu") != "cpu":
-        return None
+        return math.nan
     numpy = sys.modules.get("numpy")  # imported if the caller has an array
     if numpy is not None and numpy.ma.is_masked(value):  # item() returns the value that the mask hides
-        return None
+        return math.nan
+    with suppress(Exception):  # float() decides
+        value = value.item()  # of arrays, their scalars and tensors
     try:
-        number: float = value.item()  # type: ignore[attr-defined]  # of arrays, their scalars and tensors
-    except Exception:  # noqa: BLE001  float() decides
-        number = value  # type: ignore[assignment]
-    try:
-        if type(number) not in _PLAIN_TYPES:
-            number = float(number)
+        return value if type(value) in _PLAIN_TYPES else float(value)
     except Exception:  # noqa: BLE001  values of any type are counted as rejected; training must continue
-        return None
-    return number if _is_finite(number) else None
+        return math.nan

@@ -7,19 +7,18 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 from functools import partial
 
 from delta_tracker.monitor.batch import Batch, TotalReport, WindowReport
-from delta_tracker.monitor.delivery_queues import HandlerQueue, SinkQueue
 from delta_tracker.monitor.event import Event
-from delta_tracker.monitor.event_log import EventLog, Subscription
-from delta_tracker.monitor.guarded_calls import Guard, Runner
+from delta_tracker.monitor.event_log import EventLog
 from delta_tracker.monitor.library import LibraryMetrics
+from delta_tracker.monitor.outlets import Guard, Runner, SinkQueue
 from delta_tracker.monitor.registry import Registry
 from delta_tracker.monitor.sinks.sink import Sink
-from delta_tracker.monitor.stat import Gauge, Kind
+from delta_tracker.monitor.stat import Kind
 
 _logger = logging.getLogger(__name__)
 
@@ -44,23 +43,15 @@ class Collector:
         events: log of the events to deliver.
         metrics: built-in metrics, including the counters of errors and losses.
         deadline_seconds: time limit of each call to a sink, handler or callback.
-        max_undelivered: maximum number of events queued for a sink or handler.
     """
 
     def __init__(
-        self,
-        registry: Registry,
-        events: EventLog,
-        metrics: LibraryMetrics,
-        *,
-        deadline_seconds: float,
-        max_undelivered: int,
+        self, registry: Registry, events: EventLog, metrics: LibraryMetrics, *, deadline_seconds: float
     ) -> None:
         self._registry = registry
         self._events = events
         self._metrics = metrics
         self._deadline_seconds = deadline_seconds
-        self._max_undelivered = max_undelivered
         self._begin_ns = registry.progress.clock.time_ns()
         self.reset()
 
@@ -70,12 +61,10 @@ class Collector:
         Called at each stop and in a forked child.
         """
         self._lock = threading.RLock()
-        self._runner = Runner(self._registry.progress.clock, self._deadline_seconds)
+        self._runner = Runner(self._registry.progress.clock, self._deadline_seconds, self._metrics)
         self._sinks: list[SinkQueue] = []
-        self._guards: dict[str, Guard] = {}
-        self._handlers: dict[Subscription, HandlerQueue] = {}
+        self._guards: dict[str, Guard] = {}  # of the sources, by name
         self._undelivered: list[Event] = []
-        self._losses: dict[tuple[str, str], int] = {}
         self._attributes: dict[str, str] = {}
         # An inner queue is a request of flush(): collect, then put None into the inner queue.
         self._wakeups: queue.SimpleQueue[_Wake | queue.SimpleQueue[None]] = queue.SimpleQueue()
@@ -115,7 +104,7 @@ class Collector:
         Raises:
             RuntimeError: if a thread cannot be started; the collector stays stopped.
         """
-        sink_queues = [SinkQueue(sink, self._max_undelivered) for sink in sinks]
+        sink_queues = [SinkQueue(sink, self._events.capacity) for sink in sinks]
         thread = threading.Thread(
             target=self._loop, args=(interval_seconds, self._wakeups), name="delta_tracker-collector", daemon=True
         )
@@ -184,9 +173,11 @@ class Collector:
         with self._lock:
             clock = self._registry.progress.clock
             begin_ns = clock.monotonic_ns()
-            for source in self._registry.sources:
-                guard = self._guards.setdefault(source.name, Guard(source.name))
-                self._run(guard, partial(source.read, is_last=is_last), here_if_refused=is_last)
+            sources = self._registry.sources
+            self._guards = {each.name: self._guards.get(each.name) or Guard(each.name) for each in sources}
+            for source in sources:
+                action = partial(source.read, is_last=is_last)
+                self._runner.run(self._guards[source.name], action, here_if_refused=is_last)
             seconds = self._deadline_seconds / 2 if handler_seconds is None else handler_seconds
             if self._hand_to_handlers(seconds, is_last=is_last):
                 self.wake()
@@ -203,6 +194,7 @@ class Collector:
             )
             for sink_queue in self._sinks:
                 self._deliver(sink_queue, batch)
+            self._registry.forget_ended()
             self._metrics.collect_seconds.add((clock.monotonic_ns() - begin_ns) * _NS)
             return batch
 
@@ -213,42 +205,28 @@ class Collector:
         if num_events:
             self._metrics.dropped_events.cell(reason="undelivered").add(num_events)
         action = partial(sink_queue.deliver, batch)
-        self._run(sink_queue.guard, action, even_if_muted=batch.is_last, here_if_refused=batch.is_last)
+        self._runner.run(sink_queue.guard, action, even_if_muted=batch.is_last, here_if_refused=batch.is_last)
 
     def _read(self, *, is_last: bool) -> tuple[list[WindowReport], list[TotalReport]]:
         windows, totals = [], []
         for stat in self._registry.find():
-            num_rejected = num_lost = 0
             for cell in stat.cells:
-                function = stat.function_of(cell) if isinstance(stat, Gauge) else None
+                function = cell.function
                 reading = None if function is None else function()
                 if reading is not None:
                     cell.add(reading)
-                closed, figures = cell.collect(is_last=is_last)
-                if function is not None and reading is None:
-                    figures = figures.fresh()  # there is no data now; the last reading is out of date
-                windows += [WindowReport.of(stat.definition, cell.labels, stat.policy, window) for window in closed]
+                found = cell.collect(is_last=is_last)
+                windows += [WindowReport.of(stat.definition, cell.labels, stat.policy, each) for each in found.windows]
+                # If the function has no reading, there is no data now; the last reading is out of date.
+                has_data = found.figures.count and (function is None or reading is not None)
                 # Export an unused counter as 0, so that its first increment is visible. Other stats have no data yet.
-                if figures.count or (stat.definition.kind is Kind.COUNTER and cell.enabled):
-                    totals.append(TotalReport(stat.definition, cell.labels, figures, function))
-                num_rejected += figures.num_rejected
-                num_lost += cell.num_lost_windows
-            self._count_losses(stat.name, num_rejected, num_lost)
+                if has_data or (stat.definition.kind is Kind.COUNTER and cell.enabled):
+                    totals.append(TotalReport(stat.definition, cell.labels, found.figures, function))
+                if found.num_rejected:
+                    self._metrics.rejected_values.cell(stat=stat.name).add(found.num_rejected)
+                if found.num_lost:
+                    self._metrics.lost_windows.cell(stat=stat.name).add(found.num_lost)
         return windows, totals
-
-    def _count_losses(self, stat: str, num_rejected: int, num_lost: int) -> None:
-        """Update the counters of rejected values and lost windows. The next collection reports their increases.
-
-        Args:
-            stat: name of the stat.
-            num_rejected: number of values that the stat has rejected so far.
-            num_lost: number of windows that the stat has lost so far.
-        """
-        for metric, number in ((self._metrics.rejected_values, num_rejected), (self._metrics.lost_windows, num_lost)):
-            growth = number - self._losses.get((metric.name, stat), 0)
-            if growth > 0:
-                metric.cell(stat=stat).add(growth)
-                self._losses[metric.name, stat] = number
 
     def _hand_to_handlers(self, seconds: float, *, is_last: bool = False) -> bool:
         """Call each handler with its queued events.
@@ -263,40 +241,17 @@ class Collector:
         """
         self._is_woken = False
         events = self._events.take()
-        self._handlers = {
-            each: self._handlers.get(each) or HandlerQueue(each, self._max_undelivered)
-            for each in self._events.subscriptions
-        }
-        until, is_behind, num_dropped = time.monotonic() + seconds, False, 0
-        for handler_queue in self._handlers.values():
-            num_dropped += handler_queue.add(events)
-            if handler_queue.is_waiting and self._run(
-                handler_queue.guard, partial(handler_queue.hand, until), here_if_refused=is_last
-            ):
-                is_behind = is_behind or handler_queue.is_waiting
-        if num_dropped:
-            self._metrics.dropped_events.cell(reason="unhandled").add(num_dropped)
+        until, is_behind = time.monotonic() + seconds, False
+        for subscription in self._events.subscriptions:
+            subscription.queue(events)
+            action = partial(subscription.hand, until)
+            if subscription.is_waiting and self._runner.run(subscription.guard, action, here_if_refused=is_last):
+                is_behind = is_behind or subscription.is_waiting
         self._undelivered += events
-        for _ in self._undelivered[: -self._max_undelivered]:
-            self._metrics.dropped_events.cell(reason="overrun").add(1)
-        del self._undelivered[: -self._max_undelivered]
+        for _ in self._undelivered[: -self._events.capacity]:
+            self._events.dropped("overrun")
+        del self._undelivered[: -self._events.capacity]
         return is_behind
-
-    def _run(
-        self,
-        guard: Guard,
-        action: Callable[[], None],
-        *,
-        even_if_muted: bool = False,
-        here_if_refused: bool = False,
-    ) -> bool:
-        num_errors, num_muted = guard.num_errors, guard.num_muted
-        is_done = self._runner.run(guard, action, even_if_muted=even_if_muted, here_if_refused=here_if_refused)
-        if guard.num_errors > num_errors:
-            self._metrics.outlet_errors.cell(outlet=guard.name).add(1)
-        if guard.num_muted > num_muted:
-            self._metrics.muted_deliveries.cell(outlet=guard.name).add(1)
-        return is_done
 
     def _loop(self, interval_seconds: float, wakeups: queue.SimpleQueue[_Wake | queue.SimpleQueue[None]]) -> None:
         runner, due = self._runner, time.monotonic() + interval_seconds
@@ -330,7 +285,7 @@ class Collector:
             if sink_queue.guard.is_busy:
                 _logger.error("monitor: not closed, because a delivery has not returned: sink=%s", sink_queue.sink.name)
             else:
-                self._run(sink_queue.guard, sink_queue.sink.close, even_if_muted=True, here_if_refused=True)
+                self._runner.run(sink_queue.guard, sink_queue.sink.close, even_if_muted=True, here_if_refused=True)
         self._runner.stop()
 
     def _collect_once(self, *, is_last: bool = False, handler_seconds: float | None = None) -> None:

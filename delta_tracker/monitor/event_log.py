@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor.clock import Clock
 from delta_tracker.monitor.event import Event, Severity
 from delta_tracker.monitor.names import matches
+from delta_tracker.monitor.outlets import Guard
 
 Handler = Callable[[Event], None]
 
@@ -84,21 +87,58 @@ class Subscription:
         pattern: shell pattern of event names.
         severity: lowest severity of the events.
         handler: function that is called with each matching event.
+
+    Attributes:
+        guard: record of the handler's failures. A handler that failed is muted: it is not called for a while.
     """
 
     def __init__(self, log: EventLog, pattern: str, severity: Severity, handler: Handler) -> None:
         self._log = log
         self._pattern = pattern
         self._severity = severity
-        self.handler = handler
+        self._handler = handler
+        self.reset()
 
-    def wants(self, event: Event) -> bool:
-        """Return True if the severity and the name of an event match the subscription."""
-        return event.severity >= self._severity and matches(self._pattern, event.name)
+    def reset(self) -> None:
+        """Discard the undelivered events and the failures. Called in a forked child."""
+        self._waiting: deque[Event] = deque()
+        self.guard = Guard(getattr(self._handler, "__qualname__", type(self._handler).__qualname__))
+
+    @property
+    def is_waiting(self) -> bool:
+        """True if events are queued."""
+        return bool(self._waiting)
+
+    def queue(self, events: Sequence[Event]) -> None:
+        """Queue the matching ones of ``events``. If there are more than the log's capacity, drop the oldest events."""
+        self._waiting.extend(
+            event for event in events if event.severity >= self._severity and matches(self._pattern, event.name)
+        )
+        while len(self._waiting) > self._log.capacity and self._next() is not None:
+            self._log.dropped("unhandled")
+
+    def hand(self, until: float) -> None:
+        """Call the handler with each queued event.
+
+        If the handler raises, that event is not delivered again, and the events after it stay queued.
+
+        Args:
+            until: value of ``time.monotonic()`` after which the remaining events stay queued. The handler is called
+                with at least one event, even if this time has passed.
+        """
+        event = self._next()
+        while event is not None:
+            self._handler(event)
+            event = self._next() if time.monotonic() < until else None
 
     def remove(self) -> None:
         """Unsubscribe the handler. A second call is a no-op."""
         self._log.unsubscribe(self)
+
+    def _next(self) -> Event | None:
+        with suppress(IndexError):  # the queue is empty
+            return self._waiting.popleft()
+        return None
 
 
 class EventLog:
@@ -110,8 +150,8 @@ class EventLog:
         clock: clock for the rate limits.
         capacity: maximum number of queued events, and maximum number of events in :attr:`recent`. If an event is added
             to a full queue, the oldest event is dropped.
-        dropped: function called for each dropped event with the reason: ``severity``, ``sample``, ``rate`` or
-            ``overrun``.
+        dropped: function called for each dropped event with the reason: ``severity``, ``sample``, ``rate``,
+            ``overrun`` or ``unhandled``.
         wake: function called for each event that is queued.
 
     Raises:
@@ -124,8 +164,8 @@ class EventLog:
         if type(capacity) is not int or capacity < 1:
             raise InvalidArgumentError("capacity", capacity, "Pass a whole number of 1 or more")
         self._clock = clock
-        self._capacity = capacity
-        self._dropped = dropped
+        self.capacity = capacity
+        self.dropped = dropped
         self._wake = wake
         self._waiting: deque[Event] = deque()
         self._recent: deque[Event] = deque(maxlen=capacity)
@@ -138,16 +178,16 @@ class EventLog:
         gate = self._gates.get(event.name) or self._gate(event.name)
         refusal = gate.refusal(event, self._clock.monotonic_ns())
         if refusal is not None:
-            self._dropped(refusal)
+            self.dropped(refusal)
             return
         self._recent.append(event)
         self._waiting.append(event)
-        if len(self._waiting) > self._capacity:
+        if len(self._waiting) > self.capacity:
             try:
                 self._waiting.popleft()
             except IndexError:
                 return  # the collector has emptied the queue
-            self._dropped("overrun")
+            self.dropped("overrun")
         self._wake()
 
     def is_enabled(self, name: str, severity: Severity = Severity.INFO) -> bool:
@@ -208,6 +248,8 @@ class EventLog:
         """Discard all events. Called in a forked child."""
         self._waiting.clear()
         self._recent.clear()
+        for subscription in self._subscriptions:
+            subscription.reset()
 
     def _gate(self, name: str) -> _Gate:
         rule = EventRule()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from datetime import timedelta
 from typing import Any, cast
 
@@ -15,17 +16,17 @@ from delta_tracker.monitor.clock import Clock, Progress
 from delta_tracker.monitor.collector import Collector
 from delta_tracker.monitor.event import Event, Severity, Value, renew_ids
 from delta_tracker.monitor.event_log import EventLog, EventRule, Handler, Subscription
-from delta_tracker.monitor.label_names import LabelNames
 from delta_tracker.monitor.library import LibraryMetrics
 from delta_tracker.monitor.names import check_label_names, encodable
-from delta_tracker.monitor.polled_stats import Readings, Source
+from delta_tracker.monitor.polled_stats import Passive, Readings, Source
 from delta_tracker.monitor.registry import Registry
 from delta_tracker.monitor.sinks.sink import Sink
 from delta_tracker.monitor.span import Span, launched_run_id, trace_of
-from delta_tracker.monitor.stat import Counter, Definition, Gauge, Histogram, Hooks, Kind, Stat
+from delta_tracker.monitor.stat import Counter, Definition, Gauge, Histogram, Kind, Stat
 from delta_tracker.monitor.system import SystemMetrics
 
 _INTERVAL = timedelta(seconds=10)
+_OPTIONS = {each.name for each in fields(Definition)} - {"name", "kind", "help"}
 
 
 class Monitor(Forkable):
@@ -44,7 +45,6 @@ class Monitor(Forkable):
     Attributes:
         registry: registry of all stats and sources.
         metrics: the built-in metrics.
-        label_names: names that trackers, publishers and predictors use as label values.
         events: log that receives the events.
 
     Example:
@@ -62,69 +62,38 @@ class Monitor(Forkable):
         self._clock = clock
         self._run_id: str | None = None
         self._progress = Progress(clock)
-        self.registry = Registry(self._progress, Hooks(self._overflowed))
+        self.registry = Registry(self._progress, self._overflowed)
         self.metrics = LibraryMetrics(self.registry)
-        self.label_names = LabelNames()
         self.events = EventLog(clock, capacity, self._dropped, self._wake)
         self._collector = Collector(
             self.registry,
             self.events,
             self.metrics,
             deadline_seconds=_seconds("deadline", deadline),
-            max_undelivered=capacity,
         )
 
     # Stats
 
-    def counter(
-        self,
-        name: str,
-        help: str = "",  # noqa: A002  the usual term
-        *,
-        unit: str = "",
-        labels: Sequence[str] = (),
-        max_cells: int = 256,
-        is_logical: bool = False,
-        **settings: Any,  # noqa: ANN401  the fields of Policy
-    ) -> Counter:
-        """Define and return a counter, a total that only grows.
+    def counter(self, name: str, help: str = "", **options: Any) -> Counter:  # noqa: A002, ANN401
+        """Define and return a counter, a total that only grows. The arguments are those of :meth:`stat`.
 
-        A second call with the same definition returns the same counter.
-
-        Args:
-            name: unique name; dots separate namespaces.
-            help: description in one sentence.
-            unit: base unit spelled out, such as seconds.
-            labels: label names.
-            max_cells: maximum number of label sets. The records of all further label sets are added up in one cell.
-            is_logical: True if the counter describes the training run, not the process. It is then saved in
-                checkpoints, see :mod:`~delta_tracker.monitor.state`.
-            settings: fields of :class:`~delta_tracker.monitor.policy.Policy`.
-
-        Raises:
-            InvalidArgumentError: for an invalid name, unit, label or setting, or if ``name`` has another definition.
+        Pass ``is_logical=True`` if the counter describes the training run, not the process. It is then saved in
+        checkpoints, see :mod:`~delta_tracker.monitor.state`.
         """
-        definition = Definition(
-            name=name,
-            kind=Kind.COUNTER,
-            help=help,
-            unit=unit,
-            labels=tuple(labels),
-            max_cells=max_cells,
-            is_logical=is_logical,
-        )
-        return cast("Counter", self._define(definition, settings))
+        return cast("Counter", self._define(Kind.COUNTER, name, help, options))
 
     def gauge(self, name: str, help: str = "", **options: Any) -> Gauge:  # noqa: A002, ANN401
         """Define and return a gauge, a value that can go up and down. The arguments are those of :meth:`stat`."""
-        return cast("Gauge", self._of_kind(Kind.GAUGE, name, help, **options))
+        return cast("Gauge", self._define(Kind.GAUGE, name, help, options))
 
     def histogram(self, name: str, help: str = "", **options: Any) -> Histogram:  # noqa: A002, ANN401
         """Define and return a stat that reports quantiles of samples. The arguments are those of :meth:`stat`."""
-        return cast("Histogram", self._of_kind(Kind.HISTOGRAM, name, help, **options))
+        return cast("Histogram", self._define(Kind.HISTOGRAM, name, help, options))
 
-    def stat(self, name: str, help: str = "", **options: Any) -> Stat:  # noqa: A002, ANN401
+    def stat(self, name: str, help: str = "", **options: Any) -> Stat:  # noqa: A002, ANN401  the usual term
         """Define and return a stat of samples, such as losses.
+
+        A second call with the same definition returns the same stat.
 
         Args:
             name: unique name; dots separate namespaces.
@@ -136,7 +105,7 @@ class Monitor(Forkable):
         Raises:
             InvalidArgumentError: for an invalid name or option, or if ``name`` has another definition.
         """
-        return self._of_kind(Kind.STAT, name, help, **options)
+        return self._define(Kind.STAT, name, help, options)
 
     def passive(
         self,
@@ -145,9 +114,7 @@ class Monitor(Forkable):
         help: str = "",  # noqa: A002
         *,
         kind: Kind = Kind.GAUGE,
-        unit: str = "",
-        labels: Sequence[str] = (),
-        **settings: Any,  # noqa: ANN401
+        **options: Any,  # noqa: ANN401
     ) -> Stat:
         """Define and return a stat whose values come from a callback.
 
@@ -155,26 +122,22 @@ class Monitor(Forkable):
 
         Args:
             name: unique name; dots separate namespaces.
-            callback: returns the readings, see :meth:`~delta_tracker.monitor.registry.Registry.passive`.
+            callback: returns a number, a mapping of label values to numbers (for several labels, the keys are tuples),
+                or None for no data. For a counter, the numbers are totals.
             help: description in one sentence.
             kind: kind of the stat, such as ``Kind.GAUGE``.
-            unit: base unit spelled out, such as seconds.
-            labels: label names.
-            settings: fields of :class:`~delta_tracker.monitor.policy.Policy`.
+            options: those of :meth:`stat`.
 
         Raises:
-            InvalidArgumentError: for an invalid name, unit, label or setting, or if ``name`` has another definition or
-                already has a callback.
+            InvalidArgumentError: for an invalid name or option, or if ``name`` has another definition or already has a
+                callback.
         """
-        definition = Definition(name=name, kind=kind, help=help, unit=unit, labels=tuple(labels))
-        protect(self)
-        return self.registry.passive(definition, callback, **settings)
+        stat = self._define(kind, name, help, options)
+        self.registry.add_source(Passive(stat, callback))
+        return stat
 
     def add_source(self, source: Source) -> None:
-        """Add a source, which is read at every collection in a thread of the library.
-
-        An earlier source of the same name is replaced.
-        """
+        """Add a source, which is read at every collection in a thread of the library."""
         protect(self)
         self.registry.add_source(source)
 
@@ -367,26 +330,10 @@ class Monitor(Forkable):
             self._run_id = launched_run_id()
         return self._run_id
 
-    def _define(self, definition: Definition, settings: dict[str, Any]) -> Stat:
+    def _define(self, kind: Kind, name: str, text: str, options: dict[str, Any]) -> Stat:
         protect(self)
-        return self.registry.define(definition, **settings)
-
-    def _of_kind(
-        self,
-        kind: Kind,
-        name: str,
-        text: str,
-        *,
-        unit: str = "",
-        labels: Sequence[str] = (),
-        max_cells: int = 256,
-        bounds: tuple[int, int] = (-14, 10),
-        **settings: Any,  # noqa: ANN401
-    ) -> Stat:
-        definition = Definition(
-            name=name, kind=kind, help=text, unit=unit, labels=tuple(labels), max_cells=max_cells, bounds=bounds
-        )
-        return self._define(definition, settings)
+        defined = {key: options.pop(key) for key in _OPTIONS if key in options}
+        return self.registry.define(Definition(name=name, kind=kind, help=text, **defined), **options)
 
     def _overflowed(self, stat: str) -> None:
         if stat != self.metrics.label_overflows.name:

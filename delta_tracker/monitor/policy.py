@@ -38,16 +38,11 @@ class Window:
         if self.every is not None and (type(self.every) is not timedelta or self.every <= timedelta(0)):
             raise InvalidArgumentError("every", self.every, "Pass a timedelta above 0, or None")
 
-    @property
-    def closes_at_collections(self) -> bool:
-        """True if every collection closes the window."""
-        return self.count is None and self.every is None and not self.epoch
-
     def is_over(self, age_ns: int) -> bool:
         """Return whether a collection of metrics closes a window that is ``age_ns`` nanoseconds old."""
         if self.every is not None:
             return age_ns >= self.every // timedelta(microseconds=1) * 1000
-        return self.closes_at_collections
+        return self.count is None and not self.epoch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from typing import ClassVar, Literal
 
 from delta_tracker.monitor.stat import Kind, Stat
 
@@ -24,6 +25,10 @@ class Source(ABC):
     name: str
     """Name of the source in log messages and metrics."""
 
+    if_taken: ClassVar[Literal["replace", "number", "refuse"]] = "replace"
+    """What happens if a source with a name in use is added: it replaces the other one, its name gets a number, or it
+    is refused."""
+
     @property
     def is_over(self) -> bool:
         """True if the source has ended and can be removed."""
@@ -35,13 +40,6 @@ class Source(ABC):
 
         Args:
             is_last: True for the last collection before the monitor stops. Only then may the method wait for a device.
-        """
-
-    def take_over(self, earlier: Source) -> None:  # noqa: B027  most sources keep nothing to record
-        """Record what ``earlier`` has not recorded yet. Called before this source replaces it; must not block.
-
-        Args:
-            earlier: source of the same name. It is not read again.
         """
 
     def end(self) -> None:  # noqa: B027  most sources need no clean-up
@@ -62,6 +60,8 @@ class Passive(Source):
             previous reading is recorded.
         callback: returns the readings.
     """
+
+    if_taken = "refuse"
 
     def __init__(self, stat: Stat, callback: Callable[[], Readings]) -> None:
         self.name = stat.name

@@ -17,7 +17,7 @@ from delta_tracker.monitor.timer import Timer
 _MAX_LENGTH = 200
 
 
-class Recorder:
+class Recorder(Source):
     """Recorder of the built-in metrics of one object. It sets one label of each metric to the object's name.
 
     The attributes are the metrics of :class:`~delta_tracker.monitor.library.LibraryMetrics` that have this label.
@@ -26,10 +26,13 @@ class Recorder:
     Args:
         role: name of the label: ``"tracker"``, ``"publisher"`` or ``"predictor"``.
         owner: the object. The recorder keeps only a weak reference to it. After the object is garbage-collected, the
-            collector closes the recorder when it next collects metrics.
+            next collection removes the gauges.
         name: name of the object and value of the label; None to use ``role``. If the name is in use, ``-2``,
             ``-3``, ... is appended.
         monitor: the monitor; None for the program's default.
+
+    Attributes:
+        label: name and value of the label.
 
     Raises:
         InvalidArgumentError: for an invalid name or monitor.
@@ -40,9 +43,11 @@ class Recorder:
         >>> one, two, monitor = Owner(), Owner(), Monitor()
         >>> recorder, other = (Recorder("publisher", owner, monitor=monitor) for owner in (one, two))
         >>> recorder.published_rows.cell(table="user").add(3)
-        >>> other.name, [cell.labels for cell in monitor.metrics.published_rows.cells]
-        ('publisher-2', [(('publisher', 'publisher'), ('table', 'user'))])
+        >>> other.label, [cell.labels for cell in monitor.metrics.published_rows.cells]
+        ({'publisher': 'publisher-2'}, [(('publisher', 'publisher'), ('table', 'user'))])
     """
+
+    if_taken = "number"
 
     def __init__(self, role: str, owner: object, *, name: str | None = None, monitor: Monitor | None = None) -> None:
         if name is not None and not (type(name) is str and name.isprintable() and 0 < len(name) <= _MAX_LENGTH):
@@ -50,91 +55,56 @@ class Recorder:
         if monitor is not None and not isinstance(monitor, Monitor):
             raise InvalidArgumentError("monitor", monitor, "Pass a Monitor, or None for the program's default")
         self.monitor = program_monitor() if monitor is None else monitor
-        self.role = role
-        self.monitor.registry.forget_ended()  # releases their names
-        self.name = self.monitor.label_names.take(role, role if name is None else name)
-        self._life = _Life(f"{role} {self.name}", owner, self._forget)
-        self.monitor.add_source(self._life)
+        self.name = f"{role} {role if name is None else name}"
+        self._owner: Callable[[], object] = weakref.ref(owner)
+        self._record: Callable[[Any], None] | None = None
+        self._is_closed = False
+        self.monitor.add_source(self)
+        self.label = {role: self.name.removeprefix(f"{role} ")}
 
     def __getattr__(self, metric: str) -> BoundStat:
-        """Return the built-in metric ``metric``, with the recorder's label set to the recorder's name.
+        """Return the built-in metric ``metric``, with the recorder's label set to the name of the object.
 
         Raises:
             AttributeError: if no built-in metric has this name.
         """
         if metric.startswith("_"):
             raise AttributeError(metric)
-        return BoundStat(getattr(self.monitor.metrics, metric), self.role, self.name)
+        return BoundStat(getattr(self.monitor.metrics, metric), self.label)
 
     def watch(self, record: Callable[[Any], None]) -> None:
         """Call ``record(owner)`` once per collection, in a thread of the library, while the owner is alive."""
-        self._life.record = record
+        self._record = record
 
     def close(self) -> None:
         """Stop recording, remove the gauges and release the name.
 
-        The next collection still reports the gauges. They are removed at the collection after that, or earlier if
-        another recorder or source is added.
+        The next collection still reports the gauges. They are removed after it, or earlier if another recorder or
+        source is added.
 
         Counters and histograms are totals of the process and are kept. The next recorder with this name adds to them.
         """
-        self._life.close()
-
-    def _forget(self) -> None:
-        for stat in self.monitor.find(f"{PREFIX}*", kind=Kind.GAUGE):
-            if self.role in stat.definition.labels:
-                stat.remove(**{self.role: self.name})
-        self.monitor.label_names.release(self.role, self.name)
-
-
-class _Life(Source):
-    """Source that records the metrics of one object until :meth:`close` or until the object is garbage-collected.
-
-    Args:
-        name: name of the source in log messages and metrics.
-        owner: the object, held by a weak reference.
-        forget: called once, to remove the metrics of the object.
-
-    Attributes:
-        record: function to call with the object at each collection, if any.
-    """
-
-    def __init__(self, name: str, owner: object, forget: Callable[[], None]) -> None:
-        self.name = name
-        self.record: Callable[[Any], None] | None = None
-        self._owner: Callable[[], object] = weakref.ref(owner)
-        self._forget: Callable[[], None] | None = forget
-        self._is_closed = self._is_collected = False
+        self._is_closed, self._record = True, None
 
     @property
     def is_over(self) -> bool:
         """True after :meth:`close`, or if the object was garbage-collected."""
         return self._is_closed or self._owner() is None
 
-    def close(self) -> None:
-        """Stop recording. The next collection still reports the last values."""
-        self._is_closed, self.record = True, None
-
     def read(self, *, is_last: bool) -> None:
-        """Call ``record`` with the object. If :attr:`is_over` is True, call ``forget`` instead.
-
-        The first call after :meth:`close` does nothing, so that the last values are still exported.
-        """
+        """Call the function that was passed to :meth:`watch`. Remove the gauges of an object that is gone."""
         del is_last
-        if self._is_closed and not self._is_collected:
-            self._is_collected = True
-            return
-        owner, record = self._owner(), self.record
-        if owner is None or self._is_closed:
+        owner, record = self._owner(), self._record
+        if owner is None:
             self.end()
         elif record is not None:
             record(owner)
 
     def end(self) -> None:
-        """Call ``forget``. A second call is a no-op."""
-        forget, self._forget = self._forget, None
-        if forget is not None:
-            forget()
+        """Remove the gauges."""
+        for stat in self.monitor.find(f"{PREFIX}*", kind=Kind.GAUGE):
+            if self.label.keys() <= set(stat.definition.labels):
+                stat.remove(**self.label)
 
     def after_fork(self) -> None:
         """Drop the reference to the object, whose locks another thread of the parent may have held."""
@@ -146,15 +116,14 @@ class BoundStat:
 
     Args:
         stat: the metric.
-        label: name of the fixed label.
-        value: value of the fixed label.
+        label: name and value of the fixed label.
     """
 
     __slots__ = ("_label", "_stat")
 
-    def __init__(self, stat: Stat, label: str, value: str) -> None:
+    def __init__(self, stat: Stat, label: dict[str, str]) -> None:
         self._stat = stat
-        self._label = {label: value}
+        self._label = label
 
     def cell(self, **labels: object) -> Cell:
         """Return the cell with the fixed label and ``labels``, see :meth:`~delta_tracker.monitor.stat.Stat.cell`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -11,8 +12,8 @@ from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor.clock import Progress
 from delta_tracker.monitor.names import exposed, matches
 from delta_tracker.monitor.policy import Policy
-from delta_tracker.monitor.polled_stats import Passive, Readings, Source
-from delta_tracker.monitor.stat import DEFAULT_AGGREGATIONS, KINDS, Definition, Hooks, Kind, Stat
+from delta_tracker.monitor.polled_stats import Source
+from delta_tracker.monitor.stat import DEFAULT_POLICIES, KINDS, Definition, Kind, Stat
 
 _SETTINGS = tuple(each.name for each in fields(Policy))
 
@@ -22,12 +23,12 @@ class Registry:
 
     Args:
         progress: clock, step and epoch, shared by all stats; None creates a new :class:`Progress`.
-        hooks: callbacks of the stats; None for no callbacks.
+        overflowed: called with the name of a stat each time a cell beyond its ``max_cells`` is requested.
     """
 
-    def __init__(self, progress: Progress | None = None, hooks: Hooks | None = None) -> None:
+    def __init__(self, progress: Progress | None = None, overflowed: Callable[[str], None] = lambda _: None) -> None:
         self.progress = progress or Progress()
-        self._hooks = hooks or Hooks()
+        self._overflowed = overflowed
         self._lock = threading.RLock()
         self._stats: dict[str, Stat] = {}
         self._exposed: dict[str, Stat] = {}  # by each of Definition.exposed_names
@@ -48,15 +49,16 @@ class Registry:
                 :attr:`~delta_tracker.monitor.stat.Definition.exposed_names`. Names that differ only in dots and
                 underscores are the same name.
         """
-        settings.setdefault("aggregations", DEFAULT_AGGREGATIONS[definition.kind])
-        default = replace(Policy(), **_checked(settings))
+        default = DEFAULT_POLICIES[definition.kind]
+        if settings:
+            default = replace(default, **_checked(settings))
         with self._lock:
             known = self._stats.get(exposed(definition.name))
             if known is None:
                 self._check_exposed(definition)
                 self._defaults[exposed(definition.name)] = default
                 policy = self._policy(definition.name)
-                known = KINDS[definition.kind](definition, policy, self.progress, self._hooks)
+                known = KINDS[definition.kind](definition, policy, self.progress, self._overflowed)
                 self._stats[exposed(definition.name)] = known
                 self._exposed |= dict.fromkeys(definition.exposed_names, known)
             elif known.definition != definition:
@@ -64,37 +66,19 @@ class Registry:
                 raise InvalidArgumentError("name", definition.name, remedy)
             return known
 
-    def passive(self, definition: Definition, callback: Callable[[], Readings], **settings: Any) -> Stat:  # noqa: ANN401
-        """Register and return a stat whose values come from a callback.
-
-        Args:
-            definition: name, kind, unit and labels of the stat.
-            callback: returns a number, a mapping of label values to numbers (for several labels, the keys are tuples),
-                or None for no data. For a counter, the numbers are totals. The callback is called once per collection,
-                in a thread of the library.
-            settings: fields of :class:`~delta_tracker.monitor.policy.Policy`.
+    def add_source(self, source: Source) -> None:
+        """Add a source, which is read at every collection. Its attribute ``if_taken`` decides what a name in use means.
 
         Raises:
-            InvalidArgumentError: for an invalid setting, if the name is registered with another definition, or if the
-                stat already has a callback.
-        """
-        with self._lock:
-            if definition.name in self._sources:
-                raise InvalidArgumentError("name", definition.name, "Use another name: this one has a callback already")
-            stat = self.define(definition, **settings)
-            self._sources[definition.name] = Passive(stat, callback)
-            return stat
-
-    def add_source(self, source: Source) -> None:
-        """Add a source, which is read at every collection.
-
-        It replaces an earlier source of the same name and takes over what that one has not recorded yet.
+            InvalidArgumentError: if the name is in use and the source must not replace another one.
         """
         with self._lock:
             self.forget_ended()
-            earlier = self._sources.get(source.name)
-            if earlier is not None:
-                source.take_over(earlier)
+            if source.name in self._sources and source.if_taken == "refuse":
+                raise InvalidArgumentError("name", source.name, "Use another name: this one has a callback already")
+            wanted, numbers = source.name, itertools.count(2)
+            while source.name in self._sources and source.if_taken == "number":
+                source.name = f"{wanted}-{next(numbers)}"
             self._sources[source.name] = source
 
     def forget_ended(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from delta_tracker.monitor.aggregate import Aggregate, needs_buckets, plain_number
@@ -35,6 +36,7 @@ class ClosedWindow:
         step: training step at which the window closed; None if no step was set.
         epoch: number of the last epoch that ended before the window closed; None if no epoch was set.
         is_partial: True if the window was closed early, by the last collection or a change of policy.
+        number: number of the window among those of its cell, from 1.
         raw: uniform random sample of the records; empty unless the policy sets ``raw``.
     """
 
@@ -45,7 +47,30 @@ class ClosedWindow:
     step: int | None
     epoch: int | None
     is_partial: bool
+    number: int
     raw: tuple[float, ...] = ()
+
+    @property
+    def place(self) -> int:
+        """Place on an axis of training steps: the step, or the number of the window if no step was set."""
+        return self.number if self.step is None else self.step
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """Records of a cell at a collection.
+
+    Args:
+        windows: windows closed since the last collection.
+        figures: aggregate of all records.
+        num_rejected: number of values rejected since the last collection.
+        num_lost: number of windows dropped since the last collection, because too many were closed.
+    """
+
+    windows: list[ClosedWindow]
+    figures: Aggregate
+    num_rejected: int
+    num_lost: int
 
 
 class Cell:
@@ -61,37 +86,16 @@ class Cell:
         enabled: True if records are accepted.
         is_remote: True if the records come from a device and arrive with a delay. In this case, the source of the
             records calls :meth:`end_epoch`; otherwise, the stat does.
-        num_lost_windows: number of closed windows dropped before they were collected.
+        function: returns the value of a gauge at present, or None for no data; None if the values are recorded.
     """
-
-    __slots__ = (
-        "_base",
-        "_begin_ns",
-        "_closed",
-        "_is_folding",
-        "_lifetime",
-        "_limit",
-        "_lock",
-        "_open",
-        "_policy",
-        "_progress",
-        "_raw",
-        "_seen",
-        "_waiting",
-        "enabled",
-        "is_remote",
-        "labels",
-        "num_lost_windows",
-    )
 
     def __init__(self, labels: Labels, policy: Policy, progress: Progress, *, is_counter: bool = False) -> None:
         self.labels = labels
-        self._progress = progress
-        self._waiting: deque[object] = deque()
-        self._base: float = 0
         self.is_remote = False
-        self._lifetime = Aggregate(is_counter=is_counter)
-        self.reset(policy)
+        self._policy = policy
+        self._progress = progress
+        self._is_counter = is_counter
+        self.reset()
 
     def add(self, value: float = 1) -> None:
         """Record a number. Never raises or waits for a device. Takes a lock only if the queue of records is full.
@@ -109,27 +113,26 @@ class Cell:
             if len(waiting) >= self._limit:
                 self.fold()
 
-    def reset(self, policy: Policy | None = None) -> None:
-        """Discard all records and replace the lock. Called in a forked child, whose parent may have held the lock.
-
-        Args:
-            policy: new policy; None to keep the current one.
-        """
+    def reset(self) -> None:
+        """Discard all records and replace the lock. Called in a forked child, whose parent may have held the lock."""
         self._lock = threading.RLock()
         self._is_folding = False
-        self._waiting.clear()
+        self._waiting: deque[float] = deque()
         self._closed: deque[ClosedWindow] = deque(maxlen=_MAX_CLOSED)
-        self.num_lost_windows = 0
-        self._base = 0
-        self._lifetime = self._lifetime.fresh()
-        self._use(self._policy if policy is None else policy)
+        self._num_closed = self._num_lost = self._num_rejected = 0
+        self.function: Callable[[], float | None] | None = None
+        self._lifetime = self._empty()
+        self._begin()
 
     def configure(self, policy: Policy) -> None:
         """Close the open window and replace the policy."""
         with self._lock:
             self.fold()
             self._close(is_partial=True)
-            self._use(policy)
+            self._policy = policy
+            before, self._lifetime = self._lifetime, self._empty()
+            self._lifetime.merge(before)
+            self._begin()
 
     def fold(self) -> None:
         """Aggregate all queued records, and close each window that becomes full."""
@@ -139,9 +142,14 @@ class Cell:
                 return
             self._is_folding = True
             try:
-                num_left = len(self._waiting)
+                num_left, pop = len(self._waiting), self._waiting.popleft
                 while num_left > 0:
-                    num_left -= self._take(num_left)
+                    values = [pop() for _ in range(min(num_left, self._limit))]
+                    num_left -= len(values)
+                    kept = self._open.extend(values)
+                    if self._policy.raw:
+                        self._draw(kept)
+                    self._close_if_full()
             finally:
                 self._is_folding = False
 
@@ -153,14 +161,10 @@ class Cell:
         with self._lock:
             self.fold()
             self._open.merge(figures)
-            self._seen += figures.count + figures.num_rejected
-            if self._policy.window.count is not None and self._seen >= self._policy.window.count:
-                self._close(is_partial=False)
+            self._close_if_full()
 
-    def collect(self, *, is_last: bool = False) -> tuple[list[ClosedWindow], Aggregate]:
-        """Close the open window if it is over. Return the closed windows and the aggregate of all records.
-
-        Windows that an earlier call returned are not returned again.
+    def collect(self, *, is_last: bool = False) -> Collected:
+        """Close the open window if it is over. Return what happened since the last call.
 
         Args:
             is_last: True to close the open window even if it is not over.
@@ -171,9 +175,11 @@ class Cell:
             is_over = self._policy.window.is_over(now - self._begin_ns)
             if is_over or is_last:
                 self._close(is_partial=not is_over)
-            closed = list(self._closed)
+            figures = self.lifetime()
+            found = Collected(list(self._closed), figures, figures.num_rejected - self._num_rejected, self._num_lost)
             self._closed.clear()
-            return closed, self.lifetime()
+            self._num_rejected, self._num_lost = figures.num_rejected, 0
+            return found
 
     def end_epoch(self, at: tuple[int | None, int | None] | None = None) -> None:
         """Close the window if the policy has ``Window(epoch=True)``.
@@ -189,9 +195,9 @@ class Cell:
     def lifetime(self) -> Aggregate:
         """Return the aggregate of all records except queued ones."""
         with self._lock:
-            result = self._lifetime.copy()
+            result = self._empty()
+            result.merge(self._lifetime)
             result.merge(self._open)
-            result.total += self._base
             return result
 
     def collect_total(self) -> float:
@@ -204,61 +210,30 @@ class Cell:
         """Set the sum of all records to ``total``. Later records are added to it."""
         with self._lock:
             self.fold()
-            self._base = 0
-            self._base = total - self.lifetime().total
+            self._lifetime.total += total - self.lifetime().total
 
-    @property
-    def policy(self) -> Policy:
-        """Policy that configures the aggregation of the records."""
-        return self._policy
-
-    def _use(self, policy: Policy) -> None:
-        self._policy = policy
-        self.enabled = policy.enabled
-        self._lifetime = self._like(self._lifetime)
-        self._begin()
-
-    def _like(self, old: Aggregate) -> Aggregate:
-        """Return a copy of ``old`` that computes the aggregations of the current policy."""
-        result = Aggregate(
+    def _empty(self) -> Aggregate:
+        """Return an aggregate without records that computes the aggregations of the policy."""
+        return Aggregate(
             with_spread="std" in self._policy.aggregations,
             with_buckets=needs_buckets(self._policy.aggregations),
-            is_counter=old.is_counter,
+            is_counter=self._is_counter,
         )
-        result.merge(old)
-        return result
 
     def _begin(self) -> None:
-        self._open = self._lifetime.fresh()
-        self._seen = 0
+        self.enabled = self._policy.enabled
+        self._open = self._empty()
         self._raw: list[float] = []
         self._begin_ns = self._progress.clock.monotonic_ns()
-        self._set_limit()
+        self._limit = min(_MAX_WAITING, self._policy.window.count or _MAX_WAITING)
 
-    def _set_limit(self) -> None:
+    def _close_if_full(self) -> None:
         count = self._policy.window.count
-        # The thread that adds the last of Window.count records closes the window, so that time and step are exact.
-        self._limit = _MAX_WAITING if count is None else min(_MAX_WAITING, count - self._seen)
-
-    def _take(self, num_left: int) -> int:
-        """Move up to ``num_left`` queued records to the open window. Close the window if it is full.
-
-        Returns:
-            The number of moved records.
-        """
-        count = self._policy.window.count
-        room = _MAX_WAITING if count is None else count - self._seen
-        pop = self._waiting.popleft
-        values = [pop() for _ in range(min(num_left, room, _MAX_WAITING))]
-        kept = self._open.extend(values)
-        if self._policy.raw:
-            self._draw(kept)
-        self._seen += len(values)
-        if self._seen == count:
-            self._close(is_partial=False)
-        else:
-            self._set_limit()
-        return len(values)
+        if count is not None:
+            # The thread that adds the last of Window.count records closes the window, so that time and step are exact.
+            self._limit = min(_MAX_WAITING, count - self._open.num_values)
+            if self._limit <= 0:
+                self._close(is_partial=False)
 
     def _draw(self, values: list[float]) -> None:
         """Update the random sample of the window by reservoir sampling.
@@ -273,9 +248,10 @@ class Cell:
                 self._raw[place] = value
 
     def _close(self, *, is_partial: bool, at: tuple[int | None, int | None] | None = None) -> None:
-        if self._seen or self._policy.when_empty == "zero":
+        if self._open.num_values or self._policy.when_empty == "zero":
             if len(self._closed) == _MAX_CLOSED:
-                self.num_lost_windows += 1
+                self._num_lost += 1
+            self._num_closed += 1
             progress = self._progress
             step, epoch = (progress.step, progress.epoch) if at is None else at
             self._closed.append(
@@ -287,6 +263,7 @@ class Cell:
                     step=step,
                     epoch=epoch,
                     is_partial=is_partial,
+                    number=self._num_closed,
                     raw=tuple(self._raw),
                 )
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 
@@ -41,13 +41,12 @@ class Kind(StrEnum):
     """Samples whose quantiles are computed, such as durations."""
 
 
-DEFAULT_AGGREGATIONS: Mapping[Kind, tuple[str, ...]] = {
-    Kind.COUNTER: ("sum",),
-    Kind.GAUGE: ("value",),
-    Kind.STAT: ("count", "mean", "min", "max"),
-    Kind.HISTOGRAM: ("count", "mean", "max", "p50", "p95", "p99", "histogram"),
+DEFAULT_POLICIES: Mapping[Kind, Policy] = {
+    Kind.COUNTER: Policy(aggregations=("sum",)),
+    Kind.GAUGE: Policy(aggregations=("value",)),
+    Kind.STAT: Policy(aggregations=("count", "mean", "min", "max")),
+    Kind.HISTOGRAM: Policy(aggregations=("count", "mean", "max", "p50", "p95", "p99", "histogram")),
 }
-
 
 _TOTALS = re.compile(r"(_total)+$")
 # https://github.com/prometheus/OpenMetrics/blob/main/specification/OpenMetrics.md#suffixes
@@ -118,17 +117,6 @@ class Definition:
         return frozenset([family, *(family + suffix for suffix in _SAMPLE_SUFFIXES[self.kind])])
 
 
-@dataclass(slots=True)
-class Hooks:
-    """Callbacks of a stat.
-
-    Args:
-        overflowed: called with the stat's name each time a cell beyond ``max_cells`` is requested.
-    """
-
-    overflowed: Callable[[str], None] = field(default=lambda _: None)
-
-
 class Stat:
     """Named series of samples; base class of :class:`Counter`, :class:`Gauge` and :class:`Histogram`.
 
@@ -139,14 +127,16 @@ class Stat:
         definition: name, kind, unit and labels.
         policy: windows and aggregations of the records.
         progress: clock, step and epoch.
-        hooks: callbacks; None for no callbacks.
+        overflowed: called with the stat's name each time a cell beyond ``max_cells`` is requested.
     """
 
-    def __init__(self, definition: Definition, policy: Policy, progress: Progress, hooks: Hooks | None = None) -> None:
+    def __init__(
+        self, definition: Definition, policy: Policy, progress: Progress, overflowed: Callable[[str], None]
+    ) -> None:
         self.definition = definition
         self._policy = policy
         self._progress = progress
-        self._hooks = hooks or Hooks()
+        self._overflowed = overflowed
         self._lock = threading.RLock()
         self._cells: dict[Labels, Cell] = {}
         self.add: Callable[[float], None] = self._needs_labels
@@ -246,9 +236,9 @@ class Stat:
                 is_counter = self.definition.kind is Kind.COUNTER
                 self._cells[key] = Cell(key, self._policy, self._progress, is_counter=is_counter)
             found = self._cells[key]
-        # Outside the lock: the hook takes the registry's lock, whose holder may wait for this stat's lock.
+        # Outside the lock: the callback takes the registry's lock, whose holder may wait for this stat's lock.
         if is_full:
-            self._hooks.overflowed(self.name)
+            self._overflowed(self.name)
         return found
 
     def _bind(self) -> None:
@@ -277,10 +267,6 @@ class Gauge(Stat):
     For a gauge, sinks that export totals export the newest reading.
     """
 
-    def __init__(self, definition: Definition, policy: Policy, progress: Progress, hooks: Hooks | None = None) -> None:
-        self._functions: Mapping[Labels, Callable[[], float | None]] = {}
-        super().__init__(definition, policy, progress, hooks)
-
     def set(self, value: float, **labels: object) -> None:
         """Record a reading."""
         (self.cell(**labels).add if labels else self.add)(value)
@@ -289,7 +275,7 @@ class Gauge(Stat):
         """Read the gauge from a function: at each collection, and at each scrape of a Prometheus endpoint.
 
         The value is then never older than the scrape, also while the collection of other metrics waits. :meth:`remove`
-        removes the function.
+        also removes the function.
 
         Args:
             function: returns the current value, or None for no data. It is called in threads of the library. It must
@@ -304,29 +290,10 @@ class Gauge(Stat):
             >>> gauge = Monitor().gauge("queue.length")
             >>> queue = ["a", "b"]
             >>> gauge.set_function(lambda: len(queue))
-            >>> gauge.function_of(gauge.cells[0])()
+            >>> gauge.cells[0].function()
             2
         """
-        cell = self.cell(**labels)
-        with self._lock:
-            self._functions = {**self._functions, cell.labels: function}
-
-    def function_of(self, cell: Cell) -> Callable[[], float | None] | None:
-        """Return the function of a cell, or None. It returns None instead of raising an exception."""
-        function = self._functions.get(cell.labels)
-        return None if function is None else partial(_reading, function)
-
-    def remove(self, **labels: object) -> None:
-        """Remove the cells whose labels match ``labels``, and their functions."""
-        super().remove(**labels)
-        wanted = {(name, encodable(str(value))) for name, value in labels.items()}
-        with self._lock:
-            self._functions = {key: each for key, each in self._functions.items() if not wanted.issubset(key)}
-
-    def reset(self) -> None:
-        """Discard all records and functions, and replace the locks. Called in a forked child."""
-        super().reset()
-        self._functions = {}
+        self.cell(**labels).function = partial(_reading, function)
 
 
 def _reading(function: Callable[[], float | None]) -> float | None:

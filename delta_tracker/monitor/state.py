@@ -94,10 +94,10 @@ class LogicalCounters:
             if any(name == definition.name for name, _ in summed):
                 self._monitor.registry.define(definition)
         labels = {stat.name: stat.definition.labels for stat in self._counters()}
-        for name, values in summed:
-            if name in labels and len(values) != len(labels[name]):
+        for name, label_values in summed:
+            if name in labels and len(label_values) != len(labels[name]):
                 remedy = f"Use the labels it was saved with: the counter has {list(labels[name])}"
-                raise InvalidArgumentError("labels", (name, values), remedy)
+                raise InvalidArgumentError("labels", (name, label_values), remedy)
         return summed
 
     def _counters(self) -> list[Stat]:

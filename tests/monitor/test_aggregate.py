@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delta_tracker.errors import InvalidArgumentError
-from delta_tracker.monitor.aggregate import Aggregate, check_aggregations
+from delta_tracker.monitor.aggregate import Aggregate, check_aggregations, plain_number
 from delta_tracker.monitor.buckets import MAX, MIN
 
 _magnitudes = st.floats(MIN, MAX, exclude_min=True)
@@ -88,7 +88,8 @@ class _OnDevice:
 
 def test_non_finite_numbers_are_counted_and_left_out() -> None:
     aggregate = _aggregate([1, 2.5])
-    aggregate.extend([math.nan, math.inf, -math.inf, "x", None, _Raises(), _OnDevice(), 10**400, 3])
+    values = [math.nan, math.inf, -math.inf, "x", None, _Raises(), _OnDevice(), 10**400, 3]
+    aggregate.extend(list(map(plain_number, values)))
     aggregate.extend([math.nan])
     assert (aggregate.count, aggregate.num_rejected, aggregate.total) == (3, 9, 6.5)
     assert math.isfinite(aggregate.value("p99"))
@@ -96,12 +97,13 @@ def test_non_finite_numbers_are_counted_and_left_out() -> None:
 
 def test_masked_values_are_rejected() -> None:
     aggregate = _aggregate([1, 2.5])
-    aggregate.extend([np.ma.masked, np.ma.array(7.0, mask=True), np.ma.array([8.0], mask=[True]), np.ma.array(3.0)])
+    values = [np.ma.masked, np.ma.array(7.0, mask=True), np.ma.array([8.0], mask=[True]), np.ma.array(3.0)]
+    aggregate.extend(list(map(plain_number, values)))
     assert (aggregate.count, aggregate.num_rejected, aggregate.total) == (3, 3, 6.5)
 
 
 def test_sums_beyond_a_float_raise_nothing() -> None:
-    for values in ([1e308] * 20, [10**308] * 20, [-1e308, 10**308, 1e308, 1e308]):
+    for values in ([1e308] * 20, [10**308] * 20, [*[10**308] * 20, 0.5], [-1e308, 10**308, 1e308, 1e308]):
         aggregate = _aggregate(values)
         aggregate.extend(values)
         assert aggregate.count == 2 * len(values)

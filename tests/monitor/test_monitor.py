@@ -96,14 +96,14 @@ def test_a_full_stat_does_not_deadlock_with_configuration() -> None:
     full = monitor.counter("full", labels=["x"], max_cells=1)
     full.cell(x="1")
     counts, configures = threading.Event(), threading.Event()
-    overflowed = full._hooks.overflowed
+    overflowed = full._overflowed
 
     def slowly(name: str) -> None:
         counts.set()
         configures.wait(1)
         overflowed(name)
 
-    full._hooks.overflowed = slowly
+    full._overflowed = slowly
 
     def configure() -> None:
         counts.wait(60)

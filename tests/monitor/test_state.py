@@ -13,6 +13,7 @@ from delta_tracker.monitor import Monitor
 from delta_tracker.monitor.state import LogicalCounters
 from delta_tracker.tracker.checkpoint.counters import Mergeable
 
+
 def _rank(rows: dict[str, int], samples: float = 0, process: int = 5) -> Monitor:
     """Return the monitor of a rank with these counts."""
     monitor = Monitor()

@@ -89,7 +89,7 @@ def test_a_publisher_that_lost_a_rank_at_its_start_leaves_its_name(
         except RankLostError as error:
             kept.append(error)  # with the frames of the constructor
     with Publisher(tracker, tmp_path / "stream", monitor=monitor) as publisher:
-        assert publisher._recorder.name == "publisher"
+        assert publisher._recorder.label == {"publisher": "publisher"}
 
 
 def test_texts_name_what_matters(tmp_path: Path) -> None:

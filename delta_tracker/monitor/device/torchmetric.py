@@ -8,24 +8,19 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from delta_tracker.buffers.host_copy import HostCopy
 from delta_tracker.cuda_fence import StreamFence
 from delta_tracker.errors import InvalidArgumentError, MissingExtraError
 from delta_tracker.monitor.monitor import MONITOR, Monitor
 from delta_tracker.monitor.polled_stats import Source
-
-_States = dict[str, Tensor | list[Tensor]]
-_Copies = dict[str, HostCopy | list[HostCopy]]
 
 
 class TorchMetric(Source):
@@ -42,8 +37,8 @@ class TorchMetric(Source):
     :class:`~delta_tracker.monitor.device.metrics.DeviceMean` or
     :class:`~delta_tracker.monitor.device.classification.DeviceClassification`.
 
-    The monitor holds only a weak reference to this object. An object that is deleted is read once more and freed, also
-    if another one of the same name exists by then. Of the objects of one name, only the newest is read before.
+    The monitor holds only a weak reference to this object. An object that is deleted is read once more and freed.
+    Objects of one name record in one gauge.
 
     Args:
         name: name of the gauge.
@@ -59,22 +54,22 @@ class TorchMetric(Source):
     def __init__(self, name: str, metric: Any, *, monitor: Monitor = MONITOR) -> None:  # noqa: ANN401  torchmetrics has no types here
         self.name = name
         self.metric = metric
-        self._states = _state_names(metric)
+        self._states = states = partial(_states_of, metric, _state_names(metric))
         self._lock = threading.RLock()
         self._host = _copy_without_sync(metric)
         self._gauge = monitor.gauge(name, f"{type(metric).__name__} of torchmetrics.", labels=("figure",))
         self._num_updates = 0
         self._num_read = 0
-        self._pending: _Copies | None = None
-        self._fence = StreamFence(partial(_tensors, metric, self._states))
+        self._pending: dict[str, Any] | None = None  # copies of the states by name
+        self._fence = StreamFence(lambda: tree_leaves(states()))  # holds no reference to this object
         self._reader = _Reader(self)
         monitor.registry.add_source(self._reader)
 
     def __del__(self) -> None:
         """Give the object to the reader, if there are updates that were not recorded."""
         reader = getattr(self, "_reader", None)  # None if the constructor raised
-        if reader is not None and self._has_news:
-            reader.deleted.append(self)
+        if reader is not None and self.has_news:
+            reader.deleted = self
 
     def update(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  arguments of the metric
         """Call the metric's ``update`` with the given arguments.
@@ -85,7 +80,8 @@ class TorchMetric(Source):
         """
         (args, kwargs), passed = _detached((args, kwargs))
         with self._lock:
-            outside, lengths = _outside(self.metric), self._lengths()
+            outside = _outside(self.metric)
+            lengths = {name: len(state) for name, state in self._states().items() if isinstance(state, list)}
             self._enter()
             self.metric.update(*args, **kwargs)
             self._enter()  # the first update may have moved the states to the device of its arguments
@@ -111,13 +107,13 @@ class TorchMetric(Source):
             pending, self._pending = self._pending, None
             if pending is None and self._num_updates > self._num_read:
                 self._num_read = self._num_updates
-                pending = self._start_copies()
+                pending = tree_map(self._to_host, self._states())
             if pending is None:
                 return
-            if not is_last and _are_running(pending):
+            if not is_last and any(each.is_running for each in tree_leaves(pending)):
                 self._pending = pending
                 return
-            states = _results(pending)
+            states = tree_map(HostCopy.result, pending)
         for name, state in states.items():
             setattr(self._host, name, state)
         self._host._computed = None  # noqa: SLF001  its cache
@@ -137,7 +133,7 @@ class TorchMetric(Source):
             return self.metric.compute()
 
     @property
-    def _has_news(self) -> bool:
+    def has_news(self) -> bool:
         """True if there are updates that were not recorded."""
         return self._pending is not None or self._num_updates > self._num_read
 
@@ -145,11 +141,6 @@ class TorchMetric(Source):
         """Replace the locks and drop the pending copy. Called in a forked child."""
         self._lock = threading.RLock()
         self._pending = None
-
-    def _lengths(self) -> dict[str, int]:
-        """Return the length of each state that is a list, by name."""
-        states = {name: getattr(self.metric, name) for name in self._states}
-        return {name: len(state) for name, state in states.items() if isinstance(state, list)}
 
     def _copy_kept(self, passed: Sequence[Tensor], lengths: Mapping[str, int]) -> None:
         """Copy the states that share memory with a tensor that was passed to ``update``, which may change later.
@@ -161,21 +152,13 @@ class TorchMetric(Source):
         memory = {each.untyped_storage().data_ptr() for each in passed if each.numel()}
         if not memory:
             return
-        for name in self._states:
-            state = getattr(self.metric, name)
+        for name, state in self._states().items():
             if isinstance(state, list):
                 for place in range(lengths.get(name, 0), len(state)):
                     if state[place].untyped_storage().data_ptr() in memory:
                         state[place] = state[place].clone()
             elif state.untyped_storage().data_ptr() in memory:
                 setattr(self.metric, name, state.clone())
-
-    def _start_copies(self) -> _Copies:
-        copies: _Copies = {}
-        for name in self._states:
-            state = getattr(self.metric, name)
-            copies[name] = list(map(self._to_host, state)) if isinstance(state, list) else self._to_host(state)
-        return copies
 
     def _to_host(self, state: Tensor) -> HostCopy:
         """Start to copy a state to the host. On CUDA, the copy runs on the stream that last updated the metric."""
@@ -185,7 +168,9 @@ class TorchMetric(Source):
     def _enter(self) -> None:
         """Order the next work of the current streams on the states after the work of earlier updates."""
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # saves 5 us if no state can be on a GPU
-            self._fence.guard(each.device for each in _tensors(self.metric, self._states, newest=True))
+            # The newest tensor of a list is enough: it takes long to look at all of them.
+            newest = [state[-1:] if isinstance(state, list) else state for state in self._states().values()]
+            self._fence.guard(each.device for each in tree_leaves(newest))
             self._fence.enter()
 
     def _record(self, value: Tensor | float | Mapping[str, Tensor | float]) -> None:
@@ -205,47 +190,36 @@ class _Reader(Source):
         metric: the object, held by a weak reference.
 
     Attributes:
-        deleted: the object, after it was deleted with updates that were not recorded, and those of earlier readers of
-            the same name, which share the deque. A destructor appends to it, which takes no lock.
+        deleted: the object, after it was deleted with updates that were not recorded.
     """
+
+    if_taken = "number"
 
     def __init__(self, metric: TorchMetric) -> None:
         self.name = metric.name
-        self.deleted: deque[TorchMetric] = deque()
+        self.deleted: TorchMetric | None = None
         self._metric = weakref.ref(metric)
 
     @property
     def is_over(self) -> bool:
         """True if the object was deleted and its last updates are recorded."""
-        return self._metric() is None and not self.deleted
+        return self._metric() is None and self.deleted is None
 
     def read(self, *, is_last: bool) -> None:
-        """Read the deleted objects, and free those whose last updates are recorded. Then read the object."""
-        for deleted in list(self.deleted):
-            self._read_deleted(deleted, is_last=is_last)
-        metric = self._metric()
-        if metric is not None:
-            metric.read(is_last=is_last)
-
-    def take_over(self, earlier: Source) -> None:
-        """Also read the objects of an earlier reader after they are deleted."""
-        if isinstance(earlier, _Reader):
-            self.deleted = earlier.deleted
-
-    def _read_deleted(self, metric: TorchMetric, *, is_last: bool) -> None:
-        """Read a deleted object. Free it if its last updates are recorded, or if it raises."""
-        has_failed = True
+        """Read the object. Free it if it was deleted and its last updates are recorded, or if it raises."""
+        metric = self._metric() or self.deleted
         try:
-            metric.read(is_last=is_last)
-            has_failed = False
-        finally:
-            if has_failed or not metric._has_news:  # noqa: SLF001  reader of this class
-                with suppress(ValueError):  # an earlier reader that is still running may have removed it
-                    self.deleted.remove(metric)
+            if metric is not None:
+                metric.read(is_last=is_last)
+        except BaseException:
+            self.deleted = None
+            raise
+        if metric is None or not metric.has_news:
+            self.deleted = None
 
     def after_fork(self) -> None:
         """Prepare the object for use in a forked child. Free it if it was deleted."""
-        self.deleted.clear()
+        self.deleted = None
         metric = self._metric()
         if metric is not None:
             metric.after_fork()
@@ -264,7 +238,9 @@ def _state_names(metric: Any) -> tuple[str, ...]:  # noqa: ANN401
         raise MissingExtraError("torchmetrics", "torchmetrics") from error
     if not isinstance(metric, torchmetrics.Metric):
         raise InvalidArgumentError("metric", type(metric).__name__, "Pass one torchmetrics.Metric")
-    inner = [type(each).__name__ for each in _inner_metrics(metric, torchmetrics.Metric)]
+    # In submodules, and in the lists, tuples and dicts of the attributes.
+    parts = [each for module in metric.modules() for each in tree_leaves(vars(module)) if each is not metric]
+    inner = dict.fromkeys(type(each).__name__ for each in parts if isinstance(each, torchmetrics.Metric))
     reductions: Mapping[str, Any] = metric._reductions  # noqa: SLF001  no public equivalent
     if inner or not reductions:
         remedy = f"Pass a metric with states and without inner metrics; inner metrics: {', '.join(inner) or 'none'}"
@@ -272,23 +248,9 @@ def _state_names(metric: Any) -> tuple[str, ...]:  # noqa: ANN401
     return tuple(reductions)
 
 
-def _inner_metrics(metric: Any, kind: type) -> list[Any]:  # noqa: ANN401
-    """Return the metrics below ``metric``: submodules, and those in the lists, tuples and dicts of its attributes."""
-    found = [each for each in metric.modules() if each is not metric and isinstance(each, kind)]
-    waiting = [each for module in metric.modules() for each in vars(module).values()]
-    seen: set[int] = set()
-    while waiting:
-        value = waiting.pop()
-        if id(value) in seen or value is metric:
-            continue
-        seen.add(id(value))
-        if isinstance(value, kind):
-            found.append(value)
-        elif isinstance(value, Mapping):
-            waiting += value.values()
-        elif isinstance(value, list | tuple):
-            waiting += value
-    return list({id(each): each for each in found}.values())
+def _states_of(metric: Any, names: Iterable[str]) -> dict[str, Tensor | list[Tensor]]:  # noqa: ANN401
+    """Return the states of a metric by name."""
+    return {name: getattr(metric, name) for name in names}
 
 
 def _detached(arguments: tuple[Any, Any]) -> tuple[tuple[Any, Any], list[Tensor]]:
@@ -354,36 +316,6 @@ def _copy_without_sync(metric: Any) -> Any:  # noqa: ANN401
     left_out = (metric.process_group, metric.dist_sync_fn, metric.distributed_available_fn)
     host = copy.deepcopy(metric, {id(each): None for each in left_out}).to("cpu")
     host.process_group = host.dist_sync_fn = None
-    host.distributed_available_fn = _is_not_distributed
+    host.distributed_available_fn = lambda: False
     host.sync_on_compute = host.dist_sync_on_step = host._to_sync = False  # noqa: SLF001
     return host
-
-
-def _is_not_distributed() -> bool:
-    return False
-
-
-def _tensors(metric: Any, names: Iterable[str], *, newest: bool = False) -> Iterator[Tensor]:  # noqa: ANN401
-    """Yield the tensors of a metric's states; only the newest one of each state that is a list if ``newest`` is True.
-
-    Args:
-        metric: a metric of torchmetrics.
-        names: names of its states.
-        newest: yield the last tensor only of a list.
-    """
-    for name in names:
-        state = getattr(metric, name)
-        yield from (state[-1:] if newest else state) if isinstance(state, list) else [state]
-
-
-def _are_running(copies: _Copies) -> bool:
-    """Return True if a copy is not complete. Does not wait."""
-    return any(each.is_running for found in copies.values() for each in (found if isinstance(found, list) else [found]))
-
-
-def _results(copies: _Copies) -> _States:
-    """Return the copied states by name. Waits for the copies."""
-    return {
-        name: [each.result() for each in found] if isinstance(found, list) else found.result()
-        for name, found in copies.items()
-    }

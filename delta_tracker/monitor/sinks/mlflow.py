@@ -12,7 +12,6 @@ from delta_tracker.monitor.batch import Batch, TotalReport, WindowReport
 from delta_tracker.monitor.event import Event, Value
 from delta_tracker.monitor.library import DEFINITIONS
 from delta_tracker.monitor.sinks.sink import Sink
-from delta_tracker.monitor.sinks.steps import Steps
 
 START_EVENT = "training.start"
 END_EVENT = "training.end"
@@ -68,7 +67,6 @@ class MlflowSink(Sink):
         experiment_id = self._client.create_experiment(experiment) if found is None else found.experiment_id
         self.run_id: str = self._client.create_run(experiment_id, run_name=run_name).info.run_id
         self._status = "FINISHED"
-        self._steps = Steps()
         self._log_parameters(parameters or {})
 
     def deliver(self, batch: Batch) -> None:
@@ -93,10 +91,9 @@ class MlflowSink(Sink):
         metrics = []
         for report in batch.windows:
             series = _series(report)
-            step = self._steps.of(series, report)
             time_ms = report.window.time_ns // _MS
             metrics += [
-                self._entities.Metric(_key(f"{series}.{name}"), value, time_ms, step)
+                self._entities.Metric(_key(f"{series}.{name}"), value, time_ms, report.window.place)
                 for name, value in report.values.items()
             ]
         return metrics

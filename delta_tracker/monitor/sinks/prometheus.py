@@ -7,7 +7,7 @@ families of ``prometheus_client``.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,10 +38,6 @@ class _Snapshot:
             return
         for definition, reports in groupby(batch.totals, key=lambda report: report.definition):
             yield family(definition, list(reports), tuple(batch.attributes.items()))
-
-    def describe(self) -> Iterable[Metric]:
-        """Return no metric families, because they are unknown before the first batch."""
-        return ()
 
     def registry(self) -> Any:  # noqa: ANN401  a class of prometheus_client
         """Return a new ``CollectorRegistry`` that contains only this collector."""

@@ -11,7 +11,6 @@ from delta_tracker.monitor.buckets import MIN, LogBuckets, upper_bound
 from delta_tracker.monitor.event import Event
 from delta_tracker.monitor.names import Labels, label_pairs
 from delta_tracker.monitor.sinks.sink import Sink
-from delta_tracker.monitor.sinks.steps import Steps
 
 _S = 1e-9
 
@@ -19,7 +18,8 @@ _S = 1e-9
 class TensorBoardSink(Sink):
     """Sink that writes TensorBoard event files: values and histograms of each window, and events as text.
 
-    The x-axis is the training step, see :class:`~delta_tracker.monitor.sinks.steps.Steps`.
+    The x-axis is the training step at which a window closed. If no step was set, the windows of each series are
+    numbered from 1.
 
     Args:
         folder: folder of the event files.
@@ -34,7 +34,6 @@ class TensorBoardSink(Sink):
         except ImportError as error:
             raise MissingExtraError("tensorboard", "tensorboard") from error
         self._writer: Any = SummaryWriter(str(folder))
-        self._steps = Steps()
 
     def deliver(self, batch: Batch) -> None:
         """Write and flush the batch."""
@@ -50,14 +49,13 @@ class TensorBoardSink(Sink):
 
     def _write_window(self, report: WindowReport) -> None:
         series = tag(report.definition.name, report.labels)
-        step = self._steps.of(series, report)
         time = report.window.time_ns * _S
         for name, value in report.values.items():
-            self._writer.add_scalar(f"{series}/{name}", value, step, walltime=time)
+            self._writer.add_scalar(f"{series}/{name}", value, report.window.place, walltime=time)
         if report.buckets is not None and report.buckets.count:
-            self._write_histogram(series, report, report.buckets, step)
+            self._write_histogram(series, report, report.buckets)
 
-    def _write_histogram(self, series: str, report: WindowReport, buckets: LogBuckets, step: int) -> None:
+    def _write_histogram(self, series: str, report: WindowReport, buckets: LogBuckets) -> None:
         figures = report.window.aggregate
         counts = limits(buckets)
         self._writer.add_histogram_raw(
@@ -69,7 +67,7 @@ class TensorBoardSink(Sink):
             sum_squares=0.0,
             bucket_limits=[limit for limit, _ in counts],
             bucket_counts=[count for _, count in counts],
-            global_step=step,
+            global_step=report.window.place,
             walltime=report.window.time_ns * _S,
         )
 
