@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from delta_tracker import errors
-from delta_tracker.cli.followers import FollowerView
+from delta_tracker.cli.followers import Follower
 from delta_tracker.cli.history import History
 from delta_tracker.cli.text import duration, several
 from delta_tracker.errors import DeltaTrackerError
@@ -40,17 +40,13 @@ class Notice:
     what: str
     next_step: str
 
-    def to_dict(self) -> dict[str, str]:
-        """Return the notice as JSON values."""
-        return {"level": self.level, "what": self.what, "next_step": self.next_step}
-
 
 def sort_notices(notices: Iterable[Notice]) -> list[Notice]:
     """Return notices with faults first, then warnings; the order within a level is kept."""
     return sorted(notices, key=lambda each: LEVELS.index(each.level))
 
 
-def of_predictors(followers: Sequence[FollowerView]) -> list[Notice]:
+def of_predictors(followers: Sequence[Follower]) -> list[Notice]:
     """Return the notices about predictors, at most one for each state and kind of error."""
     faulty = [each for each in followers if each.beat.error is not None]
     found = _errors([each for each in faulty if each.health == "failing"], "fault")
@@ -128,11 +124,11 @@ def of_publishers(
     if not has_snapshot:
         step = "Call Publisher.snapshot() on the trainer"
         found.append(Notice("warning", "The stream has no snapshot, so that no new predictor can start", step))
-    if history.num_claims:
-        times = f" {history.num_claims} times, last" if history.num_claims > 1 else ""
-        what = f"A new publisher took over{times} with version {history.last_claim}"
-        if history.min_claim_seconds < _RIVAL_SECONDS:
-            what += f"; two of these within {duration(history.min_claim_seconds)}"
+    if num_claims := history.takeovers.num:
+        times = f" {num_claims} times, last" if num_claims > 1 else ""
+        what = f"A new publisher took over{times} with version {history.takeovers.last}"
+        if (seconds := history.takeovers.min_seconds) < _RIVAL_SECONDS:
+            what += f"; two of these within {duration(seconds)}"
             step = "Two jobs may publish to this stream and fence each other: stop one of them"
             found.append(Notice("warning", what, step))
         else:
@@ -140,7 +136,7 @@ def of_publishers(
             found.append(Notice("note", what, step))
     lost = [version for version in history.lost if version not in described]
     if lost:
-        left = history.missing - len(described) - _MAX_NAMES
+        left = history.num_missing - len(described) - _MAX_NAMES
         versions = ", ".join(map(str, lost[:_MAX_NAMES])) + (f" and {left} more" if left > 0 else "")
         what = f"Version{'' if len(lost) == 1 else 's'} {versions}: no entry in the log, although later ones exist"
         step = "Nothing, if a person deleted them: predictors below them continue from the next snapshot"
@@ -173,9 +169,9 @@ def next_step_of(error: str) -> str | None:
     return text.rpartition(". ")[2].removesuffix(".")
 
 
-def _errors(followers: Sequence[FollowerView], level: Level) -> list[Notice]:
+def _errors(followers: Sequence[Follower], level: Level) -> list[Notice]:
     """Return one notice for each kind of error, at most five."""
-    kinds: dict[str, list[FollowerView]] = {}
+    kinds: dict[str, list[Follower]] = {}
     for each in followers:
         kinds.setdefault((each.beat.error or "").partition(":")[0], []).append(each)
     found = []
@@ -194,7 +190,7 @@ def _errors(followers: Sequence[FollowerView], level: Level) -> list[Notice]:
     return found
 
 
-def _names(followers: Sequence[FollowerView]) -> str:
+def _names(followers: Sequence[Follower]) -> str:
     names = ", ".join(each.beat.name for each in followers[:_MAX_NAMES])
     left = len(followers) - _MAX_NAMES
     return f"Predictor {names}" if len(followers) == 1 else f"Predictors {names}" + (f" and {left} more" * (left > 0))

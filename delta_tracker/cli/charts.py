@@ -13,17 +13,6 @@ WIDTH, HEIGHT = 1000, 100
 _MAX_TICKS = 5
 _STEPS = (1, 2, 5, 10)
 _MIN_SLOT = 0.2  # percent of the axis
-_ROUND_SECONDS = tuple(
-    unit * steps
-    for unit, all_steps in (
-        (0.001, (1, 2, 5, 10, 20, 50, 100, 200, 500)),
-        (1.0, (1, 2, 5, 10, 15, 30)),
-        (60.0, (1, 2, 5, 10, 15, 30)),
-        (3600.0, (1, 2, 3, 6, 12)),
-        (86_400.0, (1, 2, 7, 14, 28)),
-    )
-    for steps in all_steps
-)
 
 Labels = Callable[[float], str]
 
@@ -86,14 +75,12 @@ class Hit:
     """Tooltip of a vertical strip of the chart.
 
     Args:
-        left: left edge of the strip in percent.
-        width: width of the strip in percent.
+        slot: the strip.
         title: first line of the tooltip.
         values: one value per series, in the order of the legend; empty if only the title is shown.
     """
 
-    left: float
-    width: float
+    slot: Slot
     title: str
     values: tuple[str, ...]
 
@@ -192,28 +179,21 @@ def logarithmic(values: Sequence[float]) -> Scale:
 
 
 def bars(
-    heights: Sequence[float],
-    below: Sequence[float] | None = None,
-    gap: float = 0.0,
-    slots: Sequence[Slot] | None = None,
+    slots: Sequence[Slot], heights: Sequence[float], below: Sequence[float] | None = None, gap: float = 0.0
 ) -> str:
-    """Return the SVG path data of bars, one for each slot of the chart.
+    """Return the SVG path data of bars.
 
     Args:
+        slots: slot of each bar.
         heights: height of each bar in percent. A bar of height 0 is not drawn.
         below: distance of each bar's lower edge from the bottom of the chart, in percent; None if all are 0.
         gap: gap between two bars, as a fraction of a bar's slot.
-        slots: slot of each bar; None for slots of equal width that fill the chart.
     """
     width = WIDTH / 100
     steps = []
-    for index, (height, slot) in enumerate(
-        zip(heights, even_slots(len(heights)) if slots is None else slots, strict=True)
-    ):
+    for slot, height, bottom in zip(slots, heights, below or [0.0] * len(slots), strict=True):
         if height > 0:
-            bottom = 0.0 if below is None else below[index]
-            left = width * (slot.left + slot.width * gap / 2)
-            across = width * slot.width * (1 - gap)
+            left, across = width * (slot.left + slot.width * gap / 2), width * slot.width * (1 - gap)
             steps.append(
                 f"M{_number(left)} {_number(HEIGHT - bottom)}v{_number(-height)}h{_number(across)}v{_number(height)}z"
             )
@@ -234,28 +214,18 @@ def line(places: Sequence[tuple[float, float]], *, is_area: bool = False) -> str
     return f"M{left} {HEIGHT}L{points}L{right} {HEIGHT}z"
 
 
-def even_slots(count: int) -> list[Slot]:
-    """Return ``count`` slots of equal width that fill the axis.
+def slots_of(spans: Sequence[tuple[float, float]], usual: float) -> list[Slot]:
+    """Return slots at their places on an axis, such as times: each ends at the end of its span.
 
-    Example:
-        >>> even_slots(2)
-        [Slot(left=0.0, width=50.0), Slot(left=50.0, width=50.0)]
-    """
-    return [Slot(100 * index / count, 100 / count) for index in range(count)]
-
-
-def timed_slots(spans: Sequence[tuple[float, float]], usual: float) -> list[Slot]:
-    """Return slots at their times: each ends at the end of its span.
-
-    A slot begins at the end of the one before it, but no earlier than ``usual`` seconds before its own span. A longer
-    time without a span thus remains empty. A slot takes at least 0.2 % of the axis.
+    A slot begins at the end of the one before it, but no more than ``usual`` before its own span. A longer time without
+    a span thus remains empty. A slot takes at least 0.2 % of the axis.
 
     Args:
-        spans: begin and end of each span in seconds, ascending; the last end must be after the first begin.
-        usual: usual time between two spans in seconds.
+        spans: begin and end of each span, ascending.
+        usual: usual distance of two spans, above 0 if there is only one place.
 
     Example:
-        >>> [(slot.left, slot.right) for slot in timed_slots([(10.0, 10.0), (20.0, 20.0), (50.0, 50.0)], 10.0)]
+        >>> [(slot.left, slot.right) for slot in slots_of([(10.0, 10.0), (20.0, 20.0), (50.0, 50.0)], 10.0)]
         [(0.0, 20.0), (20.0, 40.0), (80.0, 100.0)]
     """
     low, high = spans[0][0] - usual, spans[-1][1]
@@ -269,24 +239,14 @@ def timed_slots(spans: Sequence[tuple[float, float]], usual: float) -> list[Slot
     return slots
 
 
-def time_ticks(low: float, high: float, most: int) -> list[float]:
-    """Return round Unix times from ``low`` to ``high``, at most ``most``, which is 2 or more.
+def even_slots(count: int) -> list[Slot]:
+    """Return ``count`` slots of equal width that fill the axis.
 
     Example:
-        >>> time_ticks(1000.0, 1290.0, 6)
-        [1020.0, 1080.0, 1140.0, 1200.0, 1260.0]
+        >>> even_slots(2)
+        [Slot(left=0.0, width=50.0), Slot(left=50.0, width=50.0)]
     """
-    days = 86_400.0 * 10.0 ** math.ceil(max(0.0, math.log10(max(1.0, (high - low) / 86_400.0 / most))))
-    rounds = (*_ROUND_SECONDS, days)
-    step = next((each for each in rounds if math.floor(high / each) - math.ceil(low / each) < most), days)
-    return [step * index for index in range(math.ceil(low / step), math.floor(high / step) + 1)]
-
-
-def spread(count: int, most: int) -> list[int]:
-    """Return at most ``most`` evenly spaced indices, from 0 to ``count - 1`` inclusive. ``most`` must be at least 2."""
-    if count <= most:
-        return list(range(count))
-    return [round(index * (count - 1) / (most - 1)) for index in range(most)]
+    return slots_of([(index, index) for index in range(count)], 1)
 
 
 def _step(span: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import click
+from msgspec import to_builtins
 
 from delta_tracker.cli.entries import Entry
 from delta_tracker.cli.stream_command import Stream, stream_command
@@ -58,7 +59,7 @@ def command(stream: Stream, fold: float, max_bytes: int, min_versions: int) -> i
                 break
             made.append(merged)
     if stream.out.is_json:
-        merged_as_json = [Entry.of(each).to_dict() | {"first": Merged.of(each).first} for each in made]
+        merged_as_json = [to_builtins(Entry.of(each)) | {"first": Merged.of(each).first} for each in made]
         stream.out.json({"url": stream.storage.url, "merged": merged_as_json})
         return 0
     for each in made:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
-from delta_tracker.cli.versions import check_tables, contents_of, mapped, write_rows
+from delta_tracker.cli.versions import mapped, write_versions
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.recovery.path import recovery_path
 from delta_tracker.recovery.targets import RowWriter, state_table
@@ -87,21 +87,10 @@ def write_checkpoint(storage: Storage, path: Sequence[Manifest], directory: Path
     if path[-1].training:
         state = _with_states(storage, path, rows, work)
     else:
-        state = {"model": _weights(rows) | _write_rows(storage, path, rows)}
+        state = {"model": _weights(rows) | write_versions(storage, path, rows, {}, like=path[0])}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # one process writes the checkpoint, as intended
         dcp.save(state, storage_writer=dcp.FileSystemWriter(directory), no_dist=True)
-
-
-def _write_rows(storage: Storage, path: Sequence[Manifest], rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Write the rows of versions without states, and return their dense tensors by name."""
-    dense: dict[str, Tensor] = {}
-    for entry in path:
-        check_tables(entry, entry.tables, path[0])
-        contents = contents_of(storage, entry)
-        write_rows(contents, rows)
-        dense |= {name: tensor.clone() for name, tensor in contents.dense.items()}
-    return dense
 
 
 def _with_states(storage: Storage, path: Sequence[Manifest], rows: Mapping[str, Tensor], work: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from delta_tracker.cli.output import table
 from delta_tracker.cli.stream_command import Stream, stream_command
 from delta_tracker.cli.text import count, plain, several
-from delta_tracker.cli.versions import bytes_to_read, check_tables, contents_of, mapped, write_owners, write_rows
+from delta_tracker.cli.versions import bytes_to_read, mapped, write_versions
 from delta_tracker.errors import InvalidArgumentError, StorageError
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.stream.format.manifest import DenseSpec, Manifest
@@ -52,64 +53,28 @@ def command(stream: Stream, v1: int, v2: int, *, fqn: str | None, limit: int, sh
     stream.newest_readable()
     paths = path_to(stream.log, v1, of_any=True), path_to(stream.log, v2, of_any=True)
     spec = _table(fqn, paths[0][0])
-    if shows_ids:
-        return _show_ids(stream, (v1, v2), paths, spec, limit)
-    with _scratch() as scratch:
-        before, after = _both(stream, paths, spec, scratch)
-        ids, moved = _compare(before, after)
-        order = moved.nan_to_num(math.inf, math.inf).argsort(descending=True, stable=True)[:limit]
-        farthest = [
-            (row, distance, _length(before[row]), _length(after[row]))
-            for row, distance in zip(ids[order].tolist(), moved[order].tolist(), strict=True)
-        ]
-    summary = _summary(moved)
-    if stream.out.is_json:
-        keys = ("row", "moved", "length_before", "length_after")
-        stream.out.json(
-            {"url": stream.storage.url, "table": spec.fqn, "from": v1, "to": v2, "rows": spec.num_rows}
-            | {"changed": len(ids), "moved": {name: _finite(value) for name, value in summary.items()}}
-            | {"farthest": [dict(zip(keys, [row, *map(_finite, rest)], strict=True)) for row, *rest in farthest]}
-        )
-        return 0
-    share = len(ids) / max(1, spec.num_rows)
-    stream.out.line(f"{count(len(ids))} of {count(spec.num_rows)} rows of {spec.fqn} differ ({share:.2%})", "bold")
-    if summary:
-        stream.out.line("moved by: " + ", ".join(f"{name} {value:.4g}" for name, value in summary.items()))
-    if farthest:
-        rows = [(str(row), *(f"{value:.4g}" for value in rest)) for row, *rest in farthest]
-        stream.out.show(table((">row", ">moved by", f">length at {v1}", f">length at {v2}"), rows))
-    return 0
-
-
-def _show_ids(
-    stream: Stream, versions: tuple[int, int], paths: tuple[list[Manifest], list[Manifest]], spec: TableSpec, limit: int
-) -> int:
-    """Print the rows of a table whose raw ids differ between two versions.
-
-    Raises:
-        click.UsageError: if the table has no raw ids.
-    """
-    if any(spec.fqn not in path[0].identities for path in paths):
+    if shows_ids and any(spec.fqn not in path[0].identities for path in paths):
         raise click.UsageError(plain(f"Table {spec.fqn} has no raw ids. Omit --ids."))
     with _scratch() as scratch:
-        before, after = _both(stream, paths, spec, scratch, with_ids=True)
-        (ids,) = (before != after).nonzero(as_tuple=True)
-        shown = ids[:limit]
-        rows = [
-            (row, *(None if each == NO_OWNER else each for each in owners))
-            for row, *owners in torch.stack([shown, before[shown], after[shown]], 1).tolist()
-        ]
+        before, after = _both(stream, paths, spec, scratch, with_ids=shows_ids)
+        found = (_compare_ids if shows_ids else _compare_rows)(before, after, limit)
     if stream.out.is_json:
-        stream.out.json(
-            {"url": stream.storage.url, "table": spec.fqn, "from": versions[0], "to": versions[1]}
-            | {"rows": spec.num_rows, "changed": len(ids)}
-            | {"owners": [dict(zip(("row", "before", "after"), row, strict=True)) for row in rows]}
-        )
+        about = {"url": stream.storage.url, "table": spec.fqn, "from": v1, "to": v2, "rows": spec.num_rows}
+        stream.out.json(about | found)
         return 0
-    stream.out.line(f"{count(len(ids))} of {count(spec.num_rows)} rows of {spec.fqn} have another raw id", "bold")
+    changed = f"{count(found['changed'])} of {count(spec.num_rows)} rows of {spec.fqn}"
+    if shows_ids:
+        stream.out.line(f"{changed} have another raw id", "bold")
+        columns = [">row", f">raw id at {v1}", f">raw id at {v2}"]
+        rows = [["none" if each is None else str(each) for each in row.values()] for row in found["owners"]]
+    else:
+        stream.out.line(f"{changed} differ ({found['changed'] / max(1, spec.num_rows):.2%})", "bold")
+        if found["moved"]:
+            stream.out.line("moved by: " + ", ".join(f"{name} {value:.4g}" for name, value in found["moved"].items()))
+        columns = [">row", ">moved by", f">length at {v1}", f">length at {v2}"]
+        rows = [[str(row), *(f"{value:.4g}" for value in rest)] for row, *rest in map(dict.values, found["farthest"])]
     if rows:
-        heads = (">row", f">raw id at {versions[0]}", f">raw id at {versions[1]}")
-        stream.out.show(table(heads, [["none" if each is None else str(each) for each in row] for row in rows]))
+        stream.out.show(table(columns, rows))
     return 0
 
 
@@ -180,44 +145,49 @@ def _both(
         OSError: if the disk is full.
     """
     first, second = paths
-    room = DenseSpec(torch.int64, (spec.num_rows,)) if with_ids else DenseSpec(spec.dtype, (spec.num_rows, spec.dim))
-    write = write_owners if with_ids else write_rows
-    num_shared = len(first) if [each.link for each in second[: len(first)]] == [each.link for each in first] else 0
-    with stream.reading("reading", bytes_to_read([*first, *second[num_shared:]], [spec.fqn])):
-
-        def put(manifests: list[Manifest], held: Tensor | None, name: str) -> Tensor:
-            for manifest in manifests:
-                check_tables(manifest, [spec.fqn], first[0])
-                contents = contents_of(stream.storage, manifest, [spec.fqn])
-                if held is None:  # allocate only after the table was checked
-                    held = mapped(scratch / name, {spec.fqn: room})[spec.fqn]
-                write(contents, {spec.fqn: held})
-            assert held is not None, "a path is not empty"
-            return held
-
-        before = put(first, None, "first")
-        if not num_shared:
-            return before, put(second, None, "second")
-        after = mapped(scratch / "second", {spec.fqn: room})[spec.fqn].copy_(before)
-        return before, put(second[num_shared:], after, "second")
+    spec_of_room = DenseSpec(spec.dtype, (spec.num_rows, spec.dim))
+    if with_ids:
+        spec_of_room = DenseSpec(torch.int64, (spec.num_rows,))
+    is_shared = [each.link for each in second[: len(first)]] == [each.link for each in first]
+    rest = second[len(first) :] if is_shared else second
+    rooms: list[Tensor] = []
+    with stream.reading("reading", bytes_to_read([*first, *rest], spec.fqn)):
+        for name, manifests in (("first", first), ("second", rest)):
+            room = mapped(scratch / name, {spec.fqn: spec_of_room})
+            if rooms and is_shared:
+                room[spec.fqn].copy_(rooms[0])
+            rows, owners = ({}, room) if with_ids else (room, {})
+            write_versions(stream.storage, manifests, rows, owners, like=first[0], table=spec.fqn)
+            rooms.append(room[spec.fqn])
+    before, after = rooms
+    return before, after
 
 
-def _compare(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
-    """Compare two versions of a table.
+def _compare_ids(before: Tensor, after: Tensor, limit: int) -> dict[str, Any]:
+    """Return the number of rows whose raw ids differ, and the first of them, as JSON values."""
+    (ids,) = (before != after).nonzero(as_tuple=True)
+    shown = ids[:limit]
+    rows = torch.stack([shown, before[shown], after[shown]], 1).tolist()
+    known = [[None if each == NO_OWNER else each for each in row] for row in rows]
+    return {"changed": len(ids), "owners": [dict(zip(("row", "before", "after"), row, strict=True)) for row in known]}
 
-    Returns:
-        Two tensors ``[N]`` for the ``N`` rows that differ in any bit: the int64 ids of the rows, and the float64 L2
-        norms of the differences.
-    """
+
+def _compare_rows(before: Tensor, after: Tensor, limit: int) -> dict[str, Any]:
+    """Return the number of rows that differ in any bit, the L2 norms of the differences, and those with the largest."""
     bits = {2: torch.int16, 4: torch.int32}[before.element_size()]
-    ids, moved = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.float64)]
+    pieces = [(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.float64))]
     num_rows = max(1, _CHUNK_BYTES // (before.shape[1] * before.element_size()))
     for begin in range(0, len(before), num_rows):
         one, other = before[begin : begin + num_rows], after[begin : begin + num_rows]
         (changed,) = (one.view(bits) != other.view(bits)).any(1).nonzero(as_tuple=True)
-        ids.append(changed + begin)
-        moved.append((other[changed].double() - one[changed].double()).norm(dim=1))
-    return torch.cat(ids), torch.cat(moved)
+        pieces.append((changed + begin, (other[changed].double() - one[changed].double()).norm(dim=1)))
+    ids, moved = map(torch.cat, zip(*pieces, strict=True))
+    order = moved.nan_to_num(math.inf, math.inf).argsort(descending=True, stable=True)[:limit]
+    farthest = [
+        {"row": row, "moved": distance, "length_before": _length(before[row]), "length_after": _length(after[row])}
+        for row, distance in zip(ids[order].tolist(), moved[order].tolist(), strict=True)
+    ]
+    return {"changed": len(ids), "moved": _summary(moved), "farthest": farthest}
 
 
 def _summary(moved: Tensor) -> dict[str, float]:
@@ -230,8 +200,3 @@ def _summary(moved: Tensor) -> dict[str, float]:
 
 def _length(row: Tensor) -> float:
     return float(row.double().norm())
-
-
-def _finite(value: float) -> float | None:
-    """Return ``value``; None if it is NaN or infinite, because JSON does not support such numbers."""
-    return value if math.isfinite(value) else None

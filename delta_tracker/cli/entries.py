@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
 
-from delta_tracker.cli.text import count
-from delta_tracker.errors import MalformedError
-from delta_tracker.stream.format.manifest import Manifest
+from msgspec import Struct
 
-KIND_STYLES = {"snapshot": "cyan", "claim": "yellow", "delta": ""}
+from delta_tracker.cli.text import count, duration
+from delta_tracker.errors import MalformedError
+from delta_tracker.stream.format.manifest import Kind, Manifest
+
 _READS = 16  # concurrent requests to a remote store
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
 
-@dataclass(frozen=True, slots=True)
-class Amount:
+class Amount(Struct, frozen=True, rename={"num_bytes": "bytes"}):
     """Amount of data of one table in one or more versions.
 
     Args:
@@ -35,17 +34,23 @@ class Amount:
         return Amount(self.rows + other.rows, self.num_bytes + other.num_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """Summary of an entry's manifest.
+class OwnerChanges(Struct, frozen=True):
+    """Numbers of rows of a table that got a raw id or another one, and that lost theirs."""
+
+    admitted: int
+    evicted: int
+
+
+class Entry(Struct, frozen=True, kw_only=True, rename={"num_rows": "rows", "num_bytes": "bytes", "num_parts": "parts"}):
+    """Summary of an entry's manifest, with the names of its JSON. Times are Unix seconds.
 
     Args:
         version: index in the log.
         kind: claim, snapshot or delta.
         generation: generation of the publisher.
-        cut: time of the cut, in Unix seconds.
-        created: time of the commit by the publisher's clock, in Unix seconds.
-        committed: time of the commit by the store's clock, in Unix seconds.
+        cut: time of the cut.
+        created: time of the commit by the publisher's clock.
+        committed: time of the commit by the store's clock.
         batches: half-open range of the trainer's step counts that the version covers.
         pending_rows: number of changed rows left for later versions.
         num_rows: number of rows in all parts.
@@ -53,13 +58,12 @@ class Entry:
         part_bytes: bytes of the parts, which are what predictors read.
         num_parts: number of parts.
         tables: FQN to amount of data, for each table that has rows in this version.
-        owners: FQN to the number of rows that got a raw id, and of rows that lost theirs, for each table with raw ids
-            whose numbers the publisher knew.
-        num_mapped: number of tables with raw ids.
+        owners: FQN to the changes of raw ids, for each table with raw ids; None if the publisher did not know them, as
+            in the first version of a publisher that continues a stream.
     """
 
     version: int
-    kind: str
+    kind: Kind
     generation: int
     cut: float
     created: float
@@ -71,21 +75,24 @@ class Entry:
     part_bytes: int
     num_parts: int
     tables: dict[str, Amount]
-    owners: Mapping[str, tuple[int, int]]
-    num_mapped: int
+    owners: dict[str, OwnerChanges | None]
 
     @property
     def owner_changes(self) -> str:
         """Numbers of rows that got a raw id or another one, and that lost theirs, as text.
 
-        ``?`` if they are unknown, as in the first version of a publisher that continues a stream; empty without such
-        tables, as in a claim.
+        ``?`` if they are unknown; empty without such tables, as in a claim.
         """
-        if not self.num_mapped:
-            return ""
-        if len(self.owners) < self.num_mapped:
+        known = [each for each in self.owners.values() if each is not None]
+        if len(known) < len(self.owners):
             return "?"
-        return " / ".join(count(sum(numbers)) for numbers in zip(*self.owners.values(), strict=True))
+        sums = sum(each.admitted for each in known), sum(each.evicted for each in known)
+        return " / ".join(map(count, sums)) if known else ""
+
+    @property
+    def took(self) -> str:
+        """Time from the cut to the commit as text; empty if it is unknown, as in a claim."""
+        return duration(self.created - self.cut) if 0 < self.cut <= self.created else ""
 
     @property
     def skew(self) -> float:
@@ -95,53 +102,56 @@ class Entry:
     @classmethod
     def of(cls, manifest: Manifest) -> Entry:
         """Return the summary of ``manifest``."""
+        changes = {fqn: manifest.owner_changes.get(fqn) for fqn in manifest.identities}
         return cls(
-            manifest.version,
-            manifest.kind,
-            manifest.generation,
-            manifest.cut,
-            manifest.created,
-            manifest.committed,
-            manifest.batches,
-            manifest.pending_rows,
-            manifest.num_rows,
-            manifest.total_bytes,
-            manifest.num_bytes,
-            len(manifest.parts),
-            amounts(manifest),
-            manifest.owner_changes,
-            len(manifest.identities),
+            version=manifest.version,
+            kind=manifest.kind,
+            generation=manifest.generation,
+            cut=manifest.cut,
+            created=manifest.created,
+            committed=manifest.committed,
+            batches=manifest.batches,
+            pending_rows=manifest.pending_rows,
+            num_rows=manifest.num_rows,
+            num_bytes=manifest.total_bytes,
+            part_bytes=manifest.num_bytes,
+            num_parts=len(manifest.parts),
+            tables=amounts(manifest),
+            owners={fqn: None if each is None else OwnerChanges(*each) for fqn, each in changes.items()},
         )
-
-    def to_dict(self) -> dict[str, object]:
-        """Return the summary as JSON values. Times are Unix seconds."""
-        return {
-            "version": self.version,
-            "kind": self.kind,
-            "generation": self.generation,
-            "cut": self.cut,
-            "created": self.created,
-            "committed": self.committed,
-            "batches": list(self.batches),
-            "pending_rows": self.pending_rows,
-            "rows": self.num_rows,
-            "bytes": self.num_bytes,
-            "parts": self.num_parts,
-            "tables": {fqn: {"rows": each.rows, "bytes": each.num_bytes} for fqn, each in self.tables.items()},
-            "owners": {
-                fqn: {"admitted": admitted, "evicted": evicted} for fqn, (admitted, evicted) in self.owners.items()
-            },
-        }
 
 
 def amounts(manifest: Manifest) -> dict[str, Amount]:
     """Return the amount of data of each table, by FQN. A row in several column shards is counted once per shard."""
-    found: dict[str, Amount] = {}
-    for part in manifest.parts:
-        for block in part.blocks:
-            held = found.get(block.table, Amount())
-            found[block.table] = held + Amount(block.num_rows, block.num_rows * block.row_bytes)
+    blocks = (block for part in manifest.parts for block in part.blocks)
+    return total({each.table: Amount(each.num_rows, each.num_rows * each.row_bytes)} for each in blocks)
+
+
+def total(amounts: Iterable[Mapping[str, Amount]]) -> defaultdict[str, Amount]:
+    """Return the sum of amounts of data, by FQN."""
+    found = defaultdict[str, Amount](Amount)
+    for each in amounts:
+        for fqn, amount in each.items():
+            found[fqn] += amount
     return found
+
+
+def contiguous(versions: Sequence[int]) -> int:
+    """Return the start index of the contiguous range that ends at the last version; 0 if ``versions`` is empty.
+
+    A new reader reads only versions in this range.
+
+    Args:
+        versions: versions in ascending order.
+
+    Example:
+        >>> contiguous([0, 1, 5, 6, 7])
+        2
+    """
+    first = len(versions) - 1
+    while first > 0 and versions[first - 1] == versions[first] - 1:
+        first -= 1
+    return max(first, 0)
 
 
 def read_all(

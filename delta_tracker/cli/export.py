@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
@@ -17,21 +16,11 @@ from torch import Tensor
 
 from delta_tracker.cli.stream_command import Stream, stream_command
 from delta_tracker.cli.text import size
-from delta_tracker.cli.versions import (
-    bytes_to_read,
-    check_tables,
-    contents_of,
-    mapped,
-    shape_of,
-    write_owners,
-    write_rows,
-)
+from delta_tracker.cli.versions import bytes_to_read, mapped, write_versions
 from delta_tracker.errors import InvalidArgumentError, StorageError
-from delta_tracker.stream.format.manifest import DTYPE_NAMES, DenseSpec, Manifest
-from delta_tracker.stream.format.part_writer import ALIGNMENT, SIZE_BYTES
+from delta_tracker.stream.format.manifest import DenseSpec
+from delta_tracker.stream.format.part_writer import METADATA_KEY, safetensors_header
 from delta_tracker.stream.reading.path import path_to
-
-_METADATA = "__metadata__"
 
 _HELP = """Write the tables and dense tensors of one version.
 
@@ -77,13 +66,15 @@ def command(stream: Stream, version: int | None, out: Path | None, form: str | N
     stream.newest_readable()
     try:
         with _draft(option, out) as draft:
-            if form == "dcp":
-                path, files = _put_checkpoint_together(stream, version, draft)
-            else:
-                path, files = _put_together(stream, version, draft, form)
+            work, made = draft / "work", draft / "made"
+            work.mkdir()
+            stream_id = _write(stream, version, form, made, work)
+            files = [made] if form == "torch" else sorted(made.iterdir())
+            for each in (*files, made):
+                _sync(each)
             num_bytes = sum(each.stat().st_size for each in files)
             _refuse_existing(option, out)
-            (files[0] if form == "torch" else files[0].parent).rename(out)
+            made.rename(out)
     except StorageError:
         raise
     except OSError as error:
@@ -91,7 +82,7 @@ def command(stream: Stream, version: int | None, out: Path | None, form: str | N
     names = [] if form == "torch" else sorted(each.name for each in files)
     if stream.out.is_json:
         stream.out.json(
-            {"url": stream.storage.url, "stream": path[-1].stream, "version": version, "format": form}
+            {"url": stream.storage.url, "stream": stream_id, "version": version, "format": form}
             | {"out": str(out), "files": names, "bytes": num_bytes}
         )
         return 0
@@ -134,91 +125,67 @@ def _refuse_existing(option: str, out: Path) -> None:
         raise InvalidArgumentError(option, str(out), "Choose another name: it exists")
 
 
-def _put_together(stream: Stream, version: int, draft: Path, form: str) -> tuple[list[Manifest], list[Path]]:
-    """Write the files of a version, and return the entries that lead to it and the paths of the files.
+def _write(stream: Stream, version: int, form: str, made: Path, work: Path) -> str:
+    """Write the files of a version, and return the stream to which it belongs.
 
     Args:
         stream: the stream.
         version: version to export.
-        draft: existing directory for the files.
-        form: ``safetensors`` or ``torch``.
+        form: ``safetensors``, ``torch`` or ``dcp``.
+        made: path of the new file or directory.
+        work: existing directory for temporary files.
 
     Raises:
-        InvalidArgumentError: if the version is not committed yet, or the format does not support the name of a tensor.
+        InvalidArgumentError: if the version is not committed yet, or the format does not support it.
         MalformedError: if the spec of a table differs between the snapshot and a later version.
-        MissingVersionError, NoSnapshotError, CorruptPartError, StorageError: if the version cannot be read.
+        MissingVersionError, NoSnapshotError, NotRecoverableError, CorruptPartError, StorageError: if the version cannot
+            be read.
         OSError: if a file cannot be written.
     """
+    if form == "dcp":
+        from delta_tracker.cli.dcp_checkpoint import entries_of, write_checkpoint  # noqa: PLC0415  slow to import
+
+        path = entries_of(stream.log, version)
+        with stream.reading("reading", bytes_to_read(path)):
+            write_checkpoint(stream.storage, path, made, work)
+        return path[-1].stream
     path = path_to(stream.log, version, of_any=True)
-    work = draft / "work"
-    work.mkdir()
-    rooms: dict[str, Tensor] | None = None
-    dense: dict[str, Tensor] = {}
-    with stream.reading("reading", bytes_to_read(path)):
-        for manifest in path:
-            contents = contents_of(stream.storage, manifest)
-            if rooms is None:  # allocate only after the contents were checked
-                rooms = _rooms(manifest, version, work, form)
-            check_tables(manifest, manifest.tables, path[0])
-            write_rows(contents, {fqn: rooms[_weight(fqn)] for fqn in path[0].tables})
-            write_owners(contents, {fqn: rooms[_raw_ids(fqn)] for fqn in path[0].identities})
-            dense |= {name: tensor.clone() for name, tensor in contents.dense.items()}
-    assert rooms is not None, "a path is not empty"
+    snapshot, metadata = path[0], {"stream": path[0].stream, "version": str(version)}
     if form == "safetensors":
-        if dense:
-            specs = {name: DenseSpec(each.dtype, tuple(each.shape)) for name, each in _widest_first(dense)}
-            for name, room in _safetensors(work / "dense.safetensors", specs, path[0].stream, version).items():
-                room.copy_(dense[name])
-        files = sorted(work.iterdir())
-    else:
-        files = [draft / "state.pt"]
-        with stream.out.progress("writing", None):
-            torch.save(_state_dict(rooms, dense), files[0])
-    for file in (*files, work):
-        _sync(file)
-    return path, files
-
-
-def _put_checkpoint_together(stream: Stream, version: int, draft: Path) -> tuple[list[Manifest], list[Path]]:
-    """Write a DCP checkpoint of a version, and return the entries that lead to it and the paths of its files.
-
-    Raises the errors of :func:`~delta_tracker.cli.dcp_checkpoint.entries_of` and of
-    :func:`~delta_tracker.cli.dcp_checkpoint.write_checkpoint`.
-    """
-    from delta_tracker.cli.dcp_checkpoint import entries_of, write_checkpoint  # noqa: PLC0415  slow to import
-
-    path = entries_of(stream.log, version)
-    directory, work = draft / "checkpoint", draft / "work"
-    work.mkdir()
-    with stream.reading("reading", bytes_to_read(path)):
-        write_checkpoint(stream.storage, path, directory, work)
-    files = sorted(directory.iterdir())
-    for file in (*files, directory):
-        _sync(file)
-    return path, files
-
-
-def _rooms(snapshot: Manifest, version: int, work: Path, form: str) -> dict[str, Tensor]:
-    """Create one file per table and return the memory-mapped tensors by name. The caller must write the rows.
-
-    Args:
-        snapshot: manifest with the specs of the tables.
-        version: version to store in the metadata of safetensors files.
-        work: directory for the files.
-        form: ``safetensors`` or ``torch``.
-    """
+        made.mkdir()
     rooms: dict[str, Tensor] = {}
     for number, (fqn, spec) in enumerate(snapshot.tables.items()):
-        key = _weight(fqn)
-        specs = {key: DenseSpec(spec.dtype, shape_of(spec))}
+        specs = {_weight(fqn): DenseSpec(spec.dtype, (spec.num_rows, spec.dim))}
         if fqn in snapshot.identities:  # first, because its items are the widest
             specs = {_raw_ids(fqn): DenseSpec(torch.int64, (spec.num_rows,)), **specs}
-        if form == "safetensors":
-            file = work / f"{quote(key, safe='')}.safetensors"
-            rooms |= _safetensors(file, specs, snapshot.stream, version)
-        else:
+        if form == "torch":
             rooms |= mapped(work / str(number), specs)
-    return rooms
+        else:
+            file = made / f"{quote(_weight(fqn), safe='')}.safetensors"
+            rooms |= mapped(file, specs, safetensors_header(specs.items(), metadata))
+    rows = {fqn: rooms[_weight(fqn)] for fqn in snapshot.tables}
+    owners = {fqn: rooms[_raw_ids(fqn)] for fqn in snapshot.identities}
+    with stream.reading("reading", bytes_to_read(path)):
+        dense = write_versions(stream.storage, path, rows, owners, like=snapshot)
+    if form == "torch":
+        for name in dense.keys() & rooms.keys():
+            remedy = f"Choose safetensors: a table and a dense tensor are {name!r}"
+            raise InvalidArgumentError("--format", "torch", remedy)
+        with stream.out.progress("writing", None):
+            torch.save(rooms | dense, made)
+    elif dense:
+        _write_dense(made / "dense.safetensors", dense, metadata)
+    return path[-1].stream
+
+
+def _write_dense(file: Path, dense: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    if METADATA_KEY in dense:
+        raise InvalidArgumentError("--format", "safetensors", f"Choose torch: a tensor is named {METADATA_KEY}")
+    # Largest item size first: in this order, no tensor in the file needs padding.
+    ordered = sorted(dense.items(), key=lambda item: -item[1].itemsize)
+    specs = {name: DenseSpec(each.dtype, tuple(each.shape)) for name, each in ordered}
+    for name, room in mapped(file, specs, safetensors_header(specs.items(), metadata)).items():
+        room.copy_(dense[name])
 
 
 def _weight(fqn: str) -> str:
@@ -227,42 +194,6 @@ def _weight(fqn: str) -> str:
 
 def _raw_ids(fqn: str) -> str:
     return f"{fqn}.raw_ids"
-
-
-def _safetensors(file: Path, specs: Mapping[str, DenseSpec], stream: str, version: int) -> dict[str, Tensor]:
-    """Create a safetensors file and return its memory-mapped tensors by name. The caller must write the values.
-
-    Args:
-        file: path of the new file.
-        specs: name to spec of each tensor, in the order in which the file stores the tensors.
-        stream: stream id to store in the metadata.
-        version: version to store in the metadata.
-
-    Raises:
-        InvalidArgumentError: if a tensor has the reserved name ``__metadata__``.
-        OSError: if the disk is full, or the file cannot be written.
-    """
-    if _METADATA in specs:
-        raise InvalidArgumentError("--format", "safetensors", f"Choose torch: a tensor is named {_METADATA}")
-    header: dict[str, object] = {_METADATA: {"stream": stream, "version": str(version)}}
-    end = 0
-    for name, spec in specs.items():
-        begin, end = end, end + spec.num_bytes
-        header[name] = {"dtype": DTYPE_NAMES[spec.dtype], "shape": spec.shape, "data_offsets": [begin, end]}
-    head = json.dumps(header, separators=(",", ":")).encode()
-    head += b" " * (-len(head) % ALIGNMENT)
-    return mapped(file, specs, len(head).to_bytes(SIZE_BYTES, "little") + head)
-
-
-def _widest_first(dense: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
-    """Return (name, tensor) pairs, largest item size first. In this order, no tensor in the file needs padding."""
-    return sorted(dense.items(), key=lambda item: -item[1].itemsize)
-
-
-def _state_dict(tables: Mapping[str, Tensor], dense: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    for name in dense.keys() & tables.keys():
-        raise InvalidArgumentError("--format", "torch", f"Choose safetensors: a table and a dense tensor are {name!r}")
-    return {**tables, **dense}
 
 
 def _sync(path: Path) -> None:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
+from msgspec import to_builtins
+
 from delta_tracker.cli.attention import Notice, of_clocks, of_predictors, of_publishers, sort_notices
-from delta_tracker.cli.entries import read_all
+from delta_tracker.cli.entries import Amount, contiguous, total
 from delta_tracker.cli.followers import hosts_of, read_followers
-from delta_tracker.cli.history import History
+from delta_tracker.cli.history import Bin, History
 from delta_tracker.cli.movement import Movement, TableMovement
+from delta_tracker.cli.skews import Skews
 from delta_tracker.cli.stream_command import Stream
-from delta_tracker.cli.survey import contiguous
 from delta_tracker.cli.text import duration, several
 from delta_tracker.errors import CorruptPartError, MalformedError, StreamError
 from delta_tracker.monitor.buckets import PER_OCTAVE, LogBuckets, upper_bound
-from delta_tracker.stream.fleet import STATES
 from delta_tracker.stream.format.contents import Contents
-from delta_tracker.stream.format.manifest import DTYPE_NAMES, Manifest
+from delta_tracker.stream.format.manifest import DTYPE_NAMES
 from delta_tracker.stream.log import entry_name
 from delta_tracker.stream.pin import Pin, newest_pin
 from delta_tracker.stream.store_clock import StoreClock
@@ -29,42 +30,18 @@ MAX_TABLES = 40
 _HOT_ROWS = 10
 _MAX_BARS = 48
 _MAX_FAULTS = 20
+_BIN_FIELDS = [each.name for each in fields(Bin) if each.name != "tables"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Limits on the data that a report reads. The newest versions within the limits are read.
-
-    Args:
-        versions: maximum number of log entries.
-        num_bytes: maximum total size of the parts, in bytes.
-    """
-
-    versions: int
-    num_bytes: int
-
-
-@dataclass(slots=True)
-class _Reading:
-    """Range and size of the versions whose rows were read.
-
-    Args:
-        first: first of these versions; None if no rows were read.
-        last: last of these versions; None if no rows were read.
-        versions: number of these versions.
-        num_bytes: total bytes of the parts of these versions.
-    """
-
-    first: int | None = None
-    last: int | None = None
-    versions: int = 0
-    num_bytes: int = 0
-
-
-def gather(stream: Stream, limits: Limits) -> Figures:
+def gather(stream: Stream, max_versions: int, max_bytes: int) -> Figures:
     """Read a stream and return the data of its report as JSON values.
 
     Times are Unix seconds by the store's clock.
+
+    Args:
+        stream: the stream.
+        max_versions: maximum number of log entries to read, the newest ones.
+        max_bytes: maximum total size of the parts to read, in bytes, those of the newest versions.
 
     Raises:
         InvalidArgumentError: if there is no stream.
@@ -72,26 +49,37 @@ def gather(stream: Stream, limits: Limits) -> Figures:
         StorageError: if the store cannot be read.
     """
     head = stream.head()
-    history, faulty, sizes, older = _read_log(stream, head, limits)
-    has_snapshot = head.kind == "snapshot" or head.snapshot is not None
-    names = sorted(history.tables, key=lambda fqn: (-history.totals[fqn].num_bytes, fqn))
+    listed = [version for version in stream.log.versions() if version <= head.version]
+    chosen = listed[-max_versions:]
+    history, skews, faulty = History(len(chosen)), Skews(), _gap(stream, listed)
+    sizes: list[tuple[int, int]] = []  # version and bytes of each entry
+    for _, entry in stream.entries(chosen, lambda manifest: manifest):
+        if isinstance(entry, MalformedError):
+            faulty.append(entry)
+        else:
+            history.add(entry)
+            skews.add(entry)
+            sizes.append((entry.version, entry.num_bytes))
+    totals = total(each.tables for each in history.bins)
+    names = sorted(history.tables, key=lambda fqn: (-totals[fqn].num_bytes, fqn))
     movement = Movement({fqn: history.tables[fqn] for fqn in names[:MAX_TABLES]})
-    reading = _read_rows(stream, movement, sizes, faulty)
+    read = _read_rows(stream, movement, _newest(sizes, max_bytes), faulty)
     clock = StoreClock()
     clock.saw("log", [(history.newest or head).committed], began=clock.reader_time())
     order = newest_pin(stream.storage)
     pin = order if order is not None and order.kind == "pin" and order.stream == head.stream else None
     followers, num_gone = read_followers(stream.storage, head, clock, order=order)
-    skews = history.skews.problems(followers, clock)
+    problems = skews.problems(followers, clock)
     described = [version for version in history.lost if any(entry_name(version) in each.problem for each in faulty)]
+    has_snapshot = head.kind == "snapshot" or head.snapshot is not None
     notices = [
         *_notices(faulty),
         *of_publishers(history, head, clock.now(), described, has_snapshot=has_snapshot),
         *of_predictors(followers),
         *([] if pin is None else [_pinned(pin, clock.now())]),
-        *of_clocks(skews),
+        *of_clocks(problems),
     ]
-    followers.sort(key=lambda each: (STATES.index(each.health), each.beat.version or 0, each.beat.name))
+    others = total({"": totals[fqn]} for fqn in names[MAX_TABLES:])[""]
     return {
         "url": stream.storage.url,
         "stream": head.stream,
@@ -102,29 +90,42 @@ def gather(stream: Stream, limits: Limits) -> Figures:
             "committed": head.committed,
             "generation": head.generation,
         },
-        "versions": _versions(history) | {"older": older},
-        "rows_read": asdict(reading),
-        "bytes": _bytes(history),
+        "versions": _versions(history) | {"older": len(listed) - len(chosen)},
+        "rows_read": {
+            "first": read[0][0] if read else None,
+            "last": read[-1][0] if read else None,
+            "versions": len(read),
+            "num_bytes": sum(num_bytes for _, num_bytes in read),
+        },
+        "bytes": _bytes(history.bins),
         "delta_bytes": _quantiles(history.sizes),
         "cadence_seconds": _quantiles(history.gaps),
         "commit_seconds": _quantiles(history.delays),
-        "bins": [{key: value for key, value in asdict(each).items() if key != "tables"} for each in history.bins],
-        "tables": [_table(history, movement.tables[fqn]) for fqn in names[:MAX_TABLES]],
-        "other_tables": {
-            "tables": len(names[MAX_TABLES:]),
-            "rows": sum(history.totals[fqn].rows for fqn in names[MAX_TABLES:]),
-            "bytes": sum(history.totals[fqn].num_bytes for fqn in names[MAX_TABLES:]),
-        },
-        "predictors": [follower.to_dict() | {"behind": follower.behind} for follower in followers],
+        "bins": [{name: getattr(each, name) for name in _BIN_FIELDS} for each in history.bins],
+        "tables": [_table(history.bins, totals[fqn], movement.tables[fqn]) for fqn in names[:MAX_TABLES]],
+        "other_tables": to_builtins(others) | {"tables": len(names[MAX_TABLES:])},
+        "predictors": [follower.to_dict() for follower in followers],
         "predictors_gone": num_gone,
-        "hosts": hosts_of([(each.beat, each.health) for each in followers]),
-        "pin": None if pin is None else asdict(pin),
-        "skews": skews,
+        "hosts": hosts_of(followers),
+        "pin": to_builtins(pin),
+        "skews": problems,
         "faults": [each.problem for each in faulty[:_MAX_FAULTS]],
         "more_faults": len(faulty[_MAX_FAULTS:]),
-        "notices": [each.to_dict() for each in sort_notices(notices)],
+        "notices": to_builtins(sort_notices(notices)),
         "axis": "time" if history.is_timed else "versions",
     }
+
+
+def _newest(sizes: Sequence[tuple[int, int]], max_bytes: int) -> list[tuple[int, int]]:
+    """Return the last of some versions and their bytes, up to a total number of bytes, without those without any."""
+    left, found = max_bytes, []
+    for version, num_bytes in reversed(sizes):
+        left -= num_bytes
+        if left < 0:
+            break
+        if num_bytes:  # else a claim
+            found.append((version, num_bytes))
+    return found[::-1]
 
 
 def _notices(faulty: list[StreamError]) -> list[Notice]:
@@ -140,34 +141,6 @@ def _pinned(pin: Pin, now: float) -> Notice:
     what = f"Pinned to version {pin.version} for {duration(max(0.0, now - pin.time))}{reason}"
     step = "Retention keeps all later versions meanwhile. Publish a good snapshot, then run delta-tracker release"
     return Notice("note", what, step)
-
-
-def _read_log(
-    stream: Stream, head: Manifest, limits: Limits
-) -> tuple[History, list[StreamError], list[tuple[int, int]], int]:
-    """Read the newest entries of the log, at most ``limits.versions``.
-
-    Returns:
-        The history; errors of missing or malformed entries; a list of ``(version, bytes)`` for the newest
-        entries, up to ``limits.num_bytes`` in total; the number of older entries that were not read.
-    """
-    listed = [version for version in stream.log.versions() if version <= head.version]
-    chosen = listed[-limits.versions :]
-    history, faults = History(), _gap(stream, listed)
-    sizes: deque[tuple[int, int]] = deque()
-    total = 0
-    with stream.out.progress("reading the log", len(chosen)) as progress:
-        for _, entry in read_all(chosen, stream.log.read, lambda manifest: manifest):
-            progress.advance()
-            if isinstance(entry, MalformedError):
-                faults.append(entry)
-            elif entry is not None:  # None if retention deleted it after the listing
-                history.add(entry)
-                sizes.append((entry.version, entry.num_bytes))
-                total += entry.num_bytes
-                while total > limits.num_bytes:
-                    total -= sizes.popleft()[1]
-    return history, faults, list(sizes), len(listed) - len(chosen)
 
 
 def _gap(stream: Stream, listed: list[int]) -> list[StreamError]:
@@ -190,29 +163,29 @@ def _gap(stream: Stream, listed: list[int]) -> list[StreamError]:
     return [StreamError(problem, "Call Publisher.snapshot() on the trainer: predictors continue from it")]
 
 
-def _read_rows(stream: Stream, movement: Movement, sizes: list[tuple[int, int]], faults: list[StreamError]) -> _Reading:
-    reading = _Reading()
-    with stream.out.progress("reading rows", sum(num_bytes for _, num_bytes in sizes)) as progress:
+def _read_rows(
+    stream: Stream, movement: Movement, sizes: Sequence[tuple[int, int]], faults: list[StreamError]
+) -> list[tuple[int, int]]:
+    """Add the rows of versions, each with its bytes, to ``movement``, and the errors of damaged ones to ``faults``.
+
+    Returns:
+        Those of the versions that were read.
+    """
+    found = []
+    with stream.out.progress("reading rows", sum(num_bytes for _, num_bytes in sizes)) as advance:
         for version, num_bytes in sizes:
-            progress.advance(num_bytes)
-            if num_bytes == 0:  # a claim
-                continue
+            advance(num_bytes)
             try:
                 manifest = stream.log.read(version)
-                if manifest is None:
-                    continue
-                movement.add(Contents(stream.storage, manifest))
+                if manifest is not None:
+                    movement.add(Contents(stream.storage, manifest))
+                    found.append((version, num_bytes))
             except (CorruptPartError, MalformedError) as error:
                 there = stream.log.read(version)
                 # Not a fault if retention deleted the parts. It keeps their entry only if the next entry is a claim.
                 if there is not None and not stream.log.precedes_claim(there):
                     faults.append(StreamError(f"version {version}: {error.problem}", error.remedy))
-                continue
-            reading.first = version if reading.first is None else reading.first
-            reading.last = version
-            reading.versions += 1
-            reading.num_bytes += num_bytes
-    return reading
+    return found
 
 
 def _versions(history: History) -> dict[str, Any]:
@@ -225,14 +198,14 @@ def _versions(history: History) -> dict[str, Any]:
         "deltas": sum(each.deltas for each in bins),
         "snapshots": sum(each.snapshots for each in bins),
         "restarts": sum(each.restarts for each in bins),
-        "missing": history.missing,
+        "missing": history.num_missing,
     }
 
 
-def _bytes(history: History) -> dict[str, Any]:
-    deltas = sum(each.delta_bytes for each in history.bins)
-    snapshots = sum(each.snapshot_bytes for each in history.bins)
-    full = sum(each.full_bytes for each in history.bins)
+def _bytes(bins: Sequence[Bin]) -> dict[str, Any]:
+    deltas = sum(each.delta_bytes for each in bins)
+    snapshots = sum(each.snapshot_bytes for each in bins)
+    full = sum(each.full_bytes for each in bins)
     return {
         "deltas": deltas,
         "snapshots": snapshots,
@@ -242,19 +215,16 @@ def _bytes(history: History) -> dict[str, Any]:
     }
 
 
-def _table(history: History, moved: TableMovement) -> dict[str, Any]:
+def _table(bins: Sequence[Bin], sent: Amount, moved: TableMovement) -> dict[str, Any]:
     spec = moved.spec
-    total = history.totals[spec.fqn]
-    hottest = moved.counts.top(_HOT_ROWS)
     return {
         "name": spec.fqn,
         "num_rows": spec.num_rows,
         "dim": spec.dim,
         "dtype": DTYPE_NAMES[spec.dtype],
-        "rows": total.rows,
-        "bytes": total.num_bytes,
-        "bin_bytes": [each.tables[spec.fqn].num_bytes if spec.fqn in each.tables else 0 for each in history.bins],
-        "hottest": [{"row": row, "deltas": deltas} for row, deltas in hottest],
+        **to_builtins(sent),
+        "bin_bytes": [each.tables[spec.fqn].num_bytes if spec.fqn in each.tables else 0 for each in bins],
+        "hottest": [{"row": row, "deltas": deltas} for row, deltas in moved.counts.top(_HOT_ROWS)],
         "hottest_error": moved.counts.error,
         "deltas_read": moved.num_deltas,
         "moves": _quantiles(moved.moves) | {"unmoved": moved.unmoved, "one_row_in": moved.stride},

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict
 
 import click
+from msgspec import to_builtins
 
-from delta_tracker.cli.followers import hosts_of
+from delta_tracker.cli.followers import hosts_of, read_followers
+from delta_tracker.cli.listings import PREDICTOR_COLUMNS, predictor_cells
 from delta_tracker.cli.output import table
 from delta_tracker.cli.stream_command import Stream, stream_command
 from delta_tracker.cli.text import duration
-from delta_tracker.stream.fleet import State, evaluate
-from delta_tracker.stream.heartbeat import GONE_SECONDS, SeenHeartbeat, remove_heartbeats, see_heartbeats
+from delta_tracker.stream.heartbeat import remove_heartbeats
 from delta_tracker.stream.pin import newest_pin
 from delta_tracker.stream.store_clock import StoreClock
 
@@ -41,24 +41,21 @@ def command(stream: Stream, limit: int, *, removes: bool) -> int:
     """Show the predictors with a heartbeat in the last hour. Return 1 if one needs attention, or all are silent."""
     before = sum(stream.storage.requests.values())
     head, clock, pin = stream.head(), StoreClock(), newest_pin(stream.storage)
-    seen, num_unread = see_heartbeats(stream.storage, clock, max_age=GONE_SECONDS, limit=limit)
+    followers, num_unread = read_followers(stream.storage, head, clock, order=pin, limit=limit)
     num_removed = remove_heartbeats(stream.storage, clock) if removes else 0
     num_requests = sum(stream.storage.requests.values()) - before
-    states: list[tuple[SeenHeartbeat, State]] = [
-        (each, evaluate(each.beat, max(0.0, clock.now() - each.modified), head, order=pin)) for each in seen
-    ]
-    totals = dict(sorted(Counter(state for _, state in states).items()))
-    hosts = hosts_of([(each.beat, state) for each, state in states])
-    slowest = sorted(states, key=lambda each: each[0].beat.version or 0)[: -(-len(states) // 10)]
-    shown = [each for each in states if each in slowest or each[1] in (*_BAD, "silent")]
+    totals = dict(sorted(Counter(each.health for each in followers).items()))
+    hosts = hosts_of(followers)
+    slowest = sorted(followers, key=lambda each: each.beat.version or 0)[: -(-len(followers) // 10)]
+    shown = [each for each in followers if each in slowest or each.health in (*_BAD, "silent")]
     if stream.out.is_json:
         stream.out.json(
             {
                 "version": head.version,
                 "states": totals,
                 "hosts": hosts,
-                "shown": [{"state": state, **asdict(each.beat)} for each, state in shown],
-                "pin": None if pin is None else asdict(pin),
+                "shown": [to_builtins(each.beat) | {"state": each.health} for each in shown],
+                "pin": pin,
                 "left_out": num_unread,
                 "removed": num_removed,
                 "requests": num_requests,
@@ -82,20 +79,11 @@ def command(stream: Stream, limit: int, *, removes: bool) -> int:
         if rows:
             stream.out.show(table(["host", "predictors", "silent", "lowest", "median", "highest", "worst lag"], rows))
         if shown:
-            listed_rows = [_row(each, state, clock.now()) for each, state in shown]
-            stream.out.show(table(["predictor", "host", "state", "version", "lag"], listed_rows))
-        for each, _ in shown:
+            stream.out.show(table(PREDICTOR_COLUMNS, map(predictor_cells, shown)))
+        for each in shown:
             if each.beat.error is not None:  # it may be long, so it is not in the table
                 stream.out.line(f"{each.beat.name} has an error: {each.beat.error}", "red")
             elif each.beat.why:
                 stream.out.line(f"{each.beat.name}: {each.beat.why}")
-    are_silent = bool(states) and all(state == "silent" for _, state in states)
-    return 1 if are_silent or any(state in _BAD for _, state in states) else 0
-
-
-def _row(seen: SeenHeartbeat, state: State, now: float) -> list[object]:
-    beat = seen.beat
-    since = f"no data for {duration(max(0.0, now - seen.modified))}"
-    version = "none" if beat.version is None else beat.version
-    lag = since if state == "silent" else "unknown" if beat.lag_versions is None else beat.lag_versions
-    return [beat.name, beat.host, state, version, lag]
+    are_silent = bool(followers) and all(each.is_silent for each in followers)
+    return 1 if are_silent or any(each.health in _BAD for each in followers) else 0

@@ -5,42 +5,40 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from delta_tracker.stream.fleet import State as Health
-from delta_tracker.stream.fleet import evaluate
+from msgspec import to_builtins
+
+from delta_tracker.stream.fleet import STATES, State, evaluate
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.heartbeat import GONE_SECONDS, Heartbeat, SeenHeartbeat, see_heartbeats
 from delta_tracker.stream.pin import Pin
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.stream.store_clock import StoreClock
 
-# A predictor writes a heartbeat every five seconds while it applies versions or waits for them.
-SILENT_SECONDS = 30.0
-
-State = Literal["live", "silent"]
-
 
 @dataclass(frozen=True, slots=True)
-class FollowerView:
+class Follower:
     """State of a predictor, computed from its last heartbeat and the newest entry of the log.
 
     Args:
         beat: last heartbeat.
-        state: ``live``, or ``silent`` if the last heartbeat is more than 30 seconds old.
+        health: state by the window of the last heartbeats, see :func:`~delta_tracker.stream.fleet.evaluate`.
         seconds_ago: age of the heartbeat in seconds, by the store's clock.
         skew: predictor's clock minus the store's, in seconds.
-        health: state by the window of the last heartbeats, see :func:`~delta_tracker.stream.fleet.evaluate`.
         lag_versions: number of versions in the log after the version in the heartbeat; None if the predictor has no
             version or follows another stream.
     """
 
     beat: Heartbeat
-    state: State
+    health: State
     seconds_ago: float
     skew: float
     lag_versions: int | None
-    health: Health
+
+    @property
+    def is_silent(self) -> bool:
+        """True if the predictor has left no heartbeat lately."""
+        return self.health == "silent"
 
     @property
     def behind(self) -> int | None:
@@ -50,64 +48,60 @@ class FollowerView:
         also counts versions that were committed after the heartbeat. Otherwise, or if the heartbeat has no number, this
         is :attr:`lag_versions`.
         """
-        if self.lag_versions is None or self.state != "live" or self.beat.lag_versions is None:
+        if self.lag_versions is None or self.is_silent or self.beat.lag_versions is None:
             return self.lag_versions
         return self.beat.lag_versions
 
     def to_dict(self) -> dict[str, object]:
-        """Return the state as JSON values. Times are in seconds."""
-        return {
-            "name": self.beat.name,
-            "host": self.beat.host,
-            "state": self.state,
+        """Return the heartbeat and the state as JSON values. Times are in seconds."""
+        fields: dict[str, object] = to_builtins(self.beat)
+        return fields | {
+            "state": "silent" if self.is_silent else "live",
             "health": self.health,
             "seconds_ago": self.seconds_ago,
             "skew_seconds": self.skew,
-            "stream": self.beat.stream,
-            "version": self.beat.version,
             "lag_versions": self.lag_versions,
-            "lag_seconds": self.beat.lag_seconds,
-            "resyncs": self.beat.resyncs,
-            "error": self.beat.error,
+            "behind": self.behind,
         }
 
 
 def read_followers(
-    storage: Storage, head: Manifest, clock: StoreClock, *, order: Pin | None = None
-) -> tuple[list[FollowerView], int]:
-    """Return the predictors with a heartbeat in the last hour, sorted by name, and the number of older heartbeats.
+    storage: Storage, head: Manifest, clock: StoreClock, *, order: Pin | None, limit: int | None = None
+) -> tuple[list[Follower], int]:
+    """Return the predictors with a heartbeat in the last hour, and the number of heartbeats that were not read.
+
+    Those with an error come first, then those in the worst states.
 
     Args:
         storage: store of the stream.
         head: newest entry of the stream.
         clock: estimate of the store's time; it is updated with the modification times of the heartbeats.
         order: newest pin or release of the stream; None if there is none.
+        limit: maximum number of heartbeats to read, the newest ones; None for all.
 
     Raises:
         StorageError: if the store cannot be read.
     """
-    seen, num_unread = see_heartbeats(storage, clock, max_age=GONE_SECONDS)
-    return [_follower(each, head, max(0.0, clock.now() - each.modified), order) for each in seen], num_unread
+    seen, num_unread = see_heartbeats(storage, clock, max_age=GONE_SECONDS, limit=limit)
+    found = [_follower(each, head, max(0.0, clock.now() - each.modified), order) for each in seen]
+    return sorted(found, key=_urgency), num_unread
 
 
-def hosts_of(states: Sequence[tuple[Heartbeat, Health]]) -> dict[str, dict[str, int | None]]:
+def hosts_of(followers: Sequence[Follower]) -> dict[str, dict[str, int | None]]:
     """Return the numbers of predictors and of silent ones of each host, and the versions and worst lag of the others.
 
     The range of versions and the worst lag in versions are None if they are unknown, as on a host whose predictors are
     all silent. Versions of another stream do not count.
-
-    Args:
-        states: last heartbeat and state of each predictor.
     """
     found: dict[str, dict[str, int | None]] = {}
-    for host in sorted({beat.host for beat, _ in states}):
-        of_host = [(beat, state) for beat, state in states if beat.host == host]
-        heard = [beat for beat, state in of_host if state not in ("silent", "elsewhere")]
+    for host in sorted({each.beat.host for each in followers}):
+        of_host = [each for each in followers if each.beat.host == host]
+        heard = [each.beat for each in of_host if each.health not in ("silent", "elsewhere")]
         versions = [beat.version for beat in heard if beat.version is not None]
         lags = [beat.lag_versions for beat in heard if beat.lag_versions is not None]
         found[host] = {
             "predictors": len(of_host),
-            "silent": sum(state == "silent" for _, state in of_host),
+            "silent": sum(each.is_silent for each in of_host),
             "lowest": min(versions, default=None),
             "median": statistics.median_low(versions) if versions else None,
             "highest": max(versions, default=None),
@@ -116,9 +110,12 @@ def hosts_of(states: Sequence[tuple[Heartbeat, Health]]) -> dict[str, dict[str, 
     return found
 
 
-def _follower(seen: SeenHeartbeat, head: Manifest, seconds_ago: float, order: Pin | None) -> FollowerView:
+def _follower(seen: SeenHeartbeat, head: Manifest, seconds_ago: float, order: Pin | None) -> Follower:
     beat = seen.beat
-    is_here = beat.stream == head.stream and beat.version is not None
-    lag = max(0, head.version - beat.version) if is_here and beat.version is not None else None
-    state: State = "live" if seconds_ago <= SILENT_SECONDS else "silent"
-    return FollowerView(beat, state, seconds_ago, seen.skew, lag, evaluate(beat, seconds_ago, head, order=order))
+    lag = None if beat.version is None or beat.stream != head.stream else max(0, head.version - beat.version)
+    return Follower(beat, evaluate(beat, seconds_ago, head, order=order), seconds_ago, seen.skew, lag)
+
+
+def _urgency(follower: Follower) -> tuple[bool, int, int, str]:
+    beat = follower.beat
+    return beat.error is None, STATES.index(follower.health), beat.version or 0, beat.name

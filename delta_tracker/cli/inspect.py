@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
 
 import click
+from msgspec import to_builtins
 from rich.table import Table
-from rich.text import Text
 
-from delta_tracker.cli.entries import KIND_STYLES, Entry
-from delta_tracker.cli.followers import FollowerView
-from delta_tracker.cli.output import cell, table
+from delta_tracker.cli.entries import Amount, Entry, contiguous, total
+from delta_tracker.cli.followers import Follower, read_followers
+from delta_tracker.cli.listings import PREDICTOR_COLUMNS, predictor_cells, version_table
+from delta_tracker.cli.output import Output, facts, table
+from delta_tracker.cli.silence import SILENCE_SECONDS
+from delta_tracker.cli.skews import Skews
 from delta_tracker.cli.stream_command import Stream, stream_command
-from delta_tracker.cli.survey import Survey, count_kinds, survey
-from delta_tracker.cli.text import count, duration, moment, several, size
-from delta_tracker.stream.format.manifest import DTYPE_NAMES
+from delta_tracker.cli.text import count, duration, moment, plain, several, size
+from delta_tracker.errors import MalformedError, NoSnapshotError
+from delta_tracker.stream.format.manifest import DTYPE_NAMES, Manifest
+from delta_tracker.stream.heartbeat import see_publisher
+from delta_tracker.stream.pin import newest_pin
+from delta_tracker.stream.reading.path import snapshots
+from delta_tracker.stream.store_clock import StoreClock
 
 _HELP = """Show the contents of a stream, what a new predictor reads, and the predictors that follow it.
 
-Reads every entry of the log, but no rows. Predictors are listed by their heartbeats: "silent" after 30 seconds without
-a heartbeat, and omitted after an hour. A publisher of versions with states leaves heartbeats too. Exit code 1 if an
-entry is malformed, or if a new predictor cannot reach the newest version. Times are by the store's clock; a host whose
-clock differs from it by more than a minute is reported.
+Reads every entry of the log, but no rows. Predictors are listed by their heartbeats, with the states that
+delta-tracker fleet --help describes, and omitted after an hour without a heartbeat. A publisher of versions with states
+leaves heartbeats too. Exit code 1 if an entry is malformed, or if a new predictor cannot reach the newest version.
+Times are by the store's clock; a host whose clock differs from it by more than a minute is reported.
 For tables with managed collisions, "ids in / out" are the numbers of raw ids that were admitted and evicted, or ? if
 the publisher did not know them.
 
@@ -38,138 +49,252 @@ Examples:
 @click.option("--last", default=10, metavar="N", type=click.IntRange(0), help="List the newest N versions.")
 def command(stream: Stream, last: int) -> int:
     """Print a summary of the stream as tables or as one JSON object. Return 1 if there are findings, otherwise 0."""
-    found = survey(stream)
-    newest = found.entries[max(0, len(found.entries) - last) :]
+    survey = _survey(stream)
+    newest = survey.entries[max(0, len(survey.entries) - last) :]
     if stream.out.is_json:
-        versions = [entry.to_dict() for entry in newest]
-        stream.out.json({"url": stream.storage.url} | found.to_dict() | {"versions": versions})
+        stream.out.json(survey.figures | {"versions": newest})
     else:
-        screen = [_facts(stream.storage.url, found), _tables(found), _generations(found)]
-        screen += [_versions(newest, found.now)] if newest else []
-        for each in (*screen, _predictors(found)):
-            stream.out.show(each)
-            stream.out.line()
-        if found.num_gone:
-            stream.out.line(f"{several(found.num_gone, 'predictor')} without a heartbeat for an hour", "dim")
-        for follower in found.followers:
-            if follower.beat.error is not None:
-                stream.out.line(f"{follower.beat.name} has an error: {follower.beat.error}", "red")
-        for skew in found.skews:
-            stream.out.line(skew, "yellow")
-        for finding in found.findings:
-            stream.out.line(f"damaged: {finding}", "bold red")
-    return 1 if found.findings else 0
+        _print(stream.out, survey, newest)
+    return 1 if survey.figures["findings"] else 0
 
 
-def _facts(url: str, found: Survey) -> Table:
-    head, kinds = found.head, count_kinds(found.entries)
-    facts = Table.grid(padding=(0, 2))
-    facts.add_column(style="bold", no_wrap=True)
-    facts.add_column(overflow="fold")
-    first = found.entries[0].version if found.entries else head.version
-    age = duration(max(0.0, found.now - head.committed))
-    lines = {
-        "url": url,
+def _print(out: Output, survey: _Survey, newest: Sequence[Entry]) -> None:
+    found = survey.figures
+    screen = [_facts(found), _tables(found), _generations(found)]
+    if newest:
+        screen.append(version_table(newest, survey.now))
+    if survey.followers:
+        screen.append(table(PREDICTOR_COLUMNS, map(predictor_cells, survey.followers)))
+    for each in screen:
+        out.show(each)
+        out.line()
+    if not survey.followers:
+        out.line("no predictor has written a heartbeat in the last hour", "dim")
+    if num_gone := found["predictors_gone"]:
+        out.line(f"{several(num_gone, 'predictor')} without a heartbeat for an hour", "dim")
+    for follower in survey.followers:
+        if follower.beat.error is not None:
+            out.line(f"{follower.beat.name} has an error: {follower.beat.error}", "red")
+    for skew in found["skews"]:
+        out.line(skew, "yellow")
+    for finding in found["findings"]:
+        out.line(f"damaged: {finding}", "bold red")
+
+
+@dataclass(frozen=True, slots=True)
+class _Survey:
+    """Summary of a stream.
+
+    Args:
+        figures: the summary as JSON values. Times are Unix seconds.
+        entries: entries of the contiguous range of versions that ends at the head, except malformed entries.
+        followers: predictors with a heartbeat in the last hour.
+        now: Unix time of the summary by the store's clock.
+    """
+
+    figures: dict[str, Any]
+    entries: Sequence[Entry]
+    followers: Sequence[Follower]
+    now: float
+
+
+def _survey(stream: Stream) -> _Survey:
+    """Return the summary of a stream. Reads every entry of the log and every heartbeat; lists merged entries and parts.
+
+    Raises:
+        InvalidArgumentError: if there is no stream.
+        MalformedError: if the newest entry is malformed.
+        StorageError: if the store cannot be read.
+    """
+    head = stream.head()
+    storage, log = stream.storage, stream.log
+    found = list(stream.entries([version for version in log.versions() if version <= head.version], Entry.of))
+    first = contiguous([version for version, _ in found])
+    entries = [entry for _, entry in found[first:] if isinstance(entry, Entry)]
+    findings = [plain(entry.problem) for _, entry in found[first:] if isinstance(entry, MalformedError)]
+    held = {version: entry for version, entry in found if isinstance(entry, Entry)}
+    snapshot, start, problems = _start(stream, head, held)
+    last = next((entry.version for entry in reversed(entries) if entry.kind != "claim"), head.version)
+    parts, manifests = storage.objects("parts"), [*storage.objects("log"), *storage.objects("merged")]
+    clock = StoreClock()
+    clock.saw("log", [head.committed, *(entry.committed for entry in entries)], began=clock.reader_time())
+    followers, num_gone = read_followers(storage, head, clock, order=newest_pin(storage))
+    began, seen = clock.reader_time(), see_publisher(storage, head)
+    beat = None if seen is None else seen[1]
+    clock.saw("publisher", [] if beat is None else [beat], began=began)
+    now = clock.now()
+    age = max(0.0, now - head.committed)
+    beat_age = None if beat is None else max(0.0, now - beat)
+    figures = {
+        "url": storage.url,
         "stream": head.stream,
-        "head": f"version {head.version}, a {head.kind}, committed {age} ago ({moment(head.committed)}) by generation "
-        f"{head.generation}",
-        "publisher": _publisher(found),
-        "pending": f"{several(head.pending_rows, 'changed row')} left for later versions",
-        "log": f"versions {first} to {head.version}: {several(kinds['snapshot'], 'snapshot')}, "
-        f"{several(kinds['delta'], 'delta')}, {several(kinds['claim'], 'claim')}; "
-        f"{several(found.num_merged, 'merged entry', 'merged entries')}",
-        "size": f"{size(found.part_bytes)} in {several(found.num_parts, 'part')}, {size(found.entry_bytes)} of entries",
-        "new predictor": _start(found),
+        "head": to_builtins(Entry.of(head)) | {"age_seconds": age},
+        "log": _counts(entries)
+        | {
+            "merged": len(log.merged()),
+            "strays": first,  # retention may leave entries before a gap: each claim, and the entry before it
+            "entry_bytes": sum(each.num_bytes for each in manifests),
+            "parts": len(parts),  # also those that no entry lists
+            "part_bytes": sum(part.num_bytes for part in parts),
+        },
+        "publisher": {
+            "generation": head.generation,
+            "heartbeat_seconds_ago": beat_age,  # None if it leaves none
+            "is_silent": beat_age is not None and min(age, beat_age) > SILENCE_SECONDS,
+        },
+        "new_predictor": None if snapshot is None else _new_predictor(snapshot, start),
+        "generations": list(_by_generation(entries)),
+        "tables": _of_tables(log.read(last) or head, start, entries),
+        "predictors": [each.to_dict() for each in followers],
+        "predictors_gone": num_gone,
+        "skews": Skews(entries).problems(followers, clock),
+        "findings": findings + problems,
     }
-    if found.num_strays:
+    return _Survey(figures, entries, followers, now)
+
+
+def _start(stream: Stream, head: Manifest, held: Mapping[int, Entry]) -> tuple[Manifest | None, list[Entry], list[str]]:
+    """Return the snapshot and the entries that a new predictor reads, and the problem that keeps it from the head.
+
+    The entries are the snapshot and the versions after it, up to the newest version or to the last one before a missing
+    or malformed version that no merged entry bridges. The snapshot is None, and there are no entries, if none is
+    readable. The problem is a list of at most one description.
+
+    Args:
+        stream: the stream.
+        head: newest entry.
+        held: version to summary of each readable entry.
+    """
+    try:
+        snapshot = next(snapshots(stream.log), None)
+    except MalformedError as error:
+        return None, [], [plain(f"a new predictor cannot start: {error.problem}")]
+    if snapshot is None:
+        return None, [], [plain(f"a new predictor cannot start: {NoSnapshotError(stream.storage.url).problem}")]
+    path = [Entry.of(snapshot)]
+    while (version := path[-1].version + 1) <= head.version:
+        entry = held.get(version) or _merged_from(stream, version)
+        if entry is None:
+            return snapshot, path, [f"a new predictor stops before version {version}, which is missing or malformed"]
+        path.append(entry)
+    return snapshot, path, []
+
+
+def _merged_from(stream: Stream, version: int) -> Entry | None:
+    """Return the merged entry that a predictor applies if ``version`` is missing or malformed; None if it has none."""
+    try:
+        merged = stream.log.longest_merged(version - 1)
+    except MalformedError:
+        return None
+    return None if merged is None or merged.version < version else Entry.of(merged)
+
+
+def _new_predictor(snapshot: Manifest, path: Sequence[Entry]) -> dict[str, object]:
+    return {
+        "snapshot": snapshot.version,
+        "is_merged": snapshot.merges is not None,
+        "versions": len(path),
+        "rows": sum(entry.num_rows for entry in path),
+        "parts": sum(entry.num_parts for entry in path),
+        "bytes": sum(entry.part_bytes for entry in path),
+    }
+
+
+def _by_generation(entries: Sequence[Entry]) -> Iterator[dict[str, object]]:
+    for generation, group in groupby(entries, key=lambda entry: entry.generation):
+        of_one = list(group)
+        times = {"created": of_one[0].created, "committed": of_one[0].committed}
+        yield {"generation": generation} | times | _counts(of_one)
+
+
+def _counts(entries: Sequence[Entry]) -> dict[str, object]:
+    kinds = Counter(entry.kind for entry in entries)
+    return {
+        "first": entries[0].version if entries else None,
+        "last": entries[-1].version if entries else None,
+        "snapshots": kinds["snapshot"],
+        "deltas": kinds["delta"],
+        "claims": kinds["claim"],
+        "rows": sum(entry.num_rows for entry in entries),
+        "bytes": sum(entry.num_bytes for entry in entries),
+    }
+
+
+def _of_tables(newest: Manifest, start: Sequence[Entry], entries: Sequence[Entry]) -> dict[str, dict[str, object]]:
+    """Return the shape of each table of an entry, and its data in the first snapshot of a path and in all deltas."""
+    in_snapshot = start[0].tables if start else {}
+    in_deltas = total(entry.tables for entry in entries if entry.kind == "delta")
+    return {
+        fqn: {
+            "rows": spec.num_rows,
+            "dim": spec.dim,
+            "dtype": DTYPE_NAMES[spec.dtype],
+            "snapshot_bytes": in_snapshot.get(fqn, Amount()).num_bytes,
+            "delta_rows": in_deltas[fqn].rows,
+            "delta_bytes": in_deltas[fqn].num_bytes,
+        }
+        for fqn, spec in newest.tables.items()
+    }
+
+
+def _facts(found: dict[str, Any]) -> Table:
+    head, log, beat = found["head"], found["log"], found["publisher"]
+    heard = "; no heartbeat, which only publishers with states leave"
+    if beat["heartbeat_seconds_ago"] is not None:
+        silent = "silent, " if beat["is_silent"] else ""
+        heard = f", {silent}last heartbeat {duration(beat['heartbeat_seconds_ago'])} ago"
+    start = "has no snapshot to start from"
+    if new := found["new_predictor"]:
+        merged = "the merged " if new["is_merged"] else ""
+        start = f"reads {size(new['bytes'])} in {several(new['parts'], 'part')}: {merged}snapshot {new['snapshot']}, "
+        start += f"then {several(new['versions'] - 1, 'version')}"
+    first = head["version"] if log["first"] is None else log["first"]
+    kinds = ", ".join(several(log[f"{kind}s"], kind) for kind in ("snapshot", "delta", "claim"))
+    lines = {
+        "url": found["url"],
+        "stream": found["stream"],
+        "head": f"version {head['version']}, a {head['kind']}, committed {duration(head['age_seconds'])} ago "
+        f"({moment(head['committed'])}) by generation {head['generation']}",
+        "publisher": f"generation {head['generation']}{heard}",
+        "pending": f"{several(head['pending_rows'], 'changed row')} left for later versions",
+        "log": f"versions {first} to {head['version']}: {kinds}; "
+        f"{several(log['merged'], 'merged entry', 'merged entries')}",
+        "size": f"{size(log['part_bytes'])} in {several(log['parts'], 'part')}, {size(log['entry_bytes'])} of entries",
+        "new predictor": start,
+    }
+    if log["strays"]:
         lines["below a gap"] = (
-            f"{several(found.num_strays, 'entry', 'entries')} below a missing one: retention leaves only claims and "
-            "the entries before them; see delta-tracker verify"
+            f"{several(log['strays'], 'entry', 'entries')} below a missing one: retention leaves only claims and the "
+            "entries before them; see delta-tracker verify"
         )
-    for name, line in lines.items():
-        facts.add_row(name, cell(line))
-    return facts
+    return facts(lines)
 
 
-def _publisher(found: Survey) -> str:
-    if found.beat_seconds_ago is None:
-        return f"generation {found.head.generation}; no heartbeat, which only publishers with states leave"
-    silent = "silent, " if found.is_silent else ""
-    return f"generation {found.head.generation}, {silent}last heartbeat {duration(found.beat_seconds_ago)} ago"
-
-
-def _start(found: Survey) -> str:
-    if found.start is None:
-        return "has no snapshot to start from"
-    snapshot, behind = found.start.snapshot, len(found.start.entries) - 1
-    return (
-        f"reads {size(found.start.num_bytes)} in {several(found.start.num_parts, 'part')}: "
-        f"{'the merged ' if snapshot.merges else ''}snapshot {snapshot.version}, then {several(behind, 'version')}"
+def _tables(found: dict[str, Any]) -> Table:
+    rows = (
+        (
+            fqn,
+            f"{count(each['rows'])} x {each['dim']} {each['dtype']}",
+            size(each["snapshot_bytes"]),
+            count(each["delta_rows"]),
+            size(each["delta_bytes"]),
+        )
+        for fqn, each in found["tables"].items()
     )
-
-
-def _tables(found: Survey) -> Table:
-    rows = []
-    for fqn, spec in found.tables.items():
-        snapshot, deltas = found.in_snapshot(fqn), found.in_deltas(fqn)
-        shape = f"{count(spec.num_rows)} x {spec.dim} {DTYPE_NAMES[spec.dtype]}"
-        rows.append((fqn, shape, size(snapshot.num_bytes), count(deltas.rows), size(deltas.num_bytes)))
     return table(("table", ">rows x columns", ">snapshot", ">delta rows", ">delta bytes"), rows)
 
 
-def _generations(found: Survey) -> Table:
-    rows = []
-    for generation, entries in found.generations():
-        kinds = count_kinds(entries)
-        rows.append(
-            (
-                count(generation),
-                f"{entries[0].version} to {entries[-1].version}",
-                count(kinds["snapshot"]),
-                count(kinds["delta"]),
-                count(sum(entry.num_rows for entry in entries)),
-                size(sum(entry.num_bytes for entry in entries)),
-                moment(entries[0].committed),
-            )
-        )
-    return table((">generation", ">versions", ">snapshots", ">deltas", ">rows", ">bytes", "since"), rows)
-
-
-def _versions(entries: Sequence[Entry], now: float) -> Table:
-    has_owners = any(entry.owners for entry in entries)
+def _generations(found: dict[str, Any]) -> Table:
     rows = (
         (
-            str(entry.version),
-            cell(entry.kind, KIND_STYLES[entry.kind]),
-            duration(max(0.0, now - entry.committed)),
-            f"{entry.batches[0]} to {entry.batches[1]}",
-            count(entry.num_rows),
-            size(entry.num_bytes),
-            count(entry.pending_rows),
-            *([entry.owner_changes] if has_owners else []),
+            count(each["generation"]),
+            f"{each['first']} to {each['last']}",
+            count(each["snapshots"]),
+            count(each["deltas"]),
+            count(each["rows"]),
+            size(each["bytes"]),
+            moment(each["committed"]),
         )
-        for entry in entries
+        for each in found["generations"]
     )
-    heads = (">version", "kind", ">age", ">batches", ">rows", ">bytes", ">pending")
-    return table((*heads, ">ids in / out") if has_owners else heads, rows)
-
-
-def _predictors(found: Survey) -> Table | Text:
-    if not found.followers:
-        return cell("no predictor has written a heartbeat in the last hour", "dim")
-    heads = ("predictor", "state", ">heartbeat", ">version", ">behind", ">since", ">resyncs")
-    return table(heads, (_predictor(found, follower) for follower in found.followers))
-
-
-def _predictor(found: Survey, follower: FollowerView) -> tuple[object, ...]:
-    beat, seconds = follower.beat, found.behind_seconds(follower)
-    behind = "other stream" if follower.behind is None else count(follower.behind)
-    return (
-        beat.name,
-        cell(follower.state, "green" if follower.state == "live" else "red"),
-        f"{duration(follower.seconds_ago)} ago",
-        "none" if beat.version is None else str(beat.version),
-        "" if beat.version is None else behind,
-        duration(seconds) if seconds and follower.behind else "",
-        count(beat.resyncs),
-    )
+    return table((">generation", ">versions", ">snapshots", ">deltas", ">rows", ">bytes", "since"), rows)

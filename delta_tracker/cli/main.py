@@ -93,7 +93,7 @@ class _Plain(logging.Formatter):
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    for package in ("click", "rich"):
+    for package in ("click", "jinja2", "rich"):
         if importlib.util.find_spec(package) is None:
             raise MissingExtraError(package, "cli")
     import click  # noqa: PLC0415  optional

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 import click
 
 from delta_tracker.cli.entries import Entry
-from delta_tracker.cli.numbers import Number
 from delta_tracker.cli.output import Output
 from delta_tracker.cli.silence import SILENCE_SECONDS, live_publisher, look
-from delta_tracker.cli.stream_command import Stream, store_options, stream_command
+from delta_tracker.cli.stream_command import Number, Stream, store_options, stream_command
 from delta_tracker.cli.text import size
 from delta_tracker.errors import InvalidArgumentError, NoSnapshotError, StorageError
 from delta_tracker.stream.format.manifest import Manifest
@@ -146,30 +145,15 @@ def _refuse_live_source(stream: Stream, mirror: Storage, silence: float) -> None
 def _promote(out: Output, mirror: Storage) -> int:
     fork = promote(mirror)
     assert fork.forked_from is not None, "promote() returns a fork"
-    if out.is_json:
-        out.json(
-            {
-                "url": mirror.url,
-                "stream": fork.stream,
-                "version": fork.version,
-                "generation": fork.generation,
-                "forked_from": {
-                    "stream": fork.forked_from.stream,
-                    "version": fork.forked_from.version,
-                    "xxh3": fork.forked_from.xxh3,
-                },
-            }
-        )
-    else:
-        out.line(
-            f"version {fork.version} starts the stream {fork.stream}, forked from version {fork.forked_from.version} "
-            f"of {fork.forked_from.stream}. Build a publisher with this URL"
-        )
+    found = {"url": mirror.url, "stream": fork.stream, "version": fork.version, "generation": fork.generation}
+    text = (
+        f"version {fork.version} starts the stream {fork.stream}, forked from version {fork.forked_from.version} of "
+        f"{fork.forked_from.stream}. Build a publisher with this URL"
+    )
+    out.answer(found | {"forked_from": fork.forked_from}, text)
     return 0
 
 
 def _show(stream: Stream, entry: Manifest) -> None:
-    if stream.out.is_json:
-        stream.out.json(Entry.of(entry).to_dict())
-    else:
-        stream.out.line(f"copied version {entry.version}, a {entry.kind} of {size(entry.total_bytes)}")
+    text = f"copied version {entry.version}, a {entry.kind} of {size(entry.total_bytes)}"
+    stream.out.answer(Entry.of(entry), text)

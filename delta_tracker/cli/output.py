@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Literal, NoReturn
+from functools import partial
+from typing import NoReturn
 
+from msgspec import to_builtins
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -43,9 +45,20 @@ class Output:
         self.console = _Console(highlight=False, markup=False, emoji=False, width=width)
         self._errors = _Console(highlight=False, markup=False, emoji=False, stderr=True)
 
-    def json(self, value: dict[str, object]) -> None:
-        """Print ``value`` as a JSON object on one line."""
-        sys.stdout.write(json.dumps(value, allow_nan=False) + "\n")
+    def answer(self, value: object, text: str, style: str = "") -> None:
+        """Print a result: ``value`` with the option ``--json``, otherwise ``text``."""
+        if self.is_json:
+            self.json(value)
+        else:
+            self.line(text, style)
+
+    def json(self, value: object) -> None:
+        """Print a dict, a dataclass or a msgspec Struct as a JSON object on one line.
+
+        JSON has no NaN and no infinity: they become null.
+        """
+        finite = json.loads(json.dumps(to_builtins(value)), parse_constant=lambda _: None)
+        sys.stdout.write(json.dumps(finite) + "\n")
         sys.stdout.flush()
 
     def line(self, text: object = "", style: str = "") -> None:
@@ -61,7 +74,7 @@ class Output:
         self._errors.print(cell(text, "dim"), soft_wrap=True)
 
     @contextmanager
-    def progress(self, doing: str, total: float | None) -> Iterator[Progressing]:
+    def progress(self, doing: str, total: float | None) -> Iterator[Callable[..., None]]:
         """Show a progress bar on stderr during the ``with`` statement, if stderr is a terminal.
 
         Args:
@@ -69,30 +82,12 @@ class Output:
             total: amount of work; None if unknown.
 
         Yields:
-            Handle that advances the bar.
+            Function that advances the bar by an amount, 1 by default.
         """
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
         is_shown = self._errors.is_terminal
         with Progress(*columns, console=self._errors, transient=True, disable=not is_shown) as bar:
-            yield Progressing(bar, doing, total)
-
-
-class Progressing:
-    """Handle that advances a progress bar.
-
-    Args:
-        bar: display to which the progress bar is added.
-        doing: description of the work.
-        total: amount of work; None if unknown.
-    """
-
-    def __init__(self, bar: Progress, doing: str, total: float | None) -> None:
-        self._bar = bar
-        self._task = bar.add_task(plain(doing), total=total)
-
-    def advance(self, amount: float = 1) -> None:
-        """Advance the bar by ``amount``."""
-        self._bar.advance(self._task, amount)
+            yield partial(bar.advance, bar.add_task(plain(doing), total=total))
 
 
 def cell(value: object, style: str = "") -> Text:
@@ -100,18 +95,41 @@ def cell(value: object, style: str = "") -> Text:
     return Text(plain(value), style=style)
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[object | Text]]) -> Table:
-    """Return a :class:`rich.table.Table`. Only the first column wraps.
+def one_line(text: object, style: str = "") -> Text:
+    """Return ``text`` as :func:`cell` does. If it is too wide for the terminal, it is cut instead of wrapped."""
+    made = cell(text, style)
+    made.no_wrap, made.overflow = True, "ellipsis"
+    return made
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, is_cut: bool = False) -> Table:
+    """Return a :class:`rich.table.Table`. If it is too wide for the terminal, its first column wraps.
 
     Args:
         columns: column names. A column whose name begins with ``>`` is right-aligned, and the ``>`` is not shown.
         rows: cells of each row; a :class:`rich.text.Text` made by :func:`cell` keeps its style.
+        is_cut: True to cut the last column first and to wrap none, so that each row takes one line.
     """
     made = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold underline")
+    as_cell = one_line if is_cut else cell
+    yielding = len(columns) - 1 if is_cut else 0  # number of the column that is narrowed first
     for number, name in enumerate(columns):
-        is_right = name.startswith(">")
-        justify: Literal["left", "right"] = "right" if is_right else "left"
-        made.add_column(name.removeprefix(">"), justify=justify, no_wrap=number > 0, overflow="fold")
+        made.add_column(
+            as_cell(name.removeprefix(">")),
+            justify="right" if name.startswith(">") else "left",
+            no_wrap=number != yielding,
+            overflow="ellipsis" if is_cut else "fold",
+        )
     for row in rows:
-        made.add_row(*(each if isinstance(each, Text) else cell(each) for each in row))
+        made.add_row(*(each if isinstance(each, Text) else as_cell(each) for each in row))
+    return made
+
+
+def facts(lines: Mapping[str, str]) -> Table:
+    """Return a :class:`rich.table.Table` of names and values, without headings."""
+    made = Table.grid(padding=(0, 2))
+    made.add_column(style="bold", no_wrap=True)
+    made.add_column(overflow="fold")
+    for name, line in lines.items():
+        made.add_row(name, cell(line))
     return made

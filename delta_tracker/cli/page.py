@@ -10,9 +10,12 @@ import base64
 import hashlib
 import math
 from collections.abc import Sequence
-from datetime import UTC, datetime
+from datetime import UTC
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import jinja2
 
 from delta_tracker.cli.charts import (
     Chart,
@@ -20,28 +23,25 @@ from delta_tracker.cli.charts import (
     Mark,
     Scale,
     Shape,
-    Slot,
     Tick,
     bars,
     even_slots,
     line,
     linear,
     logarithmic,
-    spread,
-    time_ticks,
-    timed_slots,
+    slots_of,
 )
 from delta_tracker.cli.figures import Figures
-from delta_tracker.cli.text import count, duration, plain, size
-from delta_tracker.errors import MissingExtraError
+from delta_tracker.cli.text import count, duration, moment, plain, several, short, size
 
 _TEMPLATE = Path(__file__).with_name("report.html.jinja")
 _SCRIPT = Path(__file__).with_name("report.js")
 _NUM_SERIES = 8
 _NUM_CARDS = 12
-_MAX_NAME = 72
-_NUM_TICKS = 6
+_NUM_TICKS, _NUM_CARD_TICKS = 6, 4
 _MINUTE, _DAY = 60.0, 86_400.0
+
+_in_utc = partial(moment, zone=UTC)
 
 
 def render(figures: Figures) -> str:
@@ -49,26 +49,18 @@ def render(figures: Figures) -> str:
 
     Args:
         figures: data of the report, returned by :func:`delta_tracker.cli.figures.gather`.
-
-    Raises:
-        MissingExtraError: if jinja2 is not installed.
     """
-    try:
-        import jinja2  # noqa: PLC0415  optional
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("jinja2", "cli") from error
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_harmless
     )
     environment.filters.update(count=count, size=size, duration=duration, number=number, share=share, short=short)
-    environment.filters["moment"] = moment
+    environment.filters["moment"] = _in_utc
     script = _SCRIPT.read_text(encoding="utf-8")
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     return template.render(
+        _over_time(figures),
         figures=figures,
-        charts=_charts(figures),
-        cards=[_card(table) for table in _moved(figures)],
-        lines={table["name"]: _line(table["bin_bytes"], figures) for table in figures["tables"]},
+        cards=[_card(table) for table in figures["tables"] if table["histogram"]][:_NUM_CARDS],
         across=_across,
         hot=[table for table in figures["tables"] if table["hottest"]][:_NUM_CARDS],
         script=script,
@@ -101,19 +93,6 @@ def share(value: float) -> str:
     return f"{text.rstrip('0') if digits else text} %"
 
 
-def short(name: str) -> str:
-    """Return ``name``. A name of more than 72 characters is cut to the first 24 and last 48, joined by an ellipsis."""
-    return name if len(name) <= _MAX_NAME else f"{name[: _MAX_NAME // 3]}…{name[-2 * _MAX_NAME // 3 :]}"
-
-
-def moment(seconds: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
-    """Format a Unix time in UTC with the strftime format ``form``; return ``unknown date`` for a time out of range."""
-    try:
-        return datetime.fromtimestamp(seconds, UTC).strftime(form)
-    except (OverflowError, ValueError, OSError):
-        return "unknown date"
-
-
 def _harmless(value: object) -> object:
     """Return a string with escaped control characters, and any other value unchanged.
 
@@ -123,19 +102,20 @@ def _harmless(value: object) -> object:
 
 
 class _Axis:
-    """Horizontal axis of the charts over the life of a stream: time, or versions if clocks contradict each other.
+    """Horizontal axis of the charts over the life of a stream: time, or versions if all have the same time.
 
     Args:
         figures: data of the report, with at least one bin.
     """
 
     def __init__(self, figures: Figures) -> None:
-        bins = self._bins = figures["bins"]
+        bins = self.bins = figures["bins"]
         self.is_time = figures["axis"] == "time"
-        usual = sorted(each["gap_seconds"] / each["gaps"] for each in bins if each["gaps"])
-        self._usual = usual[len(usual) // 2] if usual else 0.0
+        pauses = sorted(each["gap_seconds"] / each["gaps"] for each in bins if each["gaps"])
+        usual = pauses[len(pauses) // 2] if pauses else 0.0
         spans = [(each["begin"], each["end"]) for each in bins]
-        self.slots: list[Slot] = timed_slots(spans, self._usual) if self.is_time else even_slots(len(bins))
+        self._low, self._high = spans[0][0] - usual, spans[-1][1]
+        self.slots = slots_of(spans, usual) if self.is_time else even_slots(len(bins))
 
     def chart(self, about: str, legend: dict[str, str]) -> Chart:
         """Return a chart with this axis, to which the caller adds bars or lines.
@@ -146,10 +126,11 @@ class _Axis:
         if self.is_time:
             chart.axis, chart.x_ticks = "time (UTC), and the newest version then", self._time_ticks()
         else:
-            chart.axis = "version" if len(self._bins) == 1 else "version; not time, because the times do not ascend"
-            for index in spread(len(self._bins), 6):
-                chart.x_ticks.append(Tick(self.slots[index].middle, f"v{self._bins[index]['first']}"))
-        for each, slot in zip(self._bins, self.slots, strict=True):
+            chart.axis = "version" if len(self.bins) == 1 else "version; not time, because all have the same time"
+            step = -(-len(self.bins) // _NUM_TICKS)
+            for each, slot in list(zip(self.bins, self.slots, strict=True))[::step]:
+                chart.x_ticks.append(Tick(slot.middle, f"v{each['first']}"))
+        for each, slot in zip(self.bins, self.slots, strict=True):
             if each["snapshots"]:
                 chart.marks.append(Mark(slot.middle, "snapshot"))
             if each["restarts"]:
@@ -157,25 +138,27 @@ class _Axis:
         return chart
 
     def _time_ticks(self) -> list[Tick]:
-        """Return ticks at round times. A label has the date at the first tick and where the day changes."""
-        low, high = self._bins[0]["begin"] - self._usual, self._bins[-1]["end"]
-        form = "%H:%M:%S" if high - low < _NUM_TICKS * _MINUTE else "%H:%M"
-        ticks, day = [], moment(low, "%Y-%m-%d")
-        for time in time_ticks(low, high, _NUM_TICKS):
-            before, day = day, moment(time, "%Y-%m-%d")
-            label = day if high - low > _NUM_TICKS * _DAY else moment(time, form if day == before else f"%m-%d {form}")
-            past = [each["last"] for each in self._bins if each["end"] <= time]
-            ticks.append(Tick(100 * (time - low) / (high - low), label, f"v{past[-1]}" if past else ""))
+        low, seconds = self._low, self._high - self._low
+        form = "%H:%M:%S" if seconds < _NUM_TICKS * _MINUTE else "%H:%M"
+        if _in_utc(low, "%Y-%m-%d") != _in_utc(self._high, "%Y-%m-%d"):
+            form = "%Y-%m-%d" if seconds > _NUM_TICKS * _DAY else f"%m-%d {form}"
+        ticks = []
+        for place in _places(_NUM_TICKS):
+            time = low + seconds * place / 100
+            past = [each["last"] for each in self.bins if each["end"] <= time]
+            ticks.append(Tick(place, _in_utc(time, form), f"v{past[-1]}" if past else ""))
         return ticks
 
 
-def _charts(figures: Figures) -> dict[str, Chart]:
-    """Return the charts over the life of the stream by name; empty for a stream without versions."""
-    bins = figures["bins"]
-    if not bins:
-        return {}
+def _over_time(figures: Figures) -> dict[str, dict[str, Any]]:
+    """Return the charts over the life of the stream, and a line per table; none for a stream without versions."""
+    if not figures["bins"]:
+        return {"charts": {}, "lines": {}}
     axis = _Axis(figures)
-    return {"sizes": _sizes(figures, axis), "saved": _saved(bins, axis), "cadence": _cadence(bins, axis)}
+    return {
+        "charts": {"sizes": _sizes(figures, axis), "saved": _saved(axis), "cadence": _cadence(axis)},
+        "lines": {table["name"]: _line(table["bin_bytes"], axis) for table in figures["tables"]},
+    }
 
 
 def _sizes(figures: Figures, axis: _Axis) -> Chart:
@@ -189,7 +172,7 @@ def _sizes(figures: Figures, axis: _Axis) -> Chart:
     legend = {f"s{index}": short(table["name"]) for index, table in enumerate(named)}
     if len(tables) > len(named):
         layers["other"] = [sum(at) for at in zip(*(table["bin_bytes"] for table in tables[_NUM_SERIES:]), strict=True)]
-        legend["other"] = _several(len(tables) - len(named), "other table")
+        legend["other"] = several(len(tables) - len(named), "other table")
     layers["rest"] = [
         max(0, each["delta_bytes"] - sum(layer[index] for layer in layers.values())) for index, each in enumerate(bins)
     ]
@@ -204,22 +187,22 @@ def _sizes(figures: Figures, axis: _Axis) -> Chart:
     below = [0.0] * len(bins)
     for series, values in means.items():
         heights = [scale(value) for value in values]
-        chart.shapes.append(Shape(bars(heights, below, _gap(len(bins)), axis.slots), series))
+        chart.shapes.append(Shape(bars(axis.slots, heights, below, _gap(len(bins))), series))
         below = [start + height for start, height in zip(below, heights, strict=True)]
     for index, (each, slot) in enumerate(zip(bins, axis.slots, strict=True)):
         at = tuple(size(layer[index]) for layer in means.values()) if each["deltas"] else ()
         title = f"{_version_title(each)} · {_contents(each)}"
-        chart.hits.append(Hit(slot.left, slot.width, title, at))
+        chart.hits.append(Hit(slot, title, at))
     return chart
 
 
-def _saved(bins: Sequence[dict[str, Any]], axis: _Axis) -> Chart:
+def _saved(axis: _Axis) -> Chart:
     """Return the chart that compares the cumulative bytes of the stream with those of one full snapshot per version."""
     legend = {"full": "as full snapshots", "s0": "this stream"}
     chart = axis.chart("Cumulative bytes since the first version", legend)
     full = sent = 0
     curves: dict[str, list[tuple[float, float]]] = {"full": [], "s0": []}
-    for each, slot in zip(bins, axis.slots, strict=True):
+    for each, slot in zip(axis.bins, axis.slots, strict=True):
         curves["full"].append((slot.left, full))
         curves["s0"].append((slot.left, sent))
         full += each["full_bytes"]
@@ -227,7 +210,7 @@ def _saved(bins: Sequence[dict[str, Any]], axis: _Axis) -> Chart:
         curves["full"].append((slot.right, full))
         curves["s0"].append((slot.right, sent))
         saved = f" · {share(1 - sent / full)} saved" if full else ""
-        chart.hits.append(Hit(slot.left, slot.width, f"up to version {each['last']}{saved}", (size(full), size(sent))))
+        chart.hits.append(Hit(slot, f"up to version {each['last']}{saved}", (size(full), size(sent))))
     scale = linear(max(full, sent))
     chart.y_ticks = scale.ticks(size)
     for series, points in curves.items():
@@ -236,89 +219,68 @@ def _saved(bins: Sequence[dict[str, Any]], axis: _Axis) -> Chart:
     return chart
 
 
-def _cadence(bins: Sequence[dict[str, Any]], axis: _Axis) -> Chart:
+def _cadence(axis: _Axis) -> Chart:
     """Return the chart of the longest and the mean time between consecutive versions, for each bin of versions."""
+    bins = axis.bins
     chart = axis.chart("Time between versions", {"s0": "longest", "s1": "mean"})
-    known = [each for each in bins if each["gap_seconds"] > 0]  # 0 is the time between contradicting clocks
-    means = [each["gap_seconds"] / each["gaps"] if each["gaps"] else 0.0 for each in bins]
-    scale = logarithmic([*(each["max_gap"] for each in known), *means])
+    longest = [each["max_gap"] for each in bins]
+    means = [each["gap_seconds"] / (each["gaps"] or 1) for each in bins]
+    scale = logarithmic([*longest, *means])
     chart.y_ticks = scale.ticks(duration)
     if any(each["gaps"] > 1 for each in bins):
-        above = [scale(each["max_gap"]) - scale(mean) for each, mean in zip(bins, means, strict=True)]
-        chart.shapes.append(Shape(bars(above, [scale(mean) for mean in means], slots=axis.slots), "s0"))
+        above = [scale(most) - scale(mean) for most, mean in zip(longest, means, strict=True)]
+        chart.shapes.append(Shape(bars(axis.slots, above, [scale(mean) for mean in means]), "s0"))
     else:
         chart.legend = {"s1": "seconds since the previous version"}
     places: list[tuple[float, float]] = []
     before = 0.0
-    for slot, each, mean in zip(axis.slots, bins, means, strict=True):
-        if each["gap_seconds"] > 0:  # a step as long as the time that it shows
-            places += [(before if places or axis.is_time else slot.left, scale(mean)), (slot.right, scale(mean))]
+    for slot, each, most, mean in zip(axis.slots, bins, longest, means, strict=True):
+        values: tuple[str, ...] = ()
+        if mean > 0:  # a step as long as the time that it shows
+            places += [(before, scale(mean)), (slot.right, scale(mean))]
+            values = (duration(most), duration(mean))[-len(chart.legend) :]
+        chart.hits.append(Hit(slot, _version_title(each), values))
         before = slot.right
     if places:
         chart.shapes.append(Shape(line(places), "s1", is_line=True))
-    for slot, each, mean in zip(axis.slots, bins, means, strict=True):
-        values = (duration(each["max_gap"]), duration(mean)) if each["gap_seconds"] > 0 else ()
-        chart.hits.append(Hit(slot.left, slot.width, _version_title(each), values[-len(chart.legend) :]))
     return chart
-
-
-def _moved(figures: Figures) -> list[dict[str, Any]]:
-    return [table for table in figures["tables"] if table["histogram"]][:_NUM_CARDS]
 
 
 def _card(table: dict[str, Any]) -> dict[str, Any]:
     """Return the template's variables for one table: ``table`` itself, and ``chart``, the histogram of L2 distances."""
     histogram, moves = table["histogram"], table["moves"]
-    scale = linear(max(bar["count"] for bar in histogram) / moves["count"])
-    shares = [bar["count"] / moves["count"] for bar in histogram]
-    chart = Chart(about="L2 distance", legend={"s0": "share of moves", "s1": "rows"})
-    chart.shapes.append(Shape(bars([scale(each) for each in shares], gap=0.1), "s0"))
-    chart.y_ticks = scale.ticks(share)
+    slots, shares = even_slots(len(histogram)), [bar["count"] / moves["count"] for bar in histogram]
+    scale = linear(max(shares))
+    chart = Chart(about="L2 distance", legend={"s0": "share of moves", "s1": "rows"}, y_ticks=scale.ticks(share))
+    chart.shapes.append(Shape(bars(slots, [scale(each) for each in shares], gap=0.1), "s0"))
     across = Scale(histogram[0]["above"], histogram[-1]["to"], is_log=True)
-    chart.x_ticks = _distances(across)
+    for place in _places(_NUM_CARD_TICKS):
+        chart.x_ticks.append(Tick(place, number(across.low * (across.high / across.low) ** (place / 100))))
     chart.marks.append(Mark(across(moves["p50"]), "median"))
-    slot = 100 / len(histogram)
-    for index, (bar, each) in enumerate(zip(histogram, shares, strict=True)):
+    for slot, bar, each in zip(slots, histogram, shares, strict=True):
         title = f"moved by {number(bar['above'])} to {number(bar['to'])}"
-        chart.hits.append(Hit(slot * index, slot, title, (share(each), count(bar["count"]))))
+        chart.hits.append(Hit(slot, title, (share(each), count(bar["count"]))))
     return {"table": table, "chart": chart}
 
 
-def _distances(across: Scale) -> list[Tick]:
-    """Return at least two ticks for a scale of distances.
-
-    Ticks are at powers of ten. If the scale contains fewer than two powers of ten, ticks are at 1, 2 and 5 times powers
-    of ten. If it also contains fewer than two of these numbers, ticks are at the ends of the scale.
-    """
-    low, high = math.floor(math.log10(across.low)), math.ceil(math.log10(across.high))
-    tens = [10.0**power for power in range(low, high + 1)]
-    fine = [power * step for power in tens for step in (1, 2, 5)]
-    for values in (tens[:: max(1, len(tens) // 6)], fine, [across.low, across.high]):
-        inside = [value for value in values if across.low <= value <= across.high]
-        if len(inside) > 1:
-            break
-    return [Tick(across(value), number(value)) for value in inside]
+def _places(count: int) -> list[float]:
+    """Return places of ticks at equal distances, in percent."""
+    return [100 * index / (count - 1) for index in range(count)]
 
 
-def _line(num_bytes: Sequence[int], figures: Figures) -> dict[str, str]:
+def _line(num_bytes: Sequence[int], axis: _Axis) -> dict[str, str]:
     """Return the SVG path data and the label of a line chart of one table's mean bytes per delta in each bin.
 
-    The horizontal axis is that of the other charts. Bins without deltas are omitted. The path is empty if fewer than
-    two bins have deltas.
+    Bins without deltas are omitted. The path is empty if fewer than two bins have deltas.
 
     Args:
         num_bytes: bytes of the table in the deltas of each bin.
-        figures: data of the report.
+        axis: axis of the other charts.
     """
-    bins = figures["bins"]
-    if sum(1 for each in bins if each["deltas"]) < 2:  # noqa: PLR2004  ends of a line
+    filled = [each for each in zip(axis.slots, num_bytes, axis.bins, strict=True) if each[2]["deltas"]]
+    if len(filled) < 2:  # noqa: PLR2004  ends of a line
         return {"path": "", "range": ""}
-    axis = _Axis(figures)
-    means = [
-        (slot.middle, total / each["deltas"])
-        for slot, total, each in zip(axis.slots, num_bytes, bins, strict=True)
-        if each["deltas"]
-    ]
+    means = [(slot.middle, total / each["deltas"]) for slot, total, each in filled]
     highest = max(mean for _, mean in means)
     scale = Scale(0.0, highest or 1.0)
     return {"path": line([(x, scale(mean)) for x, mean in means]), "range": f"0 to {size(highest)}"}
@@ -327,22 +289,18 @@ def _line(num_bytes: Sequence[int], figures: Figures) -> dict[str, str]:
 def _version_title(each: dict[str, Any]) -> str:
     first, last = each["first"], each["last"]
     if first == last:
-        return f"version {first} · {moment(each['begin'])}"
-    return f"versions {first} to {last} · {moment(each['begin'])} to {moment(each['end'], '%H:%M:%S')}"
+        return f"version {first} · {_in_utc(each['begin'])}"
+    return f"versions {first} to {last} · {_in_utc(each['begin'])} to {_in_utc(each['end'], '%H:%M:%S')}"
 
 
 def _contents(each: dict[str, Any]) -> str:
     found = []
     if each["deltas"]:
         whole = f", {size(each['delta_bytes'] / each['deltas'])} each on average" if each["deltas"] > 1 else ""
-        found.append(f"{_several(each['deltas'], 'delta')} of {size(each['delta_bytes'])}{whole}")
+        found.append(f"{several(each['deltas'], 'delta')} of {size(each['delta_bytes'])}{whole}")
     if each["snapshots"]:
-        found.append(f"{_several(each['snapshots'], 'snapshot')} of {size(each['snapshot_bytes'])}")
+        found.append(f"{several(each['snapshots'], 'snapshot')} of {size(each['snapshot_bytes'])}")
     return " and ".join(found)
-
-
-def _several(amount: int, one: str) -> str:
-    return f"{count(amount)} {one}{'' if amount == 1 else 's'}"
 
 
 def _across(num_cards: int) -> int:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from typing import Any
 
 import click
 from rich.table import Table
 
-from delta_tracker.cli.numbers import Number
-from delta_tracker.cli.output import Output, cell, table
-from delta_tracker.cli.stream_command import store_options
+from delta_tracker.cli.output import Output, facts, table
+from delta_tracker.cli.stream_command import Number, store_options
 from delta_tracker.cli.text import count, duration, several, size
 from delta_tracker.errors import InvalidArgumentError
-from delta_tracker.planning.forecast import Forecast, Requests, forecast
+from delta_tracker.planning.forecast import Forecast, forecast
 from delta_tracker.planning.observed import observe
 from delta_tracker.planning.version_size import table_bytes
 from delta_tracker.planning.workload import Workload
@@ -57,14 +57,16 @@ Examples:
 @click.option("--from", "url", metavar="URL", help="Stream whose tables and rates to take.")
 @click.option("--option", "-o", "options", multiple=True, metavar="NAME=VALUE", help="Option of the store of --from.")
 @click.option("--changed", type=Number(0), help="Fraction of the rows that change in a minute.")
-@click.option("--every", type=Number(0.001), help="Seconds between versions.  [default: 30]")
+@click.option("--every", "seconds", type=Number(0.001), help="Seconds between versions.  [default: 30]")
 @click.option("--encoding", type=click.Choice(list(Encoding.__members__), case_sensitive=False), help="Of all tables.")
 @click.option("--ranks", type=click.IntRange(1), help="Ranks of the trainer.  [default: 1]")
 @click.option("--predictors", default=1, type=click.IntRange(0), help="Predictors that follow.")
-@click.option("--poll", default=REMOTE_POLL_SECONDS, type=Number(0.001), help="Seconds between polls.")
-@click.option("--heartbeats/--no-heartbeats", default=True, help="Predictors have names.")
+@click.option("--poll", "poll_seconds", default=REMOTE_POLL_SECONDS, type=Number(0.001), help="Seconds between polls.")
+@click.option("--heartbeats/--no-heartbeats", "has_heartbeats", default=True, help="Predictors have names.")
 @click.option("--snapshot-every", type=click.IntRange(0), help="Versions per snapshot; 0 for none.  [default: 1000]")
-@click.option("--retain", type=click.IntRange(1), metavar="N", help="Versions that the retention keeps.")
+@click.option(
+    "--retain", "retained_versions", type=click.IntRange(1), metavar="N", help="Versions that the retention keeps."
+)
 @click.option("--dense-bytes", type=click.IntRange(0), help="Bytes of the dense tensors.  [default: 0]")
 @click.option(
     "--mode",
@@ -73,72 +75,49 @@ Examples:
     help="Tracking mode.",
 )
 @click.option("--consumers", default=1, type=click.IntRange(1), help="Consumers of the tracker.")
-@click.option("--torch-engine", is_flag=True, help="The tracker uses the torch engine.")
+@click.option("--torch-engine", "is_torch_engine", is_flag=True, help="The tracker uses the torch engine.")
 @click.option("--bandwidth", type=Number(0, above=True), help="MB per second of a starting predictor.")
 @click.option("--price-a", type=Number(0), help="Price of a million requests of class A.")
 @click.option("--price-b", type=Number(0), help="Price of a million requests of class B.")
 @click.option("--json", "is_json", is_flag=True, help="Print one JSON object on stdout.")
-def command(  # noqa: PLR0913  one parameter per option
+def command(
     *,
     shapes: Sequence[str],
     url: str | None,
     options: Sequence[str],
-    changed: float | None,
-    every: float | None,
-    encoding: str | None,
-    ranks: int | None,
-    predictors: int,
-    poll: float,
-    snapshot_every: int | None,
-    retain: int | None,
-    dense_bytes: int | None,
-    mode: str,
-    consumers: int,
     bandwidth: float | None,
     price_a: float | None,
     price_b: float | None,
-    heartbeats: bool,
-    torch_engine: bool,
     is_json: bool,
+    **fields: Any,  # noqa: ANN401  of the Workload
 ) -> int:
-    """Print the forecast as tables or as one JSON object."""
+    """Print the forecast as tables or as one JSON object. ``fields`` are those of the :class:`Workload`."""
     if bool(shapes) == (url is not None):
         raise click.UsageError("Pass --table or --from, not both." if shapes else "Pass --table or --from.")
     if options and url is None:
         raise click.UsageError("Pass --option only together with --from.")
-    seen = None if url is None else observe(StreamLog(Storage(url, options=store_options(options))))
-    if changed is None and seen is None:
+    given = {name: value for name, value in fields.items() if value is not None}
+    given["mode"] = TrackingMode.of(given["mode"])
+    if "encoding" in given:
+        given["encoding"] = Encoding.named(given["encoding"])
+    if "snapshot_every" in given:
+        given["snapshot_every"] = given["snapshot_every"] or None
+    if url is not None:
+        load = replace(observe(StreamLog(Storage(url, options=store_options(options)))), **given)
+    elif "changed" in given:
+        load = Workload(**({"seconds": 30.0, "snapshot_every": 1000} | given), tables=tuple(_tables(shapes)))
+    else:
         raise click.UsageError("Pass --changed, the fraction of the rows that change in a minute, such as 0.01.")
-    if snapshot_every is None:
-        snapshot_every = 1000 if seen is None else seen.snapshot_every
-    found = forecast(
-        Workload(
-            tables=tuple(_tables(shapes)) if seen is None else seen.tables,
-            changed=changed if changed is not None else seen.changed if seen else 0.0,
-            seconds=every or (seen.seconds if seen else 30.0),
-            encoding=Encoding.named(encoding) if encoding else seen.encoding if seen else None,
-            ranks=ranks or (seen.ranks if seen else 1),
-            predictors=predictors,
-            poll_seconds=poll,
-            has_heartbeats=heartbeats,
-            snapshot_every=snapshot_every or None,
-            retained_versions=retain,
-            dense_bytes=dense_bytes if dense_bytes is not None else seen.dense_bytes if seen else 0,
-            mode=TrackingMode.of(mode),
-            consumers=consumers,
-            is_torch_engine=torch_engine,
-        )
-    )
+    found = _values(forecast(load), bandwidth, {"class_a": price_a, "class_b": price_b})
     out = Output(is_json=is_json)
-    prices = {"class_a": price_a, "class_b": price_b}
     if is_json:
-        out.json(_values(found, bandwidth, prices))
+        out.json(found)
         return 0
-    out.show(_facts(found, bandwidth))
+    out.show(facts(_facts(found)))
     out.line()
-    out.show(_requests(found))
+    out.show(_requests(found["requests"]))
     out.line()
-    out.show(_bill(found, prices))
+    out.show(_bill(found["bill"]))
     return 0
 
 
@@ -156,91 +135,18 @@ def _tables(shapes: Sequence[str]) -> list[TableSpec]:
     return found
 
 
-def _facts(found: Forecast, bandwidth: float | None) -> Table:
-    load = found.workload
-    rows = sum(each.num_rows for each in load.tables)
-    per_version = sum(map(load.rows_per_version, load.tables))
-    facts = Table.grid(padding=(0, 2))
-    facts.add_column(style="bold", no_wrap=True)
-    facts.add_column(overflow="fold")
-    lines = {
-        "tables": f"{several(len(load.tables), 'table')}, {count(rows)} rows, {size(table_bytes(load.tables))}",
-        "delta": f"every {duration(load.seconds)}: {count(per_version)} rows, {size(found.delta.num_bytes)}",
-        "snapshot": f"{size(found.snapshot.num_bytes)}, {_snapshots(load)}",
-        "written": f"{size(found.written_bytes)} per hour, by {several(load.ranks, 'rank')}",
-        "read": f"{size(found.read_bytes)} per hour by a predictor, "
-        f"{size(found.read_bytes * load.predictors)} by {count(load.predictors)}",
-        "trainer": f"at most {size(found.tracker_bytes)} of a rank for the tracker, "
-        f"{size(found.publisher_bytes)} for a delta",
-        "predictor": f"{size(found.predictor_bytes)} for the tables, a snapshot and a delta",
-        "start": _start(found, bandwidth),
-        "stored": f"{size(found.written_bytes * _HOURS)} more per day: nothing is deleted"
-        if found.disk_bytes is None
-        else f"at most {size(found.disk_bytes)} in {several(found.entries or 0, 'version')}",
-    }
-    for name, line in lines.items():
-        facts.add_row(name, cell(line))
-    return facts
-
-
-def _snapshots(load: Workload) -> str:
-    if load.snapshot_every is None:
-        return "once, at the start"
-    return f"every {several(load.snapshot_every, 'version')} ({duration(load.snapshot_every * load.seconds)})"
-
-
-def _start(found: Forecast, bandwidth: float | None) -> str:
-    if found.start_bytes is None or found.longest_start_bytes is None:
-        return "reads ever more, because there is only one snapshot"
-    text = f"reads {size(found.start_bytes)} on average, at most {size(found.longest_start_bytes)}"
-    if bandwidth is None:
-        return text
-    least, most = (each / (bandwidth * _MB) for each in (found.start_bytes, found.longest_start_bytes))
-    return f"{text}: {duration(least)} and {duration(most)}"
-
-
-def _requests(found: Forecast) -> Table:
-    rows = {
-        "publisher": found.publisher,
-        "retention": found.retention,
-        "a predictor": found.predictor,
-        "together": found.requests,
-    }
-    heads = ("requests per hour", ">PUT", ">LIST", ">GET", ">HEAD", ">DELETE")
-    return table(heads, ((name, *(count(round(each)) for each in asdict(of).values())) for name, of in rows.items()))
-
-
-def _bill(found: Forecast, prices: dict[str, float | None]) -> Table:
-    rows, names = [], {"class_a": "A: write, list", "class_b": "B: read"}
-    for name, per_day in _per_day(found.requests).items():
-        price = prices[name]
-        cost = "unknown" if price is None else f"{price * per_day / _MILLION:,.2f}"
-        rows.append((names[name], count(round(per_day)), cost))
-    return table(("class", ">requests per day", ">cost per day"), rows)
-
-
-def _per_day(requests: Requests) -> dict[str, float]:
-    return {"class_a": _HOURS * requests.class_a, "class_b": _HOURS * requests.class_b}
-
-
-def _values(found: Forecast, bandwidth: float | None, prices: dict[str, float | None]) -> dict[str, object]:
+def _values(found: Forecast, bandwidth: float | None, prices: dict[str, float | None]) -> dict[str, Any]:
     """Return the forecast as JSON values. Bytes and requests are per hour, where not stated otherwise."""
-    starts = (found.start_bytes, found.longest_start_bytes)
-    seconds = [None if each is None or bandwidth is None else each / (bandwidth * _MB) for each in starts]
-    bill = {
-        name: {
-            "requests_per_day": per_day,
-            "cost_per_day": None if (price := prices[name]) is None else price * per_day / _MILLION,
-        }
-        for name, per_day in _per_day(found.requests).items()
-    }
     load = found.workload
+    starts = {"average": found.start_bytes, "longest": found.longest_start_bytes}
+    per_day = {"class_a": _HOURS * found.requests.class_a, "class_b": _HOURS * found.requests.class_b}
     return {
         "tables": len(load.tables),
         "rows": sum(each.num_rows for each in load.tables),
         "table_bytes": table_bytes(load.tables),
         "rows_per_version": sum(map(load.rows_per_version, load.tables)),
         "seconds_between_versions": load.seconds,
+        "snapshot_every": load.snapshot_every,
         "ranks": load.ranks,
         "predictors": load.predictors,
         "delta_bytes": found.delta.num_bytes,
@@ -250,8 +156,11 @@ def _values(found: Forecast, bandwidth: float | None, prices: dict[str, float | 
         "tracker_bytes": found.tracker_bytes,
         "publisher_bytes": found.publisher_bytes,
         "predictor_bytes": found.predictor_bytes,
-        "start_bytes": {"average": starts[0], "longest": starts[1]},
-        "start_seconds": {"average": seconds[0], "longest": seconds[1]},
+        "start_bytes": starts,
+        "start_seconds": {
+            name: None if each is None or bandwidth is None else each / (bandwidth * _MB)
+            for name, each in starts.items()
+        },
         "versions_kept": found.entries,
         "stored_bytes": found.disk_bytes,
         "requests": {
@@ -260,5 +169,53 @@ def _values(found: Forecast, bandwidth: float | None, prices: dict[str, float | 
             "predictor": asdict(found.predictor),
             "total": asdict(found.requests),
         },
-        "bill": bill,
+        "bill": {
+            name: {"requests_per_day": number, "cost_per_day": _cost(number, prices[name])}
+            for name, number in per_day.items()
+        },
     }
+
+
+def _cost(num_requests: float, price: float | None) -> float | None:
+    return None if price is None else price * num_requests / _MILLION
+
+
+def _facts(found: dict[str, Any]) -> dict[str, str]:
+    num_predictors, read = found["predictors"], found["read_bytes_per_predictor"]
+    every, seconds = found["snapshot_every"], found["seconds_between_versions"]
+    snapshots = f"every {several(every, 'version')} ({duration(every * seconds)})" if every else "once, at the start"
+    stored = f"{size(found['written_bytes'] * _HOURS)} more per day: nothing is deleted"
+    if found["stored_bytes"] is not None:
+        stored = f"at most {size(found['stored_bytes'])} in {several(found['versions_kept'], 'version')}"
+    start, wait = found["start_bytes"], found["start_seconds"]
+    reads = "reads ever more, because there is only one snapshot"
+    if start["average"] is not None:
+        reads = f"reads {size(start['average'])} on average, at most {size(start['longest'])}"
+    if wait["average"] is not None:
+        reads += f": {duration(wait['average'])} and {duration(wait['longest'])}"
+    return {
+        "tables": f"{several(found['tables'], 'table')}, {count(found['rows'])} rows, {size(found['table_bytes'])}",
+        "delta": f"every {duration(seconds)}: {count(found['rows_per_version'])} rows, {size(found['delta_bytes'])}",
+        "snapshot": f"{size(found['snapshot_bytes'])}, {snapshots}",
+        "written": f"{size(found['written_bytes'])} per hour, by {several(found['ranks'], 'rank')}",
+        "read": f"{size(read)} per hour by a predictor, {size(read * num_predictors)} by {count(num_predictors)}",
+        "trainer": f"at most {size(found['tracker_bytes'])} of a rank for the tracker, "
+        f"{size(found['publisher_bytes'])} for a delta",
+        "predictor": f"{size(found['predictor_bytes'])} for the tables, a snapshot and a delta",
+        "start": reads,
+        "stored": stored,
+    }
+
+
+def _requests(requests: dict[str, dict[str, float]]) -> Table:
+    names = {"publisher": "publisher", "retention": "retention", "predictor": "a predictor", "total": "together"}
+    rows = ((name, *(count(round(each)) for each in requests[key].values())) for key, name in names.items())
+    return table(("requests per hour", ">PUT", ">LIST", ">GET", ">HEAD", ">DELETE"), rows)
+
+
+def _bill(bill: dict[str, dict[str, Any]]) -> Table:
+    rows = []
+    for key, name in {"class_a": "A: write, list", "class_b": "B: read"}.items():
+        per_day, cost = bill[key].values()
+        rows.append((name, count(round(per_day)), "unknown" if cost is None else f"{cost:,.2f}"))
+    return table(("class", ">requests per day", ">cost per day"), rows)

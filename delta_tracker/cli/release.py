@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import click
 
 from delta_tracker.cli.stream_command import Stream, stream_command
@@ -28,8 +26,5 @@ def command(stream: Stream, reason: str) -> int:
     if not stream.storage.is_read_only:
         stream.head()
     pin = release_pin(stream.storage, reason=reason)
-    if stream.out.is_json:
-        stream.out.json(asdict(pin))
-    else:
-        stream.out.line(f"released: predictors continue from the snapshot {pin.version}, counter {pin.counter}")
+    stream.out.answer(pin, f"released: predictors continue from the snapshot {pin.version}, counter {pin.counter}")
     return 0

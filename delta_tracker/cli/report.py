@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from delta_tracker.cli.figures import Limits, gather
+from delta_tracker.cli.figures import gather
 from delta_tracker.cli.page import render
 from delta_tracker.cli.stream_command import Stream, stream_command
 from delta_tracker.cli.text import several, size
@@ -52,7 +52,7 @@ def command(stream: Stream, path: Path | None, versions: int, megabytes: int) ->
     """Write the page. With ``--json``, print the data instead, and write the page only if ``--out`` is given."""
     if path is not None and not path.absolute().parent.is_dir():  # check before reading, which may take hours
         raise InvalidArgumentError("--out", str(path), "Name a file in a directory that exists")
-    figures = gather(stream, Limits(versions=versions, num_bytes=megabytes * 1_000_000))
+    figures = gather(stream, versions, megabytes * 1_000_000)
     if stream.out.is_json:
         stream.out.json(figures)
     if path is not None or not stream.out.is_json:

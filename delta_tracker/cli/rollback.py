@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import click
 
 from delta_tracker.cli.stream_command import Stream, stream_command
@@ -33,9 +31,7 @@ def command(stream: Stream, version: int, reason: str, *, quick: bool, replaces:
     if not stream.storage.is_read_only:
         stream.head()
     pin = pin_version(stream.storage, version, reason=reason, replaces=replaces, is_quick=quick)
-    if stream.out.is_json:
-        stream.out.json(asdict(pin))
-    else:
-        stream.out.line(f"pinned to version {pin.version} of {pin.bad}, counter {pin.counter}")
+    stream.out.answer(pin, f"pinned to version {pin.version} of {pin.bad}, counter {pin.counter}")
+    if not stream.out.is_json:
         stream.out.line("Predictors without follows_pins=True ignore it: delta-tracker fleet shows them as unpinned")
     return 0

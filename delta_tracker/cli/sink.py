@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import time
+from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
 
 import click
 
-from delta_tracker.cli.numbers import Number
-from delta_tracker.cli.sink_target import open_target
-from delta_tracker.cli.stream_command import Stream, stream_command
-from delta_tracker.cli.termination import terminated
+from delta_tracker.cli.stream_command import Number, Stream, stream_command, terminated
 from delta_tracker.errors import FollowEndedError, InvalidArgumentError
 from delta_tracker.predictor.predictor import Predictor
+from delta_tracker.sinks.row_sink import RowSink
 
+_TARGETS = (
+    "Pass redis://HOST:PORT/DB?prefix=PREFIX, rediss://..., lmdb:///DIRECTORY, or MODULE:FUNCTION, a function that "
+    "returns a RowSink"
+)
+_REDIS_OPTIONS = ["prefix"]
 _SHOW_SECONDS = 0.2  # interval at which a new version is looked for, to print it
 
 _HELP = """Write the stream at URL to a row store and follow it, until SIGTERM or Ctrl-C.
@@ -43,7 +48,7 @@ def command(stream: Stream, target: str, name: str | None, poll: float | None, c
     """Write the stream until SIGTERM or Ctrl-C, or with ``once`` up to its newest version, and print each version."""
     if once and poll is not None:
         raise InvalidArgumentError("--poll", poll, "Pass it without --once, which does not poll")
-    sink = open_target(target)
+    sink = _opened(target)
     try:
         predictor = Predictor(sink, stream.storage, name=name, cache=cache)
         if once:
@@ -69,7 +74,68 @@ def _print_versions(stream: Stream, predictor: Predictor) -> None:
 
 
 def _show(stream: Stream, predictor: Predictor) -> None:
-    if stream.out.is_json:
-        stream.out.json({"version": predictor.version})
-    else:
-        stream.out.line(f"version {predictor.version} is stored")
+    stream.out.answer({"version": predictor.version}, f"version {predictor.version} is stored")
+
+
+def _opened(target: str) -> RowSink:
+    """Return the sink of a target, which is not opened yet.
+
+    Args:
+        target: ``redis://host:port/db?prefix=...``, ``rediss://...`` with TLS, ``lmdb:///directory``, or
+            ``module:function``, the name of a function without arguments that returns a
+            :class:`~delta_tracker.sinks.row_sink.RowSink`.
+
+    Raises:
+        InvalidArgumentError: if the target or one of its options is invalid. The message omits a password.
+        MissingExtraError: if the package of the row store is not installed.
+
+    Example:
+        >>> _opened("redis://127.0.0.1:6379/0?color=red")
+        Traceback (most recent call last):
+        delta_tracker.errors.InvalidArgumentError: TARGET='color' cannot be used. Pass options of: ['prefix'].
+    """
+    scheme, separator, _ = target.partition("://")
+    if separator and scheme in ("redis", "rediss"):
+        return _redis(target)
+    if separator and scheme == "lmdb":
+        return _lmdb(target)
+    if separator:
+        raise InvalidArgumentError("TARGET", f"{scheme}://", _TARGETS)
+    return _custom(target)
+
+
+def _redis(target: str) -> RowSink:
+    parts = urlsplit(target)
+    options = dict(parse_qsl(parts.query, keep_blank_values=True))
+    for name in options:
+        if name not in _REDIS_OPTIONS:
+            raise InvalidArgumentError("TARGET", name, f"Pass options of: {_REDIS_OPTIONS}")
+    if not parts.hostname or parts.fragment:
+        raise InvalidArgumentError("TARGET", f"{parts.scheme}://", _TARGETS)
+    sink = importlib.import_module("delta_tracker.sinks.redis").RedisSink
+    return _checked(sink(urlunsplit(parts._replace(query="")), **options), target)
+
+
+def _lmdb(target: str) -> RowSink:
+    parts = urlsplit(target)
+    if parts.netloc or parts.query or parts.fragment or len(parts.path) < len("/d"):
+        raise InvalidArgumentError("TARGET", target, "Pass lmdb:///DIRECTORY, an absolute path without options")
+    sink = importlib.import_module("delta_tracker.sinks.lmdb").LmdbSink
+    return _checked(sink(unquote(parts.path)), target)
+
+
+def _custom(target: str) -> RowSink:
+    module, separator, function = target.partition(":")
+    if not separator or not module or not function:
+        raise InvalidArgumentError("TARGET", target, _TARGETS)
+    try:
+        build = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise InvalidArgumentError("TARGET", target, f"{_TARGETS}: {error}") from error
+    return _checked(build(), target)
+
+
+def _checked(sink: object, target: str) -> RowSink:
+    if not isinstance(sink, RowSink):
+        raise InvalidArgumentError("TARGET", target, f"{_TARGETS}: it returned a {type(sink).__name__}")
+    return sink

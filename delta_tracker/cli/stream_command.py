@@ -1,26 +1,32 @@
-"""Decorator that adds the argument ``URL`` and the options ``--option`` and ``--json`` to a command on a stream."""
+"""What commands share: the stream that they work on, with the options of its store, types of options, and SIGTERM."""
 
 from __future__ import annotations
 
 import functools
+import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from delta_tracker.cli.entries import read_all
 from delta_tracker.cli.output import Output
 from delta_tracker.errors import InvalidArgumentError, MalformedError
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
-from delta_tracker.stream.storage.storage import Storage, Transfer
+from delta_tracker.stream.storage.storage import Storage
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+_R = TypeVar("_R")
 
+_MAX = 1e9  # seconds that each kind of wait accepts
+_ANSWER_TO_TERMINATE = 128 + signal.SIGTERM
 _URL = click.Argument(["url"])
 _OPTION = click.Option(
     ["--option", "-o", "options"],
@@ -41,16 +47,9 @@ class MeteredStorage(Storage):
 
     on_read: Callable[[int], None] | None = None
 
-    def read(
-        self,
-        name: str,
-        *,
-        max_bytes: int,
-        out: NDArray[np.uint8] | None = None,
-        transfer: Transfer | None = None,
-    ) -> NDArray[np.uint8] | None:
+    def read(self, name: str, **options: Any) -> NDArray[np.uint8] | None:  # noqa: ANN401  those of the base class
         """Read an object as :meth:`Storage.read` does, and pass the number of bytes to ``on_read``."""
-        return self._metered(super().read(name, max_bytes=max_bytes, out=out, transfer=transfer))
+        return self._metered(super().read(name, **options))
 
     def read_range(self, name: str, begin: int, end: int) -> NDArray[np.uint8] | None:
         """Read a range as :meth:`Storage.read_range` does, and pass the number of bytes to ``on_read``."""
@@ -84,12 +83,25 @@ class Stream:
             doing: description of the work.
             num_bytes: approximate number of bytes to read.
         """
-        with self.out.progress(doing, num_bytes) as progress:
-            self.storage.on_read = progress.advance
+        with self.out.progress(doing, num_bytes) as advance:
+            self.storage.on_read = advance
             try:
                 yield
             finally:
                 self.storage.on_read = None
+
+    def entries(
+        self, versions: Sequence[int], keep: Callable[[Manifest], _R]
+    ) -> Iterator[tuple[int, _R | MalformedError]]:
+        """Read entries of the log as :func:`~delta_tracker.cli.entries.read_all` does, and show a progress bar.
+
+        Entries that retention deleted meanwhile are left out.
+        """
+        with self.out.progress("reading the log", len(versions)) as advance:
+            for version, entry in read_all(versions, self.log.read, keep):
+                advance()
+                if entry is not None:
+                    yield version, entry
 
     def head(self) -> Manifest:
         """Return the newest entry of the log.
@@ -161,3 +173,33 @@ def store_options(options: Sequence[str], option: str = "--option") -> dict[str,
         if not equals or not name:
             raise click.UsageError(f"A value of {option} has no {'name' if equals else '='}. Write name=value.")
     return {name: value for name, _, value in pairs} or None
+
+
+class Number(click.FloatRange):
+    """Type of an option that takes a finite number, at most 1e9.
+
+    Args:
+        least: smallest number.
+        most: largest number; None for 1e9.
+        above: True if the number must be above ``least``.
+    """
+
+    def __init__(self, least: float, most: float | None = None, *, above: bool = False) -> None:
+        super().__init__(least, most, min_open=above)
+
+    def convert(self, value: float, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the number that a text is."""
+        number = super().convert(value, param, ctx)
+        if not number <= _MAX:  # NaN passes the comparisons of a range
+            self.fail(f"{value} is not a number up to {_MAX:g}.", param, ctx)
+        return number
+
+
+@contextmanager
+def terminated() -> Iterator[None]:
+    """Context manager in which SIGTERM raises ``SystemExit`` with code 143, so that ``finally`` blocks run."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(_ANSWER_TO_TERMINATE))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -6,11 +6,11 @@ import time
 
 import click
 
-from delta_tracker.cli.entries import KIND_STYLES, Entry
+from delta_tracker.cli.entries import Entry
+from delta_tracker.cli.listings import KIND_STYLES
 from delta_tracker.cli.main import FINDING, OK
-from delta_tracker.cli.numbers import Number
-from delta_tracker.cli.stream_command import Stream, stream_command
-from delta_tracker.cli.text import count, duration, moment, size
+from delta_tracker.cli.stream_command import Number, Stream, stream_command
+from delta_tracker.cli.text import count, moment, size
 from delta_tracker.errors import MalformedError
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.reading.path import next_entry
@@ -98,10 +98,6 @@ def _is_deletable(stream: Stream, version: int) -> bool:
 
 def _show(stream: Stream, manifest: Manifest) -> int:
     entry = Entry.of(manifest)
-    if stream.out.is_json:
-        stream.out.json(entry.to_dict())
-        return 1
-    took = "" if entry.kind == "claim" else duration(max(0.0, entry.created - entry.cut))
     line = _COLUMNS.format(
         moment(entry.committed),
         entry.version,
@@ -109,8 +105,8 @@ def _show(stream: Stream, manifest: Manifest) -> int:
         entry.generation,
         count(entry.num_rows),
         size(entry.num_bytes),
-        took,
+        entry.took,
         count(entry.pending_rows),
     )
-    stream.out.line(line, KIND_STYLES[entry.kind])
+    stream.out.answer(entry, line, KIND_STYLES[entry.kind])
     return 1

@@ -7,9 +7,8 @@ import time
 import click
 from click.core import ParameterSource
 
-from delta_tracker.cli.numbers import Number
 from delta_tracker.cli.silence import SILENCE_SECONDS, live_publisher, look
-from delta_tracker.cli.stream_command import Stream, stream_command
+from delta_tracker.cli.stream_command import Number, Stream, stream_command
 from delta_tracker.cli.text import duration
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.stream.format.manifest import Manifest
@@ -107,10 +106,8 @@ def _cancel(stream: Stream) -> int:
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             raise InvalidArgumentError("--cancel", f"with {option}", "Pass it alone")
     is_cancelled = cancel_takeover(stream.storage)
-    if stream.out.is_json:
-        stream.out.json({"url": stream.storage.url, "cancelled": is_cancelled})
-    else:
-        stream.out.line("the request is cancelled" if is_cancelled else "there is no request")
+    text = "the request is cancelled" if is_cancelled else "there is no request"
+    stream.out.answer({"url": stream.storage.url, "cancelled": is_cancelled}, text)
     return 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
-from datetime import UTC, datetime
+from datetime import UTC, datetime, tzinfo
 
 from delta_tracker.errors import DeltaTrackerError
 
@@ -84,17 +84,29 @@ def duration(seconds: float) -> str:
     return f"{seconds / _DAY:.0f} d"
 
 
-def moment(seconds: float) -> str:
-    """Format a Unix time in this host's time zone; return only the year if ``datetime`` cannot represent the time.
+def moment(seconds: float, form: str = "%Y-%m-%d %H:%M:%S", zone: tzinfo | None = None) -> str:
+    """Format a Unix time with a strftime format, in this host's time zone unless another one is given.
+
+    Only the year is returned if ``datetime`` cannot represent the time.
 
     Example:
         >>> moment(1e15)
         'in year 31690708'
     """
     try:
-        return datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+        return datetime.fromtimestamp(seconds, UTC).astimezone(zone).strftime(form)
     except (OverflowError, ValueError, OSError):
         return f"in year {1970 + int(seconds / (365.2425 * _DAY))}"
+
+
+def short(name: str, most: int = 72) -> str:
+    """Return ``name``. The middle of one of more than ``most`` characters is replaced by an ellipsis.
+
+    Example:
+        >>> short("ec.embeddings.a_table_with_a_long_name", 20)
+        'ec.emb…h_a_long_name'
+    """
+    return name if len(name) <= most else f"{name[: most // 3]}…{name[most // 3 + 1 - most :]}"
 
 
 def _is_harmless(character: str) -> bool:

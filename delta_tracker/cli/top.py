@@ -13,10 +13,8 @@ from rich.live import Live
 
 from delta_tracker.cli.followers import read_followers
 from delta_tracker.cli.keys import reading_keys
-from delta_tracker.cli.numbers import Number
 from delta_tracker.cli.screen import KEYS, SECTIONS, Section, screen
-from delta_tracker.cli.stream_command import Stream, stream_command
-from delta_tracker.cli.termination import terminated
+from delta_tracker.cli.stream_command import Number, Stream, stream_command, terminated
 from delta_tracker.cli.watch import View, Watch
 from delta_tracker.errors import MalformedError, StorageError
 from delta_tracker.stream.pin import Pin, newest_pin
@@ -25,8 +23,9 @@ from delta_tracker.stream.store_clock import StoreClock
 _HELP = """Show a live screen of a stream: publish rates, rates of each table, and the lag of each predictor.
 
 Rates are averages over the last minute (--window). Each refresh reads only the versions committed since the last one.
-Predictors are listed by their heartbeats: "silent" after 30 seconds without a heartbeat, and omitted after an hour. The
-lag of a live predictor is read from its heartbeat. The keys are listed in the last line; q or Ctrl-C quits.
+Predictors are listed by their heartbeats, with the states that delta-tracker fleet --help describes, and omitted after
+an hour without a heartbeat. The lag of a live predictor is read from its heartbeat. The keys are listed in the last
+line; q or Ctrl-C quits.
 
 \b
 Examples:
@@ -93,29 +92,24 @@ def _views(stream: Stream, window: float) -> Iterator[View]:
     If the first read fails, the error is raised. If a later read fails, the error is stored in the view, and the next
     refresh retries.
     """
-    stream.head()
     watch, clock = Watch(stream.log, window), StoreClock()
     order: Pin | None = None
-    now = clock.now()
-    view, is_first = View(stream.storage.url, now, watch, read=now), True
+    view: View | None = None
     while True:
         began = clock.reader_time()
         try:
             watch.refresh(clock.now())
-            if watch.head is not None:
-                if watch.is_complete:
-                    clock.saw("log", [watch.head.committed], began=began)
-                order = newest_pin(stream.storage, after=0 if order is None else order.counter) or order
-                followers, num_gone = read_followers(stream.storage, watch.head, clock, order=order)
-                skews = watch.skews.problems(followers, clock)
-                now = clock.now()
-                view = View(stream.storage.url, now, watch, followers, num_gone, skews, watch.fault, read=now)
+            head = watch.head or stream.head()
+            if watch.is_complete:
+                clock.saw("log", [head.committed], began=began)
+            order = newest_pin(stream.storage, after=0 if order is None else order.counter) or order
+            followers, num_gone = read_followers(stream.storage, head, clock, order=order)
+            skews, now = watch.skews.problems(followers, clock), clock.now()
+            view = View(stream.storage.url, now, watch, followers, num_gone, skews, watch.fault, read=now)
         except (StorageError, MalformedError) as error:
-            if is_first:
+            if view is None:
                 raise
-            former = view
-            view = replace(former, now=clock.now(), problem=f"{error.problem}. {error.remedy}.")
-        is_first = False
+            view = replace(view, now=clock.now(), problem=f"{error.problem}. {error.remedy}.")
         yield view
 
 

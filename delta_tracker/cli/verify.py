@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,9 +12,9 @@ import torch
 from torch import Tensor
 
 from delta_tracker.cli.entries import read_all
+from delta_tracker.cli.skews import Skews
 from delta_tracker.cli.stream_command import Stream, stream_command
 from delta_tracker.cli.text import plain, several, size
-from delta_tracker.cli.times import Skews
 from delta_tracker.errors import CorruptPartError, MalformedError
 from delta_tracker.raw_ids import NO_OWNER, check_owners, check_unique
 from delta_tracker.stream.format.block_rows import BlockRows
@@ -52,30 +53,33 @@ def command(stream: Stream, *, quick: bool) -> int:
     """Check the stream and print the findings."""
     check = _Check(stream, is_quick=quick)
     check.run()
+    counts, skews, findings = check.counts, check.skews.problems(), check.findings
     if stream.out.is_json:
-        stream.out.json(check.to_dict())
-        return 1 if check.findings else 0
+        names = ("entries", "merged", "parts", "bytes")
+        found = {"url": stream.storage.url, "ok": not findings} | {name: counts[name] for name in names}
+        stream.out.json(found | {"skews": skews, "findings": findings})
+        return 1 if findings else 0
     done = ", ".join(
         (
-            several(check.num_entries, "entry", "entries"),
-            several(check.num_merged, "merged entry", "merged entries"),
-            several(check.num_parts, "part"),
-            size(check.num_bytes),
+            several(counts["entries"], "entry", "entries"),
+            several(counts["merged"], "merged entry", "merged entries"),
+            several(counts["parts"], "part"),
+            size(counts["bytes"]),
         )
     )
-    for skew in check.skews.problems():
+    for skew in skews:
         stream.out.line(skew, "yellow")
-    for finding in check.findings:
+    for finding in findings:
         away = "" if finding.is_in_the_way else " (older than the newest snapshot: new predictors do not read it)"
         stream.out.line(f"damaged: {finding.where}: {finding.problem}{away}", "red")
-    if check.findings:
-        stream.out.line(f"{several(len(check.findings), 'finding')} in {done}", "bold red")
-        if any(finding.is_in_the_way for finding in check.findings):
-            step = "copy the objects back from a mirror, or call Publisher.snapshot(): predictors continue from it"
-            stream.out.line(f"Next: {step}")
-    else:
+    if not findings:
         stream.out.line(f"{'sizes and links agree' if quick else 'no damage found'}: {done}", "bold green")
-    return 1 if check.findings else 0
+        return 0
+    stream.out.line(f"{several(len(findings), 'finding')} in {done}", "bold red")
+    if any(finding.is_in_the_way for finding in findings):
+        step = "copy the objects back from a mirror, or call Publisher.snapshot(): predictors continue from it"
+        stream.out.line(f"Next: {step}")
+    return 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,20 +164,15 @@ class _Check:
     Attributes:
         findings: damage found so far.
         skews: differences between the clocks of the publishers and the store's.
-        num_entries: number of well-formed entries of the log.
-        num_merged: number of well-formed merged entries.
-        num_parts: number of checked parts and other objects, including damaged ones.
-        num_bytes: bytes of these objects.
+        counts: numbers of well-formed ``entries`` of the log and ``merged`` ones, of checked ``parts`` and other
+            objects, including damaged ones, and their ``bytes``.
     """
 
     stream: Stream
     is_quick: bool
     findings: list[Finding] = field(default_factory=list)
     skews: Skews = field(default_factory=Skews)
-    num_entries: int = 0
-    num_merged: int = 0
-    num_parts: int = 0
-    num_bytes: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
     _start: int = -1  # version of the newest snapshot, -1 for none
     _links: dict[int, Link] = field(default_factory=dict)
     _sizes: dict[str, int] = field(default_factory=dict)
@@ -182,30 +181,14 @@ class _Check:
     _streams: set[str] = field(default_factory=set)  # this one and the former ones
     _owners: _Owners = field(default_factory=_Owners)
 
-    def to_dict(self) -> dict[str, object]:
-        """Return the result as a dict that can be written as JSON."""
-        return {
-            "url": self.stream.storage.url,
-            "ok": not self.findings,
-            "entries": self.num_entries,
-            "merged": self.num_merged,
-            "parts": self.num_parts,
-            "bytes": self.num_bytes,
-            "skews": self.skews.problems(),
-            "findings": [
-                {"where": each.where, "problem": each.problem, "is_in_the_way": each.is_in_the_way}
-                for each in self.findings
-            ],
-        }
-
     def run(self) -> None:
         """Check the log, then the merged entries."""
         storage = self.stream.storage
         head, newest = self._newest()
         self._stream = "" if head is None else head.stream
-        self._start = self._newest_snapshot(head)
-        if head is not None and head.snapshot is not None and self._lacks_snapshot():
-            self._find(entry_name(head.snapshot), "the newest snapshot is missing: no reader can start", head.snapshot)
+        self._start, is_missing = self._newest_snapshot(head)
+        if is_missing:
+            self._find(entry_name(self._start), "the newest snapshot is missing: no reader can start", self._start)
         # The listing is made after the head was read, so that it contains the parts of all entries up to the head.
         self._sizes = {each.name: each.num_bytes for each in storage.objects("parts")}
         listed = self.stream.log.versions()
@@ -241,14 +224,14 @@ class _Check:
                 self._find(manifest.path, manifest.reason, version)
             elif manifest is not None:
                 self._check_entry(manifest, before)
-            elif version > self._start >= 0 and self._newest_snapshot(head) < version:
+            elif version > self._start >= 0 and self._newest_snapshot(head)[0] < version:
                 self._find_missing(version, version)  # retention deletes no such entry
             before = manifest if isinstance(manifest, Manifest) else None
 
     def _check_entry(self, manifest: Manifest, before: Manifest | None) -> None:
         """Check an entry of the log, with its links and objects; ``before`` is the previous entry, None if unknown."""
         version = manifest.version
-        self.num_entries += 1
+        self.counts["entries"] += 1
         self._links[version] = manifest.link
         self.skews.add(manifest)
         for problem in _chain_problems(manifest, before, self._so_far, self._stream):
@@ -259,7 +242,7 @@ class _Check:
         self._streams.add(self._so_far)
         if manifest.forked_from is not None:
             self._streams.add(manifest.forked_from.stream)
-        is_whole = self._check_parts(manifest, partial(self.stream.log.read, version), self._owners)
+        is_whole = self._check_parts(manifest, partial(self.stream.log.read, version))
         for problem in self._owners.problems(manifest, is_whole=is_whole and not self.is_quick):
             self._find(entry_name(version), problem, version)
 
@@ -276,39 +259,24 @@ class _Check:
             if isinstance(manifest, MalformedError):
                 self._find(manifest.path, manifest.reason, merged.last)
             elif manifest is not None:
-                self.num_merged += 1
+                self.counts["merged"] += 1
                 for problem in self._merged_problems(manifest):
                     self._find(merged.name, problem, merged.last)
-                self._check_parts(manifest, partial(log.read_merged, merged), None)
+                self._check_parts(manifest, partial(log.read_merged, merged))
 
-    def _newest_snapshot(self, head: Manifest | None) -> int:
+    def _newest_snapshot(self, head: Manifest | None) -> tuple[int, bool]:
+        """Return the version of the newest snapshot, -1 for none, and True if the newest entry names a missing one."""
+        named = -1 if head is None or head.snapshot is None else head.snapshot
         try:
             snapshot = self.stream.log.newest_snapshot()
         except MalformedError:  # reported when the entry is checked
-            return -1 if head is None or head.snapshot is None else head.snapshot
-        if snapshot is None and head is not None and head.snapshot is not None:
-            return head.snapshot  # it is missing, which was reported
-        return -1 if snapshot is None else snapshot.version
+            return named, False
+        return (named, named >= 0) if snapshot is None else (snapshot.version, False)
 
-    def _lacks_snapshot(self) -> bool:
-        try:
-            return self.stream.log.newest_snapshot() is None
-        except MalformedError:  # reported when the entry is checked
-            return False
-
-    def _check_parts(self, manifest: Manifest, again: Callable[[], Manifest | None], owners: _Owners | None) -> bool:
-        """Check the objects of an entry.
-
-        Args:
-            manifest: the entry.
-            again: reads the entry again.
-            owners: takes the raw ids of the rows; None if they are not needed.
-
-        Returns:
-            True if no object is damaged or missing.
-        """
+    def _check_parts(self, manifest: Manifest, again: Callable[[], Manifest | None]) -> bool:
+        """Check the objects of an entry, which ``again`` reads again. Return True if none is damaged or missing."""
         is_whole = True
-        for each, check in self._checks(manifest, owners):
+        for each, check in self._checks(manifest):
             try:
                 check()
             except CorruptPartError as error:
@@ -319,8 +287,7 @@ class _Check:
                 if self._is_without_parts(manifest, each):
                     return is_whole
                 self._find(error.path, error.reason, manifest.version)
-            self.num_parts += 1
-            self.num_bytes += each.num_bytes
+            self.counts.update(parts=1, bytes=each.num_bytes)
         return is_whole
 
     def _is_without_parts(self, manifest: Manifest, stored: Part | Stored) -> bool:
@@ -332,9 +299,7 @@ class _Check:
         is_old = manifest.version < self._start or manifest.stream != self._stream
         return is_old and log.storage.size(stored.name) is None and log.precedes_claim(manifest)
 
-    def _checks(
-        self, manifest: Manifest, owners: _Owners | None
-    ) -> Iterator[tuple[Part | Stored, Callable[[], object]]]:
+    def _checks(self, manifest: Manifest) -> Iterator[tuple[Part | Stored, Callable[[], object]]]:
         """Yield each object of an entry, and a function that checks it. The functions raise CorruptPartError."""
         if self.is_quick:
             for each in manifest.objects:
@@ -342,12 +307,27 @@ class _Check:
             return
         storage = self.stream.storage
         for part in manifest.parts:
-            reader = _PartCheck(storage, part, manifest, owners)
-            yield part, reader.open
+            readers: list[PartReader] = []
+            yield part, partial(self._check_part, part, manifest, readers)
             if part.states is not None:
-                yield part.states, reader.check_states
+                yield part.states, partial(self._check_states, part.states, readers)
         for stored in manifest.training:
             yield stored, partial(_check_training, storage, stored)
+
+    def _check_part(self, part: Part, manifest: Manifest, readers: list[PartReader]) -> None:
+        """Check every byte of a part, and append its reader to ``readers`` if it is not damaged."""
+        reader = PartReader(self.stream.storage, part, manifest, memory_bytes=_MEMORY_BYTES)
+        readers.append(reader)
+        if manifest.merges is None:  # a merged entry has the raw ids of the entries that it replaces
+            for rows in reader.rows:
+                self._owners.add(rows)
+
+    def _check_states(self, states: Stored, readers: Sequence[PartReader]) -> None:
+        """Check every byte of the states of a part's rows. Without a reader of the part, check only their hashes."""
+        if readers:
+            readers[0].with_states()
+        else:
+            Ranged(self.stream.storage, states, is_whole=True).finish()
 
     def _check_size(self, stored: Part | Stored) -> None:
         found = self._sizes.get(stored.name)
@@ -370,39 +350,6 @@ class _Check:
 
     def _find(self, where: str, problem: str, version: int) -> None:
         self.findings.append(Finding(plain(where), plain(problem), version >= self._start))
-
-
-class _PartCheck:
-    """Check of a part, and then of the states of its rows. The methods raise CorruptPartError.
-
-    Args:
-        storage: store of the stream.
-        part: record of the part.
-        manifest: entry that lists the part.
-        owners: takes the raw ids of the part's rows; None if they are not needed.
-    """
-
-    def __init__(self, storage: Storage, part: Part, manifest: Manifest, owners: _Owners | None) -> None:
-        self._storage = storage
-        self._part = part
-        self._manifest = manifest
-        self._owners = owners
-        self._reader: PartReader | None = None
-
-    def open(self) -> None:
-        """Check every byte of the part."""
-        self._reader = PartReader(self._storage, self._part, self._manifest, memory_bytes=_MEMORY_BYTES)
-        if self._owners is not None:
-            for rows in self._reader.rows:
-                self._owners.add(rows)
-
-    def check_states(self) -> None:
-        """Check every byte of the object with the states. Without a valid part, check only its hashes."""
-        assert self._part.states is not None, "the part has states"
-        if self._reader is None:
-            Ranged(self._storage, self._part.states, is_whole=True).finish()
-        else:
-            self._reader.with_states()
 
 
 def _check_training(storage: Storage, stored: Stored) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,87 +26,58 @@ _MEMORY_BYTES = 64 << 20
 _CHUNK_ROWS = 4096
 
 
-def contents_of(storage: Storage, manifest: Manifest, tables: Collection[str] | None = None) -> Contents:
-    """Read and check the rows and dense tensors of a version.
+def bytes_to_read(manifests: Iterable[Manifest], table: str | None = None) -> int:
+    """Return the approximate number of bytes that :func:`write_versions` reads.
 
-    Args:
-        storage: store of the stream.
-        manifest: manifest of the version.
-        tables: FQNs of the tables whose parts are read; None for all.
-
-    Raises:
-        CorruptPartError: if a part is missing or does not match the manifest.
-        StorageError: if the store cannot be read.
-    """
-    return Contents(storage, replace(manifest, parts=_parts(manifest, tables)), memory_bytes=_MEMORY_BYTES)
-
-
-def check_tables(manifest: Manifest, tables: Collection[str], snapshot: Manifest) -> None:
-    """Check that the tables of a version are like those in the snapshot from which the version is built.
-
-    Args:
-        manifest: manifest of the version.
-        tables: FQNs of the tables to check.
-        snapshot: manifest of the snapshot.
-
-    Raises:
-        MalformedError: if the spec or the rule for raw ids of a table differs, or the snapshot does not have the table.
-    """
-    for fqn, spec in manifest.tables.items():
-        if fqn in tables and spec != snapshot.tables.get(fqn):
-            found = snapshot.tables.get(fqn, "missing")
-            reason = f"its table {fqn!r} is {spec}, and {found} in snapshot {snapshot.version}"
-            raise MalformedError(entry_name(manifest.version), reason)
-        if fqn in tables and manifest.identities.get(fqn) != snapshot.identities.get(fqn):
-            reason = f"its table {fqn!r} has other buckets of raw ids than in snapshot {snapshot.version}"
-            raise MalformedError(entry_name(manifest.version), reason)
-
-
-def bytes_to_read(manifests: Iterable[Manifest], tables: Collection[str] | None = None) -> int:
-    """Return the approximate number of bytes that :func:`contents_of` and :func:`write_rows` read in total.
-
-    A part above 64 MiB is counted twice, because both functions read it.
+    A part above 64 MiB is counted twice, because it is checked before its rows are written.
 
     Args:
         manifests: manifests of the versions.
-        tables: FQNs of the tables whose parts are read; None for all.
+        table: FQN of the table whose parts are read; None for all.
     """
-    parts = [part for manifest in manifests for part in _parts(manifest, tables)]
+    parts = [part for manifest in manifests for part in _parts(manifest, table)]
     return sum(part.num_bytes * (1 if part.num_bytes <= _MEMORY_BYTES else 2) for part in parts)
 
 
-def write_rows(contents: Contents, tables: Mapping[str, Tensor]) -> None:
-    """Write the rows of a version to tables.
+def write_versions(
+    storage: Storage,
+    manifests: Iterable[Manifest],
+    rows: Mapping[str, Tensor],
+    owners: Mapping[str, Tensor],
+    *,
+    like: Manifest,
+    table: str | None = None,
+) -> dict[str, Tensor]:
+    """Write the rows and raw ids of versions to tensors, in order, and return their dense tensors by name.
 
     Args:
-        contents: contents of the version.
-        tables: FQN to ``[rows, columns]``, written in place; rows of other tables are skipped.
+        storage: store of the stream.
+        manifests: manifests of the versions.
+        rows: FQN to ``[rows, columns]``, written in place; rows of other tables are skipped.
+        owners: FQN to ``[rows]`` int64, written in place; raw ids of other tables are skipped.
+        like: manifest whose tables those of the versions must be like.
+        table: FQN of the table whose parts are read; None for all.
 
     Raises:
-        CorruptPartError: if a part that is too large for memory changed after it was checked.
-        StorageError: if such a part cannot be read again.
+        MalformedError: if the spec or the rule for raw ids of a table differs, or ``like`` does not have the table.
+        CorruptPartError: if a part is missing or does not match its manifest.
+        StorageError: if the store cannot be read.
     """
-    targets = {fqn: TensorTarget.of(table) for fqn, table in tables.items()}
-    for rows in (contents.whole, contents.listed):
-        for placement in place([each for each in rows if each.block.table in targets], targets):
-            for chunk in placement.chunks(_CHUNK_ROWS):
-                chunk.write()
-
-
-def write_owners(contents: Contents, owners: Mapping[str, Tensor]) -> None:
-    """Write the raw ids of a version's rows to tensors.
-
-    Args:
-        contents: contents of the version.
-        owners: FQN to ``[rows]`` int64, written in place; rows of other tables are skipped.
-
-    Raises:
-        CorruptPartError: if a part that is too large for memory changed after it was checked.
-        StorageError: if such a part cannot be read again.
-    """
-    for fqn, ids, raw_ids in contents.owners():
-        if fqn in owners:
-            owners[fqn][ids] = raw_ids
+    targets = {fqn: TensorTarget.of(each) for fqn, each in rows.items()}
+    dense: dict[str, Tensor] = {}
+    for manifest in manifests:
+        _check_tables(manifest, table, like)
+        parts = replace(manifest, parts=_parts(manifest, table))
+        contents = Contents(storage, parts, memory_bytes=_MEMORY_BYTES)
+        for kind in (contents.whole, contents.listed):
+            for placement in place([each for each in kind if each.block.table in targets], targets):
+                for chunk in placement.chunks(_CHUNK_ROWS):
+                    chunk.write()
+        for fqn, ids, raw_ids in contents.owners():
+            if fqn in owners:
+                owners[fqn][ids] = raw_ids
+        dense |= {name: tensor.clone() for name, tensor in contents.dense.items()}
+    return dense
 
 
 def mapped(
@@ -144,8 +115,19 @@ def shape_of(spec: TableSpec | DenseSpec) -> tuple[int, ...]:
     return spec.shape if isinstance(spec, DenseSpec) else (spec.num_rows, spec.dim)
 
 
-def _parts(manifest: Manifest, tables: Collection[str] | None) -> tuple[Part, ...]:
-    """Return the parts with rows of ``tables``; all parts if ``tables`` is None."""
-    return tuple(
-        part for part in manifest.parts if tables is None or any(block.table in tables for block in part.blocks)
-    )
+def _check_tables(manifest: Manifest, table: str | None, like: Manifest) -> None:
+    for fqn, spec in manifest.tables.items():
+        if table not in (None, fqn):
+            continue
+        reason = None
+        if spec != like.tables.get(fqn):
+            reason = f"its table {fqn!r} is {spec}, and {like.tables.get(fqn, 'missing')} in snapshot {like.version}"
+        elif manifest.identities.get(fqn) != like.identities.get(fqn):
+            reason = f"its table {fqn!r} has other buckets of raw ids than in snapshot {like.version}"
+        if reason is not None:
+            raise MalformedError(entry_name(manifest.version), reason)
+
+
+def _parts(manifest: Manifest, table: str | None) -> tuple[Part, ...]:
+    """Return the parts with rows of a table; all parts if it is None."""
+    return tuple(part for part in manifest.parts if table is None or any(block.table == table for block in part.blocks))

@@ -8,12 +8,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
-from delta_tracker.cli.entries import Amount, Entry
-from delta_tracker.cli.followers import FollowerView
-from delta_tracker.cli.times import Skews
-from delta_tracker.errors import MalformedError
+from msgspec import to_builtins
+
+from delta_tracker.cli.entries import Amount, Entry, total
+from delta_tracker.cli.followers import Follower
+from delta_tracker.cli.skews import Skews
+from delta_tracker.errors import MalformedError, MissingVersionError, StreamReplacedError
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.reading.path import next_entry
+from delta_tracker.stream.reading.position import Position
+from delta_tracker.stream.reading.source import Source
 from delta_tracker.types import TableSpec
 
 _MAX_READS = 500  # per refresh, so that a long log does not block the screen
@@ -50,7 +55,7 @@ class Watch:
         self.skews = Skews()
         self.fault: str | None = None
         self.starts = 0
-        self._log = log
+        self._source = Source(0, log.storage, log=log)
         self._window_seconds = window_seconds
         self._next_check = 0.0
 
@@ -67,7 +72,12 @@ class Watch:
             MalformedError: if a new entry, or the newest one, is malformed.
             StorageError: if the store cannot be read.
         """
-        if self.head is None or not self._go_on(self.head):
+        try:
+            if self.head is None:
+                self._begin(now)
+            else:
+                self._go_on(self.head)
+        except (MissingVersionError, StreamReplacedError):
             self._begin(now)
         while len(self.entries) > _MIN_KEPT and self.entries[1].committed < now - self._window_seconds:
             self.entries.popleft()
@@ -92,12 +102,8 @@ class Watch:
 
     def amounts(self, now: float) -> dict[str, Amount]:
         """Return the amount of data of each table in the window's deltas, by FQN."""
-        found = {fqn: Amount() for fqn in self.tables}
-        for entry in self.recent(now):
-            if entry.kind == "delta":
-                for fqn, amount in entry.tables.items():
-                    found[fqn] = found.get(fqn, Amount()) + amount
-        return found
+        found = total(entry.tables for entry in self.recent(now) if entry.kind == "delta")
+        return {fqn: Amount() for fqn in self.tables} | found
 
     def pulse(self, now: float, count: int) -> list[int]:
         """Return the total size of the deltas in bytes in each of ``count`` equal intervals, oldest interval first.
@@ -111,46 +117,35 @@ class Watch:
                 found[count - 1 - min(count - 1, int(ago * count))] += entry.num_bytes
         return [found[index] for index in range(count)]
 
-    def _go_on(self, head: Manifest) -> bool:
+    def _go_on(self, head: Manifest) -> None:
         """Read the entries after ``head``, at most 500.
 
-        Returns:
-            False if the stream was replaced, or if the entry after the last one read is missing; otherwise True.
+        Whether the stream was replaced or an entry is missing is checked at most every 10 seconds, because the check
+        may list the log.
+
+        Raises:
+            MissingVersionError, StreamReplacedError: if the entries do not follow ``head``.
         """
         self.is_complete = False
+        is_due = time.monotonic() >= self._next_check
         for _ in range(_MAX_READS):
-            manifest = self._log.read(head.version + 1)
-            if manifest is None:
+            position = Position.after(head)
+            entry = next_entry(self._source.log, position, self._source.next(position, looks_for_gap=is_due))
+            if entry is None:
                 self.is_complete = True
-                return not self._is_elsewhere(head)
-            if (manifest.stream, manifest.parent) != (head.stream, head.link):
-                return False
-            self._take(manifest)
-            head = manifest
-        return True
-
-    def _is_elsewhere(self, head: Manifest) -> bool:
-        """Return True if the stream was replaced, or if the entry after ``head`` is missing although later ones exist.
-
-        The check lists the log and therefore runs at most every 10 seconds. If it does not run, the result is False.
-        """
-        if time.monotonic() < self._next_check:
-            return False
-        self._next_check = time.monotonic() + _CHECK_SECONDS
-        there = self._log.read(head.version)
-        if there is None or there.xxh3 != head.xxh3:
-            return True
-        # A version committed between the probe and the listing is not a gap.
-        return bool(self._log.versions(after=head.version)) and self._log.read(head.version + 1) is None
+                self._next_check = time.monotonic() + _CHECK_SECONDS if is_due else self._next_check
+                return
+            self._take(entry)
+            head = entry
 
     def _begin(self, now: float) -> None:
-        head = self._log.head()
+        head = self._source.log.head()
         if head is None:
             return
         found, fault = [head], None
         while len(found) < _MAX_READS and (len(found) < _MIN_KEPT or found[-1].committed >= now - self._window_seconds):
             try:
-                before = None if found[-1].version == 0 else self._log.read(found[-1].version - 1)
+                before = None if found[-1].version == 0 else self._source.log.read(found[-1].version - 1)
             except MalformedError as error:
                 fault = f"{error.problem}. {error.remedy}."
                 break
@@ -196,38 +191,48 @@ class View:
     url: str
     now: float
     watch: Watch
-    followers: list[FollowerView] = field(default_factory=list)
+    followers: list[Follower] = field(default_factory=list)
     num_gone: int = 0
     skews: list[str] = field(default_factory=list)
     problem: str | None = None
     read: float = field(kw_only=True)
 
+    @property
+    def head(self) -> Manifest:
+        """Newest entry that was read."""
+        assert self.watch.head is not None, "the view is made after a refresh"
+        return self.watch.head
+
+    def rates(self) -> tuple[float, float, float]:
+        """Return the averages of versions, rows and bytes per second over the window."""
+        recent, seconds = self.watch.recent(self.read), self.watch.seconds(self.read)
+        sums = len(recent), sum(entry.num_rows for entry in recent), sum(entry.num_bytes for entry in recent)
+        versions, rows, num_bytes = (each / seconds for each in sums)
+        return versions, rows, num_bytes
+
     def to_dict(self) -> dict[str, object]:
         """Return the data as JSON values. Times are Unix seconds. Rates are averages over ``window_seconds``."""
-        watch, now, head = self.watch, self.read, self.watch.head
-        seconds, recent = watch.seconds(now), watch.recent(now)
+        watch, head, seconds = self.watch, self.head, self.watch.seconds(self.read)
+        versions = [_without_tables(entry) for entry in watch.newest(_NUM_LISTED)]
+        names = ("versions_per_second", "rows_per_second", "bytes_per_second")
         return {
             "time": self.now,
-            "read": now,
+            "read": self.read,
             "url": self.url,
-            "stream": None if head is None else head.stream,
-            "head": None
-            if head is None
-            else _short(watch.newest(1)[0].to_dict()) | {"age_seconds": max(0.0, self.now - head.committed)},
+            "stream": head.stream,
+            "head": versions[0] | {"age_seconds": max(0.0, self.now - head.committed)},
             "window_seconds": seconds,
-            "versions_per_second": len(recent) / seconds,
-            "rows_per_second": sum(entry.num_rows for entry in recent) / seconds,
-            "bytes_per_second": sum(entry.num_bytes for entry in recent) / seconds,
+            **dict(zip(names, self.rates(), strict=True)),
             "tables": {
                 fqn: {
                     "rows_per_second": amount.rows / seconds,
                     "bytes_per_second": amount.num_bytes / seconds,
                     "last_version": watch.changed[fqn].version if fqn in watch.changed else None,
                 }
-                for fqn, amount in watch.amounts(now).items()
+                for fqn, amount in watch.amounts(self.read).items()
             },
-            "versions": [_short(entry.to_dict()) for entry in watch.newest(_NUM_LISTED)],
-            "predictors": [follower.to_dict() | {"behind": follower.behind} for follower in self.followers],
+            "versions": versions,
+            "predictors": [follower.to_dict() for follower in self.followers],
             "predictors_gone": self.num_gone,
             "starts": watch.starts,
             "skews": self.skews,
@@ -235,5 +240,5 @@ class View:
         }
 
 
-def _short(entry: dict[str, object]) -> dict[str, object]:
-    return {name: value for name, value in entry.items() if name != "tables"}
+def _without_tables(entry: Entry) -> dict[str, object]:
+    return {name: value for name, value in to_builtins(entry).items() if name != "tables"}

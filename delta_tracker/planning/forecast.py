@@ -6,10 +6,11 @@ import math
 from dataclasses import asdict, dataclass
 
 from delta_tracker.buffers import capacity
-from delta_tracker.planning.version_size import VersionSize, delta_size, snapshot_size, table_bytes
+from delta_tracker.planning.version_size import delta_size, snapshot_size, table_bytes
 from delta_tracker.planning.workload import Workload
 from delta_tracker.predictor.polling import GAP_CHECK_SECONDS
 from delta_tracker.stream.heartbeat import BEAT_SECONDS
+from delta_tracker.stream.maintenance.retention import GRACE_SECONDS
 from delta_tracker.stream.maintenance.upkeep import RETAIN_EVERY
 from delta_tracker.stream.pointer_writer import POINTER_SECONDS, SCAN_SECONDS
 from delta_tracker.stream.storage.storage import PAGE_OBJECTS
@@ -65,50 +66,149 @@ class Requests:
         return self.gets + self.heads
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
     """Memory, bytes, requests, disk and start-up of a stream in a bucket.
 
-    Args:
+    Attributes:
         workload: the workload.
         delta: sizes of a delta.
         snapshot: sizes of a snapshot.
-        tracker_bytes: maximum memory of the tracker on one rank.
-        publisher_bytes: memory of the host on one rank for the copy of the rows of a delta. A GPU takes as much, at
-            most 512 MiB, and torch rounds pinned memory up to a power of two.
-        predictor_bytes: memory of a predictor: the tables, and the parts of a snapshot and a delta.
-        written_bytes: bytes written per hour, by all ranks.
-        read_bytes: bytes read per hour, by one predictor.
-        publisher: requests of the publisher, without retention.
-        retention: requests of the retention.
-        predictor: requests of one predictor that follows.
-        entries: maximum number of entries that the log keeps; None if nothing is deleted.
-        disk_bytes: maximum bytes of the stream; None if nothing is deleted.
-        start_bytes: bytes that a new predictor reads, with half of the deltas between two snapshots; None if there is
-            only one snapshot, so that they grow without a bound.
-        longest_start_bytes: the same with all of these deltas.
     """
 
-    workload: Workload
-    delta: VersionSize
-    snapshot: VersionSize
-    tracker_bytes: int
-    publisher_bytes: int
-    predictor_bytes: int
-    written_bytes: float
-    read_bytes: float
-    publisher: Requests
-    retention: Requests
-    predictor: Requests
-    entries: int | None
-    disk_bytes: int | None
-    start_bytes: float | None
-    longest_start_bytes: float | None
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self.delta = delta_size(workload)
+        self.snapshot = snapshot_size(workload)
+        self._versions = _HOUR / workload.seconds
+        self._snapshots = 0.0 if workload.snapshot_every is None else self._versions / workload.snapshot_every
+        self._deltas = self._versions - self._snapshots
+
+    @property
+    def tracker_bytes(self) -> int:
+        """Maximum memory of the tracker on one rank: the sets of changed rows of rank 0, which has the most rows.
+
+        There are at most as many sets as consumers, one for the rows that change now, and one for an uncommitted read.
+        In a mode with old states, a set has an id and an old state for each row that changed.
+        """
+        load = self.workload
+        num_sets, capture = 2 + load.consumers, CAPTURES[load.mode]
+        row_bits = max(each.row_bits for name, each in ENGINES.items() if (name == "torch") == load.is_torch_engine)
+        num_bytes = 0
+        for table in load.tables:
+            num_bytes += math.ceil(row_bits * load.rows_of_rank(table, 0)[1] / 8)
+            if capture.keeps_old:
+                num_bytes += self._rows_of_delta(table) * (_ID_BYTES + capture.old_state_bytes(table))
+        return num_sets * num_bytes
+
+    @property
+    def publisher_bytes(self) -> int:
+        """Memory of the host on one rank for the copy of the rows of a delta, their ids, and the dense tensors.
+
+        A GPU takes as much, at most 512 MiB, and torch rounds pinned memory up to a power of two.
+        """
+        num_bytes = {each.fqn: each.dim * each.dtype.itemsize + _ID_BYTES for each in self.workload.tables}
+        rows = sum(self._rows_of_delta(each) * num_bytes[each.fqn] for each in self.workload.tables)
+        return capacity(rows + self.workload.dense_bytes)
+
+    @property
+    def predictor_bytes(self) -> int:
+        """Memory of a predictor: the tables, and the parts of a snapshot and a delta."""
+        held = capacity(self.delta.reads().memory_bytes + self.snapshot.reads().memory_bytes)
+        return table_bytes(self.workload.tables) + self.workload.dense_bytes + held
+
+    @property
+    def written_bytes(self) -> float:
+        """Bytes written per hour, by all ranks."""
+        return self._deltas * self.delta.num_bytes + self._snapshots * self.snapshot.num_bytes
+
+    @property
+    def read_bytes(self) -> float:
+        """Bytes read per hour, by one predictor."""
+        return self._deltas * self.delta.read_bytes + self._snapshots * self.snapshot.read_bytes
+
+    @property
+    def publisher(self) -> Requests:
+        """Requests of the publisher, without retention: parts, entries, the reads that check each, and the pointer."""
+        versions, scans = self._versions, _HOUR / SCAN_SECONDS
+        return Requests(
+            puts=self._deltas * self.delta.num_writes
+            + self._snapshots * self.snapshot.num_writes
+            + min(versions, _HOUR / POINTER_SECONDS),
+            gets=_ENTRY_CHECKS * versions + scans,
+            lists=versions + 2 * scans,  # names above each entry
+        )
+
+    @property
+    def retention(self) -> Requests:
+        """Requests of the retention: a pass lists all objects and reads each entry."""
+        if self.entries is None:
+            return Requests()
+        passes = self._versions / RETAIN_EVERY
+        num_ranks = self.workload.ranks
+        pages = math.ceil(self.entries / PAGE_OBJECTS) + math.ceil(self.entries * num_ranks / PAGE_OBJECTS)
+        return Requests(
+            puts=passes,
+            lists=passes * (_RETENTION_LISTS + pages + 2),  # two listings to renew the pointer
+            gets=passes * (self.entries + 1),
+            heads=_RETENTION_HEADS * passes,
+            deletes=self._versions * (1 + num_ranks) + passes,
+        )
+
+    @property
+    def predictor(self) -> Requests:
+        """Requests of a predictor: entries, parts, polls that find nothing, checks for gaps, heartbeats."""
+        poll_seconds = self.workload.poll_seconds
+        polls, checks = _HOUR / poll_seconds, _HOUR / (GAP_CHECK_SECONDS + poll_seconds / 2)
+        delta, snapshot = self.delta.reads(), self.snapshot.reads()
+        return Requests(
+            puts=_HOUR / max(BEAT_SECONDS, poll_seconds) if self.workload.has_heartbeats else 0.0,
+            gets=self._deltas * (1 + delta.num_gets) + self._snapshots * (1 + snapshot.num_gets) + polls + 2 * checks,
+            heads=self._deltas * delta.num_heads + self._snapshots * snapshot.num_heads,
+        )
 
     @property
     def requests(self) -> Requests:
         """Requests per hour of the publisher, the retention and all predictors."""
         return self.publisher + self.retention + self.predictor.times(self.workload.predictors)
+
+    @property
+    def entries(self) -> int | None:
+        """Maximum number of entries that the log keeps; None if nothing is deleted.
+
+        Retention deletes in passes, and only versions before a snapshot.
+        """
+        load = self.workload
+        if load.retained_versions is None or load.snapshot_every is None:
+            return None
+        needed = load.snapshot_every + math.ceil(GRACE_SECONDS / load.seconds)
+        return max(load.retained_versions, needed) + RETAIN_EVERY
+
+    @property
+    def disk_bytes(self) -> int | None:
+        """Maximum bytes of the stream; None if nothing is deleted."""
+        if self.entries is None or self.workload.snapshot_every is None:
+            return None
+        snapshots = math.ceil(self.entries / self.workload.snapshot_every)
+        return snapshots * self.snapshot.num_bytes + (self.entries - snapshots) * self.delta.num_bytes
+
+    @property
+    def start_bytes(self) -> float | None:
+        """Bytes that a new predictor reads, with half of the deltas between two snapshots.
+
+        None if there is only one snapshot, so that they grow without a bound.
+        """
+        longest = self.longest_start_bytes
+        return None if longest is None else (self.snapshot.read_bytes + longest) / 2
+
+    @property
+    def longest_start_bytes(self) -> int | None:
+        """As :attr:`start_bytes`, with all of these deltas."""
+        if self.workload.snapshot_every is None:
+            return None
+        return self.snapshot.read_bytes + (self.workload.snapshot_every - 1) * self.delta.read_bytes
+
+    def _rows_of_delta(self, table: TableSpec) -> int:
+        return math.ceil(self.workload.rows_per_version(table) / self.workload.ranks)
 
 
 def forecast(workload: Workload) -> Forecast:
@@ -125,115 +225,4 @@ def forecast(workload: Workload) -> Forecast:
         >>> found.tracker_bytes, found.publisher_bytes  # 3 bits per row; 9/8 of 10,000 rows with their ids
         (375000, 2970000)
     """
-    delta, snapshot = delta_size(workload), snapshot_size(workload)
-    versions = _HOUR / workload.seconds
-    snapshots = 0.0 if workload.snapshot_every is None else versions / workload.snapshot_every
-    deltas = versions - snapshots
-    held = capacity(delta.reads().memory_bytes + snapshot.reads().memory_bytes)
-    entries = _entries(workload)
-    start = longest = None
-    if workload.snapshot_every is not None:
-        first, each = snapshot.entry_bytes + snapshot.reads().num_bytes, delta.entry_bytes + delta.reads().num_bytes
-        longest = first + (workload.snapshot_every - 1) * each
-        start = (first + longest) / 2
-    return Forecast(
-        workload=workload,
-        delta=delta,
-        snapshot=snapshot,
-        tracker_bytes=_tracker_bytes(workload),
-        publisher_bytes=_publisher_bytes(workload),
-        predictor_bytes=table_bytes(workload.tables) + workload.dense_bytes + held,
-        written_bytes=deltas * delta.num_bytes + snapshots * snapshot.num_bytes,
-        read_bytes=deltas * (delta.entry_bytes + delta.reads().num_bytes)
-        + snapshots * (snapshot.entry_bytes + snapshot.reads().num_bytes),
-        publisher=_publisher(versions, deltas, snapshots, delta, snapshot),
-        retention=_retention(workload, versions, entries),
-        predictor=_predictor(workload, deltas, snapshots, delta, snapshot),
-        entries=entries,
-        disk_bytes=_disk_bytes(workload, entries, delta, snapshot),
-        start_bytes=start,
-        longest_start_bytes=longest,
-    )
-
-
-def _tracker_bytes(workload: Workload) -> int:
-    """Return the bytes of the sets of changed rows of rank 0, which has the most rows.
-
-    There are at most as many sets as consumers, one for the rows that change now, and one for an uncommitted read. In a
-    mode with old states, a set has an id and an old state for each row that changed.
-    """
-    num_sets = 2 + workload.consumers
-    capture = CAPTURES[workload.mode]
-    row_bits = max(each.row_bits for name, each in ENGINES.items() if (name == "torch") == workload.is_torch_engine)
-    return num_sets * sum(
-        math.ceil(row_bits * workload.rows_of_rank(table, 0)[1] / 8)
-        + (_rows_of_delta(workload, table) * (_ID_BYTES + capture.old_state_bytes(table)) if capture.keeps_old else 0)
-        for table in workload.tables
-    )
-
-
-def _rows_of_delta(workload: Workload, table: TableSpec) -> int:
-    return math.ceil(workload.rows_per_version(table) / workload.ranks)
-
-
-def _publisher_bytes(workload: Workload) -> int:
-    """Return the bytes of the changed rows of one rank in the tables' dtypes, their ids, and the dense tensors."""
-    rows = sum(
-        _rows_of_delta(workload, table) * (table.dim * table.dtype.itemsize + _ID_BYTES) for table in workload.tables
-    )
-    return capacity(rows + workload.dense_bytes)
-
-
-def _publisher(versions: float, deltas: float, snapshots: float, delta: VersionSize, snapshot: VersionSize) -> Requests:
-    """Return the requests of the publisher: parts, entries, the reads that check each entry, and the pointer."""
-    scans = _HOUR / SCAN_SECONDS
-    return Requests(
-        puts=deltas * delta.num_writes + snapshots * snapshot.num_writes + min(versions, _HOUR / POINTER_SECONDS),
-        gets=_ENTRY_CHECKS * versions + scans,
-        lists=versions + 2 * scans,  # names above each entry
-    )
-
-
-def _entries(workload: Workload) -> int | None:
-    """Return the maximum number of entries: retention deletes in passes, and only versions before a snapshot."""
-    if workload.retained_versions is None or workload.snapshot_every is None:
-        return None
-    needed = workload.snapshot_every + math.ceil(workload.grace_seconds / workload.seconds)
-    return max(workload.retained_versions, needed) + RETAIN_EVERY
-
-
-def _retention(workload: Workload, versions: float, entries: int | None) -> Requests:
-    """Return the requests of the retention: a pass lists all objects and reads each entry."""
-    if entries is None:
-        return Requests()
-    passes = versions / RETAIN_EVERY
-    pages = math.ceil(entries / PAGE_OBJECTS) + math.ceil(entries * workload.ranks / PAGE_OBJECTS)
-    heads = _RETENTION_HEADS * passes
-    return Requests(
-        puts=passes,
-        lists=passes * (_RETENTION_LISTS + pages + 2),  # two listings to renew the pointer
-        gets=passes * (entries + 1),
-        heads=heads,
-        deletes=versions * (1 + workload.ranks) + passes,
-    )
-
-
-def _predictor(
-    workload: Workload, deltas: float, snapshots: float, delta: VersionSize, snapshot: VersionSize
-) -> Requests:
-    """Return the requests of one predictor: entries, parts, polls that find nothing, checks for gaps, heartbeats."""
-    polls = _HOUR / workload.poll_seconds
-    checks = _HOUR / (GAP_CHECK_SECONDS + workload.poll_seconds / 2)
-    of_delta, of_snapshot = delta.reads(), snapshot.reads()
-    return Requests(
-        puts=_HOUR / max(BEAT_SECONDS, workload.poll_seconds) if workload.has_heartbeats else 0.0,
-        gets=deltas * (1 + of_delta.num_gets) + snapshots * (1 + of_snapshot.num_gets) + polls + 2 * checks,
-        heads=deltas * of_delta.num_heads + snapshots * of_snapshot.num_heads,
-    )
-
-
-def _disk_bytes(workload: Workload, entries: int | None, delta: VersionSize, snapshot: VersionSize) -> int | None:
-    if entries is None or workload.snapshot_every is None:
-        return None
-    snapshots = math.ceil(entries / workload.snapshot_every)
-    return snapshots * snapshot.num_bytes + (entries - snapshots) * delta.num_bytes
+    return Forecast(workload)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import pairwise
 
 from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.planning.workload import Workload
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import FORMAT, Manifest
 from delta_tracker.stream.log import StreamLog
-from delta_tracker.stream.store_clock import COARSE_SECONDS
 from delta_tracker.types import TableSpec
 
 _NUM_ENTRIES = 100
@@ -19,31 +17,10 @@ _MINUTE = 60.0
 _LEAST_SECONDS = 1e-3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Observed:
-    """Workload of a stream, from its last 100 entries.
+def observe(log: StreamLog) -> Workload:
+    """Return the workload of a stream, from its last 100 entries. Reads no rows.
 
-    Args:
-        tables: tables of the newest version.
-        changed: fraction of the rows that change in a minute by FQN, from the deltas.
-        seconds: median time between two versions, by the store's clock.
-        encoding: encoding of all tables; None if each has its own dtype.
-        ranks: largest number of parts of a delta.
-        snapshot_every: number of versions between the last two snapshots; None if the entries have fewer.
-        dense_bytes: size of the dense tensors of the newest version.
-    """
-
-    tables: tuple[TableSpec, ...]
-    changed: Mapping[str, float]
-    seconds: float
-    encoding: Encoding | None
-    ranks: int
-    snapshot_every: int | None
-    dense_bytes: int
-
-
-def observe(log: StreamLog) -> Observed:
-    """Return the workload of a stream. Reads its last 100 entries and no rows.
+    The time between two versions is their median, and the number of ranks the largest number of parts of a delta.
 
     Raises:
         InvalidArgumentError: if there is no stream, or if it has fewer than two deltas, has states or raw ids, or has
@@ -61,13 +38,11 @@ def observe(log: StreamLog) -> Observed:
     if versions[-1].format != FORMAT:
         remedy = "Describe its tables with --table: its states or raw ids are not part of a plan"
         raise InvalidArgumentError("--from", url, remedy)
-    gaps = [after.committed - before.committed for before, after in pairwise(versions)]
-    seconds = statistics.median(gaps)
-    if seconds <= COARSE_SECONDS:  # a median of whole seconds would be 0 or 1
-        seconds = max(_LEAST_SECONDS, statistics.mean(gaps))
+    gaps = [after.seconds_since(before) for before, after in pairwise(versions)]
+    seconds = max(_LEAST_SECONDS, statistics.median(gaps))
     tables = tuple(versions[-1].tables.values())
     snapshots = [entry.version for entry in versions if entry.kind == "snapshot"]
-    return Observed(
+    return Workload(
         tables=tables,
         changed={each.fqn: _changed(deltas, each) * _MINUTE / seconds for each in tables},
         seconds=seconds,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -15,14 +14,13 @@ import torch
 from delta_tracker.planning.workload import Workload
 from delta_tracker.stream.format.digests import PIECE_BYTES
 from delta_tracker.stream.format.encoding import pack_ids
-from delta_tracker.stream.format.manifest import Block, IdForm, Link, Manifest, Part
+from delta_tracker.stream.format.manifest import Block, DenseSpec, IdForm, Link, Manifest, Part
 from delta_tracker.stream.format.part_reader import MEMORY_BYTES
-from delta_tracker.stream.format.part_writer import ALIGNMENT, SIZE_BYTES
+from delta_tracker.stream.format.part_writer import safetensors_header
 from delta_tracker.stream.log import part_name
 from delta_tracker.stream.storage.storage import UPLOAD_BYTES
 from delta_tracker.types import TableSpec
 
-_ID_BYTES = 8
 _SAMPLE = 1 << 16
 _HASH = "0" * 32
 
@@ -48,6 +46,11 @@ class VersionSize:
     def num_writes(self) -> int:
         """Requests that write the parts and the entry. A large part is a multipart upload."""
         return 1 + sum(1 if each <= UPLOAD_BYTES else 2 + math.ceil(each / UPLOAD_BYTES) for each in self.part_bytes)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of the entry and the parts that one predictor receives."""
+        return self.entry_bytes + self.reads().num_bytes
 
     def reads(self, memory_bytes: int = MEMORY_BYTES) -> Reads:
         """Return the requests of one predictor for the parts.
@@ -139,24 +142,19 @@ def _blocks(workload: Workload, rank: int, *, is_snapshot: bool) -> Iterator[Blo
 
 
 def _part_bytes(blocks: Sequence[Block], dense_bytes: int) -> int:
-    tensors: dict[str, tuple[int, str]] = {}
+    tensors: dict[str, DenseSpec] = {}
     for index, block in enumerate(blocks):
         if block.ids == "list":
-            tensors[f"{index}.ids"] = _ID_BYTES * block.num_rows, "I64"
+            tensors[f"{index}.ids"] = DenseSpec(torch.int64, (block.num_rows,))
         elif block.ids == "gaps":
             packed, escapes = _gaps(float(f"{block.num_rows / (block.rows[1] - block.rows[0]):.3g}"))
-            tensors[f"{index}.gaps"] = round(packed * block.num_rows), "U8"
-            tensors[f"{index}.escapes"] = _ID_BYTES * round(escapes * block.num_rows), "I64"
-        tensors[f"{index}.values"] = block.row_bytes * block.num_rows, "F32"
+            tensors[f"{index}.gaps"] = DenseSpec(torch.uint8, (round(packed * block.num_rows),))
+            tensors[f"{index}.escapes"] = DenseSpec(torch.int64, (round(escapes * block.num_rows),))
+        width = block.encoding.width(block.num_columns)
+        tensors[f"{index}.values"] = DenseSpec(block.encoding.dtype, (block.num_rows, width))
     if dense_bytes:
-        tensors["dense.0"] = dense_bytes, "F32"
-    num_bytes = sum(each for each, _ in tensors.values())
-    header = {
-        key: {"dtype": dtype, "shape": [size, 64], "data_offsets": [num_bytes, num_bytes]}
-        for key, (size, dtype) in tensors.items()
-    }
-    text = len(json.dumps(header, separators=(",", ":")))
-    return SIZE_BYTES + text + -text % ALIGNMENT + num_bytes
+        tensors["dense.0"] = DenseSpec(torch.uint8, (dense_bytes,))
+    return len(safetensors_header(tensors.items())) + sum(each.num_bytes for each in tensors.values())
 
 
 @cache

@@ -9,13 +9,12 @@ from dataclasses import dataclass, fields
 from delta_tracker.arguments import is_number
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.stream.format.encoding import Encoding
-from delta_tracker.stream.maintenance.retention import GRACE_SECONDS
 from delta_tracker.stream.storage.url import REMOTE_POLL_SECONDS
 from delta_tracker.types import TableSpec, TrackingMode
 
 _COUNTS = {"ranks": 1, "predictors": 0, "consumers": 1, "dense_bytes": 0}
 _OPTIONAL_COUNTS = ("snapshot_every", "retained_versions")
-_SECONDS = {"seconds": 0.001, "poll_seconds": 0.001, "grace_seconds": 0.0}
+_LEAST_SECONDS = 0.001
 _MAX_BLOCKS = 200_000  # of one version, whose sizes are computed one by one
 _MINUTE = 60.0
 
@@ -39,7 +38,6 @@ class Workload:
         has_heartbeats: True if the predictors have names and therefore write heartbeats.
         snapshot_every: ``Cadence.snapshot_every``; None for one snapshot at the start.
         retained_versions: ``Retention.versions``; None without retention.
-        grace_seconds: ``Retention.grace_seconds``.
         dense_bytes: size of the dense tensors, which each version has.
         mode: tracking mode.
         consumers: number of consumers of the tracker.
@@ -66,7 +64,6 @@ class Workload:
     has_heartbeats: bool = True
     snapshot_every: int | None = None
     retained_versions: int | None = None
-    grace_seconds: float = GRACE_SECONDS
     dense_bytes: int = 0
     mode: TrackingMode = TrackingMode.ID_ONLY
     consumers: int = 1
@@ -80,9 +77,9 @@ class Workload:
         for name in _OPTIONAL_COUNTS:
             if values[name] is not None and (type(values[name]) is not int or values[name] < 1):
                 raise InvalidArgumentError(name, values[name], "Pass an integer of 1 or more, or None")
-        for name, least_seconds in _SECONDS.items():
-            if not is_number(values[name]) or values[name] < least_seconds:
-                raise InvalidArgumentError(name, values[name], f"Pass seconds, {least_seconds:g} or more")
+        for name in ("seconds", "poll_seconds"):
+            if not is_number(values[name]) or values[name] < _LEAST_SECONDS:
+                raise InvalidArgumentError(name, values[name], f"Pass seconds, {_LEAST_SECONDS:g} or more")
         if not isinstance(self.mode, TrackingMode):
             raise InvalidArgumentError("mode", self.mode, f"Pass one of {[str(mode) for mode in TrackingMode]}")
         if not isinstance(self.encoding, Encoding | None):

@@ -302,7 +302,7 @@ def test_a_garbled_announcement_is_deleted(tmp_path: Path) -> None:
 
 
 @pytest.mark.advice(
-    "MalformedError: parse_manifest version_error check_merged check_tables",
+    "MalformedError: parse_manifest version_error check_merged _check_tables",
     "MalformedError: _pieces _seen.parse",
 )
 def test_a_garbled_entry_is_copied_back_or_passed_by_a_snapshot(cli: Cli, tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def interrupted(*_: object, **__: object) -> None:
     raise KeyboardInterrupt
 
 
-def full_disk(*_: object) -> None:
+def full_disk(*_: object, **__: object) -> None:
     raise OSError(28, os.strerror(28))
 
 

@@ -13,12 +13,11 @@ from delta_tracker.cli.charts import (
     WIDTH,
     Scale,
     bars,
+    even_slots,
     line,
     linear,
     logarithmic,
-    spread,
-    time_ticks,
-    timed_slots,
+    slots_of,
 )
 
 _NUMBER = r"(-?[\d.]+)"
@@ -56,26 +55,20 @@ def test_a_logarithmic_scale_lies_between_powers_of_ten() -> None:
 
 
 def test_bars_are_stacked_side_by_side() -> None:
-    found = re.findall(
-        rf"M{_NUMBER} {_NUMBER}v{_NUMBER}h{_NUMBER}v{_NUMBER}z", bars([50, 0, 25, 100], [0, 0, 10, 0], 0.2)
-    )
+    path = bars(even_slots(4), [50, 0, 25, 100], [0, 0, 10, 0], 0.2)
+    found = re.findall(rf"M{_NUMBER} {_NUMBER}v{_NUMBER}h{_NUMBER}v{_NUMBER}z", path)
     assert [tuple(map(float, each)) for each in found] == [
         (25.0, 100.0, -50.0, 200.0, 50.0),
         (525.0, 90.0, -25.0, 200.0, 25.0),
         (775.0, 100.0, -100.0, 200.0, 100.0),
     ]
-    assert bars([]) == bars([0.0]) == ""
+    assert bars([], []) == bars(even_slots(1), [0.0]) == ""
 
 
 def test_a_line_goes_through_its_points_and_an_area_down_to_the_ground() -> None:
     points = [(0.0, 0.0), (50.0, 75.0), (100.0, 100.0)]
     assert line(points) == f"M0 {HEIGHT}L500 25L{WIDTH} 0"
     assert line(points, is_area=True) == f"M0 {HEIGHT}L0 {HEIGHT}L500 25L{WIDTH} 0L{WIDTH} {HEIGHT}z"
-
-
-def test_labels_are_spread_from_the_first_to_the_last_place() -> None:
-    assert spread(3, 5) == [0, 1, 2]
-    assert spread(11, 3) == [0, 5, 10]
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e5), st.floats(0, 1e5)), min_size=2, max_size=30), st.floats(0.1, 1e4))
@@ -85,15 +78,7 @@ def test_slots_end_at_their_times_and_stay_on_the_axis(lengths: list[tuple[float
         spans.append((now + pause, now + pause + length))
         now += pause + length
     low, high = spans[0][0] - usual, spans[-1][1]
-    for (_, end), slot in zip(spans, timed_slots(spans, usual), strict=True):
+    for (_, end), slot in zip(spans, slots_of(spans, usual), strict=True):
         assert slot.width >= 0.2 * (1 - 1e-9)
         assert slot.left >= 0
         assert slot.right == pytest.approx(max(0.2, 100 * (end - low) / (high - low)), abs=1e-3)
-
-
-@given(st.floats(0, 2e9), st.floats(1e-2, 1e9), st.integers(2, 12))
-def test_ticks_of_time_are_few_ascending_and_inside(low: float, seconds: float, most: int) -> None:
-    ticks = time_ticks(low, low + seconds, most)
-    assert len(ticks) <= most
-    assert ticks == sorted(set(ticks))
-    assert all(low - 1e-6 <= tick <= low + seconds + 1e-6 for tick in ticks)

@@ -100,7 +100,7 @@ def test_a_checkpoint_is_there_whole_or_not_at_all(
         patch.setattr(dcp, "save", interrupted)
         cli("export", url_of(writer), "--dcp", tmp_path / "dcp", code=130)
         patch.setattr(dcp, "save", full_disk)
-        patch.setattr(dcp_checkpoint, "write_rows", full_disk)
+        patch.setattr(dcp_checkpoint, "write_versions", full_disk)
         cli("export", url_of(writer), "--dcp", tmp_path / "dcp", code=2)
         assert "No space left on device" in cli.err
     flip(path_of(writer, entry(writer, 3).parts[0].name))

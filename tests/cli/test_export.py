@@ -82,9 +82,9 @@ def test_export_is_there_whole_or_not_at_all(
     flip(path_of(writer, entry(writer, 3).parts[0].name))
     cli(*arguments, tmp_path / "out", code=1)
     assert "corrupt" in cli.err
-    monkeypatch.setattr(export_command, "write_rows", interrupted)
+    monkeypatch.setattr(export_command, "write_versions", interrupted)
     cli(*arguments, tmp_path / "out", code=130)
-    monkeypatch.setattr(export_command, "write_rows", full_disk)
+    monkeypatch.setattr(export_command, "write_versions", full_disk)
     cli(*arguments, tmp_path / "out", code=2)
     assert "No space left on device" in cli.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "stream"]

@@ -30,11 +30,11 @@ def test_the_figures_are_those_of_an_independent_count(trainer: Trainer, capsys,
     versions = found["versions"]
     assert (versions["deltas"], versions["snapshots"], versions["restarts"], versions["missing"]) == (12, 2, 1, 0)
     assert (versions["first"], versions["last"], versions["older"]) == (1, 15, 0)
-    times = [each.created for each in trainer.manifests]
-    gaps = np.diff(times)
+    gaps = np.diff([each.created for each in trainer.manifests])
+    by_store = 0.05  # the time from a publisher's last version to the claim of the next one is that of the files
     assert found["cadence_seconds"]["count"] == 13
-    assert found["cadence_seconds"]["max"] == pytest.approx(gaps.max(), rel=1.1 * RELATIVE_ERROR)
-    assert [each["gap_seconds"] for each in found["bins"][1:]] == pytest.approx(gaps.tolist())
+    assert found["cadence_seconds"]["max"] == pytest.approx(gaps.max(), rel=1.1 * RELATIVE_ERROR, abs=by_store)
+    assert [each["gap_seconds"] for each in found["bins"][1:]] == pytest.approx(gaps.tolist(), abs=by_store)
     assert [each["first"] for each in found["bins"]] == [each.version for each in trainer.manifests]
     for fqn, table in zip([FQN, HOSTILE], found["tables"], strict=True):
         assert table["name"] == fqn

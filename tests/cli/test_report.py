@@ -30,7 +30,6 @@ def test_without_the_extra_it_says_what_to_install(trainer: Trainer, tmp_path: P
     monkeypatch.setitem(sys.modules, "jinja2", None)
     assert main(["report", trainer.writer.storage.url, "--out", str(tmp_path / "r.html")]) == 2
     assert "pip install 'delta_tracker[cli]'" in capsys.readouterr().err
-    assert main(["report", trainer.writer.storage.url, "--json"]) == 0
 
 
 def test_the_number_of_findings_is_printed(trainer: Trainer, tmp_path: Path, capsys) -> None:

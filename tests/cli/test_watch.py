@@ -79,7 +79,7 @@ def test_a_refresh_reads_what_is_new_and_nothing_else(storage: WrappedStorage, c
     assert watch.head == writer.claim.head
     clock.now += 11
     watch.refresh(clock.now)
-    assert asked(storage) == {"log": 2, "list log": 1}, "at intervals it checks for entries after a gap"
+    assert asked(storage) == {"control": 1, "log": 2, "list log": 1}, "at intervals it checks for entries after a gap"
     assert watch.starts == 1
     publish(writer, clock, 400, 0.5)
     for _ in range(3):

@@ -93,9 +93,7 @@ def test_the_memory_of_a_tracker_is_at_most_the_planned_one(mode: TrackingMode) 
 def test_retention_keeps_and_requests_what_is_planned(storage: Storage) -> None:
     """Passes of real retention, every 16 versions, over a stream with a snapshot every 8 versions."""
     writer = Writer(storage, num_rows=1000, dim=16)
-    load = Workload(
-        tables=(writer.spec,), changed=0.05, seconds=60.0, snapshot_every=8, retained_versions=10, grace_seconds=0.0
-    )
+    load = Workload(tables=(writer.spec,), changed=0.005, seconds=600.0, snapshot_every=8, retained_versions=10)
     planned = forecast(load)
     versions = 3600 / load.seconds
     log, most_entries, most_bytes = StreamLog(storage), 0, 0

@@ -27,7 +27,6 @@ def _load(**options) -> Workload:
         {"seconds": 0.0},
         {"seconds": float("inf")},
         {"poll_seconds": True},
-        {"grace_seconds": -1.0},
         {"ranks": 0},
         {"ranks": 1.0},
         {"ranks": 200_001},

@@ -15,6 +15,7 @@ from msgspec import Meta, to_builtins
 from delta_tracker.state_tree import TENSOR_DTYPES
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.field_types import Count, Hex, Range
+from delta_tracker.stream.store_clock import SKEW_SECONDS
 from delta_tracker.types import Identity, TableSpec, TableStates
 
 FORMAT = 1  # values only
@@ -165,6 +166,16 @@ class Manifest:
         It includes the time of the commit, and is negative if the entry was copied to the store later.
         """
         return self.created - self.committed
+
+    def seconds_since(self, before: Manifest) -> float:
+        """Return the seconds from the commit of the entry before this one to the commit of this one, 0 or more.
+
+        They are those of the publisher's clock, because a store may truncate its times to seconds, and copies of
+        objects have new times; those of the store if the publishers differ, or if a clock was set meanwhile.
+        """
+        by_publisher, by_store = self.created - before.created, self.committed - before.committed
+        is_set = self.writer != before.writer or abs(by_publisher - by_store) > SKEW_SECONDS
+        return max(0.0, by_store if is_set else by_publisher)
 
     @property
     def link(self) -> Link:

@@ -22,13 +22,14 @@ from torch import Tensor
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.digests import DIGEST_BYTES, DIGESTS_KEY, PieceHasher, num_digests, total_bytes
 from delta_tracker.stream.format.encoding import pack_ids
-from delta_tracker.stream.format.manifest import DTYPE_NAMES, Part, Stored
+from delta_tracker.stream.format.manifest import DTYPE_NAMES, DenseSpec, Part, Stored
 from delta_tracker.stream.storage.local import pieces
 from delta_tracker.stream.storage.storage import Repeatable, Storage
 
 SIZE_BYTES = 8
 ALIGNMENT = 8
 TRAINING_KEY = "state"
+METADATA_KEY = "__metadata__"
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +78,8 @@ class _FileWriter(Iterable[memoryview]):
         number = 1
         while True:  # the header has the number of digests, which its own size may change
             digests = [_Entry(DIGESTS_KEY, torch.uint8, (DIGEST_BYTES * number,), ())] if self.has_digests else []
-            head = _header([*self.entries, *digests])
+            specs = ((each.key, DenseSpec(each.dtype, each.shape)) for each in (*self.entries, *digests))
+            head = safetensors_header(specs)
             if not digests or num_digests(len(head) + size) == number:
                 return head
             number = num_digests(len(head) + size)
@@ -93,12 +95,13 @@ class _FileWriter(Iterable[memoryview]):
             assert given == entry.num_bytes, f"{entry.key} has {given} bytes instead of {entry.num_bytes}"
 
 
-def _header(entries: Sequence[_Entry]) -> bytes:
-    header: dict[str, Any] = {}
+def safetensors_header(specs: Iterable[tuple[str, DenseSpec]], metadata: Mapping[str, str] | None = None) -> bytes:
+    """Return the bytes of a safetensors file before its first tensor. The keys are in the order of the file."""
+    header: dict[str, Any] = {} if metadata is None else {METADATA_KEY: metadata}
     end = 0
-    for entry in entries:
-        begin, end = end, end + entry.num_bytes
-        header[entry.key] = {"dtype": DTYPE_NAMES[entry.dtype], "shape": entry.shape, "data_offsets": (begin, end)}
+    for key, spec in specs:
+        begin, end = end, end + spec.num_bytes
+        header[key] = {"dtype": DTYPE_NAMES[spec.dtype], "shape": spec.shape, "data_offsets": (begin, end)}
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % ALIGNMENT)
     return len(head).to_bytes(SIZE_BYTES, "little") + head

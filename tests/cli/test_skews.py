@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from delta_tracker.cli.times import Skews
+from delta_tracker.cli.skews import Skews
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.store_clock import StoreClock
 
 
 def test_a_slow_commit_is_no_skew() -> None:
-    skews = Skews()
-    for generation, late in ((1, 0.1), (1, 500.0), (2, 500.0), (2, 400.0)):
-        skews.add(
-            Manifest(
-                stream="", generation=generation, writer="a", version=0, kind="delta", created=1e9, modified=1e9 + late
-            )
+    entries = [
+        Manifest(
+            stream="", generation=generation, writer="a", version=0, kind="delta", created=1e9, modified=1e9 + late
         )
-    (problem,) = skews.problems()
+        for generation, late in ((1, 0.1), (1, 500.0), (2, 500.0), (2, 400.0))
+    ]
+    (problem,) = Skews(entries).problems()
     assert problem.startswith("the clock of the publisher of generation 2 is 400 s behind the store's")
 
 

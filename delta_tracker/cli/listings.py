@@ -1,0 +1,58 @@
+"""Tables of predictors and of versions, as several commands print them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from delta_tracker.cli.attention import Level, level_of
+from delta_tracker.cli.entries import Entry
+from delta_tracker.cli.followers import Follower
+from delta_tracker.cli.output import cell, table
+from delta_tracker.cli.text import count, duration, size
+
+KIND_STYLES = {"snapshot": "cyan", "claim": "yellow", "delta": ""}
+SIGNS: dict[Level, tuple[str, str]] = {"fault": ("✕ ", "bold red"), "warning": ("! ", "yellow"), "note": ("i ", "")}
+PREDICTOR_COLUMNS = ("predictor", "state", "host", ">heartbeat", ">version", ">behind", ">for", ">resyncs")
+_VERSION_COLUMNS = (">version", "kind", ">age", ">batches", ">rows", ">bytes", ">pending", ">took", ">ids in / out")
+
+
+def predictor_cells(follower: Follower) -> list[Text]:
+    """Return the row of a predictor in a table with ``PREDICTOR_COLUMNS``."""
+    beat, level = follower.beat, level_of(follower.health)
+    sign, style = ("", "") if level == "note" else SIGNS[level]
+    figures = ["-"] * 4  # what a silent one wrote last is not what is now
+    if not follower.is_silent:
+        figures = [
+            "none" if beat.version is None else str(beat.version),
+            "?" if follower.behind is None else count(follower.behind),
+            "-" if not follower.behind else "?" if beat.lag_seconds is None else duration(beat.lag_seconds),
+            count(beat.resyncs),
+        ]
+    cells = (beat.host or "unknown", duration(follower.seconds_ago), *figures)
+    return [cell(beat.name), cell(sign + follower.health, style), *map(cell, cells)]
+
+
+def version_table(entries: Sequence[Entry], now: float, *, is_cut: bool = False) -> Table:
+    """Return a table of entries. ``now`` is the store's time, ``is_cut`` as in :func:`~delta_tracker.cli.output.table`.
+
+    The column of raw ids is omitted if no entry has tables with raw ids.
+    """
+    num_columns = len(_VERSION_COLUMNS) - (not any(entry.owners for entry in entries))
+    rows = (
+        (
+            entry.version,
+            cell(entry.kind, KIND_STYLES[entry.kind]),
+            duration(max(0.0, now - entry.committed)),
+            f"{entry.batches[0]} to {entry.batches[1]}",
+            count(entry.num_rows),
+            size(entry.num_bytes),
+            count(entry.pending_rows),
+            entry.took,
+            entry.owner_changes,
+        )
+        for entry in entries
+    )
+    return table(_VERSION_COLUMNS[:num_columns], (row[:num_columns] for row in rows), is_cut=is_cut)
