@@ -70,56 +70,31 @@ class Slot:
         return self.left + self.width / 2
 
 
-@dataclass(frozen=True, slots=True)
-class Hit:
-    """Tooltip of a vertical strip of the chart.
-
-    Args:
-        slot: the strip.
-        title: first line of the tooltip.
-        values: one value per series, in the order of the legend; empty if only the title is shown.
-    """
-
-    slot: Slot
-    title: str
-    values: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """Vertical line that marks a position in the chart.
-
-    Args:
-        place: position of the line, in percent from the left.
-        kind: CSS class of the line: ``snapshot``, ``restart`` or ``median``.
-    """
-
-    place: float
-    kind: str
-
-
 @dataclass(slots=True, kw_only=True)
 class Chart:
     """Chart of a report.
 
     Args:
         about: alternative text for screen readers.
-        legend: mapping from the CSS class of each series to its label, in the order of :attr:`Hit.values`.
+        legend: mapping from the CSS class of each series to its label.
+        slots: parts of the horizontal axis, from left to right.
         shapes: paths, from back to front.
         y_ticks: labels of the vertical axis.
         x_ticks: labels of the horizontal axis.
-        hits: tooltips, from left to right.
-        marks: vertical markers.
+        tips: title and values of the tooltip of each slot: one value per series, in the order of the legend, or none.
+        marks: places of vertical lines in percent from the left, by their CSS class: ``snapshot``, ``restart`` or
+            ``median``.
         axis: title of the horizontal axis; empty if it has none.
     """
 
     about: str
     legend: dict[str, str]
+    slots: Sequence[Slot]
     shapes: list[Shape] = field(default_factory=list)
     y_ticks: list[Tick] = field(default_factory=list)
     x_ticks: list[Tick] = field(default_factory=list)
-    hits: list[Hit] = field(default_factory=list)
-    marks: list[Mark] = field(default_factory=list)
+    tips: list[tuple[str, Sequence[str]]] = field(default_factory=list)
+    marks: dict[str, list[float]] = field(default_factory=dict)
     axis: str = ""
 
 

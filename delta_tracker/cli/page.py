@@ -19,8 +19,6 @@ import jinja2
 
 from delta_tracker.cli.charts import (
     Chart,
-    Hit,
-    Mark,
     Scale,
     Shape,
     Tick,
@@ -122,19 +120,18 @@ class _Axis:
 
         Marks show snapshots and publisher restarts.
         """
-        chart = Chart(about=about, legend=legend)
+        spans = list(zip(self.bins, self.slots, strict=True))
+        marks = {
+            "snapshot": [slot.middle for each, slot in spans if each["snapshots"]],
+            "restart": [slot.left for each, slot in spans if each["restarts"]],
+        }
+        chart = Chart(about=about, legend=legend, slots=self.slots, marks=marks)
         if self.is_time:
             chart.axis, chart.x_ticks = "time (UTC), and the newest version then", self._time_ticks()
         else:
-            chart.axis = "version" if len(self.bins) == 1 else "version; not time, because all have the same time"
-            step = -(-len(self.bins) // _NUM_TICKS)
-            for each, slot in list(zip(self.bins, self.slots, strict=True))[::step]:
-                chart.x_ticks.append(Tick(slot.middle, f"v{each['first']}"))
-        for each, slot in zip(self.bins, self.slots, strict=True):
-            if each["snapshots"]:
-                chart.marks.append(Mark(slot.middle, "snapshot"))
-            if each["restarts"]:
-                chart.marks.append(Mark(slot.left, "restart"))
+            chart.axis = "version" if len(spans) == 1 else "version; not time, because all have the same time"
+            shown = spans[:: -(-len(spans) // _NUM_TICKS)]
+            chart.x_ticks = [Tick(slot.middle, f"v{each['first']}") for each, slot in shown]
         return chart
 
     def _time_ticks(self) -> list[Tick]:
@@ -189,10 +186,9 @@ def _sizes(figures: Figures, axis: _Axis) -> Chart:
         heights = [scale(value) for value in values]
         chart.shapes.append(Shape(bars(axis.slots, heights, below, _gap(len(bins))), series))
         below = [start + height for start, height in zip(below, heights, strict=True)]
-    for index, (each, slot) in enumerate(zip(bins, axis.slots, strict=True)):
-        at = tuple(size(layer[index]) for layer in means.values()) if each["deltas"] else ()
-        title = f"{_version_title(each)} · {_contents(each)}"
-        chart.hits.append(Hit(slot, title, at))
+    for index, each in enumerate(bins):
+        values = [size(layer[index]) for layer in means.values()] if each["deltas"] else []
+        chart.tips.append((f"{_version_title(each)} · {_contents(each)}", values))
     return chart
 
 
@@ -210,7 +206,7 @@ def _saved(axis: _Axis) -> Chart:
         curves["full"].append((slot.right, full))
         curves["s0"].append((slot.right, sent))
         saved = f" · {share(1 - sent / full)} saved" if full else ""
-        chart.hits.append(Hit(slot, f"up to version {each['last']}{saved}", (size(full), size(sent))))
+        chart.tips.append((f"up to version {each['last']}{saved}", (size(full), size(sent))))
     scale = linear(max(full, sent))
     chart.y_ticks = scale.ticks(size)
     for series, points in curves.items():
@@ -239,7 +235,7 @@ def _cadence(axis: _Axis) -> Chart:
         if mean > 0:  # a step as long as the time that it shows
             places += [(before, scale(mean)), (slot.right, scale(mean))]
             values = (duration(most), duration(mean))[-len(chart.legend) :]
-        chart.hits.append(Hit(slot, _version_title(each), values))
+        chart.tips.append((_version_title(each), values))
         before = slot.right
     if places:
         chart.shapes.append(Shape(line(places), "s1", is_line=True))
@@ -251,15 +247,16 @@ def _card(table: dict[str, Any]) -> dict[str, Any]:
     histogram, moves = table["histogram"], table["moves"]
     slots, shares = even_slots(len(histogram)), [bar["count"] / moves["count"] for bar in histogram]
     scale = linear(max(shares))
-    chart = Chart(about="L2 distance", legend={"s0": "share of moves", "s1": "rows"}, y_ticks=scale.ticks(share))
+    chart = Chart(about="L2 distance", legend={"s0": "share of moves", "s1": "rows"}, slots=slots)
+    chart.y_ticks = scale.ticks(share)
     chart.shapes.append(Shape(bars(slots, [scale(each) for each in shares], gap=0.1), "s0"))
     across = Scale(histogram[0]["above"], histogram[-1]["to"], is_log=True)
     for place in _places(_NUM_CARD_TICKS):
         chart.x_ticks.append(Tick(place, number(across.low * (across.high / across.low) ** (place / 100))))
-    chart.marks.append(Mark(across(moves["p50"]), "median"))
-    for slot, bar, each in zip(slots, histogram, shares, strict=True):
+    chart.marks["median"] = [across(moves["p50"])]
+    for bar, each in zip(histogram, shares, strict=True):
         title = f"moved by {number(bar['above'])} to {number(bar['to'])}"
-        chart.hits.append(Hit(slot, title, (share(each), count(bar["count"]))))
+        chart.tips.append((title, (share(each), count(bar["count"]))))
     return {"table": table, "chart": chart}
 
 
