@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
-from delta_tracker.cli.versions import mapped, write_versions
+from delta_tracker.cli.versions import mapped, rows_of, write_versions
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.recovery.path import recovery_path
 from delta_tracker.recovery.targets import RowWriter, state_table
@@ -83,7 +83,7 @@ def write_checkpoint(storage: Storage, path: Sequence[Manifest], directory: Path
         StorageError: if the store cannot be read.
         OSError: if a file cannot be written.
     """
-    rows = mapped(work / "tables", path[0].tables)
+    rows = mapped(work / "tables", {fqn: rows_of(spec) for fqn, spec in path[0].tables.items()})
     if path[-1].training:
         state = _with_states(storage, path, rows, work)
     else:

@@ -16,7 +16,7 @@ from torch import Tensor
 from delta_tracker.cli.output import table
 from delta_tracker.cli.stream_command import Stream, stream_command
 from delta_tracker.cli.text import count, plain, several
-from delta_tracker.cli.versions import bytes_to_read, mapped, write_versions
+from delta_tracker.cli.versions import bytes_to_read, mapped, rows_of, write_versions
 from delta_tracker.errors import InvalidArgumentError, StorageError
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.stream.format.manifest import DenseSpec, Manifest
@@ -145,15 +145,13 @@ def _both(
         OSError: if the disk is full.
     """
     first, second = paths
-    spec_of_room = DenseSpec(spec.dtype, (spec.num_rows, spec.dim))
-    if with_ids:
-        spec_of_room = DenseSpec(torch.int64, (spec.num_rows,))
+    held = DenseSpec(torch.int64, (spec.num_rows,)) if with_ids else rows_of(spec)
     is_shared = [each.link for each in second[: len(first)]] == [each.link for each in first]
     rest = second[len(first) :] if is_shared else second
     rooms: list[Tensor] = []
     with stream.reading("reading", bytes_to_read([*first, *rest], spec.fqn)):
         for name, manifests in (("first", first), ("second", rest)):
-            room = mapped(scratch / name, {spec.fqn: spec_of_room})
+            room = mapped(scratch / name, {spec.fqn: held})
             if rooms and is_shared:
                 room[spec.fqn].copy_(rooms[0])
             rows, owners = ({}, room) if with_ids else (room, {})

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from msgspec import Struct
@@ -15,6 +14,7 @@ from delta_tracker.errors import MalformedError
 from delta_tracker.stream.format.manifest import Kind, Manifest
 
 _READS = 16  # concurrent requests to a remote store
+_BATCH = 2 * _READS  # entries that are read ahead, which take memory
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
@@ -179,14 +179,10 @@ def read_all(
             return error
         return None if manifest is None else keep(manifest)
 
-    left = iter(names)
     pool = ThreadPoolExecutor(_READS, thread_name_prefix="read")
     try:
-        under_way: deque[tuple[_T, Future[_R | MalformedError | None]]] = deque()
-        under_way.extend((name, pool.submit(one, name)) for name in islice(left, 2 * _READS))
-        while under_way:
-            name, future = under_way.popleft()
-            yield name, future.result()
-            under_way.extend((name, pool.submit(one, name)) for name in islice(left, 1))
+        for begin in range(0, len(names), _BATCH):
+            batch = names[begin : begin + _BATCH]
+            yield from zip(batch, pool.map(one, batch), strict=True)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)

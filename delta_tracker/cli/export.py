@@ -16,7 +16,7 @@ from torch import Tensor
 
 from delta_tracker.cli.stream_command import Stream, stream_command
 from delta_tracker.cli.text import size
-from delta_tracker.cli.versions import bytes_to_read, mapped, write_versions
+from delta_tracker.cli.versions import bytes_to_read, mapped, rows_of, write_versions
 from delta_tracker.errors import InvalidArgumentError, StorageError
 from delta_tracker.stream.format.manifest import DenseSpec
 from delta_tracker.stream.format.part_writer import METADATA_KEY, safetensors_header
@@ -155,7 +155,7 @@ def _write(stream: Stream, version: int, form: str, made: Path, work: Path) -> s
         made.mkdir()
     rooms: dict[str, Tensor] = {}
     for number, (fqn, spec) in enumerate(snapshot.tables.items()):
-        specs = {_weight(fqn): DenseSpec(spec.dtype, (spec.num_rows, spec.dim))}
+        specs = {_weight(fqn): rows_of(spec)}
         if fqn in snapshot.identities:  # first, because its items are the widest
             specs = {_raw_ids(fqn): DenseSpec(torch.int64, (spec.num_rows,)), **specs}
         if form == "torch":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -80,9 +79,7 @@ def write_versions(
     return dense
 
 
-def mapped(
-    path: Path, specs: Mapping[str, TableSpec] | Mapping[str, DenseSpec], header: bytes = b""
-) -> dict[str, Tensor]:
+def mapped(path: Path, specs: Mapping[str, DenseSpec], header: bytes = b"") -> dict[str, Tensor]:
     """Create a file for tensors, and return the memory-mapped tensors by name. Allocates the disk space immediately.
 
     Args:
@@ -93,26 +90,26 @@ def mapped(
     Raises:
         OSError: if the disk is full, or the file cannot be written.
     """
-    sizes = {name: math.prod(shape_of(spec)) * spec.dtype.itemsize for name, spec in specs.items()}
     with path.open("xb") as file:
         file.write(header)
         file.flush()
+        num_bytes = len(header) + sum(spec.num_bytes for spec in specs.values())
         # If the file were sparse and the disk full, a write through the mapping would kill the process.
-        os.posix_fallocate(file.fileno(), 0, max(1, len(header) + sum(sizes.values())))
+        os.posix_fallocate(file.fileno(), 0, max(1, num_bytes))
     tensors, begin = {}, len(header)
     for name, spec in specs.items():
-        if sizes[name]:
-            data = np.memmap(path, np.uint8, mode="r+", offset=begin, shape=(sizes[name],))
-            tensors[name] = torch.from_numpy(data).view(spec.dtype).view(shape_of(spec))
+        if spec.num_bytes:
+            data = np.memmap(path, np.uint8, mode="r+", offset=begin, shape=(spec.num_bytes,))
+            tensors[name] = torch.from_numpy(data).view(spec.dtype).view(spec.shape)
         else:
-            tensors[name] = torch.empty(shape_of(spec), dtype=spec.dtype)
-        begin += sizes[name]
+            tensors[name] = torch.empty(spec.shape, dtype=spec.dtype)
+        begin += spec.num_bytes
     return tensors
 
 
-def shape_of(spec: TableSpec | DenseSpec) -> tuple[int, ...]:
-    """Return the shape of the tensor that ``spec`` describes."""
-    return spec.shape if isinstance(spec, DenseSpec) else (spec.num_rows, spec.dim)
+def rows_of(table: TableSpec) -> DenseSpec:
+    """Return dtype and shape of all rows of a table."""
+    return DenseSpec(table.dtype, (table.num_rows, table.dim))
 
 
 def _check_tables(manifest: Manifest, table: str | None, like: Manifest) -> None:
