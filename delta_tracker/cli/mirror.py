@@ -10,10 +10,10 @@ import click
 
 from delta_tracker.cli.entries import Entry
 from delta_tracker.cli.output import Output
-from delta_tracker.cli.silence import SILENCE_SECONDS, live_publisher, look
+from delta_tracker.cli.silence import SILENCE_SECONDS, check_silence
 from delta_tracker.cli.stream_command import Number, Stream, store_options, stream_command
 from delta_tracker.cli.text import size
-from delta_tracker.errors import InvalidArgumentError, NoSnapshotError, StorageError
+from delta_tracker.errors import InvalidArgumentError, LivePublisherError, NoSnapshotError, StorageError
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.retention import Retention
@@ -134,12 +134,11 @@ def _refuse_live_source(stream: Stream, mirror: Storage, silence: float) -> None
         return
     if head.stream != (copied.stream if copied.forked_from is None else copied.forked_from.stream):
         raise InvalidArgumentError("DST", mirror.url, f"Pass a mirror of {stream.storage.url}")
-    signs = look(stream.storage)
-    if signs is not None and (alive := live_publisher(stream.storage, signs, silence)) is not None:
-        raise alive.advising(
-            f"Stop that trainer, and repeat the command {silence:g} s later; --force promotes at once, and takes its "
-            "predictors"
-        )
+    try:
+        check_silence(stream.storage, silence)
+    except LivePublisherError as alive:
+        step = f"Stop that trainer, and repeat the command {silence:g} s later"
+        raise alive.advising(f"{step}; --force promotes at once, and takes its predictors") from None
 
 
 def _promote(out: Output, mirror: Storage) -> int:

@@ -13,31 +13,27 @@ SILENCE_SECONDS = 30.0
 """Default of the time without an entry or a heartbeat after which a publisher counts as dead."""
 
 
-def look(storage: Storage) -> Signs | None:
+def check_silence(storage: Storage, silence: float) -> Signs | None:
     """Return the signs of life of the publisher of a stream; None if there is no stream.
 
     Raises:
+        LivePublisherError: if the publisher gave a sign of life in the last ``silence`` seconds.
+        InvalidArgumentError: if ``silence`` is less than the time between the publisher's heartbeats.
         MalformedError: if the newest entry does not follow the format.
         StorageError: if the store cannot be read and written.
     """
     name = f"command-{secrets.token_hex(4)}"  # two commands may run at the same time
     try:
-        return Liveness(storage, name).look()
+        signs = Liveness(storage, name).look()
     finally:
         storage.delete(heartbeat_path(name))  # it is not a predictor
-
-
-def live_publisher(storage: Storage, signs: Signs, silence: float) -> LivePublisherError | None:
-    """Return the error for a publisher that gave a sign of life in the last ``silence`` seconds; None if it did not.
-
-    Raises:
-        InvalidArgumentError: if ``silence`` is less than the time between the publisher's heartbeats.
-    """
+    if signs is None:
+        return None
     if signs.heartbeat_seconds is not None and silence < signs.heartbeat_seconds:
         remedy = (
             f"Pass more than {signs.heartbeat_seconds:g} s, the time between the publisher's heartbeats, or --force"
         )
         raise InvalidArgumentError("--silence", silence, remedy)
-    if signs.silent_seconds >= silence:
-        return None
-    return LivePublisherError(storage.url, signs.head.generation, signs.head.version, signs.silent_seconds)
+    if signs.silent_seconds < silence:
+        raise LivePublisherError(storage.url, signs.head.generation, signs.head.version, signs.silent_seconds)
+    return signs

@@ -7,11 +7,10 @@ import time
 import click
 from click.core import ParameterSource
 
-from delta_tracker.cli.silence import SILENCE_SECONDS, live_publisher, look
+from delta_tracker.cli.silence import SILENCE_SECONDS, check_silence
 from delta_tracker.cli.stream_command import Number, Stream, stream_command
 from delta_tracker.cli.text import duration
 from delta_tracker.errors import InvalidArgumentError
-from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.takeover_request import cancel_takeover, request_takeover
 
 _LOOK_SECONDS = 0.5
@@ -45,19 +44,15 @@ Examples:
     type=Number(0),
     help="Time without an entry or a heartbeat after which the publisher counts as dead.",
 )
-@click.option(
-    "--wait",
-    default=0.0,
-    metavar="SECONDS",
-    type=Number(0),
-    help="Time to wait for the claim of a standby.",
-)
+@click.option("--wait", default=0.0, metavar="SECONDS", type=Number(0), help="Time to wait for the claim of a standby.")
 @click.option("--cancel", "cancels", is_flag=True, help="Delete the request instead. Excludes the other options.")
 def command(stream: Stream, silence: float, wait: float, *, is_forced: bool, cancels: bool) -> int:
     """Write the request, and wait. Return 1 if no publisher claimed the stream within ``wait`` seconds, otherwise 0."""
     if cancels:
         return _cancel(stream)
-    head, silent = (stream.head(), None) if is_forced else _silent_head(stream, silence)
+    head, silent = stream.head(), None
+    if not is_forced and (signs := check_silence(stream.storage, silence)) is not None:
+        head, silent = signs.head, signs.silent_seconds
     request_takeover(stream.storage, head, force=is_forced)
     if not stream.out.is_json:
         sign = "" if silent is None else f", whose last sign of life was {duration(silent)} ago"
@@ -79,20 +74,6 @@ def command(stream: Stream, silence: float, wait: float, *, is_forced: bool, can
     elif wait:
         stream.out.line(f"no standby has claimed the stream within {duration(wait)}; the request stays", "yellow")
     return 1 if wait and successor is None else 0
-
-
-def _silent_head(stream: Stream, silence: float) -> tuple[Manifest, float | None]:
-    """Return the newest entry, and the seconds since its publisher's last sign of life.
-
-    Raises:
-        LivePublisherError: if they are below ``silence``.
-    """
-    head, signs = stream.head(), look(stream.storage)
-    if signs is None:
-        return head, None
-    if (alive := live_publisher(stream.storage, signs, silence)) is not None:
-        raise alive
-    return signs.head, signs.silent_seconds
 
 
 def _cancel(stream: Stream) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,20 +37,8 @@ Examples:
 
 
 @click.command("top", help=_HELP)
-@click.option(
-    "--every",
-    default=2.0,
-    metavar="SECONDS",
-    type=Number(0.1, 3600),
-    help="Time between refreshes.",
-)
-@click.option(
-    "--window",
-    default=60.0,
-    metavar="SECONDS",
-    type=Number(1, 86_400),
-    help="Time span of the rates.",
-)
+@click.option("--every", default=2.0, metavar="SECONDS", type=Number(0.1, 3600), help="Time between refreshes.")
+@click.option("--window", default=60.0, metavar="SECONDS", type=Number(1, 86_400), help="Time span of the rates.")
 @click.option("--once", is_flag=True, help="Show the screen once and exit.")
 @stream_command
 def command(stream: Stream, *, every: float, window: float, once: bool) -> int:
@@ -68,7 +57,7 @@ def command(stream: Stream, *, every: float, window: float, once: bool) -> int:
     with (
         _notes() as notes,
         terminated(),
-        reading_keys() as keys,
+        reading_keys() as wait_for_key,
         Live(console=console, screen=True, auto_refresh=False) as live,
     ):
         section: Section = "all"
@@ -76,9 +65,9 @@ def command(stream: Stream, *, every: float, window: float, once: bool) -> int:
             view.problem = view.problem or notes.last
             due, key = time.monotonic() + every, ""
             while key != " ":
-                hint = KEYS if keys.are_read else "Ctrl-C quits"
+                hint = KEYS if sys.stdin.isatty() else "Ctrl-C quits"
                 live.update(screen(view, console.width, console.height, section=section, hint=hint), refresh=True)
-                if not (key := keys.wait(due - time.monotonic())):
+                if not (key := wait_for_key(due - time.monotonic())):
                     break
                 if key == "q":
                     return 0

@@ -14,11 +14,10 @@ def test_a_key_ends_the_wait(monkeypatch) -> None:
     ours, theirs = os.openpty()
     with os.fdopen(theirs) as keyboard:
         monkeypatch.setattr(sys, "stdin", keyboard)
-        with reading_keys() as keys:
-            assert keys.are_read
-            assert keys.wait(0.0) == ""
+        with reading_keys() as wait:
+            assert wait(0.0) == ""
             os.write(ours, b"Q ")
-            assert [keys.wait(5.0), keys.wait(5.0), keys.wait(-1.0)] == ["q", " ", ""]
+            assert [wait(5.0), wait(5.0), wait(-1.0)] == ["q", " ", ""]
     os.close(ours)
 
 
@@ -27,7 +26,6 @@ def test_without_a_terminal_it_waits(monkeypatch) -> None:
         monkeypatch.setattr(sys, "stdin", nothing)
         slept: list[float] = []
         monkeypatch.setattr(time, "sleep", slept.append)
-        with reading_keys() as keys:
-            assert not keys.are_read
-            assert keys.wait(2.0) == ""
+        with reading_keys() as wait:
+            assert wait(2.0) == ""
     assert slept == [2.0]

@@ -89,7 +89,7 @@ def copied(cli: Cli, writer: Writer, copy: Path) -> Writer:
     return writer
 
 
-@pytest.mark.advice("LivePublisherError: live_publisher")
+@pytest.mark.advice("LivePublisherError: check_silence")
 @pytest.mark.parametrize("sign", ["version", "heartbeat"])
 @pytest.mark.parametrize("way", ["wait", "force"])
 def test_a_mirror_of_a_live_publisher_is_not_promoted(
