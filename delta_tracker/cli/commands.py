@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 
 import click
@@ -62,23 +61,14 @@ class _Commands(click.Group):
         assert isinstance(command, click.Command)
         return command
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command that the arguments name. The error of an unknown command has similar names."""
-        try:
-            return super().resolve_command(ctx, args)
-        except click.UsageError as error:
-            similar = difflib.get_close_matches(args[0], self.list_commands(ctx))
-            if not similar:
-                raise
-            raise click.UsageError(f"{error.message} Did you mean {' or '.join(similar)}?", ctx) from None
-
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, _SUMMARIES[name]) for name in self.list_commands(ctx)])
 
 
 commands = _Commands(
-    "delta-tracker", help=_HELP, context_settings={"help_option_names": ["-h", "--help"], "show_default": True}
+    "delta-tracker",
+    {name: click.Command(name) for name in _SUMMARIES},  # for suggestions of similar names
+    help=_HELP,
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
 )

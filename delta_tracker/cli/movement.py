@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -99,21 +100,20 @@ class TableMovement:
         num_held = -(-spec.num_rows // self.stride) if self.stride else 0
         self._held = np.full((num_held, spec.dim), np.nan, np.float32)
 
-    def add(self, whole: list[BlockRows], listed: list[BlockRows], *, is_delta: bool) -> None:
+    def add(self, blocks: Sequence[BlockRows], *, is_delta: bool) -> None:
         """Add the rows of the table in the next version to the statistics.
 
         Args:
-            whole: blocks that contain every row of their row range.
-            listed: blocks that list the ids of their rows.
+            blocks: those that contain every row of their row range, then those that list the ids of their rows.
             is_delta: True for a delta, False for a snapshot.
         """
         # Two blocks contain the same row only if they are column shards.
-        is_split = any(rows.block.num_columns < self.spec.dim for rows in (*whole, *listed))
-        ids = [rows.ids.numpy() for rows in listed if rows.ids is not None]
+        is_split = any(rows.block.num_columns < self.spec.dim for rows in blocks)
+        ids = [rows.ids.numpy() for rows in blocks if rows.ids is not None]
         if is_delta and ids:
             self.num_deltas += 1
             self.counts.add(np.unique(np.concatenate(ids)) if is_split else np.concatenate(ids))
-        compared = [piece for rows in (*whole, *listed) for piece in self._compare(rows)] if self.stride else []
+        compared = [piece for rows in blocks for piece in self._compare(rows)] if self.stride else []
         if not compared:
             return
         squares = np.concatenate([squares for _, squares in compared])
@@ -183,12 +183,10 @@ class Movement:
     def add(self, contents: Contents) -> None:
         """Add the rows of the next version to the statistics of their tables."""
         manifest = contents.manifest
-        blocks: dict[str, tuple[list[BlockRows], list[BlockRows]]] = {}
-        for kind, all_rows in enumerate((contents.whole, contents.listed)):
-            for rows in all_rows:
-                blocks.setdefault(rows.block.table, ([], []))[kind].append(rows)
-        for fqn, (whole, listed) in blocks.items():
-            table = self.tables.get(fqn)
-            spec: Any = manifest.tables[fqn]
+        blocks: dict[str, list[BlockRows]] = defaultdict(list)
+        for rows in (*contents.whole, *contents.listed):
+            blocks[rows.block.table].append(rows)
+        for fqn, of_table in blocks.items():
+            table, spec = self.tables.get(fqn), manifest.tables[fqn]
             if table is not None and (spec.num_rows, spec.dim) == (table.spec.num_rows, table.spec.dim):
-                table.add(whole, listed, is_delta=manifest.kind == "delta")
+                table.add(of_table, is_delta=manifest.kind == "delta")

@@ -33,11 +33,7 @@ Examples:
     "--out", "path", type=click.Path(dir_okay=False, path_type=Path), help="File to write. [default: report.html]"
 )
 @click.option(
-    "--versions",
-    default=10_000,
-    metavar="N",
-    type=click.IntRange(1),
-    help="Number of newest versions to read.",
+    "--versions", default=10_000, metavar="N", type=click.IntRange(1), help="Number of newest versions to read."
 )
 @click.option(
     "--read",

@@ -37,18 +37,16 @@ Examples:
 
 @click.command("tail", help=_HELP)
 @stream_command
-@click.option(
-    "--lines",
-    "-n",
-    default=10,
-    type=click.IntRange(0),
-    help="Number of old versions to print first.",
-)
+@click.option("--lines", "-n", default=10, type=click.IntRange(0), help="Number of old versions to print first.")
 @click.option("--count", "-c", "limit", type=click.IntRange(1), help="Exit after this many lines.")
 @click.option("--every", default=1.0, type=Number(0.01), metavar="SECONDS", help="Polling interval.")
 def command(stream: Stream, lines: int, limit: int | None, every: float) -> int:
     """Print the last ``lines`` versions, then new versions, until Ctrl-C or until ``limit`` versions are printed."""
-    head = _await_head(stream, every)
+    if (head := stream.log.head()) is None:
+        stream.out.note(f"there is no stream at {stream.storage.url} yet: waiting for its first version")
+    while head is None:
+        time.sleep(every)
+        head = stream.log.head()
     if not stream.out.is_json:
         stream.out.line(
             _COLUMNS.format("committed", "version", "kind", "gen", "rows", "bytes", "took", "pending"), "bold"
@@ -75,16 +73,6 @@ def command(stream: Stream, lines: int, limit: int | None, every: float) -> int:
         num_looks = num_looks % _LOOKS_PER_LISTING + 1
         time.sleep(every)
     return code
-
-
-def _await_head(stream: Stream, every: float) -> Manifest:
-    is_waiting_shown = False
-    while (head := stream.log.head()) is None:
-        if not is_waiting_shown:
-            stream.out.note(f"there is no stream at {stream.storage.url} yet: waiting for its first version")
-            is_waiting_shown = True
-        time.sleep(every)
-    return head
 
 
 def _is_deletable(stream: Stream, version: int) -> bool:
