@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterator
 from itertools import pairwise
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.planning.workload import Workload
 from delta_tracker.stream.format.encoding import Encoding
-from delta_tracker.stream.format.manifest import FORMAT, Manifest
+from delta_tracker.stream.format.manifest import FORMAT, Block, Manifest
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.types import TableSpec
 
@@ -53,27 +54,19 @@ def observe(log: StreamLog) -> Workload:
     )
 
 
+def _blocks(entries: list[Manifest]) -> Iterator[Block]:
+    return (block for entry in entries for part in entry.parts for block in part.blocks)
+
+
 def _changed(deltas: list[Manifest], table: TableSpec) -> float:
     """Return the mean share of a table's rows in a delta."""
-    cells = sum(
-        block.num_rows * block.num_columns
-        for entry in deltas
-        for part in entry.parts
-        for block in part.blocks
-        if block.table == table.fqn
-    )
+    cells = sum(block.num_rows * block.num_columns for block in _blocks(deltas) if block.table == table.fqn)
     return cells / len(deltas) / max(1, table.num_rows * table.dim)
 
 
 def _encoding(url: str, versions: list[Manifest], tables: tuple[TableSpec, ...]) -> Encoding | None:
     dtypes = {each.fqn: each.dtype for each in tables}
-    found = {
-        block.table: block.encoding
-        for entry in versions
-        for part in entry.parts
-        for block in part.blocks
-        if block.table in dtypes
-    }
+    found = {block.table: block.encoding for block in _blocks(versions) if block.table in dtypes}
     if all(encoding is Encoding.of(dtypes[fqn]) for fqn, encoding in found.items()):
         return None
     if len(set(found.values())) > 1:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from delta_tracker.arguments import is_number
+from delta_tracker.arguments import check_count, check_type, is_number
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.storage.url import REMOTE_POLL_SECONDS
@@ -70,22 +70,18 @@ class Workload:
     is_torch_engine: bool = False
 
     def __post_init__(self) -> None:
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
         for name, least in _COUNTS.items():
-            if type(values[name]) is not int or values[name] < least:
-                raise InvalidArgumentError(name, values[name], f"Pass an integer of {least} or more")
+            check_count(name, getattr(self, name), least)
         for name in _OPTIONAL_COUNTS:
-            if values[name] is not None and (type(values[name]) is not int or values[name] < 1):
-                raise InvalidArgumentError(name, values[name], "Pass an integer of 1 or more, or None")
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name))
         for name in ("seconds", "poll_seconds"):
-            if not is_number(values[name]) or values[name] < _LEAST_SECONDS:
-                raise InvalidArgumentError(name, values[name], f"Pass seconds, {_LEAST_SECONDS:g} or more")
+            seconds = getattr(self, name)
+            if not is_number(seconds) or seconds < _LEAST_SECONDS:
+                raise InvalidArgumentError(name, seconds, f"Pass seconds, {_LEAST_SECONDS:g} or more")
         if not isinstance(self.mode, TrackingMode):
             raise InvalidArgumentError("mode", self.mode, f"Pass one of {[str(mode) for mode in TrackingMode]}")
-        if not isinstance(self.encoding, Encoding | None):
-            raise InvalidArgumentError(
-                "encoding", self.encoding, "Pass an Encoding, or None for each table's own dtype"
-            )
+        check_type("encoding", self.encoding, Encoding, "Encoding.INT8")
         self._check_tables()
 
     def _check_tables(self) -> None:
