@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from delta_tracker import errors
@@ -124,10 +125,11 @@ def of_publishers(
     if not has_snapshot:
         step = "Call Publisher.snapshot() on the trainer"
         found.append(Notice("warning", "The stream has no snapshot, so that no new predictor can start", step))
-    if num_claims := history.takeovers.num:
-        times = f" {num_claims} times, last" if num_claims > 1 else ""
-        what = f"A new publisher took over{times} with version {history.takeovers.last}"
-        if (seconds := history.takeovers.min_seconds) < _RIVAL_SECONDS:
+    if claims := history.claims:
+        times = f" {len(claims)} times, last" if len(claims) > 1 else ""
+        what = f"A new publisher took over{times} with version {claims[-1][0]}"
+        pauses = [after - before for (_, before), (_, after) in pairwise(claims)]
+        if (seconds := min(pauses, default=_RIVAL_SECONDS)) < _RIVAL_SECONDS:
             what += f"; two of these within {duration(seconds)}"
             step = "Two jobs may publish to this stream and fence each other: stop one of them"
             found.append(Notice("warning", what, step))

@@ -30,6 +30,7 @@ MAX_TABLES = 40
 _HOT_ROWS = 10
 _MAX_BARS = 48
 _MAX_FAULTS = 20
+_SUMS = ("deltas", "snapshots", "restarts", "delta_bytes", "snapshot_bytes", "full_bytes")
 _BIN_FIELDS = [each.name for each in fields(Bin) if each.name != "tables"]
 
 
@@ -79,25 +80,21 @@ def gather(stream: Stream, max_versions: int, max_bytes: int) -> Figures:
         *([] if pin is None else [_pinned(pin, clock.now())]),
         *of_clocks(problems),
     ]
+    sums = {name: sum(getattr(each, name) for each in history.bins) for name in _SUMS}
     others = total({"": totals[fqn]} for fqn in names[MAX_TABLES:])[""]
     return {
         "url": stream.storage.url,
         "stream": head.stream,
         "time": clock.now(),
-        "head": {
-            "version": head.version,
-            "created": head.created,
-            "committed": head.committed,
-            "generation": head.generation,
-        },
-        "versions": _versions(history) | {"older": len(listed) - len(chosen)},
+        "head": {name: getattr(head, name) for name in ("version", "created", "committed", "generation")},
+        "versions": _versions(history, sums) | {"older": len(listed) - len(chosen)},
         "rows_read": {
             "first": read[0][0] if read else None,
             "last": read[-1][0] if read else None,
             "versions": len(read),
             "num_bytes": sum(num_bytes for _, num_bytes in read),
         },
-        "bytes": _bytes(history.bins),
+        "bytes": _bytes(sums),
         "delta_bytes": _quantiles(history.sizes),
         "cadence_seconds": _quantiles(history.gaps),
         "commit_seconds": _quantiles(history.delays),
@@ -188,24 +185,19 @@ def _read_rows(
     return found
 
 
-def _versions(history: History) -> dict[str, Any]:
+def _versions(history: History, sums: dict[str, int]) -> dict[str, Any]:
     bins = history.bins
     return {
         "first": bins[0].first if bins else None,
         "last": bins[-1].last if bins else None,
         "begin": bins[0].begin if bins else None,
         "end": bins[-1].end if bins else None,
-        "deltas": sum(each.deltas for each in bins),
-        "snapshots": sum(each.snapshots for each in bins),
-        "restarts": sum(each.restarts for each in bins),
         "missing": history.num_missing,
-    }
+    } | {name: sums[name] for name in ("deltas", "snapshots", "restarts")}
 
 
-def _bytes(bins: Sequence[Bin]) -> dict[str, Any]:
-    deltas = sum(each.delta_bytes for each in bins)
-    snapshots = sum(each.snapshot_bytes for each in bins)
-    full = sum(each.full_bytes for each in bins)
+def _bytes(sums: dict[str, int]) -> dict[str, Any]:
+    deltas, snapshots, full = sums["delta_bytes"], sums["snapshot_bytes"], sums["full_bytes"]
     return {
         "deltas": deltas,
         "snapshots": snapshots,

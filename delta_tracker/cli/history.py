@@ -62,29 +62,6 @@ class Bin:
             self.snapshot_bytes += manifest.num_bytes
 
 
-@dataclass(slots=True)
-class Takeovers:
-    """Claims after a version: new publishers that took over the stream.
-
-    Args:
-        num: number of these claims.
-        last: newest of them; None if there is none.
-        min_seconds: shortest time between two consecutive ones, infinity if there are not two.
-    """
-
-    num: int = 0
-    last: int | None = None
-    min_seconds: float = float("inf")
-    _last_time: float = -float("inf")
-
-    def add(self, version: int, time: float) -> None:
-        """Add a claim and its commit time."""
-        self.num += 1
-        self.last = version
-        self.min_seconds = min(self.min_seconds, time - self._last_time)
-        self._last_time = time
-
-
 class History:
     """Statistics of a stream's snapshots and deltas, in a bounded number of bins.
 
@@ -104,7 +81,7 @@ class History:
         newest: the newest entry that was added; None if there is none.
         missing: ranges of missing versions between existing versions. Versions missing after a claim are left out,
             because retention keeps the claim and deletes the entries after it.
-        takeovers: claims after a version.
+        claims: version and commit time of each claim after a version: new publishers that took over the stream.
     """
 
     def __init__(self, num_entries: int) -> None:
@@ -115,7 +92,7 @@ class History:
         self.delays = LogBuckets()
         self.newest: Manifest | None = None
         self.missing: list[range] = []
-        self.takeovers = Takeovers()
+        self.claims: list[tuple[int, float]] = []
         self._versions_per_bin = max(1, -(-num_entries // MAX_BINS))
         self._time = 0.0  # commit time of the newest entry
         self._num_restarts = 0  # claims since the last version
@@ -135,7 +112,7 @@ class History:
             self._add_version(manifest)
         elif self.bins:
             self._num_restarts += 1
-            self.takeovers.add(manifest.version, self._time)
+            self.claims.append((manifest.version, self._time))
 
     @property
     def num_missing(self) -> int:

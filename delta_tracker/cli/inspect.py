@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -49,30 +48,30 @@ Examples:
 @click.option("--last", default=10, metavar="N", type=click.IntRange(0), help="List the newest N versions.")
 def command(stream: Stream, last: int) -> int:
     """Print a summary of the stream as tables or as one JSON object. Return 1 if there are findings, otherwise 0."""
-    survey = _survey(stream)
-    newest = survey.entries[max(0, len(survey.entries) - last) :]
+    found, entries, followers = _survey(stream)
+    newest = entries[max(0, len(entries) - last) :]
     if stream.out.is_json:
-        stream.out.json(survey.figures | {"versions": newest})
+        stream.out.json(found | {"versions": newest})
     else:
-        _print(stream.out, survey, newest)
-    return 1 if survey.figures["findings"] else 0
+        _print(stream.out, found, newest, followers)
+    return 1 if found["findings"] else 0
 
 
-def _print(out: Output, survey: _Survey, newest: Sequence[Entry]) -> None:
-    found = survey.figures
+def _print(out: Output, found: dict[str, Any], newest: Sequence[Entry], followers: Sequence[Follower]) -> None:
     screen = [_facts(found), _tables(found), _generations(found)]
     if newest:
-        screen.append(version_table(newest, survey.now))
-    if survey.followers:
-        screen.append(table(PREDICTOR_COLUMNS, map(predictor_cells, survey.followers)))
+        head = found["head"]
+        screen.append(version_table(newest, head["committed"] + head["age_seconds"]))
+    if followers:
+        screen.append(table(PREDICTOR_COLUMNS, map(predictor_cells, followers)))
     for each in screen:
         out.show(each)
         out.line()
-    if not survey.followers:
+    if not followers:
         out.line("no predictor has written a heartbeat in the last hour", "dim")
     if num_gone := found["predictors_gone"]:
         out.line(f"{several(num_gone, 'predictor')} without a heartbeat for an hour", "dim")
-    for follower in survey.followers:
+    for follower in followers:
         if follower.beat.error is not None:
             out.line(f"{follower.beat.name} has an error: {follower.beat.error}", "red")
     for skew in found["skews"]:
@@ -81,25 +80,12 @@ def _print(out: Output, survey: _Survey, newest: Sequence[Entry]) -> None:
         out.line(f"damaged: {finding}", "bold red")
 
 
-@dataclass(frozen=True, slots=True)
-class _Survey:
-    """Summary of a stream.
+def _survey(stream: Stream) -> tuple[dict[str, Any], list[Entry], list[Follower]]:
+    """Read every entry of the log and every heartbeat, and list merged entries and parts.
 
-    Args:
-        figures: the summary as JSON values. Times are Unix seconds.
-        entries: entries of the contiguous range of versions that ends at the head, except malformed entries.
-        followers: predictors with a heartbeat in the last hour.
-        now: Unix time of the summary by the store's clock.
-    """
-
-    figures: dict[str, Any]
-    entries: Sequence[Entry]
-    followers: Sequence[Follower]
-    now: float
-
-
-def _survey(stream: Stream) -> _Survey:
-    """Return the summary of a stream. Reads every entry of the log and every heartbeat; lists merged entries and parts.
+    Returns:
+        A summary as JSON values, whose times are Unix seconds; the entries of the contiguous range of versions that
+        ends at the head, except malformed ones; and the predictors with a heartbeat in the last hour.
 
     Raises:
         InvalidArgumentError: if there is no stream.
@@ -150,7 +136,7 @@ def _survey(stream: Stream) -> _Survey:
         "skews": Skews(entries).problems(followers, clock),
         "findings": findings + problems,
     }
-    return _Survey(figures, entries, followers, now)
+    return figures, entries, followers
 
 
 def _start(stream: Stream, head: Manifest, held: Mapping[int, Entry]) -> tuple[Manifest | None, list[Entry], list[str]]:
