@@ -124,7 +124,7 @@ def run(seed: int, num_actions: int = 25) -> None:
 
 
 def _num_collections(monitor: Monitor) -> int:
-    return sum(cell.collect()[1].count for cell in monitor.metrics.collect_seconds.cells)
+    return sum(cell.collect().figures.count for cell in monitor.metrics.collect_seconds.cells)
 
 
 def _fork(monitor: Monitor) -> None:
