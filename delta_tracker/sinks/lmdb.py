@@ -8,7 +8,8 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count, islice, takewhile
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,14 +25,7 @@ from delta_tracker.errors import (
     SinkError,
 )
 from delta_tracker.forking import Forkable, protect
-from delta_tracker.sinks.lmdb_store import (
-    CURRENT,
-    STATES,
-    LmdbStore,
-    keys_of,
-    state_key,
-    stream_prefix,
-)
+from delta_tracker.sinks.lmdb_rows import CURRENT, STATES, LmdbStore, keys_of, state_key, stream_prefix
 from delta_tracker.sinks.row_sink import RowSink, SinkState
 from delta_tracker.sinks.stored_values import (
     OWNER_BYTES,
@@ -44,12 +38,9 @@ from delta_tracker.sinks.stored_values import (
 
 _FIRST_MAP_BYTES = 64 << 20
 _LOG_ROWS = 4096  # rows of one entry of the log
-_MAX_LOG_ENTRIES = 1 << 40  # no key of another table is between those of entries 0 and this one
 _SLOTS_PER_KEY = 128  # owners of one key, so that it fits into a page
 _KEYS_PER_REMOVAL = 1 << 14
-_ROW_OVERHEAD: Final = 192  # bytes of a key and of the objects of a row, about
-
-_Operation = Callable[[Any], None]  # of a transaction
+_OVERHEAD: Final = 192  # bytes of a key, and of the objects of a row, about
 
 
 class LmdbSink(RowSink):
@@ -84,12 +75,11 @@ class LmdbSink(RowSink):
         self._pid = os.getpid()
         self._lock: _WriterLock | None = None
         self._env: Any = None
-        self._waiting: list[_Operation] = []  # of the next transaction
-        self._waiting_bytes = 0
-        self._waits_for: set[str] = set()  # what reads must not miss: "owners", "log"
+        self._pending: dict[bytes, bytes | None] = {}  # key to value in the next transaction; None to delete it
+        self._pending_bytes = 0
+        self._num_logged: dict[tuple[str, str], int] = {}  # stream and table to known entries of the log of owners
 
     def open(self) -> None:
-        """Open the files, and become the only writer in all processes; see :meth:`RowSink.open`."""
         self._check_process()
         self._discard()
         if self._env is not None:
@@ -106,24 +96,15 @@ class LmdbSink(RowSink):
         self._env, self._lock = env, lock
 
     def states(self) -> list[SinkState]:
-        """Return the states of all streams; see :meth:`RowSink.states`."""
-        env = self._written()
         states = []
-        with self._store.errors(), env.begin() as transaction:
-            cursor = transaction.cursor()
-            is_found = cursor.set_range(STATES)
-            while is_found and cursor.key().startswith(STATES):
-                states.append(SinkState.from_json(cursor.value()))
-                if state_key(states[-1].stream) != cursor.key():
-                    raise MalformedSinkError("a state", "it is that of another stream")
-                is_found = cursor.next()
+        for key, data in self._stored(STATES):
+            states.append(SinkState.from_json(data))
+            if state_key(states[-1].stream) != key:
+                raise MalformedSinkError("a state", "it is that of another stream")
         return states
 
     def current(self) -> str | None:
-        """Return the id of the stream that readers read; see :meth:`RowSink.current`."""
-        env = self._written()
-        with self._store.errors(), env.begin() as transaction:
-            data: bytes | None = transaction.get(CURRENT)
+        (data,) = self._read([CURRENT])
         return None if data is None else data.decode("ascii", "replace")
 
     def begin(self, state: SinkState) -> None:
@@ -132,117 +113,71 @@ class LmdbSink(RowSink):
             self._store.check_table(table)
         with self._store.errors():
             self._opened().reader_check()
-        self._add(_put_one(state_key(state.stream), state.to_json()), 0)
+        self._change({state_key(state.stream): state.to_json()})
 
     def write(self, stream: str, table: str, keys: Tensor, values: Tensor, version: int) -> None:
-        """Write rows; see :meth:`RowSink.write`."""
         self._write(stream, b"r", table, keys, values, version)
 
     def write_defaults(self, stream: str, table: str, slots: Tensor, values: Tensor, version: int) -> None:
-        """Write default rows; see :meth:`RowSink.write_defaults`."""
         self._write(stream, b"d", table, slots, values, version)
 
     def delete(self, stream: str, table: str, keys: Tensor) -> None:
-        """Delete rows; see :meth:`RowSink.delete`."""
-        self._delete(keys_of(stream, b"r", table, keys))
+        self._change(dict.fromkeys(keys_of(stream, b"r", table, keys)))
 
     def delete_defaults(self, stream: str, table: str, slots: Tensor) -> None:
-        """Delete default rows; see :meth:`RowSink.delete_defaults`."""
-        self._delete(keys_of(stream, b"d", table, slots))
+        self._change(dict.fromkeys(keys_of(stream, b"d", table, slots)))
 
     def owners(self, stream: str, table: str, slots: Tensor) -> Tensor:
-        """Return the raw ids of rows; see :meth:`RowSink.owners`."""
-        env = self._written("owners")
-        parts, of_part = (slots // _SLOTS_PER_KEY).unique_consecutive(return_inverse=True)  # type: ignore[no-untyped-call]
-        with self._store.errors(), env.begin() as transaction:
-            stored = [transaction.get(key, b"") for key in keys_of(stream, b"o", table, parts)]
-        if not stored:
+        if not len(slots):
             return torch.empty(0, dtype=torch.int64)
-        held = torch.stack([decode_owners(data, _SLOTS_PER_KEY) for data in stored])
+        parts, of_part = (slots // _SLOTS_PER_KEY).unique_consecutive(return_inverse=True)  # type: ignore[no-untyped-call]
+        stored = self._read(keys_of(stream, b"o", table, parts))
+        held = torch.stack([decode_owners(data or b"", _SLOTS_PER_KEY) for data in stored])
         return held[of_part, slots % _SLOTS_PER_KEY]
 
     def set_owners(self, stream: str, table: str, slots: Tensor, owners: Tensor) -> None:
-        """Set the raw ids of rows; see :meth:`RowSink.set_owners`."""
         parts, counts = (slots // _SLOTS_PER_KEY).unique_consecutive(return_counts=True)  # type: ignore[no-untyped-call]
-        keys = keys_of(stream, b"o", table, parts)
-        places, new = slots % _SLOTS_PER_KEY, owners.clone()
-
-        def write(transaction: Any) -> None:  # noqa: ANN401  the package is optional
-            begin = 0
-            for key, count in zip(keys, counts.tolist(), strict=True):
-                held = decode_owners(transaction.get(key, b""), _SLOTS_PER_KEY)
-                held[places[begin : begin + count]] = new[begin : begin + count]
-                transaction.put(key, encode_owners(held))
-                begin += count
-
-        self._waits_for.add("owners")
-        self._add(write, len(slots) * OWNER_BYTES * 2 + len(keys) * _SLOTS_PER_KEY * OWNER_BYTES)
+        keys, begin = keys_of(stream, b"o", table, parts), 0
+        changes: dict[bytes, bytes | None] = {}
+        for key, data, size in zip(keys, self._read(keys), counts.tolist(), strict=True):
+            held, end = decode_owners(data or b"", _SLOTS_PER_KEY), begin + size
+            held[slots[begin:end] % _SLOTS_PER_KEY] = owners[begin:end]
+            changes[key], begin = encode_owners(held), end
+        self._change(changes, value_bytes=_SLOTS_PER_KEY * OWNER_BYTES)
 
     def log_owners(self, stream: str, table: str, slots: Tensor, owners: Tensor) -> None:
-        """Append changes of owners to the log; see :meth:`RowSink.log_owners`."""
         for begin in range(0, len(slots), _LOG_ROWS):
             entry = encode_log(slots[begin : begin + _LOG_ROWS], owners[begin : begin + _LOG_ROWS])
-            self._waits_for.add("log")
-            self._add(_append(stream, table, entry), len(entry))
+            self._change({_log_key(stream, table, self._log_end(stream, table)): entry}, value_bytes=len(entry))
 
     def logged_owners(self, stream: str, table: str) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the logged changes of owners; see :meth:`RowSink.logged_owners`."""
-        number = 0
-        while True:
-            env = self._written("log")
-            with self._store.errors(), env.begin() as transaction:
-                entry: bytes | None = transaction.get(_log_key(stream, table, number))
+        for number in count():
+            (entry,) = self._read([_log_key(stream, table, number)])
             if entry is None:
                 return
             yield decode_log(entry, table)
-            number += 1
 
     def finish(self, state: SinkState) -> None:
-        """Write what is in memory, and the state, and make readers read its stream; see :meth:`RowSink.finish`."""
-
-        def write(transaction: Any) -> None:  # noqa: ANN401
-            transaction.put(state_key(state.stream), state.to_json())
-            transaction.put(CURRENT, state.stream.encode())
-
-        self._add(write, 0)
+        self._change({state_key(state.stream): state.to_json(), CURRENT: state.stream.encode()})
         self._commit()
 
     def settle(self, state: SinkState) -> None:
-        """Clear the log of owners, and store the state; see :meth:`RowSink.settle`."""
-
-        def write(transaction: Any) -> None:  # noqa: ANN401
-            for table in state.identities:
-                number = 0
-                while transaction.delete(_log_key(state.stream, table, number)):
-                    number += 1
-            transaction.put(state_key(state.stream), state.to_json())
-
-        self._add(write, 0)
+        for table in state.identities:
+            end = self._log_end(state.stream, table)
+            self._change({_log_key(state.stream, table, number): None for number in range(end)})
+        self._change({state_key(state.stream): state.to_json()})
         self._commit()
 
     def remove(self, stream: str) -> None:
-        """Delete all keys of a stream, which are next to each other in LMDB; see :meth:`RowSink.remove`."""
         if stream == self.current():
             raise InvalidArgumentError("stream", stream, "Call finish() of another stream first: readers read this one")
-        is_left = [True]
-        begin = stream_prefix(stream)
-
-        def write(transaction: Any) -> None:  # noqa: ANN401
-            cursor = transaction.cursor()
-            is_found = cursor.set_range(begin)
-            for _ in range(_KEYS_PER_REMOVAL):
-                if not is_found or not cursor.key().startswith(begin):
-                    is_left[0] = False
-                    transaction.delete(state_key(stream))
-                    return
-                is_found = cursor.delete() and bool(cursor.key())  # moves to the next key
-
-        while is_left[0]:
-            self._add(write, 0)
+        while stored := self._stored(stream_prefix(stream), _KEYS_PER_REMOVAL):
+            self._change({key: None for key, _ in stored})
             self._commit()
+        self._change({state_key(stream): None})
+        self._commit()
 
     def close(self) -> None:
-        """Discard what is in memory, stop being the writer, and close the files; see :meth:`RowSink.close`."""
         self._discard()
         env, self._env = self._env, None
         lock, self._lock = self._lock, None
@@ -254,51 +189,70 @@ class LmdbSink(RowSink):
             lock.release()
 
     def _write(self, stream: str, kind: bytes, table: str, ids: Tensor, values: Tensor, version: int) -> None:
-        row_bytes = values.shape[1] * values.dtype.itemsize + _ROW_OVERHEAD
-        count = max(1, self._max_bytes // row_bytes)
-        for begin in range(0, len(ids), count):
-            some, order = ids[begin : begin + count].sort()  # neighbors share pages
-            # encode_rows copies: the values are valid until this call returns
-            rows = encode_rows(values[begin : begin + count][order], version)
-            keys = keys_of(stream, kind, table, some)
-            self._add(_put(keys, rows), len(rows) * row_bytes)
+        value_bytes = values.shape[1] * values.dtype.itemsize
+        num_rows = max(1, self._max_bytes // (value_bytes + _OVERHEAD))
+        for begin in range(0, len(ids), num_rows):
+            keys = keys_of(stream, kind, table, ids[begin : begin + num_rows])
+            rows = encode_rows(values[begin : begin + num_rows], version)  # a copy: values are valid until the return
+            self._change(dict(zip(keys, rows, strict=True)), value_bytes=value_bytes)
 
-    def _delete(self, keys: list[bytes]) -> None:
-        self._add(_delete(keys), len(keys) * _ROW_OVERHEAD)
+    def _log_end(self, stream: str, table: str) -> int:
+        """Return the number of entries of the log of owners."""
+        number = self._num_logged.get((stream, table), 0)
+        while self._read([_log_key(stream, table, number)]) != [None]:
+            number += 1
+        self._num_logged[stream, table] = number
+        return number
 
-    def _add(self, operation: _Operation, num_bytes: int) -> None:
-        """Add an operation to the next transaction; run those before it if both exceed ``max_bytes``."""
+    def _read(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """Return the values of keys after the pending changes."""
+        env, pending = self._opened(), self._pending
+        with self._store.errors(), env.begin() as transaction:
+            return [pending[key] if key in pending else transaction.get(key) for key in keys]
+
+    def _stored(self, prefix: bytes, max_keys: int | None = None) -> list[tuple[bytes, bytes]]:
+        """Return the first keys with a prefix, and their values, without the pending changes."""
+        env = self._opened()
+        with self._store.errors(), env.begin() as transaction:
+            cursor = transaction.cursor()
+            found = cursor.iternext() if cursor.set_range(prefix) else ()
+            return list(islice(takewhile(lambda pair: pair[0].startswith(prefix), found), max_keys))
+
+    def _change(self, changes: Mapping[bytes, bytes | None], value_bytes: int = 0) -> None:
+        """Add values, or None to delete them, to the next transaction; begin one if they exceed ``max_bytes``."""
         self._opened()
-        if self._waiting and self._waiting_bytes + num_bytes > self._max_bytes:
+        num_bytes = len(changes) * (value_bytes + _OVERHEAD)
+        if self._pending and self._pending_bytes + num_bytes > self._max_bytes:
             self._commit()
-        self._waiting.append(operation)
-        self._waiting_bytes += num_bytes
+        self._pending.update(changes)
+        self._pending_bytes += num_bytes
 
     def _commit(self) -> None:
-        """Write what is in memory in one durable transaction, in a larger file if necessary."""
+        """Make the pending changes in one durable transaction, in a larger file if necessary."""
         env = self._opened()
         try:
             with self._store.errors():
-                while True:
-                    try:
-                        with env.begin(write=True) as transaction:
-                            for operation in self._waiting:
-                                operation(transaction)
-                        break
-                    except self._store.package.MapFullError:
-                        env.set_mapsize(2 * env.info()["map_size"])  # readers adopt it at their next lookup
+                while not self._is_written(env):
+                    env.set_mapsize(2 * env.info()["map_size"])  # readers adopt it at their next lookup
         finally:
             self._discard()
 
-    def _written(self, what: str | None = None) -> Any:  # noqa: ANN401
-        """Return the environment, in which all changes of ``what`` were written."""
-        env = self._opened()
-        if what in self._waits_for:
-            self._commit()
-        return env
+    def _is_written(self, env: Any) -> bool:  # noqa: ANN401  the package is optional
+        """Write the pending changes. Return False if the file is too small."""
+        try:
+            with env.begin(write=True) as transaction:
+                for key in sorted(self._pending):  # neighbors share pages
+                    value = self._pending[key]
+                    if value is None:
+                        transaction.delete(key)
+                    else:
+                        transaction.put(key, value)
+        except self._store.package.MapFullError:
+            return False
+        return True
 
     def _discard(self) -> None:
-        self._waiting, self._waiting_bytes, self._waits_for = [], 0, set()
+        self._pending, self._pending_bytes, self._num_logged = {}, 0, {}
 
     def _opened(self) -> Any:  # noqa: ANN401
         self._check_process()
@@ -343,34 +297,6 @@ class _WriterLock(Forkable):
     def after_fork_in_child(self) -> None:
         """Close the file, so that the lock ends with the parent process."""
         self.release()
-
-
-def _put_one(key: bytes, value: bytes) -> _Operation:
-    return lambda transaction: transaction.put(key, value)
-
-
-def _put(keys: list[bytes], values: list[bytes]) -> _Operation:
-    return lambda transaction: transaction.cursor().putmulti(zip(keys, values, strict=True))
-
-
-def _delete(keys: list[bytes]) -> _Operation:
-    def delete(transaction: Any) -> None:  # noqa: ANN401
-        for key in keys:
-            transaction.delete(key)
-
-    return delete
-
-
-def _append(stream: str, table: str, entry: bytes) -> _Operation:
-    def append(transaction: Any) -> None:  # noqa: ANN401
-        first, end = _log_key(stream, table, 0), _log_key(stream, table, _MAX_LOG_ENTRIES)
-        cursor = transaction.cursor()
-        is_found = cursor.prev() if cursor.set_range(end) else cursor.last()
-        key = cursor.key() if is_found else b""
-        number = int.from_bytes(key[-8:], "big") - int.from_bytes(first[-8:], "big") + 1 if key >= first else 0
-        transaction.put(_log_key(stream, table, number), entry)
-
-    return append
 
 
 def _log_key(stream: str, table: str, number: int) -> bytes:

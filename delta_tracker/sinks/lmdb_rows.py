@@ -1,21 +1,33 @@
-"""Reader of a row store in LMDB; requires the extra ``lmdb``.
+"""Reader of a row store in LMDB, and the keys that it shares with the sink; requires the extra ``lmdb``.
 
 Notation: ``N`` is the number of ids of a call.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from delta_tracker.errors import NO_VERSION, MalformedSinkError, SinkError
-from delta_tracker.sinks.lmdb_store import CURRENT, LmdbStore, keys_of, state_key
-from delta_tracker.sinks.lookup import LookedUp, Lookup
+from delta_tracker.errors import NO_VERSION, InvalidArgumentError, MissingExtraError, SinkError
+from delta_tracker.sinks.lookup import LookedUp, Lookup, current_state
 from delta_tracker.sinks.row_sink import SinkState
+
+CURRENT = b"current"
+STATES = b"s"  # beginning of the keys of states
+MAX_READERS = 1024
+_MAX_KEY_BYTES = 511
+_STREAM_HEX = 32
+_ID_BYTES = 8
+_SIGN = np.uint64(1 << 63)  # inverted, so that keys are in the order of signed ids
 
 
 class LmdbRows:
@@ -43,7 +55,6 @@ class LmdbRows:
         self._store = LmdbStore(directory)
         self._lock = Lock()
         self._pid = os.getpid()
-        self._read: tuple[bytes, SinkState] | None = None  # the last state and its JSON
         self._env: Any = self._store.environment(readonly=True, create=False, map_size=0)
 
     def state(self) -> SinkState:
@@ -70,10 +81,8 @@ class LmdbRows:
             state = self._state(transaction)
             lookup = Lookup(state, table, ids)
             stored = [transaction.get(key) for key in keys_of(state.stream, b"r", table, ids)]
-            slots = lookup.defaults
-            keys = keys_of(state.stream, b"d", table, torch.tensor(slots, dtype=torch.int64))
-            defaults = {slot: transaction.get(key) for slot, key in zip(slots, keys, strict=True)}
-            return lookup.decode(stored, defaults.get)
+            slots = torch.tensor(lookup.defaults, dtype=torch.int64)
+            return lookup.decode(stored, [transaction.get(key) for key in keys_of(state.stream, b"d", table, slots)])
 
     def close(self) -> None:
         """Close the files."""
@@ -93,13 +102,99 @@ class LmdbRows:
         current = transaction.get(CURRENT)
         if current is None:
             raise SinkError(self._store.name, *NO_VERSION)
-        data = transaction.get(state_key(current.decode("ascii", "replace")))
-        if data is None:
-            raise MalformedSinkError("its current stream", "it has no state")
-        if self._read is None or self._read[0] != data:
-            self._read = data, SinkState.from_json(data)
-        return self._read[1]
+        return current_state(transaction.get(state_key(current.decode("ascii", "replace"))))
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise SinkError(self._store.name, "this process was forked", "Build an LmdbRows in this process")
+
+
+class LmdbStore:
+    """Directory of a row store: names its keys, and translates errors of the package ``lmdb``.
+
+    A key is ``k``, the stream id, a letter for its kind, the name of the table, and 8 bytes with an id.
+
+    Args:
+        directory: directory of the environment.
+
+    Raises:
+        InvalidArgumentError: if the directory is empty or has a null character.
+        MissingExtraError: if the package ``lmdb`` is not installed.
+
+    Attributes:
+        path: absolute path of the directory.
+        name: the same as a URL, for error messages.
+        package: the package ``lmdb``.
+    """
+
+    def __init__(self, directory: str) -> None:
+        if not directory or "\0" in directory:
+            raise InvalidArgumentError("directory", directory, "Pass the path of a directory")
+        try:
+            self.package: Any = importlib.import_module("lmdb")
+        except ModuleNotFoundError as error:
+            raise MissingExtraError("lmdb", "lmdb") from error
+        self.path = Path(directory).absolute()
+        self.name = f"lmdb://{self.path}"
+
+    def environment(self, **options: Any) -> Any:  # noqa: ANN401  the package is optional
+        """Open the environment with some options of ``lmdb.open``.
+
+        Raises:
+            SinkError: if the directory cannot be used, or this process has opened it already.
+        """
+        with self.errors():
+            try:
+                return self.package.open(str(self.path), max_readers=MAX_READERS, readahead=False, **options)
+            except self.package.Error as error:
+                if "already open in this process" not in str(error):
+                    raise
+                remedy = "Use it in another process, or close its LmdbSink or LmdbRows in this process first"
+                raise SinkError(self.name, "LMDB opens a directory only once in a process", remedy) from error
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Raise errors of LMDB and of the file system as SinkError."""
+        try:
+            yield
+        except SinkError:
+            raise
+        except (self.package.Error, OSError) as error:
+            raise SinkError(self.name, str(error) or type(error).__name__) from error
+
+    def check_table(self, table: str) -> None:
+        """Raise InvalidArgumentError if the keys of a table would be longer than LMDB permits."""
+        limit = _MAX_KEY_BYTES - len(b"k") - _STREAM_HEX - len(b"r") - _ID_BYTES
+        if len(table.encode()) > limit:
+            raise InvalidArgumentError(
+                "table", table, f"Pass a name of up to {limit} bytes in UTF-8, the limit of LMDB"
+            )
+
+
+def state_key(stream: str) -> bytes:
+    """Return the key of the state of a stream."""
+    return STATES + stream.encode()
+
+
+def stream_prefix(stream: str) -> bytes:
+    """Return the beginning of all keys of a stream, except for that of its state."""
+    return b"k" + stream.encode()
+
+
+def keys_of(stream: str, kind: bytes, table: str, ids: Tensor) -> list[bytes]:
+    r"""Return the keys of ids, ``[N]`` int64.
+
+    Args:
+        stream: id of the stream.
+        kind: ``r`` for rows, ``d`` for default rows, ``o`` for owners, ``l`` for the log of owners.
+        table: FQN of the table.
+        ids: raw ids, global row ids, or numbers of a part.
+
+    Example:
+        >>> import torch
+        >>> keys_of("0123", b"r", "user", torch.tensor([1]))
+        [b'k0123ruser\x80\x00\x00\x00\x00\x00\x00\x01']
+    """
+    begin = stream_prefix(stream) + kind + table.encode()
+    tails = (ids.numpy().astype(np.int64).view(np.uint64) ^ _SIGN).astype(">u8").tobytes()
+    return [begin + tails[at : at + _ID_BYTES] for at in range(0, len(tails), _ID_BYTES)]

@@ -5,8 +5,9 @@ Notation: ``N`` is the number of ids of a call, ``D`` the number of columns of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -41,6 +42,22 @@ class LookedUp:
     stream: str
     version: int
     is_mixed: bool
+
+
+@lru_cache(maxsize=4)
+def _parsed(data: bytes) -> SinkState:
+    return SinkState.from_json(data)
+
+
+def current_state(data: bytes | None) -> SinkState:
+    """Return the state of the stream that readers read from its JSON, which is parsed only if it changes.
+
+    Raises:
+        MalformedSinkError: if it is invalid or missing.
+    """
+    if data is None:
+        raise MalformedSinkError("its current stream", "it has no state")
+    return _parsed(data)
 
 
 class Lookup:
@@ -82,12 +99,12 @@ class Lookup:
         found: list[int] = self._default_of.unique().tolist()  # type: ignore[no-untyped-call]
         self.defaults: list[int] = [slot for slot in found if slot >= 0]
 
-    def decode(self, rows: Sequence[bytes | None], default_of: Callable[[int], bytes | None]) -> LookedUp:
+    def decode(self, rows: Sequence[bytes | None], defaults: Sequence[bytes | None]) -> LookedUp:
         """Return the rows.
 
         Args:
             rows: stored row of each id, None if there is none.
-            default_of: function that returns the stored default row of a global row id.
+            defaults: stored default row of each of :attr:`defaults`, None if there is none.
 
         Raises:
             MalformedSinkError: if a row is missing or invalid.
@@ -100,9 +117,14 @@ class Lookup:
         values = torch.zeros(len(rows), self._spec.dim, dtype=self._spec.dtype)
         versions = torch.full((len(rows),), -1, dtype=torch.int64)
         values[is_own], versions[is_own] = decode_rows(self._spec, found)
-        needs_default = ~is_own & (self._default_of >= 0)
-        if bool(needs_default.any()):
-            self._fill(values, versions, needs_default, default_of)
+        needed = set(self._default_of[~is_own].tolist())
+        for slot, data in zip(self.defaults, defaults, strict=True):
+            if slot not in needed:
+                continue
+            if data is None:
+                raise MalformedSinkError(f"default row {slot} of table {self._spec.fqn!r}", "it is missing")
+            is_filled = ~is_own & (self._default_of == slot)
+            values[is_filled], versions[is_filled] = decode_rows(self._spec, [data])
         return LookedUp(
             values=values,
             versions=versions,
@@ -111,18 +133,6 @@ class Lookup:
             version=self.version,
             is_mixed=self._state.is_mixed,
         )
-
-    def _fill(
-        self, values: Tensor, versions: Tensor, is_filled: Tensor, default_of: Callable[[int], bytes | None]
-    ) -> None:
-        """Write default rows to the places that ``is_filled`` selects."""
-        for slot in self._default_of[is_filled].unique().tolist():  # type: ignore[no-untyped-call]
-            data = default_of(slot)
-            if data is None:
-                raise MalformedSinkError(f"default row {slot} of table {self._spec.fqn!r}", "it is missing")
-            row, version = decode_rows(self._spec, [data])
-            at = is_filled & (self._default_of == slot)
-            values[at], versions[at] = row, version
 
 
 def joined(parts: Sequence[LookedUp]) -> LookedUp:

@@ -42,7 +42,7 @@ from delta_tracker.errors import (
     SinkError,
 )
 from delta_tracker.raw_ids import NO_OWNER
-from delta_tracker.sinks.redis_server import MAX_BATCH_BYTES, MAX_BATCH_ROWS, RedisKeys, RedisServer
+from delta_tracker.sinks.redis_rows import MAX_BATCH_BYTES, MAX_BATCH_ROWS, RedisServer, text_of
 from delta_tracker.sinks.row_sink import RowSink, SinkState
 from delta_tracker.sinks.stored_values import (
     OWNER_BYTES,
@@ -126,7 +126,7 @@ class RedisSink(RowSink):
 
     def __init__(self, url: str, *, prefix: str = "delta_tracker", timeout_seconds: float = 10) -> None:
         self._server = RedisServer(url, prefix, timeout_seconds)
-        self._keys = RedisKeys(prefix)
+        self._key, self._keys = self._server.key, self._server.keys
         self._pid = os.getpid()
         self._redis: Any = None
         self._writer = b""  # value of the writer's key while this object is the writer
@@ -152,11 +152,10 @@ class RedisSink(RowSink):
             raise
 
     def states(self) -> list[SinkState]:
-        """Return the states of all streams; see :meth:`RowSink.states`."""
         with self._server.errors():
-            names = sorted(self._client().smembers(self._keys.streams))
-            streams = [_text(name, "its set of streams") for name in names]
-            stored = self._client().mget([self._keys.state(stream) for stream in streams]) if streams else []
+            names = sorted(self._client().smembers(self._key("streams")))
+            streams = [text_of(name, "its set of streams") for name in names]
+            stored = self._client().mget([self._key(stream, "state") for stream in streams]) if streams else []
         states = []
         for stream, data in zip(streams, stored, strict=True):
             if data is None:
@@ -167,34 +166,27 @@ class RedisSink(RowSink):
         return states
 
     def current(self) -> str | None:
-        """Return the id of the stream that readers read; see :meth:`RowSink.current`."""
         with self._server.errors():
-            data = self._client().get(self._keys.current)
-        return None if data is None else _text(data, "its current stream")
+            data = self._client().get(self._key("current"))
+        return None if data is None else text_of(data, "its current stream")
 
     def begin(self, state: SinkState) -> None:
-        """Store the state before the first row; see :meth:`RowSink.begin`."""
-        names = [self._keys.streams, self._keys.state(state.stream)]
+        names = [self._key("streams"), self._key(state.stream, "state")]
         self._run("begin", names, [state.stream, state.to_json()])
 
     def write(self, stream: str, table: str, keys: Tensor, values: Tensor, version: int) -> None:
-        """Write rows; see :meth:`RowSink.write`."""
-        self._write(self._keys.rows(stream, table, keys.tolist()), values, version)
+        self._write(self._keys(stream, "r", table, keys.tolist()), values, version)
 
     def write_defaults(self, stream: str, table: str, slots: Tensor, values: Tensor, version: int) -> None:
-        """Write default rows; see :meth:`RowSink.write_defaults`."""
-        self._write(self._keys.defaults(stream, table, slots.tolist()), values, version)
+        self._write(self._keys(stream, "d", table, slots.tolist()), values, version)
 
     def delete(self, stream: str, table: str, keys: Tensor) -> None:
-        """Delete rows; see :meth:`RowSink.delete`."""
-        self._delete(self._keys.rows(stream, table, keys.tolist()))
+        self._delete(self._keys(stream, "r", table, keys.tolist()))
 
     def delete_defaults(self, stream: str, table: str, slots: Tensor) -> None:
-        """Delete default rows; see :meth:`RowSink.delete_defaults`."""
-        self._delete(self._keys.defaults(stream, table, slots.tolist()))
+        self._delete(self._keys(stream, "d", table, slots.tolist()))
 
     def owners(self, stream: str, table: str, slots: Tensor) -> Tensor:
-        """Return the raw ids of rows; see :meth:`RowSink.owners`."""
         found = torch.empty_like(slots)
         runs = _runs(slots, _MAX_GAP)
         for first in range(0, len(runs), MAX_BATCH_ROWS):
@@ -212,7 +204,6 @@ class RedisSink(RowSink):
         return found
 
     def set_owners(self, stream: str, table: str, slots: Tensor, owners: Tensor) -> None:
-        """Set the raw ids of rows; see :meth:`RowSink.set_owners`."""
         data, runs = encode_owners(owners), _runs(slots, 0)
         for first in range(0, len(runs), MAX_BATCH_ROWS):
             keys: list[str] = []
@@ -224,17 +215,15 @@ class RedisSink(RowSink):
             self._run("write_ranges", keys, ranges)
 
     def log_owners(self, stream: str, table: str, slots: Tensor, owners: Tensor) -> None:
-        """Append changes of owners to the log; see :meth:`RowSink.log_owners`."""
         for begin in range(0, len(slots), _LOG_ROWS):
             entry = encode_log(slots[begin : begin + _LOG_ROWS], owners[begin : begin + _LOG_ROWS])
-            self._run("log", [self._keys.log(stream, table)], [entry])
+            self._run("log", [self._key(stream, "l", table)], [entry])
 
     def logged_owners(self, stream: str, table: str) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the logged changes of owners; see :meth:`RowSink.logged_owners`."""
         first = 0
         while True:
             with self._server.errors():
-                entries = self._client().lrange(self._keys.log(stream, table), first, first + _LOG_ENTRIES - 1)
+                entries = self._client().lrange(self._key(stream, "l", table), first, first + _LOG_ENTRIES - 1)
             for entry in entries:
                 yield decode_log(entry, table)
             if len(entries) < _LOG_ENTRIES:
@@ -242,16 +231,13 @@ class RedisSink(RowSink):
             first += len(entries)
 
     def finish(self, state: SinkState) -> None:
-        """Store the state after all rows, and make readers read its stream; see :meth:`RowSink.finish`."""
-        self._run("set", [self._keys.state(state.stream), self._keys.current], [state.to_json(), state.stream])
+        self._run("set", [self._key(state.stream, "state"), self._key("current")], [state.to_json(), state.stream])
 
     def settle(self, state: SinkState) -> None:
-        """Clear the log of owners, and store the state; see :meth:`RowSink.settle`."""
-        logs = [self._keys.log(state.stream, table) for table in state.identities]
-        self._run("settle", [self._keys.state(state.stream), *logs], [state.to_json()])
+        logs = [self._key(state.stream, "l", table) for table in state.identities]
+        self._run("settle", [self._key(state.stream, "state"), *logs], [state.to_json()])
 
     def remove(self, stream: str) -> None:
-        """Delete all keys of a stream; see :meth:`RowSink.remove`."""
         if stream == self.current():
             raise InvalidArgumentError("stream", stream, "Call finish() of another stream first: readers read this one")
         state = next((state for state in self.states() if state.stream == stream), None)
@@ -259,20 +245,18 @@ class RedisSink(RowSink):
             return
         for table, spec in state.tables.items():
             for keys in self._held_keys(state, table):
-                self._delete(self._keys.rows(stream, table, keys))
-            self._delete(self._keys.defaults(stream, table, list(state.default_slots.get(table, ()))))
+                self._delete(self._keys(stream, "r", table, keys))
+            self._delete(self._keys(stream, "d", table, state.default_slots.get(table, ())))
             # the map and the log name the rows, so they are deleted after the rows
             if table in state.identities:
                 parts = range(-(-spec.num_rows // _SLOTS_PER_KEY))
-                names = [self._keys.owners(stream, table, part) for part in parts]
-                self._delete([*names, self._keys.log(stream, table)])
-        self._run("forget", [self._keys.streams, self._keys.state(stream)], [stream])
+                self._delete([*self._keys(stream, "o", table, parts), self._key(stream, "l", table)])
+        self._run("forget", [self._key("streams"), self._key(stream, "state")], [stream])
 
     def close(self) -> None:
-        """Stop being the writer, and disconnect; see :meth:`RowSink.close`."""
         if self._redis is not None and os.getpid() == self._pid:
             with suppress(SinkError):  # the end of the connection is enough for the next writer
-                self._run("delete", [self._keys.writer], [])
+                self._run("delete", [self._key("writer")], [])
         self._disconnect()
 
     def _connect(self) -> None:
@@ -282,11 +266,11 @@ class RedisSink(RowSink):
         token = secrets.token_hex(16)
         self._redis.client_setname(token)
         writer = _Writer(token, socket.gethostname(), os.getpid(), self._redis.client_id())
-        held = self._redis.get(self._keys.writer)
+        held = self._redis.get(self._key("writer"))
         if held is not None:
             self._check_writer(held)
         value = msgspec.json.encode(writer)
-        if not self._redis.eval(_TAKE, 1, self._keys.writer, held or b"", value):
+        if not self._redis.eval(_TAKE, 1, self._key("writer"), held or b"", value):
             raise SinkBusyError(self._server.name, "another process, which became it at this moment,")
         self._scripts = {name: self._redis.register_script(_CHECK + text) for name, text in _SCRIPTS.items()}
         self._writer = value
@@ -322,7 +306,7 @@ class RedisSink(RowSink):
             with self._server.errors():
                 # A new connection has another name: the client reconnects silently.
                 return bool(
-                    self._redis.get(self._keys.writer) == self._writer
+                    self._redis.get(self._key("writer")) == self._writer
                     and self._redis.client_getname() == msgspec.json.decode(self._writer, type=_Writer).token
                 )
         except SinkError:
@@ -351,13 +335,13 @@ class RedisSink(RowSink):
         """
         self._client()
         with self._server.errors():
-            is_done = self._scripts[script](keys=[self._keys.writer, *keys], args=[self._writer, *arguments])
+            is_done = self._scripts[script](keys=[self._key("writer"), *keys], args=[self._writer, *arguments])
         if is_done:
             return
         with self._server.errors():
-            is_lost = self._redis.get(self._keys.writer) is None
+            is_lost = self._redis.get(self._key("writer")) is None
         if is_lost:
-            raise SinkError(self._server.name, f"its key {self._keys.writer} was deleted or evicted", _LOST_KEYS)
+            raise SinkError(self._server.name, f"its key {self._key('writer')} was deleted or evicted", _LOST_KEYS)
         remedy = "Stop one of the two writers: a row store has one writer"
         raise SinkBusyError(self._server.name, "another process, which became it meanwhile,").advising(remedy)
 
@@ -374,7 +358,7 @@ class RedisSink(RowSink):
     def _owners_at(self, stream: str, table: str, slot: int) -> tuple[str, int]:
         """Return the key and the offset of the owner of a row."""
         number, place = divmod(slot, _SLOTS_PER_KEY)
-        return self._keys.owners(stream, table, number), place * OWNER_BYTES
+        return self._key(stream, "o", table, number), place * OWNER_BYTES
 
     def _held_keys(self, state: SinkState, table: str) -> Iterator[list[int]]:
         """Yield the ids of all rows of a table that may be stored, in lists of at most 65,536."""
@@ -399,10 +383,3 @@ def _runs(slots: Tensor, max_gap: int) -> list[tuple[int, int]]:
     is_first = (slots[1:] - slots[:-1] > max_gap + 1) | (parts[1:] != parts[:-1])
     edges = [0, *(is_first.nonzero().flatten() + 1).tolist(), len(slots)]
     return list(pairwise(edges))
-
-
-def _text(data: bytes, where: str) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise MalformedSinkError(where, str(error)) from error

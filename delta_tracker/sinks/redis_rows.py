@@ -1,19 +1,26 @@
-"""Reader of a row store in Redis; requires the extra ``redis``.
+"""Reader of a row store in Redis, and the server and keys that it shares with the sink; requires the extra ``redis``.
 
 Notation: ``N`` is the number of ids of a call.
 """
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
 import torch
 from torch import Tensor
 
-from delta_tracker.errors import NO_VERSION, MalformedSinkError, SinkError
-from delta_tracker.sinks.lookup import LookedUp, Lookup, joined
-from delta_tracker.sinks.redis_server import MAX_BATCH_BYTES, MAX_BATCH_ROWS, RedisKeys, RedisServer
+from delta_tracker.errors import NO_VERSION, InvalidArgumentError, MalformedSinkError, MissingExtraError, SinkError
+from delta_tracker.sinks.lookup import LookedUp, Lookup, current_state, joined
 from delta_tracker.sinks.row_sink import SinkState
 from delta_tracker.sinks.stored_values import num_value_bytes
 
+MAX_BATCH_ROWS = 1000
+MAX_BATCH_BYTES = 1 << 20
 _MAX_ATTEMPTS = 20
 
 
@@ -39,9 +46,9 @@ class RedisRows:
 
     def __init__(self, url: str, *, prefix: str = "delta_tracker", timeout_seconds: float = 1) -> None:
         self._server = RedisServer(url, prefix, timeout_seconds)
-        self._keys = RedisKeys(prefix)
+        self._key, self._keys = self._server.key, self._server.keys
         self._redis = self._server.client()
-        self._read: tuple[bytes, SinkState] | None = None  # the last state and its JSON
+        self._known: SinkState | None = None  # the last state
 
     def state(self) -> SinkState:
         """Return the state of the stream that readers read.
@@ -52,12 +59,13 @@ class RedisRows:
         """
         for _ in range(_MAX_ATTEMPTS):
             with self._server.errors():
-                current = self._redis.get(self._keys.current)
+                current = self._redis.get(self._key("current"))
                 if current is None:
                     raise SinkError(self._server.name, *NO_VERSION)
-                data = self._redis.get(self._keys.state(_stream(current)))
+                data = self._redis.get(self._key(text_of(current, "its current stream"), "state"))
             if data is not None:
-                return self._parsed(data)
+                self._known = current_state(data)
+                return self._known
         raise MalformedSinkError("its current stream", "it has no state")
 
     def rows(self, table: str, ids: Tensor) -> LookedUp:
@@ -77,7 +85,7 @@ class RedisRows:
             found = self._rows(table, ids)
             if found is not None:
                 return found
-            self._read = None
+            self._known = None
         reason = f"its stream changed during {_MAX_ATTEMPTS} lookups in a row"
         raise SinkError(self._server.name, reason, "Call rows() again")
 
@@ -87,8 +95,7 @@ class RedisRows:
 
     def _rows(self, table: str, ids: Tensor) -> LookedUp | None:
         """Return rows; None if the stream or its buckets changed meanwhile."""
-        read = self._read
-        state = self.state() if read is None else read[1]
+        state = self._known or self.state()
         Lookup(state, table, ids)  # checks all ids before the first batch
         count = max(1, min(MAX_BATCH_ROWS, MAX_BATCH_BYTES // num_value_bytes(state.tables[table])))
         parts: list[LookedUp] = []
@@ -102,35 +109,96 @@ class RedisRows:
     def _batch(self, state: SinkState, table: str, ids: Tensor) -> LookedUp | None:
         lookup = Lookup(state, table, ids)
         names = [
-            self._keys.current,
-            self._keys.state(state.stream),
-            *self._keys.rows(state.stream, table, ids.tolist()),
-            *self._keys.defaults(state.stream, table, lookup.defaults),
+            self._key("current"),
+            self._key(state.stream, "state"),
+            *self._keys(state.stream, "r", table, ids.tolist()),
+            *self._keys(state.stream, "d", table, lookup.defaults),
         ]
         with self._server.errors():
             current, data, *stored = self._redis.mget(names)
-        if current is None or _stream(current) != state.stream:
+        if current is None or text_of(current, "its current stream") != state.stream:
             return None
-        if data is None:
-            raise MalformedSinkError("its current stream", "it has no state")
-        newest = self._parsed(data)
+        newest = self._known = current_state(data)
         if newest.identities != state.identities or newest.tables != state.tables:
             return None  # other default rows may be needed
-        defaults = dict(zip(lookup.defaults, stored[len(ids) :], strict=True))
-        return Lookup(newest, table, ids).decode(stored[: len(ids)], defaults.get)
-
-    def _parsed(self, data: bytes) -> SinkState:
-        """Return a state, which is parsed only if it differs from the last one."""
-        read = self._read
-        if read is not None and read[0] == data:
-            return read[1]
-        state = SinkState.from_json(data)
-        self._read = data, state
-        return state
+        return Lookup(newest, table, ids).decode(stored[: len(ids)], stored[len(ids) :])
 
 
-def _stream(data: bytes) -> str:
+class RedisServer:
+    """Redis server of a row store: builds clients, names keys, and translates errors.
+
+    Args:
+        url: ``redis://host:port/db``, ``rediss://...`` or ``unix://...``.
+        prefix: beginning of all keys.
+        timeout_seconds: timeout of a connection, and of each response.
+
+    Raises:
+        InvalidArgumentError: for an invalid URL, an empty prefix, or a timeout that is not positive.
+        MissingExtraError: if the package ``redis`` is not installed.
+
+    Attributes:
+        name: URL and prefix without the password, for error messages.
+    """
+
+    def __init__(self, url: str, prefix: str, timeout_seconds: float) -> None:
+        parts = urlsplit(str(url))
+        if parts.scheme not in ("redis", "rediss", "unix"):
+            # the URL may contain a password, so the error does not show it
+            raise InvalidArgumentError("url", "...", "Write it as redis://host:port/db, rediss://... or unix://...")
+        if not prefix:
+            raise InvalidArgumentError("prefix", prefix, "Pass a text that is not empty")
+        if not timeout_seconds > 0:
+            raise InvalidArgumentError("timeout_seconds", timeout_seconds, "Pass a positive number of seconds")
+        try:
+            self._redis: Any = importlib.import_module("redis")
+        except ModuleNotFoundError as error:
+            raise MissingExtraError("redis", "redis") from error
+        self._url = url
+        self._prefix = prefix
+        self._timeout_seconds = timeout_seconds
+        location = f"{parts.hostname or ''}{f':{parts.port}' if parts.port else ''}{parts.path}"
+        self.name = f"{parts.scheme}://{location}?prefix={prefix}"
+        self.client().close()  # checks the URL
+
+    def client(self, *, is_single: bool = False) -> Any:  # noqa: ANN401  the package is optional
+        """Return a client, which connects at its first command and does not retry.
+
+        Args:
+            is_single: True for one connection, which is not safe for use by several threads.
+        """
+        try:
+            return self._redis.Redis.from_url(
+                self._url,
+                single_connection_client=is_single,
+                socket_timeout=self._timeout_seconds,
+                socket_connect_timeout=self._timeout_seconds,
+                socket_keepalive=True,
+                retry=self._redis.retry.Retry(self._redis.backoff.NoBackoff(), 0),
+            )
+        except (ValueError, TypeError) as error:
+            raise InvalidArgumentError("url", "...", "Write it as redis://host:port/db") from error
+
+    def key(self, *parts: str | int) -> str:
+        """Return the key with some parts after the prefix."""
+        return ":".join([self._prefix, *map(str, parts)])
+
+    def keys(self, stream: str, kind: str, table: str, ids: Iterable[int]) -> list[str]:
+        """Return the keys of rows (``kind`` is ``r``), default rows (``d``), or parts of the map of owners (``o``)."""
+        begin = self.key(stream, kind, table)
+        return [f"{begin}:{each}" for each in ids]
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Raise errors of the client and of the server as SinkError."""
+        try:
+            yield
+        except self._redis.RedisError as error:
+            raise SinkError(self.name, str(error) or type(error).__name__) from error
+
+
+def text_of(data: bytes, where: str) -> str:
+    """Return stored text. Raise MalformedSinkError if ``where`` has something else."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise MalformedSinkError("its current stream", str(error)) from error
+        raise MalformedSinkError(where, str(error)) from error

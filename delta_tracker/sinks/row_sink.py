@@ -6,7 +6,7 @@ Notation: ``N`` is the number of rows of a call, ``D`` the number of columns of 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Protocol, Self, runtime_checkable
 
 import msgspec
@@ -48,6 +48,10 @@ class _StoredState(msgspec.Struct, forbid_unknown_fields=True):
     applying_generation: _Count | None = None
     pin: _Count = 0
     release: _Count = 0
+
+    def __post_init__(self) -> None:
+        if self.format != _FORMAT:
+            raise ValueError(f"format {self.format} is unknown")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,28 +128,12 @@ class SinkState:
 
     def to_json(self) -> bytes:
         """Return the state as JSON."""
-        stored = _StoredState(
-            format=_FORMAT,
-            stream=self.stream,
-            version=self.version,
-            xxh3=self.xxh3,
-            generation=self.generation,
-            created=self.created,
-            pin=self.pin,
-            release=self.release,
-            applying=self.applying,
-            applying_xxh3=self.applying_xxh3,
-            applying_generation=self.applying_generation,
-            is_mixed=self.is_mixed,
-            is_settling=self.is_settling,
-            tables={
-                fqn: _StoredTable(table.num_rows, table.dim, _DTYPE_NAMES[table.dtype])
-                for fqn, table in self.tables.items()
-            },
-            identities=dict(self.identities),
-            default_slots={fqn: tuple(slots) for fqn, slots in self.default_slots.items()},
-        )
-        return msgspec.json.encode(stored)
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        values["tables"] = {
+            fqn: _StoredTable(table.num_rows, table.dim, _DTYPE_NAMES[table.dtype])
+            for fqn, table in self.tables.items()
+        }
+        return msgspec.json.encode({"format": _FORMAT, **values})
 
     @classmethod
     def from_json(cls, data: bytes) -> Self:
@@ -155,32 +143,14 @@ class SinkState:
             MalformedSinkError: if ``data`` is invalid, or was written by a newer version of the library.
         """
         try:
-            stored = msgspec.json.decode(data, type=_StoredState)
-            if stored.format != _FORMAT:
-                raise MalformedSinkError("its state", f"format {stored.format} is unknown")
-            return cls(
-                stream=stored.stream,
-                version=stored.version,
-                xxh3=stored.xxh3,
-                generation=stored.generation,
-                created=stored.created,
-                pin=stored.pin,
-                release=stored.release,
-                applying=stored.applying,
-                applying_xxh3=stored.applying_xxh3,
-                applying_generation=stored.applying_generation,
-                is_mixed=stored.is_mixed,
-                is_settling=stored.is_settling,
-                tables={
-                    fqn: TableSpec(fqn, table.num_rows, table.dim, _DTYPES[table.dtype])
-                    for fqn, table in stored.tables.items()
-                },
-                identities=stored.identities,
-                default_slots=stored.default_slots,
-            )
+            values = msgspec.structs.asdict(msgspec.json.decode(data, type=_StoredState))
+            del values["format"]
+            values["tables"] = {
+                fqn: TableSpec(fqn, table.num_rows, table.dim, _DTYPES[table.dtype])
+                for fqn, table in values["tables"].items()
+            }
+            return cls(**values)
         except (ValueError, KeyError) as error:
-            if isinstance(error, MalformedSinkError):
-                raise
             raise MalformedSinkError("its state", str(error)) from error
 
 
