@@ -12,6 +12,6 @@ Then ``plan.py`` writes the model, with ``targets.py`` for the rows and their op
 states of the user's objects. ``random_states.py`` saves and restores the global random generators.
 
 ``standby.py`` is a job that takes the place of another one. Its ranks write rows with ``following.py``, and a takeover
-ends with the restore of the rest. ``streams.py`` decides on rank 0 when to take over, and claims the streams.
-``standby_gauges.py`` has the metrics.
+ends with the restore of the rest. ``streams.py`` decides on rank 0 when to take over, claims the streams, and has the
+metrics.
 """

@@ -36,8 +36,7 @@ from delta_tracker.recovery.job import LocalJob
 from delta_tracker.recovery.path import recovery_path
 from delta_tracker.recovery.plan import check_model
 from delta_tracker.recovery.restore import Restoration, Restored
-from delta_tracker.recovery.standby_gauges import StandbyGauges
-from delta_tracker.recovery.streams import GONE, RecoveryStream, ServingStreams
+from delta_tracker.recovery.streams import GONE, RecoveryStream, ServingStreams, StandbyGauges
 from delta_tracker.sharding.interrupted import mark_following, unmark
 from delta_tracker.stream.claimed import ClaimedStream
 from delta_tracker.stream.format.manifest import Manifest

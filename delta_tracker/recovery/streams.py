@@ -1,7 +1,4 @@
-"""Streams of a trainer, as its standby sees them: :class:`RecoveryStream` and :class:`ServingStreams`.
-
-Neither makes a collective call.
-"""
+"""Streams of a trainer, as its standby sees them, and the metrics of the standby. None makes a collective call."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from delta_tracker import errors
 from delta_tracker.errors import (
     FencedError,
     InvalidArgumentError,
@@ -19,7 +17,7 @@ from delta_tracker.errors import (
     StorageError,
     StreamReplacedError,
 )
-from delta_tracker.recovery.standby_gauges import StandbyGauges
+from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.recovery.training_states import TrainingStates
 from delta_tracker.stream.format.manifest import Link, Manifest
 from delta_tracker.stream.liveness import Liveness, Signs
@@ -33,6 +31,56 @@ _logger = logging.getLogger(__name__)
 GONE = "Check the url, mount or restore its store, and call again"
 _ATTEMPTS = 100  # claims of a stream that may be lost to versions of the former publisher
 _MIN_HEARTBEATS = 3  # a silence below this number of heartbeats is logged
+_FAILURES = (
+    errors.CorruptPartError,
+    errors.FencedError,
+    errors.InvalidArgumentError,
+    errors.MalformedError,
+    errors.MissingVersionError,
+    errors.ModelMismatchError,
+    errors.NotRecoverableError,
+    errors.RankLostError,
+    errors.ReservedConsumerError,
+    errors.RestoreFailedError,
+    errors.RestoreMismatchError,
+    errors.StorageError,
+    errors.StreamReplacedError,
+    errors.UnsupportedModelError,
+)
+_OTHER = "other"  # reason of an error of another class
+
+
+class StandbyGauges:
+    """Metrics of one standby. Rank 0 records the version, the lag and the takeovers of all ranks."""
+
+    def __init__(self, recorder: Recorder, *, is_first: bool) -> None:
+        self._recorder = recorder
+        for reason in (*(failure.__name__ for failure in _FAILURES), _OTHER):  # alerts then see the first one
+            recorder.takeover_failures.cell(reason=reason)
+        if is_first:
+            recorder.takeovers.cell()
+
+    def saw(self, version: int | None, head: Manifest) -> None:
+        """Record the version and the lag behind the newest entry."""
+        if version is not None:
+            self._recorder.standby_version.set(version)
+        self._recorder.standby_lag_versions.set(head.version - (-1 if version is None else version))
+
+    def took_over(self, seconds: float) -> None:
+        """Count a takeover, and remove the gauges."""
+        for gauge in (self._recorder.standby_version, self._recorder.standby_lag_versions):
+            gauge.remove()
+        self._recorder.takeovers.cell().add(1)
+        self._recorder.takeover_seconds.cell().add(seconds)
+
+    def failed(self, error: Exception) -> None:
+        """Count a takeover that failed after the claim."""
+        reason = next((failure.__name__ for failure in _FAILURES if isinstance(error, failure)), _OTHER)
+        self._recorder.takeover_failures.cell(reason=reason).add(1)
+
+    def close(self) -> None:
+        """Remove the gauges."""
+        self._recorder.close()
 
 
 class RecoveryStream:

@@ -9,7 +9,7 @@ import pytest
 from delta_tracker.errors import StreamError
 from delta_tracker.monitor import Monitor
 from delta_tracker.monitor.recorder import Recorder
-from delta_tracker.recovery.standby_gauges import StandbyGauges
+from delta_tracker.recovery.streams import StandbyGauges
 from tests.ranks import RankPool
 from tests.recovery.test_restore import spec
 from tests.sweeps import SWEEPS_ARE_WHOLE
