@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import cast
 
@@ -14,10 +14,17 @@ from torch import Tensor, nn
 from delta_tracker.arguments import check_count, check_switch
 from delta_tracker.errors import InvalidArgumentError, ModelMismatchError
 from delta_tracker.predictor.identities import OwnerChange
-from delta_tracker.predictor.names import NameChoice, Names
 from delta_tracker.predictor.placement import Chunk, Placement, place
-from delta_tracker.predictor.raw_id_maps import check_hidden, check_indexes, check_maps, find_maps
-from delta_tracker.predictor.targets import check_targets, find_targets, renamed, table_names
+from delta_tracker.predictor.targets import (
+    check_hidden,
+    check_indexes,
+    check_maps,
+    check_targets,
+    find_maps,
+    find_targets,
+    renamed,
+    table_names,
+)
 from delta_tracker.raw_ids import NO_OWNER, RawIdMap, check_owners
 from delta_tracker.raw_ids.index import RawIdIndex
 from delta_tracker.row_target import WRITABLE, RowTarget, obstacle_of
@@ -33,6 +40,7 @@ _logger = logging.getLogger(__name__)
 _DENSE = "dense tensor"
 
 Model = nn.Module | Mapping[str, Tensor | RowTarget]
+NameChoice = Mapping[str, str] | Callable[[str], str]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +89,50 @@ class ModelTarget:
         if not isinstance(raw_ids, Mapping) or not all(isinstance(each, RawIdIndex) for each in raw_ids.values()):
             raise InvalidArgumentError("raw_ids", raw_ids, "Pass a mapping of table name in the stream to RawIdIndex")
         check_count("chunk_rows", self.chunk_rows)
+
+
+class Names:
+    """Rule that gives the name in the model for a name in the stream, by the ``names`` of a :class:`ModelTarget`.
+
+    A whole name wins over a prefix, a longer prefix over a shorter one, and all other names are equal on both sides.
+    ``known`` has the names of the tables and tensors of the model. ``depends_on_stream`` is False if :meth:`of` returns
+    the same names for every stream.
+    """
+
+    def __init__(self, choice: NameChoice, known: Collection[str]) -> None:
+        self._function: Callable[[str], str] | None = None
+        self._whole: dict[str, str] = {}
+        self._prefixes: list[tuple[str, str]] = []
+        if not isinstance(choice, Mapping):
+            self._function, self.depends_on_stream = choice, True
+            return
+        for name, own in choice.items():
+            is_prefix = not name or name.endswith(".")
+            if not (any(each.startswith(own) for each in known) if is_prefix else own in known):
+                raise InvalidArgumentError("names", own, f"Pass names of the model: {sorted(known)}")
+            if is_prefix:
+                self._prefixes.append((name, own))
+            else:
+                self._whole[name] = own
+        self._prefixes.sort(key=lambda pair: len(pair[0]), reverse=True)
+        self.depends_on_stream = bool(self._prefixes)
+
+    def of(self, names: Iterable[str]) -> dict[str, str]:
+        """Return name in the stream to name in the model, for those of ``names`` that differ and all whole names."""
+        if not self.depends_on_stream:
+            return self._whole
+        return {name: own for name in names if (own := self._own(name)) != name} | self._whole
+
+    def _own(self, name: str) -> str:
+        if self._function is not None:
+            own: object = self._function(name)
+            if not isinstance(own, str):
+                raise InvalidArgumentError("names", own, f"Return a name in the model for {name!r}")
+            return own
+        for prefix, replacement in self._prefixes:
+            if name.startswith(prefix):
+                return replacement + name[len(prefix) :]
+        return name
 
 
 class ServedModel:

@@ -12,7 +12,7 @@ from torch import nn
 
 from delta_tracker import ModelDeltaTracker, ModelTarget, Predictor, Publisher, Storage
 from delta_tracker.errors import InvalidArgumentError
-from delta_tracker.predictor.names import Names
+from delta_tracker.predictor.served_model import Names
 
 
 def _model(name: str, *, wraps: bool = False) -> nn.Module:
