@@ -70,7 +70,9 @@ class Recorder(Source):
         """
         if metric.startswith("_"):
             raise AttributeError(metric)
-        return BoundStat(getattr(self.monitor.metrics, metric), self.label)
+        bound = BoundStat(getattr(self.monitor.metrics, metric), self.label)
+        setattr(self, metric, bound)  # found without this method from now on
+        return bound
 
     def watch(self, record: Callable[[Any], None]) -> None:
         """Call ``record(owner)`` once per collection, in a thread of the library, while the owner is alive."""
