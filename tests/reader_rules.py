@@ -1,4 +1,4 @@
-"""Rules of a reader and steps between its states: ``python -m tests.reader_rules`` writes the table in FLEET.md."""
+"""Rules of a reader and steps between its states, as FLEET.md has them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,10 @@ Step = tuple[str, str, Rule]
 """State before a decision, state after it, and its rule."""
 
 
-def markdown() -> str:
-    """Return the table of the rules."""
-    rows = [f"| `{rule.name}` | {rule.when} | {rule.does} | {rule.shown} |\n" for rule in Rule]
-    return "".join(["| rule | when | the predictor | shown |\n", "|---|---|---|---|\n", *rows])
-
-
-def table() -> str:
-    """Return the table in the document."""
-    return _FLEET.read_text().partition(_BEGIN)[2].partition(_END)[0]
+def table() -> list[tuple[str, str]]:
+    """Return the rules in the table of the document, each with its condition."""
+    rows = _FLEET.read_text().partition(_BEGIN)[2].partition(_END)[0].splitlines()[2:]
+    return [(name.strip(" `"), when.strip()) for _, name, when, *_ in (row.split("|") for row in rows)]
 
 
 def steps() -> set[Step]:
@@ -31,13 +26,3 @@ def steps() -> set[Step]:
     diagram = re.findall(r"```mermaid\n(.*?)```", _FLEET.read_text(), flags=re.DOTALL)
     arrows = _ARROW.findall("".join(diagram))
     return {(before, after, Rule[name]) for before, after, names in arrows for name in names.split(", ")}
-
-
-def main() -> None:
-    """Write the table into the document."""
-    before, _, rest = _FLEET.read_text().partition(_BEGIN)
-    _FLEET.write_text(before + _BEGIN + markdown() + _END + rest.partition(_END)[2])
-
-
-if __name__ == "__main__":
-    main()

@@ -23,13 +23,11 @@ from delta_tracker.errors import (
     kind_of,
     unraised,
 )
-from delta_tracker.predictor.gauges import PredictorGauges
 from delta_tracker.predictor.heartbeats import Heartbeats
 from delta_tracker.predictor.polling import GapChecks, PollSchedule, jittered
-from delta_tracker.predictor.version_writer import VersionWriter
+from delta_tracker.predictor.reader import Reader
 from delta_tracker.stream.interruption import Interrupted, check, interruptible
 from delta_tracker.stream.notify.notifier import Hints, Notifier
-from delta_tracker.stream.reading.reader import Reader
 from delta_tracker.stream.reading.runtime import Runtime
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.stream.storage.url import default_poll_seconds
@@ -85,21 +83,11 @@ class Follower:
         error: error, without a traceback, that ended the thread or that of the last attempt; None if there is none.
     """
 
-    def __init__(
-        self,
-        reader: Reader,
-        writer: VersionWriter,
-        lock: threading.Lock,
-        *,
-        heartbeats: Heartbeats | None,
-        gauges: PredictorGauges,
-    ) -> None:
+    def __init__(self, reader: Reader, lock: threading.Lock, heartbeats: Heartbeats | None) -> None:
         self.error: Exception | None = None
         self._reader = reader
-        self._writer = writer
         self._lock = lock
         self._heartbeats = heartbeats
-        self._gauges = gauges
         self._runtime = reader.runtime
         # Held while the thread is started or stopped. Reentrant, because a signal handler may then call stop().
         self._control = threading.RLock()
@@ -116,7 +104,8 @@ class Follower:
     @property
     def current_error(self) -> Exception | None:
         """Value of :attr:`error`, or else the error of the version that the gate holds."""
-        return self.error or (None if self._writer.gate is None else self._writer.gate.held)
+        gate = self._reader.writer.gate
+        return self.error or (None if gate is None else gate.held)
 
     @property
     def poll_seconds(self) -> float | None:
@@ -286,7 +275,7 @@ class Follower:
             _logger.info("the newest version was not checked before follow(): %s", error)
             return
         for manifest in newest:
-            self._writer.destination.resolve(manifest)
+            self._reader.writer.destination.resolve(manifest)
 
     @contextmanager
     def _held_lock(self) -> Iterator[None]:
@@ -300,7 +289,7 @@ class Follower:
     def _turn(self, run: _Run) -> None:
         """Poll once, and write a heartbeat if one is due. If no version was applied, wait for the next poll or hint."""
         runtime, schedule, hints = self._runtime, run.schedule, run.hints
-        has_moved = self._survives(run, lambda: self._look(run))
+        has_moved = self._survives(run, lambda: self._poll(run))
         self._survives(run, self._beat)
         if has_moved:
             schedule.moved()
@@ -325,7 +314,7 @@ class Follower:
             if left > _BEAT_SECONDS:
                 self._survives(run, self._beat)
 
-    def _look(self, run: _Run) -> bool:
+    def _poll(self, run: _Run) -> bool:
         """Apply the next version and return True. Return False if there is none."""
         # An error may have been found by a gap check. Only another one can show that it no longer exists.
         looks_for_gap = self.error is not None or run.gaps.is_due
@@ -367,7 +356,7 @@ class Follower:
         is_new = self.error is None or kind_of(error) != kind_of(self.error)
         if is_new and not isinstance(error, HeldVersionError):
             _logger.warning("predictor failed and retries: %s", _described(error))
-        self._gauges.failed_to_follow(error)
+        self._reader.gauges.failed_to_follow(error)
         self.error = unraised(error)
 
 

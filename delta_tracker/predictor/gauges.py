@@ -1,4 +1,4 @@
-"""Metrics of a predictor."""
+"""Metrics of a predictor, and the age of the rows that it serves."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from contextlib import suppress
 
 from delta_tracker.errors import CorruptPartError, StorageError, StreamError
 from delta_tracker.monitor.recorder import Recorder
-from delta_tracker.predictor.served_age import ServedAge
 from delta_tracker.predictor.status import Status
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.reading.position import Position
-from delta_tracker.stream.reading.runtime import Runtime
+from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.storage.url import shown_url
+from delta_tracker.stream.store_clock import COARSE_SECONDS
 
 # A store that takes longer to show the lag does not answer.
 _PATIENCE_SECONDS = 10.0
@@ -111,10 +111,6 @@ class PredictorGauges:
         """Count objects that were read past an HTTP cache after a fault."""
         self._recorder.past_cache_reads.cell().add(num_objects)
 
-    def looks(self, rested: tuple[int, float] | None) -> None:
-        """Note the version after which the last look found no entry, and the monotonic time of that look."""
-        self.age.rested = rested
-
     def rests(self, log: StreamLog, position: Position | None) -> None:
         """Read the entry of a loaded position once, from which the age of the rows is known. Errors are ignored."""
         if self.served is not None or position is None:
@@ -161,3 +157,48 @@ class PredictorGauges:
         if lag is None or (asked is not None and self._monotonic() - asked > _PATIENCE_SECONDS):
             return None
         return lag[place]
+
+
+class ServedAge:
+    """Estimate of the age of a served version, by the store's clock.
+
+    As in :class:`~delta_tracker.stream.store_clock.StoreClock`, this host's clock is used until the modification times
+    of entries contradict it: the store's time is not before that of an entry that exists, and an entry that did not
+    exist at a look was modified after it. The estimate is exact to the time between two looks, plus one second.
+
+    Attributes:
+        rested: version after which the last look found no entry, and the monotonic time at which it began; None if it
+            found one.
+        skew_seconds: this host's clock minus the store's; 0 unless the entries contradict this host's clock.
+    """
+
+    def __init__(self, runtime: Runtime = REAL) -> None:
+        self._clock, self._monotonic = runtime.clock, runtime.monotonic
+        self._low, self._high = -float("inf"), float("inf")  # bounds of the store's clock minus this host's
+        self.rested: tuple[int, float] | None = None
+        self.skew_seconds = 0.0
+
+    def applied(self, manifest: Manifest) -> None:
+        """Compare this host's clock with the time at which an applied version was committed."""
+        modified, rested = manifest.modified, self.rested
+        if modified is None or manifest.merges is not None:
+            return
+        now = self._clock()
+        low = modified - now
+        self._low = max(self._low, low)
+        if rested is not None and rested[0] == manifest.version - 1:
+            looked = now - (self._monotonic() - rested[1])
+            self._high = min(self._high, modified + COARSE_SECONDS - looked)
+        if self._low > self._high:  # a clock was set
+            self._low, self._high = low, float("inf")
+        self.skew_seconds = 0.0 - min(max(0.0, self._low), self._high)
+
+    def seconds(self, manifest: Manifest) -> float:
+        """Return the seconds since a version was committed, or copied by a mirror; for a merged one, since its cut."""
+        since = manifest.committed if manifest.merges is None else min(manifest.cut, manifest.committed)
+        return max(0.0, self._clock() - self.skew_seconds - since)
+
+    def event_seconds(self, manifest: Manifest) -> float | None:
+        """Return the time since the event time of a version, at least 0; None if it has none."""
+        event_time = manifest.event_time
+        return None if event_time is None else max(0.0, self._clock() - self.skew_seconds - event_time)

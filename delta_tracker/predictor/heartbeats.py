@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from delta_tracker.errors import InvalidArgumentError, StreamError
+from delta_tracker.predictor.reader import Reader
 from delta_tracker.predictor.status import error_text
 from delta_tracker.stream.heartbeat import Pulse
-from delta_tracker.stream.reading.reader import Reader
 from delta_tracker.stream.storage.storage import Location, open_storage
 
 
@@ -52,12 +52,13 @@ def lag(reader: Reader, poll_seconds: float | None = None) -> tuple[int, float] 
     Returns None if the store cannot be read, or if its log ends before the last applied version. With ``poll_seconds``,
     the interval between two polls, sends no request if one of the last two polls found no version.
     """
-    version, rested = reader.version, reader.lag.rested
+    version, source = reader.version, reader.source
+    rested = source.lag.rested
     if poll_seconds is not None and rested is not None:
         is_recent = reader.runtime.monotonic() - rested[1] <= 2 * poll_seconds + 1.0
         if rested[0] == version and is_recent:
             return 0, 0.0
     try:
-        return reader.lag.of(reader.source.log, version)
+        return source.lag.of(source.log, version)
     except StreamError:
         return None

@@ -17,16 +17,22 @@ from delta_tracker.predictor.placement import Chunk, Placement
 from delta_tracker.predictor.served_model import ModelTarget, Receiver, ServedModel
 from delta_tracker.predictor.status import Served
 from delta_tracker.predictor.table_fence import TableFence
-from delta_tracker.predictor.version_writer import replaces
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.manifest import Manifest
-from delta_tracker.stream.reading.orders import Followed
-from delta_tracker.stream.reading.position import Position, Rows
+from delta_tracker.stream.reading.orders import SavedOrder
+from delta_tracker.stream.reading.position import Position, Rows, replaces
 from delta_tracker.types import Identity
 
 
 class ModelWriter(Forkable):
-    """Writer of versions to one model."""
+    """Writer of versions to one model.
+
+    The methods are called in one thread at a time, except :meth:`reading`. Any thread may read the attributes.
+
+    Attributes:
+        manifest: manifest of the last applied snapshot or delta; None before the first.
+        identities: table FQN to the buckets by which unknown raw ids are routed now.
+    """
 
     def __init__(self, target: ModelTarget, gauges: PredictorGauges) -> None:
         self.manifest: Manifest | None = None
@@ -37,7 +43,7 @@ class ModelWriter(Forkable):
         # After the last complete version; its rows are ahead until a snapshot replaces those that were saved with it.
         self._position: Position | None = None
         self._is_mixed = False
-        self._followed: Followed | None = None
+        self._followed: SavedOrder | None = None
         self._begun: Manifest | None = None  # newest version that may be partly written
         self._applying: int | None = None  # last version of which rows were written, until it is complete
         self._is_torn = False
@@ -73,11 +79,11 @@ class ModelWriter(Forkable):
                 self.fence.leave_reading(streams)
 
     @property
-    def followed(self) -> Followed | None:
+    def followed(self) -> SavedOrder | None:
         """Last order that was followed; that of the loaded state before the first."""
         return self._followed
 
-    def follow(self, followed: Followed) -> None:
+    def follow(self, followed: SavedOrder) -> None:
         """Return an order that was followed in the next :meth:`state_dict`."""
         self._followed = followed
 
@@ -96,7 +102,11 @@ class ModelWriter(Forkable):
         return replaces(manifest, begun.link, begun.generation)
 
     def write(self, receiver: Receiver, contents: Contents, *, is_elsewhere: bool) -> None:
-        """Write a version to ``receiver``; see :meth:`Destination.write`."""
+        """Check a version and write it to ``receiver``, and advance the position when it is complete.
+
+        If it is no successor of the applied version (``is_elsewhere``) and its write is interrupted, only the same
+        version or a snapshot can be applied next.
+        """
         manifest = contents.manifest
         identities = identities_after(manifest, self.identities)
         placements = receiver.place(contents)
@@ -109,7 +119,10 @@ class ModelWriter(Forkable):
         with self.lock.writing():
             self.fence.cover(receiver.devices)
             self._is_mixed = self._is_mixed or is_elsewhere
-            self.begin(manifest)
+            begun = self._begun
+            if begun is None or begun.stream != manifest.stream or begun.version <= manifest.version:
+                self._begun = manifest
+            self._applying = manifest.version
             if changes:
                 self._unmap(changes, default_rows)
         self.write_rows(placements)
@@ -129,13 +142,6 @@ class ModelWriter(Forkable):
                 self.manifest, self.identities = manifest, identities
             self._is_mixed = False
         self._gauges.applied(manifest)
-
-    def begin(self, manifest: Manifest) -> None:
-        """Record that rows of a version are about to be written."""
-        begun = self._begun
-        if begun is None or begun.stream != manifest.stream or begun.version <= manifest.version:
-            self._begun = manifest
-        self._applying = manifest.version
 
     def write_rows(self, placements: Iterable[Placement]) -> None:
         """Write rows chunk by chunk, between lookups."""
@@ -237,9 +243,9 @@ def _identities(state: dict[str, str | int]) -> dict[str, Identity]:
         raise InvalidArgumentError("state", text, "Pass what state_dict() returned") from error
 
 
-def _followed(state: dict[str, str | int]) -> Followed | None:
+def _followed(state: dict[str, str | int]) -> SavedOrder | None:
     """Take the order that was followed out of a saved state. Raise InvalidArgumentError if it is invalid."""
-    found = [Followed(kind, state.pop(kind)) for kind in ("pin", "release") if kind in state]  # type: ignore[arg-type]
+    found = [SavedOrder(kind, state.pop(kind)) for kind in ("pin", "release") if kind in state]  # type: ignore[arg-type]
     if any(type(each.counter) is not int or each.counter < 1 for each in found) or len(found) > 1:
         raise InvalidArgumentError("state", state, "Pass what state_dict() returned")
     return found[0] if found else None

@@ -20,6 +20,7 @@ from delta_tracker.predictor.gate import Gate, GateKeeper
 from delta_tracker.predictor.gauges import PredictorGauges
 from delta_tracker.predictor.heartbeats import Heartbeats, lag
 from delta_tracker.predictor.model_writer import ModelWriter
+from delta_tracker.predictor.reader import Reader
 from delta_tracker.predictor.served_model import Model, ModelTarget
 from delta_tracker.predictor.sink_writer import SinkWriter
 from delta_tracker.predictor.status import Served, Status, error_text
@@ -29,8 +30,8 @@ from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.host_cache import HostCache
 from delta_tracker.stream.notify.notifier import Notifier
 from delta_tracker.stream.reading.canary import Canary
-from delta_tracker.stream.reading.decisions import FAULTS, Policy
-from delta_tracker.stream.reading.reader import Reader
+from delta_tracker.stream.reading.decisions import FAULTS
+from delta_tracker.stream.reading.orders import Policy
 from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.reading.sources import Sources
 from delta_tracker.stream.storage.storage import Location, Storage
@@ -152,11 +153,7 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         )
         self._syncing = threading.Lock()  # held while the version changes
         self._follower = Follower(
-            self._reader,
-            writer,
-            self._syncing,
-            heartbeats=None if name is None else Heartbeats(self._reader, name, heartbeats),
-            gauges=self._gauges,
+            self._reader, self._syncing, None if name is None else Heartbeats(self._reader, name, heartbeats)
         )
         protect(self)
         self._gauges.begin(self._reader.storage.url, FAULTS)

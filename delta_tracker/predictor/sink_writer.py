@@ -32,15 +32,14 @@ from delta_tracker.predictor.identities import VersionOwners, identities_after, 
 from delta_tracker.predictor.placement import Placement
 from delta_tracker.predictor.served_model import Receiver
 from delta_tracker.predictor.status import Served
-from delta_tracker.predictor.version_writer import replaces
 from delta_tracker.raw_ids import NO_OWNER, default_rows
 from delta_tracker.row_target import RowTarget
 from delta_tracker.sinks.row_sink import RowSink, SinkState
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.manifest import Link, Manifest
 from delta_tracker.stream.interruption import check
-from delta_tracker.stream.reading.orders import Followed
-from delta_tracker.stream.reading.position import Position, Rows
+from delta_tracker.stream.reading.orders import SavedOrder
+from delta_tracker.stream.reading.position import Position, Rows, replaces
 from delta_tracker.types import Identity, TableSpec
 
 _logger = logging.getLogger(__name__)
@@ -80,14 +79,14 @@ class SinkWriter(Forkable):
         return held if state.applying is None else replace(held, rows=Rows.AHEAD)
 
     @property
-    def followed(self) -> Followed | None:
+    def followed(self) -> SavedOrder | None:
         """Last order that was followed, as it is stored with the position."""
         state = self._state
         if state is None or not (state.pin or state.release):
             return None
-        return Followed("pin", state.pin) if state.pin else Followed("release", state.release)
+        return SavedOrder("pin", state.pin) if state.pin else SavedOrder("release", state.release)
 
-    def follow(self, followed: Followed) -> None:
+    def follow(self, followed: SavedOrder) -> None:
         """Store with the position which order was followed."""
         held = self._state
         if held is None or held.applying is not None or held.is_settling or followed == self.followed:
@@ -149,7 +148,7 @@ class SinkWriter(Forkable):
         return replaces(manifest, Link(held.applying, held.applying_xxh3), generation)
 
     def write(self, receiver: Receiver, contents: Contents, *, is_elsewhere: bool) -> None:
-        """Write a version; see :meth:`Destination.write`."""
+        """Write a version; see :meth:`ModelWriter.write`."""
         manifest = contents.manifest
         former, held = self._state, self._held(manifest)
         identities = identities_after(manifest, {} if held is None else held.identities)

@@ -1,12 +1,11 @@
 """Restore the complete state of a training job from a stream. Read ``restore.py`` first: it has the steps of a restore.
 
-Before anything is written, ``path.py`` finds the entries to apply, a snapshot and the versions after it, and
-``plan.py`` compares them with the job:
+Before anything is written, ``path.py`` finds the entries to apply, a snapshot and the versions after it, and the rows
+that are pending for the consumers of the tracker afterwards. ``plan.py`` compares the entries with the job:
 
 - ``training_states.py`` reads the training states of the ranks.
 - ``job.py`` describes the job on this rank, and ``fit.py`` compares it with the version, also the states of its
   optimizers and schedulers.
-- ``pending.py`` finds the rows that are pending for the consumers of the tracker afterwards.
 
 Then ``plan.py`` writes the model, with ``targets.py`` for the rows and their optimizer states, and ``job.py`` loads the
 states of the user's objects. ``random_states.py`` saves and restores the global random generators.

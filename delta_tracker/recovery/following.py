@@ -46,7 +46,7 @@ class Following:
     Rows are absolute values, so an entry whose writes failed or were interrupted is written again.
 
     After a fault, it may go back to an older snapshot and apply the versions after it, which a
-    :class:`~delta_tracker.stream.reading.reader.Reader` never does: all states must belong to one history. It also
+    :class:`~delta_tracker.predictor.reader.Reader` never does: all states must belong to one history. It also
     begins again if a restore has written the model.
 
     Attributes:
@@ -84,9 +84,7 @@ class Following:
         partial = self._partial
         if self.newest is None or partial is None:
             return self.newest
-        there = self._log.read(partial.version)
-        is_there = there is not None and (there.stream, there.link) == (partial.stream, partial.link)
-        return self.newest if is_there else None
+        return self.newest if Position.after(partial).names(self._log.read(partial.version)) else None
 
     def advance(self, until: float) -> bool:
         """Apply entries until there are no more, or until the monotonic time ``until``. Return True if there was any.
@@ -204,7 +202,7 @@ class Following:
         applied = self.newest if faulty is None and self._partial is None else None
         try:
             path = recovery_path(self._log, applied=applied, avoid=faulty)
-            if faulty in path or not self._is_forward(path[-1]):
+            if not self._is_forward(path[-1]):
                 return False
             self._take_path(path[1:] if path[0] == applied else path)
         except (StorageError, *_FAULTS) as error:

@@ -1,25 +1,32 @@
-"""Find the entries of a stream to apply, to restore the training state of a version."""
+"""Find the entries to apply to restore a version, and the rows that are pending for consumers afterwards."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
 
 from delta_tracker.errors import (
+    CorruptPartError,
     InvalidArgumentError,
     MalformedError,
     MissingVersionError,
     NoSnapshotError,
     NotRecoverableError,
-    StreamError,
 )
+from delta_tracker.recovery.training_states import TrainingStates
 from delta_tracker.stream.format.manifest import STATES_FORMAT, Manifest
+from delta_tracker.stream.format.shard_rows import local_rows, rows_of
 from delta_tracker.stream.log import Merged, StreamLog
+from delta_tracker.stream.reading.orders import Orders, Policy
 from delta_tracker.stream.reading.path import committed_entry, path_to_entry
 from delta_tracker.stream.reading.position import Position
-from delta_tracker.stream.reading.seen import Failed, Look, SeenLog
+from delta_tracker.stream.reading.seen import SeenLog
 from delta_tracker.stream.reading.source import Source
+from delta_tracker.tracker.tracker import ModelDeltaTracker
+from delta_tracker.types import ShardSpec
 
 _logger = logging.getLogger(__name__)
 
@@ -45,9 +52,9 @@ def recovery_path(
     if type(asked) is not int or not 0 <= asked <= head.version:
         raise InvalidArgumentError("version", version, f"Pass a version up to {head.version}, the newest")
     source = Source(0, log.storage, log=log)
-    search = _Search(number=0, url=log.url, answers={("read", head.version): head}, source=source)
+    seen = SeenLog(source, Orders(Policy(), []), answers={("read", head.version): head})
     try:
-        path = _path(search, head, asked, applied, avoid)
+        path = _path(seen if avoid is None else seen.without([avoid]), head, asked, applied)
     except (MissingVersionError, NoSnapshotError) as error:
         reason = "it has no snapshot" if isinstance(error, NoSnapshotError) else f"version {error.version} is missing"
         raise NotRecoverableError(log.url, asked, reason) from error
@@ -58,7 +65,7 @@ def recovery_path(
     return path
 
 
-def _path(log: SeenLog, head: Manifest, asked: int, applied: Manifest | None, avoid: Manifest | None) -> list[Manifest]:
+def _path(log: SeenLog, head: Manifest, asked: int, applied: Manifest | None) -> list[Manifest]:
     target = committed_entry(log, asked, head)
     while target.kind == "claim" and target.parent is not None:
         target = committed_entry(log, target.parent.version, head, link=target.parent)
@@ -72,11 +79,10 @@ def _path(log: SeenLog, head: Manifest, asked: int, applied: Manifest | None, av
 
     def shortcut(merged: Merged) -> Manifest | None:
         try:
-            entry = log.read_merged(merged)
+            return log.read_merged(merged)
         except MalformedError as error:
             _logger.warning("a merged entry is unreadable; the versions that it replaces are used: %s", error)
             return None
-        return None if entry == avoid else entry
 
     position = None if applied is None else Position.after(applied)
     path = path_to_entry(log, target, head.version, position=position, shortcut=shortcut)
@@ -88,22 +94,68 @@ def _path(log: SeenLog, head: Manifest, asked: int, applied: Manifest | None, av
     return [entry for entry in path if entry.kind != "claim"] or [target]
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class _Search(SeenLog):
-    """Log that is looked up as a search needs it. The ways that a search tries share what was found."""
+def pending_rows(
+    tracker: ModelDeltaTracker | None,
+    states: TrainingStates,
+    log: StreamLog,
+    last: Manifest,
+    shards: Mapping[str, ShardSpec],
+) -> tuple[dict[str, dict[str, Tensor | None]], dict[str, object]]:
+    """Return the rows that are pending for each consumer of a tracker, and its notes, after a restore of ``last``.
 
-    source: Source
-    answers: dict[tuple[str, Hashable], object]
+    Only the tables in ``shards`` are restored: all rows of the others are pending.
 
-    def merged(self, *, after: int = -1) -> list[Merged]:
-        listings = [key for about, key in self.answers if about == "merged" and isinstance(key, int) and key <= after]
-        found = super().merged(after=max(listings, default=after))
-        return [each for each in found if each.last > after]
+    Returns:
+        Consumer to FQN to ``[N]`` int64 local ids, ascending and unique; the ids are None for all rows. And consumer to
+        the position of its publisher's stream, so that the stream continues with a delta. A position is omitted if the
+        ranks have saved different ones, or if the pending rows are unknown.
+    """
+    publisher = states.publisher()
+    if tracker is None:
+        return {}, {}
+    others = [name for name in tracker.consumers if name != publisher]
+    saved = [states.consumers(rank) for rank in range(states.world_size)] if others else []
+    unrestored: dict[str, Tensor | None] = dict.fromkeys(fqn for fqn in tracker.shards if fqn not in shards)
+    pending = {name: dict(unrestored) for name in tracker.consumers}
+    notes: dict[str, object] = {publisher: Position(last.stream, last.link).to_dict()} if publisher in pending else {}
+    for name in others:
+        held = [each[name] for each in saved if name in each]
+        versions = [each.version for each in held if each.version is not None]
+        rows = rows_after(log, last, min(versions), shards) if len(versions) == len(saved) else None
+        if rows is None:
+            pending[name] |= dict.fromkeys(shards)
+            continue
+        for fqn, shard in shards.items():
+            left_out = [local_rows(each.left_out[fqn], shard) for each in held if fqn in each.left_out]
+            ids = torch.cat([rows.get(fqn, torch.empty(0, dtype=torch.int64)), *left_out])
+            pending[name][fqn] = ids.unique()  # type: ignore[no-untyped-call]
+        place = held[0].place
+        if place is not None and all(each.place == place for each in held):
+            notes[name] = place
+    return pending, notes
 
-    def _ask(self, about: str, key: Hashable = None, subject: object = None) -> object:
-        if (about, key) not in self.answers:
-            try:
-                self.answers[about, key] = self.source.answer(Look(0, about, key, subject))
-            except StreamError as error:
-                self.answers[about, key] = Failed(error)
-        return super()._ask(about, key, subject)
+
+def rows_after(
+    log: StreamLog, last: Manifest, version: int, shards: Mapping[str, ShardSpec]
+) -> dict[str, Tensor] | None:
+    """Return the rows of this rank's shards that are in the versions after ``version`` up to ``last``.
+
+    Returns:
+        FQN to ``[N]`` int64 local ids, ascending and unique; tables without such rows are omitted. None if one of the
+        versions is a snapshot, damaged or missing. The restore may use merged entries instead of it.
+    """
+    found: dict[str, list[Tensor]] = {}
+    link = last.link
+    try:
+        while link.version > version:
+            entry = log.read(link.version)
+            if entry is None or entry.link != link or entry.kind == "snapshot" or entry.parent is None:
+                return None
+            if entry.kind == "delta":
+                for fqn, ids in rows_of(log.storage, entry, shards):
+                    found.setdefault(fqn, []).append(ids)
+            link = entry.parent
+    except (CorruptPartError, MalformedError) as error:
+        _logger.warning("a version that a consumer had not read is unreadable; all rows are pending for it: %s", error)
+        return None
+    return {fqn: torch.unique(torch.cat(ids)) for fqn, ids in found.items()}

@@ -35,8 +35,7 @@ from delta_tracker.stream.maintenance.retention import Retained, Retention, Rete
 from delta_tracker.stream.object_copy import ObjectCopier
 from delta_tracker.stream.pin import MAX_PIN_BYTES, Pin, newest_pin, pin_name
 from delta_tracker.stream.pointer_writer import POINTER_SECONDS, PointerWriter, uncovered_deltas
-from delta_tracker.stream.reading.lineage import forks
-from delta_tracker.stream.reading.path import path_to
+from delta_tracker.stream.reading.path import forks, path_to
 from delta_tracker.stream.reading.position import Position
 from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.storage.storage import Storage

@@ -165,7 +165,7 @@ def running_deletions(storage: Storage, *, now: float) -> list[Deletions]:
     return found
 
 
-class PinFollower:
+class PinReader:
     """Reader of the newest pin at one url, which looks for it every ``seconds``, times a factor of 0.75 to 1.25.
 
     The counter of a pin whose entry was read never goes back, also if the store is replaced by one with fewer pins. Any
@@ -194,7 +194,7 @@ class PinFollower:
         if self._next is not None and now < self._next and not at_once:
             return self._newest
         try:
-            self._look(storage, now, past_caches=at_once)
+            self._read(storage, now, past_caches=at_once)
         except StorageError as error:
             if self._next is None:
                 raise
@@ -221,7 +221,7 @@ class PinFollower:
         drop, self._drop = self._drop, None
         return drop
 
-    def _look(self, storage: Storage, now: float, *, past_caches: bool) -> None:
+    def _read(self, storage: Storage, now: float, *, past_caches: bool) -> None:
         newest = self._newest
         found = newest_pin(storage.uncached if past_caches else storage, after=0 if newest is None else newest.counter)
         is_due_again = newest != self._confirmed and storage is self._source and now >= self._recheck_at

@@ -13,7 +13,7 @@ import torch
 from delta_tracker import ModelTarget, Predictor, Rollout
 from delta_tracker.errors import StreamError
 from delta_tracker.stream.log import StreamLog
-from delta_tracker.stream.pin import PinFollower
+from delta_tracker.stream.pin import PinReader
 from delta_tracker.stream.promotion import promote
 from delta_tracker.stream.reading.canary import Canary
 from delta_tracker.stream.storage.storage import Storage
@@ -94,7 +94,7 @@ class Fleet:
         )
         if follows_pins:
             for source in predictor._reader.sources:
-                source.pins = PinFollower(seconds=0.0)
+                source.pins = PinReader(seconds=0.0)
         self.models.append(model)
         self.tables[predictor] = tables[FQN]
         self.predictors.append(predictor)

@@ -24,7 +24,7 @@ from delta_tracker.errors import (
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
-from delta_tracker.stream.pin import Pin, PinFollower, newest_pin, pin_name
+from delta_tracker.stream.pin import Pin, PinReader, newest_pin, pin_name
 from delta_tracker.stream.reading.canary import Canary
 from delta_tracker.stream.reading.runtime import Runtime
 from delta_tracker.stream.rollback import pin_version, release_pin
@@ -124,7 +124,7 @@ def test_a_pin_that_is_not_reached_ends_with_its_stream(fleet: Fleet, state: str
 def test_a_canary_leaves_a_pin_that_has_ended_by_an_older_snapshot(fleet: Fleet) -> None:
     model = fleet.writer.model()
     predictor = Predictor(model, fleet.storage, rollout=Rollout(follows_pins=True, canary=Canary(versions=2)))
-    predictor._reader.source.pins = PinFollower(seconds=0.0)
+    predictor._reader.source.pins = PinReader(seconds=0.0)
     predictor.sync()
     pin_version(fleet.storage, 2)
     predictor.sync()
@@ -168,7 +168,7 @@ def test_a_predictor_goes_from_a_former_stream_past_what_a_release_of_the_new_on
     canary = Predictor(
         fleet.writer.model(), fleet.storage, rollout=Rollout(canary=Canary(versions=2), follows_pins=True)
     )
-    canary._reader.source.pins = PinFollower(seconds=0.0)
+    canary._reader.source.pins = PinReader(seconds=0.0)
     canary.sync()
     last = fleet.writer.claim.head.version
     fleet.promoted()
@@ -192,7 +192,7 @@ def test_an_interrupted_move_to_the_pin_of_a_new_stream_is_completed(fleet: Flee
     predictor = Predictor(
         ModelTarget({**model, FQN: table}, chunk_rows=5), fleet.storage, rollout=Rollout(follows_pins=True)
     )
-    predictor._reader.source.pins = PinFollower(seconds=0.0)
+    predictor._reader.source.pins = PinReader(seconds=0.0)
     predictor.sync()
     fleet.promoted()
     fleet.published("snapshot")

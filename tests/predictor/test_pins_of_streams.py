@@ -17,7 +17,7 @@ from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.mirror import Mirror
-from delta_tracker.stream.pin import PinFollower
+from delta_tracker.stream.pin import PinReader
 from delta_tracker.stream.reading.canary import Canary
 from delta_tracker.stream.rollback import pin_version, release_pin
 from delta_tracker.stream.storage.storage import Storage
@@ -51,7 +51,7 @@ def _entry_parts(fleet: Fleet, version: int) -> list[str]:
 def _sink_predictor(fleet: Fleet) -> tuple[Predictor, MemorySink]:
     sink = MemorySink(Stored())
     predictor = Predictor(sink, fleet.storage, rollout=Rollout(follows_pins=True))
-    predictor._reader.source.pins = PinFollower(seconds=0.0)
+    predictor._reader.source.pins = PinReader(seconds=0.0)
     return predictor, sink
 
 
@@ -209,7 +209,7 @@ def test_a_pin_at_the_applied_version_replaces_rows_of_an_interrupted_one(fleet:
     fleet.published("snapshot")  # bad
     fleet.tables[predictor].left = 1
     with pytest.raises(RuntimeError, match="device lost"):
-        predictor._reader._target.apply(fleet.writer.claim.head, fleet.storage, is_elsewhere=False)
+        predictor._reader.writer.apply(fleet.writer.claim.head, fleet.storage, is_elsewhere=False)
     pin_version(fleet.storage, last)
     predictor.sync()
     with predictor.reading() as served:

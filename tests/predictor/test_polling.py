@@ -16,7 +16,7 @@ from delta_tracker.predictor.polling import PollSchedule
 from delta_tracker.stream import heartbeat as heartbeat_module
 from delta_tracker.stream.mirror import Mirror
 from delta_tracker.stream.notify.notifier import LocalNotifier
-from delta_tracker.stream.pin import PINS, PinFollower
+from delta_tracker.stream.pin import PINS, PinReader
 from delta_tracker.stream.reading import source as source_module
 from delta_tracker.stream.reading.runtime import Runtime
 from delta_tracker.stream.rollback import pin_version
@@ -224,7 +224,7 @@ def test_an_outage_at_a_pin_shows_as_soon_as_at_the_newest_version(monkeypatch: 
     storage = WrappedStorage(writer.storage, fails(lambda each: is_down.is_set() and not each.name.startswith(PINS)))
     good, newest = writer.snapshot().version, writer.delta([1]).version
     predictor = Predictor(writer.model(), storage, rollout=Rollout(follows_pins=True))
-    predictor._reader.source.pins = PinFollower(seconds=0.0)
+    predictor._reader.source.pins = PinReader(seconds=0.0)
     predictor.follow(poll_seconds=0.005)
     predictor.wait(newest, timeout=60)
     checks = storage.requests["list"]

@@ -58,7 +58,7 @@ def followed(history: History) -> tuple[Predictor, dict[str, torch.Tensor]]:
     model = empty_model()
     predictor = Predictor(model, history.storage)
     first = history.log.read(1)
-    predictor._reader._target.apply(first, history.storage, is_elsewhere=False)
+    predictor._reader.writer.apply(first, history.storage, is_elsewhere=False)
     while predictor.version != history.version:
         version = predictor.sync(limit=1)
         assert_holds(model, history, version)
@@ -308,13 +308,13 @@ def test_a_release_while_a_rollback_is_completed_is_kept(monkeypatch: pytest.Mon
     with pytest.raises(RuntimeError, match="device lost"):
         predictor.rollback(3)
     assert predictor.status().pinned == 3
-    check_path = predictor._reader._target.check_path
+    check_path = predictor._reader.writer.check_path
 
     def releasing(*given: Any) -> Any:
         predictor.release()  # as another thread may do while the versions are read
         return check_path(*given)
 
-    monkeypatch.setattr(predictor._reader._target, "check_path", releasing)
+    monkeypatch.setattr(predictor._reader.writer, "check_path", releasing)
     assert predictor.sync() == history.version
     assert_holds(model, history, history.version)
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from delta_tracker import Predictor, Storage
 from delta_tracker.monitor import Monitor
 from delta_tracker.predictor import gauges
-from delta_tracker.predictor.served_age import ServedAge
+from delta_tracker.predictor.gauges import ServedAge
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.reading.runtime import Runtime
 from tests.monitor.figures import Figures

@@ -26,15 +26,14 @@ from delta_tracker.errors import (
 )
 from delta_tracker.monitor import Monitor
 from delta_tracker.predictor import follower
-from delta_tracker.stream.doubted_storage import DoubtedStore
+from delta_tracker.predictor import reader as reader_module
 from delta_tracker.stream.format.manifest import Link, Manifest
 from delta_tracker.stream.log import entry_name
 from delta_tracker.stream.maintenance.compaction import compact
-from delta_tracker.stream.pin import PinFollower
+from delta_tracker.stream.pin import PinReader
 from delta_tracker.stream.pointer import POINTER_NAME
-from delta_tracker.stream.reading import reader as reader_module
 from delta_tracker.stream.reading.position import Position
-from delta_tracker.stream.reading.settling import Settling
+from delta_tracker.stream.reading.settling import DoubtedStore, Settling
 from delta_tracker.stream.rollback import pin_version, release_pin
 from tests.monitor.figures import Figures
 from tests.predictor.cache_server import CacheServer, cache_server
@@ -168,7 +167,7 @@ def test_pins_and_releases_are_followed_past_a_damaged_cache(
     predictor = Predictor(
         model, served.cache.url, rollout=Rollout(follows_pins=True), cache=tmp_path if is_cached else None
     )
-    predictor._reader.source.pins = PinFollower(seconds=0.0)
+    predictor._reader.source.pins = PinReader(seconds=0.0)
     predictor._reader.source.settling = Settling(10.0, clock=lambda: 0.0)
     predictor._reader.source.log.pointer._seconds = 0.0
     predictor.sync()
@@ -368,21 +367,21 @@ def test_a_doubt_lasts_for_its_time_and_belongs_to_one_position() -> None:
     settling, storage = Settling(10.0, clock=lambda: now[0]), Storage("http://127.0.0.1:1")
     place = Position("0" * 32, Link(4, "0" * 32))
     part, entry = CorruptPartError("parts/x", "short"), MissingVersionError(5, 6)
-    assert settling.doubt(part, place, storage) is not None
-    assert settling.doubt(part, place, storage) is None, "once per doubt"
+    assert settling.doubt(part, place, storage, print) is not None
+    assert settling.doubt(part, place, storage, print) is None, "once per doubt"
     now[0] = 9.0
-    assert settling.doubt(entry, place, storage) is not None, "another object"
+    assert settling.doubt(entry, place, storage, print) is not None, "another object"
     assert not settling.is_over
     now[0] = 10.0
     assert settling.is_over, "another kind of fault does not begin another doubt"
-    assert settling.doubt(part, Position("0" * 32, Link(5, "0" * 32)), storage) is not None
+    assert settling.doubt(part, Position("0" * 32, Link(5, "0" * 32)), storage, print) is not None
     assert not settling.is_over
     settling.clear()
-    assert settling.doubt(part, place, storage) is not None
+    assert settling.doubt(part, place, storage, print) is not None
 
 
 def test_a_view_is_not_for_writing() -> None:
-    view = DoubtedStore(Storage("http://127.0.0.1:1")).view()
+    view = DoubtedStore(Storage("http://127.0.0.1:1"), print).view()
     with pytest.raises(StreamError):
         view.put("a", [])
     with pytest.raises(InvalidArgumentError):

@@ -11,7 +11,7 @@ import pytest
 
 from delta_tracker import ModelTarget, Predictor, Rollout, Storage
 from delta_tracker.errors import StreamError
-from delta_tracker.stream.pin import PinFollower
+from delta_tracker.stream.pin import PinReader
 from delta_tracker.stream.rollback import pin_version, release_pin
 from tests.stream.histories import Clock, clocked
 from tests.stream.slow_s3 import slow_s3
@@ -45,7 +45,7 @@ def test_the_status_says_why() -> None:
     """The rules are in FLEET.md."""
     writer = Writer(Storage("memory://"))
     predictor = Predictor(ModelTarget(writer.model(), dense=False), writer.storage, rollout=Rollout(follows_pins=True))
-    predictor._reader.source.pins = PinFollower(seconds=0.0)
+    predictor._reader.source.pins = PinReader(seconds=0.0)
     seen = [predictor.status().why]
 
     def look(limit: int | None = None) -> None:
@@ -90,7 +90,7 @@ def test_the_log_says_why_a_predictor_waits_or_leaves_a_pin(caplog: pytest.LogCa
     writer = Writer(Storage("memory://"))
     writer.snapshot()
     predictor = Predictor(ModelTarget(writer.model(), dense=False), writer.storage, rollout=Rollout(follows_pins=True))
-    predictor._reader.source.pins = PinFollower(seconds=0.0)
+    predictor._reader.source.pins = PinReader(seconds=0.0)
     pin_version(writer.storage, 1)
     for _ in range(3):
         predictor.sync()

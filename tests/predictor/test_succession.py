@@ -11,7 +11,7 @@ from delta_tracker.predictor.predictor import Rollout
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
-from delta_tracker.stream.pin import PinFollower
+from delta_tracker.stream.pin import PinReader
 from delta_tracker.stream.reading.canary import Canary
 from delta_tracker.stream.rollback import pin_version
 from tests.predictor.readers import KINDS, Kind, Log, Reader, lose, mirror, new_store
@@ -345,7 +345,7 @@ def test_a_pin_of_the_next_stream_counts_if_former_ones_have_higher_counters(
     else:
         reader = reader.restarted(urls)  # it looks at all urls at once
     for source in reader.predictor._reader.sources:
-        source.pins = PinFollower(seconds=0.0)
+        source.pins = PinReader(seconds=0.0)
     reader.assert_reaches(after)
     if restarts:
         reader = reader.restarted(urls)
@@ -401,7 +401,7 @@ def test_a_pin_that_a_predictor_has_released_does_not_hold_it_at_a_mirror_withou
 def test_the_first_pin_of_the_next_stream_ends_an_own_rollback(
     kind: Kind, stream: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("delta_tracker.stream.reading.reader._SURVEY_SECONDS", 0.0)
+    monkeypatch.setattr("delta_tracker.predictor.reader._SURVEY_SECONDS", 0.0)
     urls = [new_store(), new_store()]
     log = Log(urls[0])
     good = log.snapshot()
@@ -411,7 +411,7 @@ def test_the_first_pin_of_the_next_stream_ends_an_own_rollback(
         pin_version(urls[0].inner, version, replaces=True)
     reader = Reader(kind, urls, log.rows, rollout=Rollout(follows_pins=True))
     for source in reader.predictor._reader.sources:
-        source.pins = PinFollower(seconds=0.0)
+        source.pins = PinReader(seconds=0.0)
     reader.syncs(2)
     if stream == "former":
         reader.predictor.rollback(good)
@@ -443,6 +443,6 @@ def test_a_rollback_overrules_an_order_that_was_just_written(kind: Kind, shows: 
     pin_version(urls[shows].inner, log.newest)
     reader.predictor.rollback(good)
     for source in reader.predictor._reader.sources:
-        source.pins = PinFollower(seconds=0.0)
+        source.pins = PinReader(seconds=0.0)
     reader.syncs(3)
     assert reader.predictor.version == good

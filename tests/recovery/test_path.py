@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from delta_tracker.errors import InvalidArgumentError, MalformedError, NotRecoverableError
-from delta_tracker.recovery.path import recovery_path
-from delta_tracker.recovery.pending import rows_after
+from delta_tracker.recovery.path import recovery_path, rows_after
 from delta_tracker.state_tree import pack
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.shard_rows import local_rows

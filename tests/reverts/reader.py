@@ -33,7 +33,7 @@ _CATCH_UP = {
     "one url": [
         Revert(
             "a catch-up bypasses a canary",
-            Replaces("CatchUp._is_ahead", "self._allows is None or self._allows(entry)", "True"),
+            Replaces("CatchUp._is_ahead", "self._allows(entry)", "True"),
         ),
     ],
     "gates": [
@@ -202,12 +202,8 @@ _CANARY = {
             "the next version is not bounded",
             Replaces("decide._forward", "allows is not None and not allows(entry)", "False"),
         ),
-        Revert("snapshots are not bounded", Returns("path._allowed_snapshots", "_snapshots(log)")),
+        Revert("snapshots are not bounded", Replaces("path.snapshots", "allows is None or allows(each)", "True")),
         Revert("nothing is bounded", Returns("decide._allows", "None")),
-        Revert(
-            "snapshots are not bounded once the store fails",
-            Replaces("path.snapshots", "allows is None or allows(each)", "True"),
-        ),
     ],
     "orders": [
         Revert("a pin bypasses a canary", Replaces("decide._to_pin", "view.policy.is_canary", "False")),

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
+from delta_tracker.predictor.reader import Reader
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
-from delta_tracker.stream.reading.decisions import Policy
-from delta_tracker.stream.reading.orders import Followed
+from delta_tracker.stream.reading.orders import Policy, SavedOrder
 from delta_tracker.stream.reading.position import Position
-from delta_tracker.stream.reading.reader import Reader
 from delta_tracker.stream.reading.sources import Sources
 from delta_tracker.stream.storage.storage import Storage
 
 
 class Nothing:
-    """Target without rows, and observer without metrics."""
+    """Writer of no rows, and gauges without metrics."""
 
     def __init__(self, position: Position | None) -> None:
         self.position = position
-        self.followed: Followed | None = None
-        self.destination = self
+        self.followed: SavedOrder | None = None
+        self.destination = self.age = self
 
-    def follow(self, followed: Followed) -> None:
+    def follow(self, followed: SavedOrder) -> None:
         self.followed = followed
 
     def restore(self) -> None: ...
@@ -46,12 +46,10 @@ class Nothing:
 
     def failed_over(self, url: str) -> None: ...
 
-    def looks(self, rested: tuple[int, float] | None) -> None: ...
-
     def rests(self, log: StreamLog, position: Position | None) -> None: ...
 
 
 def plain_reader(storage: Storage, position: Position | None = None) -> Reader:
     """Return a reader at a position."""
-    target = Nothing(position)
+    target: Any = Nothing(position)
     return Reader(Sources(storage), target, target, Policy())

@@ -13,7 +13,7 @@ import pytest
 from delta_tracker.errors import StorageError
 from delta_tracker.stream.pin import (
     Pin,
-    PinFollower,
+    PinReader,
     free_counters,
     newest_counter,
     newest_pin,
@@ -71,7 +71,7 @@ def test_a_malformed_pin_is_logged_and_the_one_before_it_applies(content: object
 def test_a_store_that_fails_keeps_the_pin_but_not_at_the_first_look() -> None:
     storage = WrappedStorage(Storage("memory://"))
     write(storage, pin(1))
-    follower = PinFollower(seconds=0.0)
+    follower = PinReader(seconds=0.0)
     for _ in range(2):
         with storage.under(fails(on("size"), "down")), pytest.raises(StorageError, match="down"):
             follower.order(storage)
@@ -84,7 +84,7 @@ def test_a_store_that_fails_keeps_the_pin_but_not_at_the_first_look() -> None:
 
 def test_a_follower_looks_rarely() -> None:
     storage = Storage("memory://")
-    follower = PinFollower()
+    follower = PinReader()
     for _ in range(100):
         assert follower.order(storage) is None
     assert storage.requests["size"] == 1
@@ -92,7 +92,7 @@ def test_a_follower_looks_rarely() -> None:
 
 def test_a_pin_is_kept_once_its_entry_was_read_and_otherwise_while_it_is_there() -> None:
     storage, other = Storage("memory://"), Storage("memory://")
-    follower = PinFollower(seconds=0.0)
+    follower = PinReader(seconds=0.0)
     write(storage, pin(1))
     assert follower.order(storage) == pin(1)
     storage.delete(pin_name(1))

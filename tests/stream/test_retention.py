@@ -24,7 +24,7 @@ from delta_tracker.stream.log import Merged, StreamLog, entry_name, part_name
 from delta_tracker.stream.maintenance import retention as retention_module
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import HEARTBEAT_SECONDS, ORPHAN_SECONDS, Retained, Retention, retain
-from delta_tracker.stream.reading.lag import Lag
+from delta_tracker.stream.reading.source import Lag
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import StateSpec, TableStates
 from tests.stores.rules import Dated, calls, fails, nth, on

@@ -67,7 +67,7 @@ class CanaryBound:
             self._origin, self._newest, self._latest = origin, -1, float("-inf")
         # The newest entry may have been created earlier than one before it, by another clock.
         if self.canary.seconds is not None or not self._is_below(manifest):
-            self._look(manifest)
+            self._find_newest(manifest)
         return self._is_below(manifest)
 
     def _is_below(self, manifest: Manifest) -> bool:
@@ -76,7 +76,7 @@ class CanaryBound:
         assert self.canary.seconds is not None, "one of both"
         return manifest.created + self.canary.seconds <= self._latest
 
-    def _look(self, manifest: Manifest) -> None:
+    def _find_newest(self, manifest: Manifest) -> None:
         """Look for newer entries than those before."""
         newest = self._log.newest_version(max(manifest.version, self._newest))
         if newest <= self._newest:

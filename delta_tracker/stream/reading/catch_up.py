@@ -16,7 +16,7 @@ _MAX_SIZED = 64  # versions whose sizes are read, to compare them with a snapsho
 class CatchUp:
     """Search of one log for merged deltas and snapshots that replace many versions."""
 
-    def __init__(self, log: StreamLog, allows: Allows | None) -> None:
+    def __init__(self, log: StreamLog, allows: Allows) -> None:
         self._log = log
         self._allows = allows
         self._bound = -1  # version up to which find() leads
@@ -79,7 +79,7 @@ class CatchUp:
 
     def _is_ahead(self, entry: Manifest, position: Position) -> bool:
         leads_on = is_next(entry, position) if entry.kind == "delta" else entry.stream == position.stream
-        return leads_on and (self._allows is None or self._allows(entry))
+        return leads_on and self._allows(entry)
 
     def _is_smaller(self, snapshot: Manifest, position: Position, merged: Manifest | None) -> bool:
         """Return True if a snapshot has fewer bytes than ``merged`` and the versions after it, up to the snapshot's.

@@ -1,4 +1,4 @@
-"""Rules by which a reader decides what to apply next: :func:`decide`, a pure function of a :class:`View`.
+"""Rules by which a reader decides what to apply next: :func:`decide`, a function of a :class:`View`.
 
 A reader goes forward only: to a newer version of its stream, or to a stream that continues it. The exceptions are
 orders, tables whose rows are mixed, and a log that was replaced by an unrelated one.
@@ -23,7 +23,6 @@ from delta_tracker.errors import (
     StreamError,
     StreamReplacedError,
 )
-from delta_tracker.stream.entry_names import Merged
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.reading.decisions import (
     CACHE_FAULTS,
@@ -38,6 +37,7 @@ from delta_tracker.stream.reading.decisions import (
     Stay,
     View,
 )
+from delta_tracker.stream.reading.orders import Order
 from delta_tracker.stream.reading.path import (
     Allows,
     check_is_newer,
@@ -53,7 +53,7 @@ from delta_tracker.stream.reading.path import (
     snapshots,
 )
 from delta_tracker.stream.reading.position import Position, Rows
-from delta_tracker.stream.reading.seen import Order, SeenLog, Unseen
+from delta_tracker.stream.reading.seen import SeenLog
 
 
 def decide(view: View) -> Decision:
@@ -63,15 +63,12 @@ def decide(view: View) -> Decision:
     their order.
     """
     try:
-        try:
-            decision: Decision = _at(view.logs[0], view)
-        except StreamError as error:
-            decision = Fail(error)
-        if len(view.logs) == 1 or not _asks_others(decision, view):
-            return decision
-        return _elsewhere(view, decision)
-    except Unseen as unseen:
-        return unseen.look
+        decision: Decision = _at(view.logs[0], view)
+    except StreamError as error:
+        decision = Fail(error)
+    if len(view.logs) == 1 or not _asks_others(decision, view):
+        return decision
+    return _elsewhere(view, decision)
 
 
 def _elsewhere(view: View, decision: Decision) -> Decision:
@@ -120,7 +117,7 @@ def _at(log: SeenLog, view: View) -> Apply | Stay | Doubt:
         return _beside(log, view, position, order)
     except CACHE_FAULTS as fault:
         if log.is_doubted:
-            return Doubt(log.number, fault)
+            return Doubt(log, fault)
         raise
 
 
@@ -189,7 +186,7 @@ def _ordered(log: SeenLog, view: View, position: Position, order: Order) -> Appl
     is_there = order.is_followed_by(position)
     if is_there and order.kind == "release":
         return _forward(log, view, position)
-    stay = Stay(log.number, Rule.PINNED, f"pinned to version {order.version}", position.version)
+    stay = Stay(log, Rule.PINNED, f"pinned to version {order.version}", position.version)
     if order.kind == "rollback":
         return stay if is_there else _to_rollback(log, view, order)
     if is_there and not view.looks_for_gap:
@@ -201,7 +198,7 @@ def _ordered(log: SeenLog, view: View, position: Position, order: Order) -> Appl
 
 def _not_yet(log: SeenLog, order: Order) -> Stay:
     why = f"the canary does not allow version {order.version} of the {order.kind} yet"
-    return Stay(log.number, Rule.CANARY, why)
+    return Stay(log, Rule.CANARY, why)
 
 
 def _to_order(log: SeenLog, view: View, order: Order) -> Apply | Stay:
@@ -242,7 +239,7 @@ def _along(log: SeenLog, view: View, order: Order, path: Sequence[Manifest], sta
             path = path_to_entry(others, last, order.newest, position=start)
         if _first_fault(log, view, path) is not None:
             raise fault
-    return Apply(log.number, tuple(path), Rule.PIN, order=order)
+    return Apply(log, tuple(path), Rule.PIN, order=order)
 
 
 def _first_fault(log: SeenLog, view: View, entries: Iterable[Manifest]) -> StreamError | None:
@@ -251,9 +248,7 @@ def _first_fault(log: SeenLog, view: View, entries: Iterable[Manifest]) -> Strea
 
 def _without_faults(log: SeenLog, view: View) -> SeenLog:
     """Return what was seen of a log, as if it lacked the entries that have a fault."""
-    faulty = [each.entry for each in view.faults if each.concerns(log.number, each.entry)]
-    lacks = {("read", e.version) if e.merges is None else ("read_merged", Merged.of(e)): None for e in faulty}
-    return replace(log, answers=log.answers | lacks)
+    return log.without(each.entry for each in view.faults if each.concerns(log.number, each.entry))
 
 
 def _named(log: SeenLog, order: Order) -> Manifest:
@@ -316,7 +311,7 @@ def _succession(log: SeenLog, view: View, position: Position, order: Order) -> A
     found = takewhile(lambda each: each.stream != order.stream, _snapshots(log, view))
     decision = _first(log, view, found, Rule.SUCCESSION)
     text = f"the stream of the pinned version {order.version} ended, and the next one has no snapshot yet"
-    return Stay(log.number, Rule.ENDED, text, position.version) if decision is None else decision
+    return Stay(log, Rule.ENDED, text, position.version) if decision is None else decision
 
 
 # Without usable rows
@@ -358,7 +353,7 @@ def _newest(log: SeenLog, view: View, found: Iterable[Manifest], cause: StreamEr
         fault = view.fault_of(log, snapshot)
         if fault is None:
             rule = Rule.START if cause is None else Rule.RESYNC
-            return Apply(log.number, (snapshot,), rule, cause, is_elsewhere=cause is not None)
+            return Apply(log, (snapshot,), rule, cause, is_elsewhere=cause is not None)
         if isinstance(fault, ModelMismatchError):
             raise fault  # with an older one, the mismatch would remain unnoticed
         if isinstance(fault, StorageError) and view.is_patient:
@@ -377,18 +372,18 @@ def _forward(log: SeenLog, view: View, position: Position, bound: int | None = N
     """Apply the next version up to ``bound``, one that replaces many, or after a fault what leads around it."""
     ahead = log.ahead(position) if view.catches_up and bound is None else None
     if ahead is not None and _skips_to(log, view, position, ahead) and view.fault_of(log, ahead) is None:
-        return Apply(log.number, (ahead,), Rule.CATCH_UP, is_elsewhere=_is_unproven(log, view, ahead))
+        return Apply(log, (ahead,), Rule.CATCH_UP, is_elsewhere=_is_unproven(log, view, ahead))
     try:
         entry = next_entry(log, position, log.next(position, looks_for_gap=view.looks_for_gap))
     except (*FAULTS, StorageError) as error:
         return _around(log, view, position, error, bound)
     if entry is None:
-        return Stay(log.number, Rule.NEWEST, f"version {position.version} is the newest")
+        return Stay(log, Rule.NEWEST, f"version {position.version} is the newest")
     allows = _allows(log, view, bound)
     if allows is not None and not allows(entry):
-        return Stay(log.number, Rule.CANARY, f"version {entry.version} is not allowed yet")
+        return Stay(log, Rule.CANARY, f"version {entry.version} is not allowed yet")
     fault = view.fault_of(log, entry)
-    return Apply(log.number, (entry,), Rule.NEXT) if fault is None else _around(log, view, position, fault, bound)
+    return Apply(log, (entry,), Rule.NEXT) if fault is None else _around(log, view, position, fault, bound)
 
 
 def _skips_to(log: SeenLog, view: View, position: Position, ahead: Manifest) -> bool:
@@ -517,7 +512,7 @@ def _first(
         fault = view.fault_of(log, entry)
         if fault is None:
             is_elsewhere = isinstance(cause, StreamReplacedError) or cause is None or _is_unproven(log, view, entry)
-            return Apply(log.number, (entry,), rule, cause, is_elsewhere=is_elsewhere)
+            return Apply(log, (entry,), rule, cause, is_elsewhere=is_elsewhere)
         first = first or fault
         if isinstance(fault, StorageError):
             num_unreadable += 1

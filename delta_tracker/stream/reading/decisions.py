@@ -1,8 +1,8 @@
-"""Inputs and results of a reader's decisions: immutable values."""
+"""Inputs and results of a reader's decisions."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar
 
@@ -17,8 +17,9 @@ from delta_tracker.errors import (
     StreamReplacedError,
 )
 from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.reading.orders import Order, Policy
 from delta_tracker.stream.reading.position import Position
-from delta_tracker.stream.reading.seen import Look, Order, SeenLog
+from delta_tracker.stream.reading.seen import SeenLog
 
 CACHE_FAULTS = (CorruptPartError, MalformedError, MissingVersionError, StreamReplacedError)
 """Faults that a cache can cause: an old 404, a short or damaged object, or objects of a stream that was replaced."""
@@ -32,26 +33,6 @@ FAULTS = (*CACHE_FAULTS, *OF_ALL_URLS)
 NUM_TRIES = 3
 """Number of consecutive storage errors after which an unreadable object counts as lost: it may stay unreadable, for
 example because of missing permissions or a bad sector."""
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """What one process wants of its reader.
-
-    Args:
-        own: rollback of this process.
-        released: pin or release that no longer applies to this process, nor any before it of its stream.
-    """
-
-    follows_pins: bool = False
-    own: Order | None = None
-    released: Order | None = None
-    is_canary: bool = False
-
-    def has_released(self, order: Order) -> bool:
-        """Return True if an order no longer applies to this process."""
-        released = self.released
-        return released is not None and order.stream == released.stream and order.counter <= released.counter
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +67,7 @@ class View:
 
     logs: tuple[SeenLog, ...]
     position: Position | None = None
-    policy: Policy = Policy()
+    policy: Policy = field(default_factory=Policy)
     faults: tuple[Fault, ...] = ()
     num_failures: int = 0
     looks_for_gap: bool = True
@@ -105,72 +86,21 @@ class View:
 
 
 class Rule(Enum):
-    """Rule of a decision. ``python -m tests.reader_rules`` writes the table of the rules in FLEET.md.
+    """Rule of a decision, and when it applies. The table in FLEET.md says what a reader then does."""
 
-    Attributes:
-        when: condition of the rule.
-        does: what the reader does.
-        shown: what ``status()``, the log and the metrics show.
-    """
-
-    def __init__(self, when: str, does: str, shown: str) -> None:
-        self.when = when
-        self.does = does
-        self.shown = shown
-
-    NEXT = ("the next version is committed", "apply it", "`version`")
-    CATCH_UP = (
-        "8 versions or more are not applied",
-        "apply the longest merged delta, or a newer snapshot with fewer bytes",
-        "log: `caught up from version 5 to 60`",
-    )
-    START = (
-        "the tables have no rows of the stream yet, or mixed ones",
-        "apply the newest snapshot. If it does not fit the model, no older one",
-        "`version`",
-    )
-    RESYNC = (
-        "the next version cannot be applied",
-        "apply a merged delta or a newer snapshot, also of a stream that continues this one; none with a held version",
-        "`resyncs`, `last_resync`; a warning",
-    )
-    PIN = (
-        "a pin or a rollback applies",
-        "go exactly to its version, forward by the versions between or back from a snapshot. Bypasses the gate",
-        "`pinned`; warning: `rolled back to version 3`",
-    )
-    RELEASE = (
-        "a pin was released",
-        "apply the newest snapshot at or above the version of the release. No-op above it",
-        "`version`; `pinned` is None",
-    )
-    SUCCESSION = (
-        "the pinned stream ended, and the next one has a snapshot",
-        "apply that snapshot",
-        "`stream`; `pinned` is None",
-    )
-    NEWEST = ("no newer version is committed", "wait", "`why`: `version 7 is the newest`")
-    CANARY = (
-        "the canary does not allow the next version, or that of a pin or release, yet",
-        "wait",
-        "`why`: `version 8 is not allowed yet`",
-    )
-    PINNED = (
-        "the tables have the version of a pin or a rollback",
-        "wait for a release or another pin",
-        "`pinned`; `why`: `pinned to version 3`",
-    )
-    ENDED = (
-        "the pinned stream ended, and the next one has no snapshot yet",
-        "keep the rows, also if the pinned version was not reached",
-        "`pinned` is the version of the rows; `why`",
-    )
-    CACHE = (
-        "a fault may be that of an HTTP cache",
-        "read the object again from the cache, and then once past it. Believe the fault after 10 s",
-        "`error`: `StaleCacheError`",
-    )
-    FAULT = ("nothing can be applied", "keep the rows and retry, also at the other urls", "`error`")
+    NEXT = "the next version is committed"
+    CATCH_UP = "8 versions or more are not applied"
+    START = "the tables have no rows of the stream yet, or mixed ones"
+    RESYNC = "the next version cannot be applied"
+    PIN = "a pin or a rollback applies"
+    RELEASE = "a pin was released"
+    SUCCESSION = "the pinned stream ended, and the next one has a snapshot"
+    NEWEST = "no newer version is committed"
+    CANARY = "the canary does not allow the next version, or that of a pin or release, yet"
+    PINNED = "the tables have the version of a pin or a rollback"
+    ENDED = "the pinned stream ended, and the next one has no snapshot yet"
+    CACHE = "a fault may be that of an HTTP cache"
+    FAULT = "nothing can be applied"
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +108,7 @@ class Apply:
     """Decision to apply entries, in order.
 
     Args:
-        number: number of the url to read them from.
+        log: log to read them from.
         entries: the entries. More than one are checked completely before the first row is written.
         cause: fault that a resync overcomes; None otherwise.
         is_elsewhere: True if nothing shows that the entry is of the applied version's history. Rows are then mixed
@@ -186,7 +116,7 @@ class Apply:
         order: the pin or the rollback that is followed, for which the gate is bypassed; None otherwise.
     """
 
-    number: int
+    log: SeenLog
     entries: tuple[Manifest, ...]
     rule: Rule
     cause: StreamError | None = None
@@ -198,7 +128,7 @@ class Apply:
 class Stay:
     """Decision to apply nothing now, and at which version an order keeps the reader."""
 
-    number: int
+    log: SeenLog
     rule: Rule
     why: str
     pinned: int | None = None
@@ -206,10 +136,10 @@ class Stay:
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """Decision to read what may have caused the fault ``error`` at a url again, past the caches."""
+    """Decision to read what may have caused the fault ``error`` of a log again, past the caches."""
 
     rule: ClassVar[Rule] = Rule.CACHE
-    number: int
+    log: SeenLog
     error: StreamError
 
 
@@ -221,4 +151,4 @@ class Fail:
     error: StreamError
 
 
-Decision = Look | Apply | Stay | Doubt | Fail
+Decision = Apply | Stay | Doubt | Fail

@@ -3,19 +3,75 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from delta_tracker.stream.format.manifest import Manifest
-from delta_tracker.stream.pin import Pin, PinFollower
-from delta_tracker.stream.reading.decisions import Policy
-from delta_tracker.stream.reading.position import Position
-from delta_tracker.stream.reading.seen import Order
+from delta_tracker.stream.format.manifest import Link, Manifest
+from delta_tracker.stream.pin import Pin
+from delta_tracker.stream.reading.position import Position, Rows
 from delta_tracker.stream.reading.source import Source
 
 
 @dataclass(frozen=True, slots=True)
-class Followed:
+class Order:
+    """Order to apply one version and stay at it, or to continue from it: a pin, a release, or a rollback.
+
+    Args:
+        counter: counter of the pin or release; of a rollback, that of the newest pin when it was made.
+        kind: ``pin`` to apply the version and stay there; ``release`` to continue from it or from a later snapshot;
+            ``rollback`` for a pin of this process, which bypasses a canary and ends with its release.
+        link: link of the entry; None for a rollback, as ``pin``.
+        newest: newest version when the order was made.
+        is_new: True if it was not known in the round before.
+    """
+
+    counter: int
+    kind: str
+    stream: str
+    version: int
+    link: Link | None
+    newest: int
+    is_new: bool = False
+    pin: Pin | None = None
+
+    @classmethod
+    def of(cls, pin: Pin) -> Order:
+        """Return the order of a pin or a release."""
+        link = Link(pin.version, pin.xxh3)
+        return cls(pin.counter, pin.kind, pin.stream, pin.version, link, pin.bad, pin=pin)
+
+    def is_followed_by(self, position: Position | None) -> bool:
+        """Return True if a reader at a position has done what the order says."""
+        if position is None or position.stream != self.stream or position.rows is Rows.MIXED:
+            return False
+        if self.kind == "release":
+            return position.version >= self.version
+        is_there = position.version == self.version if self.link is None else position.link == self.link
+        return is_there and position.rows is Rows.WHOLE
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What one process wants of its reader.
+
+    Args:
+        own: rollback of this process.
+        released: pin or release that no longer applies to this process, nor any before it of its stream.
+    """
+
+    follows_pins: bool = False
+    own: Order | None = None
+    released: Order | None = None
+    is_canary: bool = False
+
+    def has_released(self, order: Order) -> bool:
+        """Return True if an order no longer applies to this process."""
+        released = self.released
+        return released is not None and order.stream == released.stream and order.counter <= released.counter
+
+
+@dataclass(frozen=True, slots=True)
+class SavedOrder:
     """Last ``pin`` or ``release`` that a reader has followed, as it is saved with the position."""
 
     kind: str
@@ -34,13 +90,14 @@ class Orders:
         policy: what the process wants, without the calls of :meth:`release` since :meth:`begin`.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, sources: Iterable[Source]) -> None:
         self.policy = policy
+        self._sources = {each.number: each for each in sources}
         self._releases: deque[Order | None] = deque()  # calls of release(), with the order that was followed then
         self._last: Order | None = None  # that was followed
         self._begun: Order | None = None  # pin on the way to which versions may be written
-        self._pins: dict[int, PinFollower] = {}  # number of a url to the reader of its pins
         self._shown: dict[int, Order | None] = {}  # number of a url to its newest order
+        self._newest: Order | None = None  # newest order of this round
         self._known: Order | None = None  # newest order when a round ended
         self._overruled: tuple[Order, ...] = ()  # orders of its stream that were known at an own rollback
 
@@ -57,23 +114,27 @@ class Orders:
                 self.policy = replace(self.policy, own=None)
             elif last is not None and not self.policy.has_released(last):
                 self.policy = replace(self.policy, released=last)
+        self._newest = None
         return self.policy
 
-    def newest(self, source: Source, *, at_once: bool = False) -> Order | None:
-        """Return the newest pin or release of a source, or another one that is newer. See :meth:`PinFollower.order`.
+    def newest(self, number: int, *, at_once: bool = False) -> Order | None:
+        """Return the newest pin or release of a url, or another one that is newer. See :meth:`PinReader.order`.
 
         If a forged one was dropped, what was done for it is forgotten.
         """
         if not self.policy.follows_pins:
             return None
-        self._pins[source.number] = source.pins
+        source = self._sources[number]
         pin = source.pins.order(source.storage, at_once=at_once)
         if (drop := source.pins.take_drop()) is not None:
             self._drop(*drop)
-        self._shown[source.number] = None if pin is None else Order.of(pin)
+        self._shown[number] = None if pin is None else Order.of(pin)
         found = [each for each in (*self._shown.values(), self._last) if each is not None]
         newest = max(self._present(found, source), key=lambda each: each.counter, default=None)
-        return None if newest is None else replace(newest, is_new=newest != self._known)
+        if newest is None:
+            return None
+        self._newest = replace(newest, is_new=newest != self._known)
+        return self._newest
 
     def _present(self, found: Sequence[Order], source: Source) -> Sequence[Order]:
         """Return the orders without those of the former streams of a source, unless there are no others."""
@@ -95,25 +156,26 @@ class Orders:
     def _confirm(self, order: Order) -> None:
         """Keep an order at all urls that show it, because its entry was read at one of them."""
         if order.pin is not None:
-            for each in self._pins.values():
-                each.confirm(order.pin)
+            for each in self._sources.values():
+                each.pins.confirm(order.pin)
 
     def start(self, order: Order) -> None:
         """Record that versions on the path to a pin are about to be written."""
         if order.kind == "pin":
             self._begun = replace(order, is_new=False)
 
-    def record(self, order: Order | None, position: Position | None) -> Followed | None:
+    def record(self, position: Position | None) -> SavedOrder | None:
         """Record the newest order at the end of a round. Return it if a reader at a position has followed it."""
+        order = self._newest
         self._known = None if order is None else replace(order, is_new=False)
         if order is None or not order.is_followed_by(position):
             return None
         if order.kind == "pin":
             self._confirm(order)  # its entry is that of the position
         self._last, self._begun = self._known, None
-        return Followed(order.kind, order.counter)
+        return SavedOrder(order.kind, order.counter)
 
-    def load(self, followed: Followed | None, position: Position | None) -> None:
+    def load(self, followed: SavedOrder | None, position: Position | None) -> None:
         """Begin with a saved position, and what was followed there."""
         self._last = self._begun = None
         if followed is not None and position is not None:

@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from delta_tracker.errors import (
     InvalidArgumentError,
@@ -23,13 +24,43 @@ from delta_tracker.stream.entry_names import Merged
 from delta_tracker.stream.format.manifest import Link, Manifest
 from delta_tracker.stream.log import generation_error
 from delta_tracker.stream.reading.position import Position
-from delta_tracker.stream.reading.seen import Entries
 
 _MAX_UNREADABLE = 3
+_MAX_MALFORMED = 2  # consecutive malformed entries that are skipped in a search for a claim
 _T = TypeVar("_T")
 
 Allows = Callable[[Manifest], bool]
 ReadMerged = Callable[[Merged], Manifest | None]
+
+
+class Entries(Protocol):
+    """Entries of one log: a :class:`~delta_tracker.stream.log.StreamLog`, or what a round of a reader has seen of it.
+
+    The methods raise MalformedError for an entry that does not follow the format, and StorageError if the store cannot
+    be read.
+    """
+
+    @property
+    def url(self) -> str:
+        """Url of the store."""
+
+    def read(self, version: int) -> Manifest | None:
+        """Return the entry of a version, None if it does not exist."""
+
+    def read_merged(self, merged: Merged) -> Manifest | None:
+        """Return a merged entry, None if it does not exist."""
+
+    def merged(self, *, after: int = -1) -> list[Merged]:
+        """Return references to the merged entries with a last version above ``after``, ascending."""
+
+    def versions(self, *, after: int = -1) -> list[int]:
+        """Return the versions above ``after``, ascending."""
+
+    def head(self) -> Manifest | None:
+        """Return the newest entry, None if there is none."""
+
+    def is_committed(self, entry: Manifest) -> bool:
+        """Return True if an entry that was read, such as a claim, is part of the log."""
 
 
 def readable(read: Callable[[_T], Manifest | None], what: _T) -> Manifest | None:
@@ -59,44 +90,32 @@ def next_entry(log: Entries, position: Position, entry: Manifest | None) -> Mani
 def snapshots(log: Entries, *, allows: Allows | None = None, skips_unreadable: bool = False) -> Iterator[Manifest]:
     """Yield the snapshots that a reader can start from, newest first.
 
-    With ``skips_unreadable``, skips entries that the store cannot read, and malformed entries of the log. Malformed
-    merged entries are always skipped.
+    With ``skips_unreadable``, skips entries of the log that cannot be read or are malformed. Such merged entries are
+    always skipped, because they add no information.
     """
-    if skips_unreadable:
-        yield from (each for each in _readable_snapshots(log) if allows is None or allows(each))
-    elif allows is not None:
-        yield from _allowed_snapshots(log, allows)
-    else:
-        yield from _snapshots(log)
+    found = _readable_snapshots(log) if skips_unreadable else _snapshots(log, are_all_merged=allows is not None)
+    return (each for each in found if allows is None or allows(each))
 
 
-def _snapshots(log: Entries) -> Iterator[Manifest]:
-    try:
-        manifest = log.newest_snapshot()
-    except MalformedError:  # perhaps of a merged entry, which adds no information
-        head = log.head()
-        manifest = None if head is None or head.snapshot is None else log.read(head.snapshot)
-    while manifest is not None and manifest.kind == "snapshot":
-        yield manifest
-        before = None if manifest.version == 0 else log.read(manifest.version - 1)
-        manifest = None if before is None or before.snapshot is None else log.read(before.snapshot)
-
-
-def _allowed_snapshots(log: Entries, allows: Allows) -> Iterator[Manifest]:
+def _snapshots(log: Entries, *, are_all_merged: bool) -> Iterator[Manifest]:
+    """Yield the snapshots of the log, and the merged ones: all of them, or only those above the newest of the log."""
     head = log.head()
     if head is None:
         return
-    merged = [each for each in log.merged() if each.kind == "snapshot" and each.last <= head.version]
     version = head.snapshot
+    after = -1 if are_all_merged or version is None else version
+    merged = [each for each in log.merged(after=after) if each.kind == "snapshot" and each.last <= head.version]
     while merged or version is not None:
         if version is None or (merged and merged[-1].last > version):
             manifest = readable(log.read_merged, merged.pop())
-        else:
-            manifest = log.read(version)
-            before = None if version == 0 else log.read(version - 1)
-            version = None if before is None else before.snapshot
-        if manifest is not None and manifest.stream == head.stream and allows(manifest):
+            if manifest is not None and manifest.stream == head.stream:
+                yield manifest
+            continue
+        manifest = log.read(version)
+        if manifest is not None and manifest.kind == "snapshot":
             yield manifest
+        before = None if version == 0 else log.read(version - 1)
+        version = None if before is None else before.snapshot
 
 
 def _readable_snapshots(log: Entries) -> Iterator[Manifest]:
@@ -359,3 +378,33 @@ def check_is_newer(log: Entries, position: Position) -> None:
         return
     if _is_other_copy(log, position):
         raise OlderCopyError(log.url, head.version, position.version)
+
+
+def former_streams(log: Entries, head: Manifest) -> tuple[str, ...]:
+    """Return the streams of which the stream of the newest entry is a fork, the last one first."""
+    claims = forks(log.versions(), head.stream, partial(readable, log.read))
+    return tuple(each.forked_from.stream for each in claims if each.forked_from is not None)
+
+
+def forks(versions: list[int], stream: str, read: Callable[[int], Manifest | None]) -> Iterator[Manifest]:
+    """Yield the claims that forked a stream and its former ones from others, the newest first.
+
+    Each promotion of a mirror starts another stream in its log, with a claim that names the former one. Retention keeps
+    claims, so the claim is the lowest entry of its stream. The search reads a logarithmic number of entries. The
+    ``versions`` of the log end with one of the stream, ascending.
+    """
+    found = {stream}
+    while versions:
+
+        def is_of_stream(version: int, name: str = stream) -> bool:
+            entries = map(read, range(version, version + _MAX_MALFORMED + 1))
+            return next((entry.stream == name for entry in entries if entry is not None), False)
+
+        first = bisect_left(versions, True, key=is_of_stream)
+        claim = None if first == len(versions) else read(versions[first])
+        if claim is None or claim.forked_from is None or claim.forked_from.stream in found:
+            return
+        yield claim
+        stream = claim.forked_from.stream
+        found.add(stream)
+        versions = versions[:first]

@@ -96,3 +96,15 @@ class Position:
         except ValueError as error:
             raise InvalidArgumentError("state", state, "Pass what state_dict() returned") from error
         return cls(saved.stream, Link(saved.version, saved.xxh3), saved.generation, created=saved.created)
+
+
+def replaces(manifest: Manifest, begun: Link, generation: int) -> bool:
+    """Return True if a claim or delta belongs to a history without ``begun``, a version that is written in part.
+
+    ``begun`` is then another entry with the same number, or a later one of a lower ``generation``. Only a snapshot
+    replaces all of its rows.
+    """
+    if manifest.kind == "snapshot":
+        return False
+    is_fenced = begun.version > manifest.version and generation < manifest.generation
+    return is_fenced or (begun.version == manifest.version and begun != manifest.link)

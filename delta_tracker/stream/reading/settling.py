@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from delta_tracker.errors import (
     CorruptPartError,
@@ -12,11 +13,17 @@ from delta_tracker.errors import (
     StreamError,
     StreamReplacedError,
 )
-from delta_tracker.stream.doubted_storage import DoubtedStore
 from delta_tracker.stream.log import entry_name
 from delta_tracker.stream.pointer import POINTER_NAME
 from delta_tracker.stream.reading.position import Position
-from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.stream.storage.storage import Storage, StoredObject, Transfer
+from delta_tracker.stream.storage.store import Span, Store
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+_MAX_KEPT_BYTES = 64 << 20
 
 
 class Settling:
@@ -34,33 +41,27 @@ class Settling:
         self._began = 0.0
         self._doubted: DoubtedStore | None = None  # None without a doubt
         self._is_pointer_read = False
-        self._num_reads = 0  # past the caches, until take_count()
 
     @property
     def is_over(self) -> bool:
         """True if the doubt has lasted long enough: the fault is not that of a cache."""
         return self._doubted is not None and self._clock() - self._began >= self.seconds
 
-    def take_count(self) -> int:
-        """Return the number of reads past the caches since the last call."""
-        self._count()
-        num_reads, self._num_reads = self._num_reads, 0
-        return num_reads
-
     def clear(self) -> None:
         """End the doubt, because a version was applied."""
-        self._count()
         self._doubted = None
         self._is_pointer_read = False
 
-    def _count(self) -> None:
-        self._num_reads += 0 if self._doubted is None else self._doubted.take_count()
+    def doubt(
+        self, fault: StreamError, position: Position | None, storage: Storage, counts: Callable[[int], object]
+    ) -> Storage | None:
+        """Begin or continue a doubt. Return the store to read from again; None if all was read past the caches.
 
-    def doubt(self, fault: StreamError, position: Position | None, storage: Storage) -> Storage | None:
-        """Begin or continue a doubt. Return the store to read from again; None if all was read past the caches."""
+        ``counts`` is called with the number of reads past the caches, after each.
+        """
         if self._doubted is None or self._position != position:
             self.clear()
-            self._position, self._began, self._doubted = position, self._clock(), DoubtedStore(storage)
+            self._position, self._began, self._doubted = position, self._clock(), DoubtedStore(storage, counts)
         return self._doubted.view() if self._doubted.doubt(_doubtful(fault, position)) else None
 
     def may_read_pointer(self) -> bool:
@@ -79,3 +80,62 @@ def _doubtful(fault: StreamError, position: Position | None) -> set[str]:
     if isinstance(fault, StreamReplacedError) and position is not None:
         names |= {entry_name(position.link.version), entry_name(position.link.version + 1)}
     return names
+
+
+class DoubtedStore(Store):
+    """Read-only view of a store at an http URL: objects whose copy in a cache may be wrong are read past the caches.
+
+    Bytes that were read past the caches are kept, up to 64 MiB, so that a later read sends no further request.
+    """
+
+    is_read_only = True
+    lists_from = False
+
+    def __init__(self, storage: Storage, counts: Callable[[int], object]) -> None:
+        self.url = storage.url
+        self.is_remote = storage.is_remote
+        self._cached = storage
+        self._names: set[str] = set()
+        self._counts = counts
+        self._num_kept_bytes = 0
+        self._kept: dict[str, tuple[bytes, float | None] | None] = {}
+
+    def view(self) -> Storage:
+        """Return the storage that reads through this object."""
+        return Storage.over(self, self._cached)
+
+    def doubt(self, names: set[str]) -> bool:
+        """Read objects past the caches. Return False if all of them are already."""
+        is_new = not names <= self._names
+        self._names |= names
+        return is_new
+
+    def read(self, span: Span, transfer: Transfer | None) -> NDArray[np.uint8] | None:
+        """See :meth:`Store.read`."""
+        name = span.name
+        if name in self._kept and ((kept := self._kept[name]) is None or span.end is None or span.end <= len(kept[0])):
+            if kept is None:
+                return None
+            if transfer is not None:
+                transfer.modified = kept[1]
+            return span.of(kept[0])
+        response = Transfer() if transfer is None else transfer
+        data = self._store_of(name).read_span(span, response)
+        if name in self._names and span.end is None:
+            if data is None:
+                self._kept[name] = None
+            elif self._num_kept_bytes + len(data) <= _MAX_KEPT_BYTES:
+                self._num_kept_bytes += len(data)
+                self._kept[name] = data.tobytes(), response.modified
+        return data
+
+    def stat(self, name: str) -> StoredObject | None:
+        """See :meth:`Store.stat`."""
+        kept = self._kept.get(name)
+        return self._store_of(name).stat(name) if kept is None else StoredObject(name, len(kept[0]), kept[1] or 0.0)
+
+    def _store_of(self, name: str) -> Storage:
+        if name not in self._names:
+            return self._cached
+        self._counts(1)
+        return self._cached.uncached

@@ -1,23 +1,20 @@
-"""Store of a stream, as a reader looks things up in it: :class:`Source`."""
+"""Store of a stream, as a reader looks things up in it, and how far the reader is behind."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
 
 from delta_tracker.errors import MalformedError, MissingVersionError, StorageError, StreamReplacedError
+from delta_tracker.stream.entry_names import entry_name
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
-from delta_tracker.stream.pin import PinFollower
+from delta_tracker.stream.pin import PinReader
 from delta_tracker.stream.reading.canary import Canary, CanaryBound
 from delta_tracker.stream.reading.catch_up import CatchUp
-from delta_tracker.stream.reading.lineage import former_streams
-from delta_tracker.stream.reading.path import readable
+from delta_tracker.stream.reading.path import former_streams, readable
 from delta_tracker.stream.reading.position import Position
 from delta_tracker.stream.reading.runtime import REAL, Runtime
-from delta_tracker.stream.reading.seen import Look
 from delta_tracker.stream.reading.settling import Settling
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.stream.store_clock import skew_problem
@@ -25,6 +22,7 @@ from delta_tracker.stream.store_clock import skew_problem
 _logger = logging.getLogger(__name__)
 
 _LIST_SECONDS = 60.0  # after which a log that seems to have no newer version, or its former streams, are listed
+_LEAST_SECONDS = 1e-6  # a lag of 0 means that all versions are applied
 
 
 class Source:
@@ -33,6 +31,7 @@ class Source:
     Attributes:
         bound: newest version that a canary may apply; None without one.
         settling: doubt of faults that a cache can cause, for a store that cannot list.
+        lag: how far the reader is behind this log.
         has_listed: True if a check for a gap had to list the log in this round of the reader, which sets it to False.
     """
 
@@ -49,8 +48,9 @@ class Source:
         self.storage = storage
         self.log = StreamLog(storage, runtime) if log is None else log
         self.bound = None if canary is None else CanaryBound(canary, self.log)
-        self.catch_up = CatchUp(self.log, None if self.bound is None else self.bound.allows)
-        self.pins = PinFollower(runtime=runtime)
+        self.catch_up = CatchUp(self.log, self.allows)
+        self.pins = PinReader(runtime=runtime)
+        self.lag = Lag(runtime)
         self.settling = Settling(clock=runtime.monotonic)
         self.has_listed = False
         self._runtime = runtime
@@ -58,25 +58,11 @@ class Source:
         self._lineage: tuple[str, float, tuple[str, ...]] | None = None  # stream, time of the search, former streams
         self._listed_at = runtime.monotonic()  # of the last listing by a check for a gap, or of the construction
         self._skewed = ""  # last publisher whose skew was logged
-        own = self.log
-        self._answers: Mapping[str, Callable[[Any], object]] = {
-            "ahead": self.catch_up.find,
-            "allows": lambda entry: self.bound is None or self.bound.allows(entry),
-            "former_streams": self.former_streams,
-            "generation": self._generation,
-            "merged": lambda after: own.merged(after=after),
-            "versions": lambda after: own.versions(after=after),
-            "head": lambda _: own.head(),
-            "newest_snapshot": lambda _: own.newest_snapshot(),
-            "read": own.read,
-            "read_merged": own.read_merged,
-            "is_committed": own.is_committed,
-        }
 
     def through(self, storage: Storage) -> Source:
         """Return the same source, read through another view of its store."""
         other = Source(self.number, storage, self.canary, runtime=self._runtime)
-        other.pins = self.pins
+        other.pins, other.lag = self.pins, self.lag
         return other
 
     @property
@@ -89,14 +75,19 @@ class Source:
         """Url of the store."""
         return self.storage.url
 
-    def answer(self, look: Look) -> object:
-        """Look up what a reader needs, except for the next entry and orders."""
-        return self._answers[look.about](look.subject)
+    def allows(self, entry: Manifest) -> bool:
+        """Return False for an entry that a canary must not apply yet."""
+        return self.bound is None or self.bound.allows(entry)
 
     def next(self, position: Position, *, looks_for_gap: bool) -> Manifest | None:
-        """See :meth:`SeenLog.next`. Logs once per publisher that its clock differs from the store's."""
-        version = position.link.version + 1
+        """Return the entry after a position; None if it does not exist, as far as a poll can tell.
+
+        With ``looks_for_gap``, raises MissingVersionError or StreamReplacedError if it was deleted, or if the log lacks
+        the position's entry. Logs once per publisher that its clock differs from the store's.
+        """
+        version, began = position.link.version + 1, self._runtime.monotonic()
         entry = self.log.read(version) if self.log.is_listed or self.log.may_have(version) else None
+        self.lag.looked(version, is_there=entry is not None, began=began)
         if entry is None and looks_for_gap:
             self._check_gap(position)
         if entry is not None and entry.writer != self._skewed:
@@ -121,7 +112,8 @@ class Source:
                     self.former_streams(head)
         return () if self._lineage is None else self._lineage[2]
 
-    def _generation(self, position: Position) -> int | None:
+    def generation(self, position: Position) -> int | None:
+        """Return the generation of a position's entry; None if the log does not have it."""
         if self._held is None or not position.names(self._held):
             self._held = readable(self.log.read, position.version)
         return self._held.generation if self._held is not None and position.names(self._held) else None
@@ -158,3 +150,62 @@ class Source:
         # A version committed between the last look and the listing is not a gap.
         if head > held.version and log.read(held.version + 1) is None:
             raise MissingVersionError(held.version + 1, head)
+
+
+class Lag:
+    """Measurement of how far a reader lags behind the newest version.
+
+    The age is the sum of two times, each by one clock: from the oldest version not applied to the newest one, by the
+    store's modification times, and since this reader first saw the newest one, by its monotonic clock. It is too low by
+    the time until the reader saw it, and by up to one second if the store truncates modification times.
+
+    Attributes:
+        rested: version after which the last look found no entry, and the monotonic time at which that began; None if it
+            found one since.
+    """
+
+    def __init__(self, runtime: Runtime = REAL) -> None:
+        self._monotonic = runtime.monotonic
+        self.rested: tuple[int, float] | None = None
+        self._newest = -1, 0.0  # newest version seen, and the monotonic time at which it was seen first
+
+    def looked(self, version: int, *, is_there: bool, began: float) -> None:
+        """Record whether the entry of the next version existed at the monotonic time ``began``."""
+        self.rested = None if is_there else (version - 1, began)
+        if is_there and version > self._newest[0]:
+            self._newest = version, began
+
+    def of(self, log: StreamLog, held: int | None) -> tuple[int, float]:
+        """Return the number of versions above ``held``, and the age of the oldest one in seconds.
+
+        The age is above 0 if the number is, and 0 if the number is. Reads no entries, and lists the log only before the
+        first applied version, or if the next entry is missing although there are newer ones. Raises a StreamError if
+        the store cannot be read, or if its log ends before ``held``.
+        """
+        began = self._monotonic()
+        if held is None:
+            return self._listed(log, began, -1)
+        newest = log.newest_version(held)
+        log.check_pointer()
+        first = log.storage.stat(entry_name(min(held + 1, newest)))
+        last = first if newest <= held + 1 else log.storage.stat(entry_name(newest))
+        if first is None or last is None:
+            return self._listed(log, began, held)
+        return self._lag(newest - held, last.modified - first.modified, newest, began)
+
+    def _listed(self, log: StreamLog, began: float, held: int) -> tuple[int, float]:
+        """Return the lag by a listing."""
+        listed = log.listed(after=held - 1)
+        log.check_pointer()
+        if not listed and held >= 0:
+            raise StreamReplacedError(log.url, held)
+        waiting = {version: modified for version, modified in listed.items() if version > held}
+        seconds = max(waiting.values()) - waiting[min(waiting)] if waiting else 0.0
+        return self._lag(len(waiting), seconds, max(listed, default=-1), began)
+
+    def _lag(self, num_versions: int, seconds: float, newest: int, began: float) -> tuple[int, float]:
+        """Return the lag. ``seconds`` are those up to the newest version, which existed at the time ``began``."""
+        if newest != self._newest[0]:  # a lower one is of another log
+            self._newest = newest, began
+        age = max(0.0, seconds) + self._monotonic() - self._newest[1]
+        return num_versions, max(age, _LEAST_SECONDS) if num_versions else 0.0

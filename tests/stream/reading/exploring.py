@@ -7,8 +7,8 @@ import time
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
 
-from delta_tracker.stream.reading.decisions import Apply, Decision, Policy
-from delta_tracker.stream.reading.seen import Order
+from delta_tracker.stream.reading.decisions import Apply, Decision
+from delta_tracker.stream.reading.orders import Order, Policy
 from tests.stream.reading.families import FAMILIES, State
 from tests.stream.reading.readers import Reader, ViolationError, World, advance
 from tests.stream.reading.rules import chances, check
@@ -132,7 +132,7 @@ def _text(each: tuple[Reader, Decision]) -> str:
     if not isinstance(decision, Apply):
         return f"{decision} at {reader.word}"
     names = [entry.xxh3 for entry in decision.entries]
-    return f"{decision.rule.name} {names} of url {decision.number}: {decision.cause} -> {reader}"
+    return f"{decision.rule.name} {names} of url {decision.log.number}: {decision.cause} -> {reader}"
 
 
 def main(names: list[str]) -> None:

@@ -7,8 +7,7 @@ from dataclasses import replace
 from itertools import permutations, product
 
 from delta_tracker.stream.format.manifest import Link, Manifest
-from delta_tracker.stream.reading.decisions import Policy
-from delta_tracker.stream.reading.seen import Order
+from delta_tracker.stream.reading.orders import Order, Policy
 from tests.stream.reading.logs import Log, entry_of, generation_of, merged_entries, stream_of
 from tests.stream.reading.readers import Reader, World, ahead_of, at, mixed_at
 
@@ -249,7 +248,7 @@ def restored(size: int) -> Iterator[State]:
             log, stale = Log(trunk[:end] + tail), Log(trunk[:end], url="stale")
             for reader in _positions((Log(trunk), log), is_short=False):
                 for merged in _merged(log.word):
-                    yield World((replace(log, merged=merged),)), reader
+                    yield World((replace(log, merged_entries=merged),)), reader
                 yield World((log, stale)), reader
                 yield World((stale, log)), reader
                 yield World((log, Log(trunk, url="other"))), reader

@@ -10,7 +10,7 @@ There are three rows. The snapshot or delta of version ``v`` writes row ``v % 3`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any
@@ -27,9 +27,8 @@ from delta_tracker.errors import (
 from delta_tracker.stream.entry_names import Merged, entry_name
 from delta_tracker.stream.format.manifest import Fork, Link, Manifest
 from delta_tracker.stream.reading import catch_up
-from delta_tracker.stream.reading.lineage import former_streams
+from delta_tracker.stream.reading.orders import Order
 from delta_tracker.stream.reading.position import Position
-from delta_tracker.stream.reading.seen import Look, Order
 
 NUM_ROWS = 3
 Rows = tuple[str, ...]
@@ -138,7 +137,7 @@ class Log:
 
     Args:
         word: names its entries.
-        merged: merged entries.
+        merged_entries: merged entries.
         first: lowest version that retention has kept. Claims and the entries before them are kept too.
         faults: fault of each faulty entry: ``missing``, ``malformed``, ``unreadable``, ``corrupt`` or ``lost`` (its
             parts cannot be read).
@@ -150,7 +149,7 @@ class Log:
     """
 
     word: str
-    merged: tuple[Manifest, ...] = ()
+    merged_entries: tuple[Manifest, ...] = ()
     first: int = 0
     faults: Mapping[str, str] = field(default_factory=dict)
     orders: tuple[Order, ...] = ()
@@ -174,7 +173,15 @@ class Log:
         """What tells logs without faults apart."""
         late = None if self.late is None else self.late.xxh3
         lost = (self.is_up, tuple(self.faults.items())) if self.is_lost else None
-        return self.word, tuple(each.xxh3 for each in self.merged), self.first, self.orders, late, self.url, lost
+        return (
+            self.word,
+            tuple(each.xxh3 for each in self.merged_entries),
+            self.first,
+            self.orders,
+            late,
+            self.url,
+            lost,
+        )
 
     @cached_property
     def newest(self) -> int:
@@ -188,7 +195,7 @@ class Log:
         return self.faults.get(entry.xxh3, "")
 
     def __str__(self) -> str:
-        merged, late = [each.xxh3 for each in self.merged], "" if self.late is None else self.late.xxh3
+        merged, late = [each.xxh3 for each in self.merged_entries], "" if self.late is None else self.late.xxh3
         text = f"{self.url}: {self.word} {merged=} first={self.first} faults={dict(self.faults)} {late=}"
         return f"{text} {'' if self.is_up else 'down'} {[(o.kind, o.version, o.stream) for o in self.orders]}"
 
@@ -196,58 +203,41 @@ class Log:
         """Return the log after its faults have ended."""
         if self.is_lost:
             return self
-        return Log(self.word, self.merged, self.first, {}, self.orders, True, self.late, self.url)
+        return Log(self.word, self.merged_entries, self.first, {}, self.orders, True, self.late, self.url)
 
-    # What a reader asks.
+    # What a reader looks up. Each raises a StreamError if the store cannot be read, or an entry has a fault.
 
-    def answer(self, question: Look, position: Position | None, behind: int) -> Any:
-        """Return the answer to a question of a reader that stays ``behind`` versions behind the newest one.
-
-        Raises:
-            StreamError: if the store cannot be read, or an entry has a fault.
-        """
-        if question.about == "generation":
-            return self._generation(position)
+    def check_up(self) -> None:
         if not self.is_up:
             raise self._unreadable("all")
-        if question.about == "next" and position is not None:
-            return self._next(position, looks_for_gap=bool(question.key))
-        answers: Mapping[str, Callable[[Any], Any]] = {
-            "read": self.read,
-            "read_merged": self.read_merged,
-            "merged": self.merged_after,
-            "versions": lambda after: self.versions(after=after),
-            "head": lambda _: self.head(),
-            "newest_snapshot": lambda _: self._newest_snapshot(),
-            "is_committed": self._is_committed,
-            "former_streams": lambda head: former_streams(self, head),  # type: ignore[arg-type]
-            "allows": lambda entry: entry.version + behind <= self.newest,
-            "ahead": lambda _: None if position is None else self._ahead(position, behind),
-        }
-        return answers[question.about](question.subject)
 
-    def _generation(self, position: Position | None) -> int | None:
-        entry = None if position is None or not self.is_up else self.entries.get(position.version)
-        if entry is None or position is None or self.fault(entry) in ("malformed", "unreadable"):
+    def generation(self, position: Position) -> int | None:
+        entry = self.entries.get(position.version) if self.is_up else None
+        if entry is None or self.fault(entry) in ("malformed", "unreadable"):
             return None
         return entry.generation if position.names(entry) else None
 
     def read(self, version: int) -> Manifest | None:
+        self.check_up()
         entry = self.entries.get(version)
         return None if entry is None else self._checked(entry, entry_name(version))
 
     def read_merged(self, merged: Merged) -> Manifest | None:
-        entry = next((each for each in self.merged if Merged.of(each) == merged), None)
+        self.check_up()
+        entry = next((each for each in self.merged_entries if Merged.of(each) == merged), None)
         return None if entry is None else self._checked(entry, merged.name)
 
-    def merged_after(self, after: int) -> list[Merged]:
-        found = sorted((Merged.of(each) for each in self.merged), key=lambda each: each.name)
+    def merged(self, *, after: int = -1) -> list[Merged]:
+        self.check_up()
+        found = sorted((Merged.of(each) for each in self.merged_entries), key=lambda each: each.name)
         return [each for each in found if each.last > after]
 
     def versions(self, *, after: int = -1) -> list[int]:
+        self.check_up()
         return sorted(version for version in self.entries if version > after)
 
     def head(self) -> Manifest | None:
+        self.check_up()
         return self.read(self.newest) if self.entries else None
 
     def _checked(self, entry: Manifest, name: str) -> Manifest:
@@ -261,25 +251,13 @@ class Log:
     def _unreadable(self, name: str) -> StorageError:
         return StorageError(self.url, f"cannot read {name}")
 
-    def _newest_snapshot(self) -> Manifest | None:
-        head = self.head()
-        if head is None:
-            return None
-        in_log = -1 if head.snapshot is None else head.snapshot
-        for merged in reversed(self.merged_after(in_log)):
-            if merged.kind == "snapshot":
-                entry = self.read_merged(merged)
-                if entry is not None and entry.stream == head.stream:
-                    return entry
-        return self.read(in_log) if in_log >= 0 else None
-
-    def _is_committed(self, entry: Manifest) -> bool:
+    def is_committed(self, entry: Manifest) -> bool:
         if not self.versions(after=entry.version):
             return True
         following = self.read(entry.version + 1)
         return following is not None and following.parent == entry.link
 
-    def _next(self, position: Position, *, looks_for_gap: bool) -> Manifest | None:
+    def next(self, position: Position, *, looks_for_gap: bool) -> Manifest | None:
         entry = self.read(position.version + 1)
         if entry is None and looks_for_gap:
             self._check_gap(position)
@@ -293,7 +271,7 @@ class Log:
         if self.newest > held and self.read(held + 1) is None:
             raise MissingVersionError(held + 1, self.newest)
 
-    def _ahead(self, position: Position, behind: int) -> Manifest | None:
+    def ahead(self, position: Position, behind: int) -> Manifest | None:
         """Return what :class:`CatchUp` finds, for a reader that is far behind after one version."""
         log: Any = _Listed(self)
         with mock.patch.object(catch_up, "_MIN_MERGED", 1):
@@ -311,7 +289,7 @@ class _Listed:
         return max(self.log.newest, after)
 
     def merged(self, *, after: int) -> list[Merged]:
-        return self.log.merged_after(after)
+        return self.log.merged(after=after)
 
     def read(self, version: int) -> Manifest | None:
         return self.log.read(version)

@@ -1,10 +1,11 @@
-"""A reader with rows in memory: it asks :func:`decide`, answers its looks, and does what it says."""
+"""A reader with rows in memory: it asks :func:`decide`, which looks at its logs, and does what that says."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from delta_tracker.errors import (
     HeldVersionError,
@@ -24,11 +25,11 @@ from delta_tracker.stream.reading.decisions import (
     Doubt,
     Fail,
     Fault,
-    Order,
-    Policy,
     View,
 )
-from delta_tracker.stream.reading.seen import Failed, Look, SeenLog
+from delta_tracker.stream.reading.orders import Order, Policy
+from delta_tracker.stream.reading.path import former_streams
+from delta_tracker.stream.reading.seen import SeenLog
 from tests.stream.reading.logs import (
     NUM_ROWS,
     Log,
@@ -154,32 +155,26 @@ def advance(  # noqa: C901  one case for each decision
         cut: number of the entry of a path whose write is interrupted after some rows, at most the last one; None to
             interrupt nothing.
     """
-    answers: list[dict[tuple[str, Hashable], object]] = [{} for _ in world.logs]
     numbers = [reader.current, *(each for each in range(len(world.logs)) if each != reader.current)]
-
-    def unseen(number: int, *, is_doubted: bool) -> SeenLog:
-        answers[number] = {}
-        return SeenLog(number, world.logs[number].url, is_doubted and number == 0, answers[number])
-
+    orders: Any = _Orders(world, reader)
+    sources: list[Any] = [_Source(number, world.logs[number], reader) for number in numbers]
     view = View(
-        tuple(unseen(number, is_doubted=world.is_cached) for number in numbers),
+        tuple(SeenLog(each, orders, world.is_cached and each.number == 0) for each in sources),
         reader.position,
         replace(reader.policy, is_canary=reader.behind > 0),
         num_failures=reader.failures,
         catches_up=catches_up and reader.word is not None and not reader.is_mixed,
         surveys=surveys and len(numbers) > 1,
     )
-    num_looks = num_tries = 0
+    num_tries = 0
     while True:
         decision = rules.decide(view)
+        reader = replace(reader, known=orders.known, confirmed=orders.confirmed)
+        if (num_looks := sum(len(each.answers) for each in view.logs)) > _MAX_LOOKS:
+            raise ViolationError(f"too many looks: {num_looks}")
         match decision:
-            case Look(number, about, key):
-                num_looks += 1
-                if num_looks > _MAX_LOOKS or (about, key) in answers[number]:
-                    raise ViolationError(f"looks do not end: {num_looks} looks, the last for {decision}")
-                answers[number][about, key], reader = _answer(world.logs[number], decision, reader)
             case Doubt():
-                if decision.number != 0 or not world.is_cached:
+                if decision.log.number != 0 or not world.is_cached:
                     raise ViolationError("a url that is not behind a cache is doubted")
                 view = replace(view, logs=tuple(replace(each, is_doubted=False) for each in view.logs))
             case Apply():
@@ -191,7 +186,7 @@ def advance(  # noqa: C901  one case for each decision
                     not is_start
                     and view.logs[0].is_doubted
                     and isinstance(decision.cause, CACHE_FAULTS)
-                    and decision.number == 0
+                    and decision.log.number == 0
                 ):
                     raise ViolationError(f"a fault of a cache is believed at once: {decision.cause}")
                 try:
@@ -199,7 +194,7 @@ def advance(  # noqa: C901  one case for each decision
                 except StreamError as error:
                     held = {word_of(each) for each in decision.entries if isinstance(error, HeldVersionError)}
                     reader = replace(reader, held=reader.held | held)
-                    faults = (*view.faults, *(Fault(decision.number, each, error) for each in decision.entries))
+                    faults = (*view.faults, *(Fault(decision.log.number, each, error) for each in decision.entries))
                     view = replace(view, faults=faults)
                     continue
                 return _written(reader, decision, cut), decision
@@ -210,29 +205,63 @@ def advance(  # noqa: C901  one case for each decision
                 return replace(reader, failures=reader.failures + 1 if is_unsure else 0), decision
             case _:
                 counter = 0 if reader.known is None else reader.known.counter
-                return replace(reader, failures=0, current=decision.number, ended=counter), decision
+                return replace(reader, failures=0, current=decision.log.number, ended=counter), decision
 
 
-def _answer(log: Log, question: Look, reader: Reader) -> tuple[object, Reader]:
-    try:
-        if question.about == "order":
-            if not log.is_up and reader.known is None:
-                raise StorageError(log.url, "cannot look for a pin")
-            newest = max(log.orders if log.is_up else (), key=lambda each: each.counter, default=None)
-            if newest is not None and (reader.known is None or newest.counter > reader.known.counter):
-                reader = replace(reader, known=newest)
-            known = reader.known
-            return None if known is None else replace(known, is_new=known.counter != reader.ended), reader
-        if question.about == "named":
-            if not log.is_up:
-                raise StorageError(log.url, "cannot read")
-            entry = log.read(question.subject.version)
-            if entry is None or (entry.stream, entry.link) != (question.subject.stream, question.subject.link):
-                return None, reader
-            return entry, replace(reader, confirmed=reader.known)
-        return log.answer(question, reader.position, reader.behind), reader
-    except StreamError as error:
-        return Failed(error), reader
+class _Source:
+    """What a reader looks up at one url, except for orders."""
+
+    def __init__(self, number: int, log: Log, reader: Reader) -> None:
+        self.number, self.log, self.url = number, log, log.url
+        self.catch_up = self
+        self._behind = reader.behind
+
+    def next(self, position: positions.Position, *, looks_for_gap: bool) -> Manifest | None:
+        self.log.check_up()
+        return self.log.next(position, looks_for_gap=looks_for_gap)
+
+    def find(self, position: positions.Position) -> Manifest | None:
+        self.log.check_up()
+        return self.log.ahead(position, self._behind)
+
+    def allows(self, entry: Manifest) -> bool:
+        self.log.check_up()
+        return entry.version + self._behind <= self.log.newest
+
+    def former_streams(self, head: Manifest) -> tuple[str, ...]:
+        return former_streams(self.log, head)  # type: ignore[arg-type]
+
+    def generation(self, position: positions.Position) -> int | None:
+        return self.log.generation(position)
+
+
+class _Orders:
+    """Orders of one round.
+
+    Attributes:
+        known: newest pin or release that was seen.
+        confirmed: the last one whose entry was read.
+    """
+
+    def __init__(self, world: World, reader: Reader) -> None:
+        self.known, self.confirmed = reader.known, reader.confirmed
+        self._world, self._ended = world, reader.ended
+
+    def newest(self, number: int) -> Order | None:
+        log = self._world.logs[number]
+        if not log.is_up and self.known is None:
+            raise StorageError(log.url, "cannot look for a pin")
+        newest = max(log.orders if log.is_up else (), key=lambda each: each.counter, default=None)
+        if newest is not None and (self.known is None or newest.counter > self.known.counter):
+            self.known = newest
+        return None if self.known is None else replace(self.known, is_new=self.known.counter != self._ended)
+
+    def named(self, order: Order, source: _Source) -> Manifest | None:
+        entry = source.log.read(order.version)
+        if entry is None or (entry.stream, entry.link) != (order.stream, order.link):
+            return None
+        self.confirmed = self.known
+        return entry
 
 
 def leaves_rows(reader: Reader, entry: Manifest) -> bool:
@@ -249,7 +278,7 @@ def _check(world: World, reader: Reader, decision: Apply) -> None:
     Raises:
         StreamError: if an entry cannot be applied.
     """
-    log = world.logs[decision.number]
+    log = world.logs[decision.log.number]
     for entry in decision.entries:
         if not log.is_up:
             raise StorageError(log.url, "cannot read")
@@ -291,4 +320,4 @@ def _written(reader: Reader, decision: Apply, cut: int | None) -> Reader:
             held=frozenset(),
         )
     counter = 0 if before.known is None else before.known.counter
-    return replace(reader, failures=0, current=decision.number, ended=counter)
+    return replace(reader, failures=0, current=decision.log.number, ended=counter)

@@ -12,7 +12,7 @@ from delta_tracker.errors import NoSnapshotError
 from delta_tracker.stream.entry_names import Merged
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.reading.decisions import Apply, Decision, Fail, Stay
-from delta_tracker.stream.reading.seen import Order
+from delta_tracker.stream.reading.orders import Order
 from tests.stream.reading.logs import Log, created, generation_of, lineage, rows_after, stream_of, word_of
 from tests.stream.reading.readers import Reader, ViolationError, World, leaves_rows
 
@@ -24,7 +24,7 @@ def check(world: World, before: Reader, decision: Decision, after: Reader, *, is
             raise ViolationError("rows change without a decision")
         _check_wait(world, before, decision, order_of(after))
         return
-    log, order = world.logs[decision.number], order_of(after)
+    log, order = world.logs[decision.log.number], order_of(after)
     if not log.is_up:
         raise ViolationError("a url is read that cannot be read")
     last = decision.entries[-1]
@@ -48,7 +48,7 @@ def check(world: World, before: Reader, decision: Decision, after: Reader, *, is
 def _check_wait(world: World, before: Reader, decision: Decision, order: Order | None) -> None:
     """Check that a reader reports an outage, also at a pin, and says that a canary waits for an order."""
     needs_log = order is None or order.kind != "rollback"
-    if needs_log and isinstance(decision, Stay) and not world.logs[decision.number].is_up:
+    if needs_log and isinstance(decision, Stay) and not world.logs[decision.log.number].is_up:
         raise ViolationError("an outage is not reported")
     is_empty = isinstance(decision, Fail) and isinstance(decision.error, NoSnapshotError)
     waits = before.word and order is not None and all(_waits_for(log, before, order) for log in world.logs)
@@ -65,7 +65,7 @@ def _waits_for(log: Log, reader: Reader, order: Order) -> bool:
 
 def _check_entries(log: Log, before: Reader, decision: Apply) -> None:
     for entry in decision.entries:
-        if entry not in log.merged and log.entries.get(entry.version) != entry:
+        if entry not in log.merged_entries and log.entries.get(entry.version) != entry:
             raise ViolationError(f"{word_of(entry)} is not at this url")
         if entry == log.late and entry.version < log.newest:
             raise ViolationError("a late claim is applied")
@@ -218,7 +218,7 @@ def _is_usable(world: World, log: Log, reader: Reader, entry: Manifest) -> bool:
 
 def _starts(world: World, log: Log, reader: Reader, stream: str) -> list[Manifest]:
     newest = max((e.version for e in log.entries.values() if e.kind == "snapshot" and e.stream == stream), default=-1)
-    found = [*log.entries.values(), *(each for each in log.merged if each.version > newest)]
+    found = [*log.entries.values(), *(each for each in log.merged_entries if each.version > newest)]
     return [e for e in found if e.kind == "snapshot" and e.stream == stream and _is_usable(world, log, reader, e)]
 
 
@@ -251,7 +251,7 @@ def _next_step(world: World, log: Log, reader: Reader, word: str) -> str:
         following = None
     found = [following] if following is not None and not leaves_rows(reader, following) else []
     if following is None:
-        deltas = [each for each in log.merged if each.kind == "delta"]
+        deltas = [each for each in log.merged_entries if each.kind == "delta"]
         found = [each for each in deltas if Merged.of(each).first <= len(word) <= each.version]
     usable = (each for each in found if each.stream == stream_of(word) and _is_usable(world, log, reader, each))
     return next((f"{each.xxh3} leads on" for each in usable), "")

@@ -1,12 +1,11 @@
-"""Loop of a reader: look, decide, act. See :class:`Reader`."""
+"""Loop of a reader: decide and act. See :class:`Reader`."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from dataclasses import dataclass, replace
 
 from delta_tracker.errors import (
     CorruptPartError,
@@ -21,27 +20,17 @@ from delta_tracker.errors import (
     kind_of,
     unraised,
 )
+from delta_tracker.predictor.gauges import PredictorGauges
+from delta_tracker.predictor.version_writer import VersionWriter
 from delta_tracker.stream.format.manifest import Manifest
-from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.pin import newest_pin
 from delta_tracker.stream.reading.decide import decide
-from delta_tracker.stream.reading.decisions import (
-    FAULTS,
-    Apply,
-    Doubt,
-    Fail,
-    Fault,
-    Policy,
-    Rule,
-    Stay,
-    View,
-)
-from delta_tracker.stream.reading.lag import Lag
-from delta_tracker.stream.reading.orders import Followed, Orders
+from delta_tracker.stream.reading.decisions import FAULTS, Apply, Doubt, Fail, Fault, Rule, Stay, View
+from delta_tracker.stream.reading.orders import Orders, Policy
 from delta_tracker.stream.reading.path import path_to
 from delta_tracker.stream.reading.position import Position, Rows
 from delta_tracker.stream.reading.runtime import REAL, Runtime
-from delta_tracker.stream.reading.seen import Failed, Look, Order, SeenLog
+from delta_tracker.stream.reading.seen import SeenLog
 from delta_tracker.stream.reading.source import Source
 from delta_tracker.stream.reading.sources import Sources
 from delta_tracker.stream.storage.storage import Storage
@@ -55,72 +44,12 @@ _IGNORED_SECONDS = 60.0  # between two looks for a pin that is not followed
 _SURVEY_SECONDS = 60.0  # between two looks at the other sources while the current one shows nothing new
 
 
-class Positioned(Protocol):
-    """Rows with their position in a stream, such as the tables of a model."""
-
-    @property
-    def position(self) -> Position | None:
-        """Position of the rows; None before the first version."""
-
-    @property
-    def followed(self) -> Followed | None:
-        """Last order that was followed, as it was saved with the position; None without one."""
-
-    def follow(self, followed: Followed) -> None:
-        """Save which order was followed with the position."""
-
-    def restore(self) -> None:
-        """Read the position again if it is unknown, for example after an error of a row store."""
-
-
-class Target(Protocol):
-    """What a reader applies versions to."""
-
-    @property
-    def destination(self) -> Positioned:
-        """Rows that the versions change."""
-
-    def apply(self, entry: Manifest, storage: Storage, *, is_elsewhere: bool) -> None:
-        """Read and validate a version, then write it. Nothing is written if it is invalid."""
-
-    def check_path(self, entries: Sequence[Manifest], storage: Storage) -> Iterator[Manifest]:
-        """Read and validate versions that an order leads to. Yields each before its check. Nothing is written."""
-
-    def write_path(self, entries: Sequence[Manifest], storage: Storage) -> None:
-        """Write versions that were checked. Bypasses the gate."""
-
-    def restart(self) -> None:
-        """Drop what was read from a store, because it is read again from another one."""
-
-
-class Observer(Protocol):
-    """Metrics of a reader."""
-
-    def resynced(self, fault: Exception) -> None:
-        """Count a resync and the fault that caused it."""
-
-    def caught_up(self) -> None:
-        """Count an entry that replaced many versions."""
-
-    def read_past_cache(self, num_objects: int) -> None:
-        """Count objects that were read past a cache after a fault."""
-
-    def failed_over(self, url: str) -> None:
-        """Count a change of the source."""
-
-    def looks(self, rested: tuple[int, float] | None) -> None:
-        """Note :attr:`Lag.rested` before a round."""
-
-    def rests(self, log: StreamLog, position: Position | None) -> None:
-        """Note that nothing newer than a position was found."""
-
-
 class Reader:
-    """Reader of one stream: it decides what to apply, and applies it to a target.
+    """Reader of one stream: it decides what to apply, and applies it.
 
-    Each call of :meth:`advance` is a round. It looks at the log until a decision can be made, acts, and forgets what it
-    saw. Not thread-safe, except :meth:`release` and the attributes. With ``skips_versions``, applies entries that
-    replace several versions when it is far behind.
+    Each call of :meth:`advance` is a round. It decides by what it sees of the log, acts, and forgets what it saw. Not
+    thread-safe, except :meth:`release` and the attributes. With ``skips_versions``, applies entries that replace
+    several versions when it is far behind.
 
     Attributes:
         pinned: version at which an order keeps the reader, or to which it goes; None without one.
@@ -130,8 +59,8 @@ class Reader:
     def __init__(
         self,
         sources: Sources,
-        target: Target,
-        observer: Observer,
+        writer: VersionWriter,
+        gauges: PredictorGauges,
         policy: Policy,
         *,
         skips_versions: bool = True,
@@ -139,19 +68,18 @@ class Reader:
     ) -> None:
         self.sources = sources
         self.runtime = runtime
-        self.orders = Orders(policy)
-        self.lag = Lag(runtime)
+        self.orders = Orders(policy, sources)
         self.resyncs = Resyncs()
         self.ignored = IgnoredPins(runtime.monotonic)
         self.pinned: int | None = None
         self.why = ""
-        self._target = target
-        self._observer = observer
+        self.writer = writer
+        self.gauges = gauges
         self._skips_versions = skips_versions
         self._in_a_row = _CATCH_UP  # versions applied since the end of the log was seen
         self._num_failures = 0  # consecutive rounds that failed
         self._surveyed_at = float("-inf")  # monotonic time of the last look at all sources
-        self.orders.load(target.destination.followed, self.position)
+        self.orders.load(writer.destination.followed, self.position)
 
     @property
     def source(self) -> Source:
@@ -165,8 +93,8 @@ class Reader:
 
     @property
     def position(self) -> Position | None:
-        """Position of the target."""
-        return self._target.destination.position
+        """Position of the rows that were written."""
+        return self.writer.destination.position
 
     @property
     def version(self) -> int | None:
@@ -180,12 +108,13 @@ class Reader:
         With ``looks_for_gap``, checks if the next version is missing whether it was deleted or is not committed yet.
         Raises a StreamError if nothing can be applied because of a fault.
         """
-        self._target.destination.restore()
-        settling = self.sources.current.settling
+        self.writer.destination.restore()
         try:
             has_moved = self._run(self._begin(looks_for_gap=looks_for_gap))
+            if self.orders.policy.follows_pins and (followed := self.orders.record(self.position)) is not None:
+                self.writer.destination.follow(followed)
         except StreamError as error:
-            self.why = f"{Rule.FAULT.when}: {type(error).__name__}"
+            self.why = f"{Rule.FAULT.value}: {type(error).__name__}"
             if isinstance(error, StaleCacheError):
                 raise
             if not isinstance(error, NoSnapshotError | StorageError):
@@ -197,29 +126,25 @@ class Reader:
             elif self.orders.policy.own is None:
                 self.pinned = None  # the stream of an interrupted move to a pin has ended
             raise
-        finally:
-            if num_reads := settling.take_count():
-                self._observer.read_past_cache(num_reads)
         self._num_failures = 0
         return has_moved
 
     def rollback(self, version: int) -> None:
         """Return to a version, and stay there until :meth:`release`. If this raises, nothing was changed."""
-        self._target.destination.restore()
+        self.writer.destination.restore()
         for source in self.sources.due()[1:]:
             with suppress(StorageError):
-                self.orders.newest(source, at_once=True)  # the rollback overrules it
-        self.orders.newest(self.source, at_once=True)
-        bound = self.source.bound
+                self.orders.newest(source.number, at_once=True)  # the rollback overrules it
+        self.orders.newest(self.source.number, at_once=True)
         path = path_to(self.source.log, version, position=self.position)
-        if bound is not None and not bound.allows(path[-1]):
-            text = f"Pass an older version: a canary stays {bound.canary.text} behind the newest one"
+        if self.source.canary is not None and not self.source.allows(path[-1]):
+            text = f"Pass an older version: a canary stays {self.source.canary.text} behind the newest one"
             raise InvalidArgumentError("version", version, text)
-        for _ in self._target.check_path(path, self.storage):
+        for _ in self.writer.check_path(path, self.storage):
             pass
         self.orders.roll_back(path[-1])
         self.pinned, self.why = version, f"pinned to version {version}"
-        self._target.write_path(path, self.storage)
+        self.writer.write_path(path, self.storage)
         _logger.warning("rolled back to version %d of %s", version, self.storage.url)
 
     def release(self) -> None:
@@ -228,8 +153,8 @@ class Reader:
         self.pinned, self.why = None, ""
 
     def loaded(self) -> None:
-        """Begin anew, because the target has another position."""
-        self.orders.load(self._target.destination.followed, self.position)
+        """Begin anew, because the rows have another position."""
+        self.orders.load(self.writer.destination.followed, self.position)
         self._in_a_row = _CATCH_UP
         self.source.settling.clear()
 
@@ -240,14 +165,14 @@ class Reader:
         """
         if self.orders.begin().own is not None:
             return []
-        log, bound = self.source.log, self.source.bound
-        order = self.orders.newest(self.source)
+        log = self.source.log
+        order = self.orders.newest(self.source.number)
         pinned = None if order is None or order.kind != "pin" else log.read(order.version)
         if pinned is not None and order is not None and pinned.stream == order.stream:
             return [pinned]
         after = -1 if self.version is None else self.version
         found = [each for each in (log.newest_snapshot(), log.head()) if each is not None and each.version > after]
-        return found if bound is None else [each for each in found if bound.allows(each)]
+        return [each for each in found if self.source.allows(each)]
 
     # One round
 
@@ -268,21 +193,20 @@ class Reader:
         )
         if view.catches_up:
             self._in_a_row = 0
-        self._observer.looks(self.lag.rested)
-        return _Round(view, {each.number: each for each in sources}, looks_for_gap)
+        self.gauges.age.rested = self.source.lag.rested
+        return _Round(view, looks_for_gap)
 
     def _unseen(self, sources: Iterable[Source]) -> tuple[SeenLog, ...]:
         """Return the logs of sources before the first look."""
-        doubted = None if self.storage.lists else self.source.number
-        return tuple(SeenLog(each.number, each.url, each.number == doubted) for each in sources)
+        current = self.sources.current
+        doubted = None if current.storage.lists else current.number
+        return tuple([SeenLog(each, self.orders, each.number == doubted) for each in sources])
 
     def _run(self, state: _Round) -> bool:
-        """Look, decide and act until something was applied, or nothing can be. Return True if it was applied."""
+        """Decide and act until something was applied, or nothing can be. Return True if it was applied."""
         while True:
             decision = decide(state.view)
             match decision:
-                case Look():
-                    self._look(state, decision)
                 case Apply():
                     if self._apply(state, decision):
                         return True
@@ -297,45 +221,19 @@ class Reader:
                     self._log_skipped(state, decision.error)
                     raise decision.error
 
-    def _look(self, state: _Round, look: Look) -> None:
-        """Look up what the next decision needs."""
-        source, began = state.sources[look.number], self.runtime.monotonic()
-        is_current, answer = look.number == self.sources.current.number, object()
-        try:
-            match look.about:
-                case "next":
-                    answer = source.next(look.subject, looks_for_gap=bool(look.key))
-                case "order":
-                    answer = self.orders.newest(self.sources[look.number])
-                    state.order = answer or state.order
-                case "named":
-                    answer = self.orders.named(look.subject, source)
-                case _:
-                    answer = source.answer(look)
-        except StreamError as error:
-            answer = Failed(error)
-            state.skipped.append(error)
-            if not is_current and isinstance(error, MalformedError | StorageError):
-                self.sources.failed(source)
-                _logger.info("another source cannot be used: url=%s error=%s", source.url, error)
-        if look.about == "next" and is_current:
-            self.lag.looked(look.subject.link.version + 1, is_there=isinstance(answer, Manifest), began=began)
-        log = next(each for each in state.view.logs if each.number == look.number)
-        log.answers[look.about, look.key] = answer
-
     def _apply(self, state: _Round, decision: Apply) -> bool:
         """Apply entries. Return False if one of them has a fault, which the next decision takes into account."""
-        storage, entries = state.sources[decision.number].storage, decision.entries
+        storage, entries = decision.log.source.storage, decision.entries
         entry = entries[0]
         try:
             if decision.order is not None:
-                for entry in self._target.check_path(entries, storage):  # noqa: B007  the faulty one, after an error
+                for entry in self.writer.check_path(entries, storage):  # noqa: B007  the faulty one, after an error
                     pass
                 self.orders.start(decision.order)
                 self.pinned = decision.order.version
-                self._target.write_path(entries, storage)
+                self.writer.write_path(entries, storage)
             else:
-                self._target.apply(entry, storage, is_elsewhere=decision.is_elsewhere)
+                self.writer.apply(entry, storage, is_elsewhere=decision.is_elsewhere)
         except (*FAULTS, StorageError) as error:
             if isinstance(error, StaleCacheError):
                 raise
@@ -346,28 +244,30 @@ class Reader:
 
     def _failed(self, state: _Round, decision: Apply, entry: Manifest, error: StreamError) -> None:
         """Take a fault of an entry into account in the next decision."""
+        self.writer.destination.restore()  # some rows may have been written
         if decision.rule is Rule.CATCH_UP:
-            state.sources[decision.number].catch_up.avoid(entry)
+            decision.log.source.catch_up.avoid(entry)
             _logger.info("cannot catch up with version %d: %s", entry.version, str(error))
         elif decision.rule is not Rule.NEXT:
             self.resyncs.log_once(logging.WARNING, "cannot resync with version %d: %s", error, entry.version)
         view = state.view
         if self.position != view.position:
-            view = replace(view, logs=self._unseen(state.sources.values()))
+            self._log_skipped(state, None)
+            view = replace(view, logs=self._unseen([log.source for log in view.logs]))
         for log in view.logs:
-            log.answers.pop(("order", None), None)  # one may have been made meanwhile, which comes before a resync
-        faults = (*view.faults, Fault(decision.number, entry, error))
+            log.answers.pop("order", None)  # one may have been made meanwhile, which comes before a resync
+        faults = (*view.faults, Fault(decision.log.number, entry, error))
         state.view = replace(view, faults=faults, position=self.position)
 
     def _applied(self, state: _Round, decision: Apply) -> None:
         """Record that entries were applied."""
         before, last = state.view.position, decision.entries[-1]
         version = None if before is None else before.link.version
-        source = self._use(state, decision.number)
+        source = self._use(state, decision.log)
         if not source.log.is_listed:
             source.log.pointer.saw(last)  # it may have been read from another view of the store
         source.settling.clear()
-        self.why = f"applied version {last.version}: {decision.rule.when}"
+        self.why = f"applied version {last.version}: {decision.rule.value}"
         match decision.rule:
             case Rule.NEXT:
                 self._in_a_row += not state.has_waited  # a version that a cache delayed shows no distance
@@ -375,7 +275,7 @@ class Reader:
                 self._in_a_row = _CATCH_UP
             case Rule.CATCH_UP:
                 self._in_a_row = _CATCH_UP
-                self._observer.caught_up()
+                self.gauges.caught_up()
                 kind = last.kind if last.merges is None else f"merged {last.kind}"
                 _logger.info("caught up from version %s to %d with a %s", version, last.version, kind)
             case Rule.PIN:
@@ -385,9 +285,8 @@ class Reader:
         self.resyncs.applied()
         if decision.cause is not None:
             self.resyncs.add(self.storage.url, decision.cause, version, last.version)
-            self._observer.resynced(decision.cause)
+            self.gauges.resynced(decision.cause)
         self.pinned = None if decision.order is None else decision.order.version
-        self._end(state)
 
     def _stay(self, state: _Round, stay: Stay) -> None:
         if stay.pinned is None:
@@ -396,22 +295,14 @@ class Reader:
             self._surveyed_at = self.runtime.monotonic()
         if state.looks_for_gap:
             source, position = self.sources.current, state.view.position
-            self._observer.rests(source.log, position)
+            self.gauges.rests(source.log, position)
             if not self.orders.policy.follows_pins:
                 self.ignored.look(source.storage, position)
             source.settling.clear()
-        self._use(state, stay.number)
+        self._use(state, stay.log)
         if stay.why != self.why:
             _logger.log(logging.DEBUG if stay.rule is Rule.NEWEST else logging.INFO, "reader waits: %s", stay.why)
         self.pinned, self.why = stay.pinned, stay.why
-        self._end(state)
-
-    def _end(self, state: _Round) -> None:
-        """Record which order was followed in a round."""
-        if self.orders.policy.follows_pins:
-            followed = self.orders.record(state.order, self.position)
-            if followed is not None:
-                self._target.destination.follow(followed)
 
     def _doubt(self, state: _Round, doubt: Doubt) -> None:
         """Read what may have caused a fault again: first from the cache, because another reader may have replaced it.
@@ -421,7 +312,8 @@ class Reader:
         source, again = self.source, state.retry
         state.retry = None
         if again is None:
-            doubted = source.settling.doubt(doubt.error, state.view.position, source.storage)
+            counts = self.gauges.read_past_cache
+            doubted = source.settling.doubt(doubt.error, state.view.position, source.storage, counts)
             if doubted is None:
                 self._believe(state, doubt.error)
                 return
@@ -430,9 +322,9 @@ class Reader:
                 state.has_waited = True
                 self.runtime.sleep(self.runtime.uniform(0, _SPREAD_SECONDS))
                 again, state.retry = source, again
-        self._target.restart()  # it may hold pieces of the faulty object
-        state.sources[source.number] = again
-        logs = self._unseen(state.sources.values())
+        self.writer.restart()  # it may hold pieces of the faulty object
+        self._log_skipped(state, doubt.error)
+        logs = self._unseen([again if log.number == source.number else log.source for log in state.view.logs])
         state.view = replace(state.view, logs=logs, faults=(), looks_for_gap=True, catches_up=False)
 
     def _believe(self, state: _Round, fault: StreamError) -> None:
@@ -447,34 +339,39 @@ class Reader:
         position, pointer = self.position, self.source.log.pointer
         if position is None or not self.source.settling.may_read_pointer():
             return False
-        self._observer.read_past_cache(1)
+        self.gauges.read_past_cache(1)
         claimed = pointer.newest(past_cache=True)
         if claimed is None or claimed.may_have(position.version + 1):
             return False
         confirmed = self.source.log.pointed(is_due=False)
         return confirmed is not None and not confirmed.may_have(position.version + 1)
 
-    def _use(self, state: _Round, number: int) -> Source:
+    def _use(self, state: _Round, log: SeenLog) -> Source:
         """Follow the source that leads on from the position, and log what could not be read. Return the source."""
         self._log_skipped(state, None)
         former = self.sources.current
-        if number == former.number:
+        if log.source.number == former.number:
             return former
-        source = self.sources[number]
+        source = log.source
         _logger.warning("continue from another source: url=%s former=%s", source.url, former.url)
         self.sources.use(source)
-        self.lag.rested = None
+        source.lag.rested = None
         source.settling.clear()
         self._surveyed_at = float("-inf")  # the former one may have what this one lacks
-        self._observer.failed_over(source.url)
+        self.gauges.failed_over(source.url)
         return source
 
     def _log_skipped(self, state: _Round, raised: StreamError | None) -> None:
-        """Log which entries could not be read, except for the error that is raised."""
-        for error in state.skipped:
-            if isinstance(error, MalformedError | StorageError) and error is not raised:
-                level = logging.WARNING if isinstance(error, MalformedError) else logging.INFO
-                self.resyncs.log_once(level, "skipped what cannot be read: %s", error)
+        """Log what could not be read, except for the error that is raised. Ask other sources that failed later."""
+        for log in state.view.logs:
+            for error in log.errors:
+                if not isinstance(error, MalformedError | StorageError):
+                    continue
+                if log.number != self.source.number:
+                    self.sources.failed(log.source)
+                if error is not raised:
+                    level = logging.WARNING if isinstance(error, MalformedError) else logging.INFO
+                    self.resyncs.log_once(level, "skipped what cannot be read: %s", error)
 
 
 class Resyncs:
@@ -531,19 +428,16 @@ class _Round:
     """What one round has seen, and what it has tried.
 
     Args:
-        sources: number to source of the logs of the view. A source is replaced by a view of it past the caches.
+        view: what the next decision depends on. The source of a log may be a view of it past the caches.
         looks_for_gap: as the caller asked. A round that reads past a cache looks for a gap in any case.
         retry: source to read a faulty version from next.
         has_waited: True after the wait before the first object is read again.
     """
 
     view: View
-    sources: dict[int, Source]
     looks_for_gap: bool
-    order: Order | None = None
     retry: Source | None = None
     has_waited: bool = False
-    skipped: list[StreamError] = field(default_factory=list)
 
 
 def _subject(fault: StreamError) -> str:
