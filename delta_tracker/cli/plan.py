@@ -15,9 +15,8 @@ from delta_tracker.cli.stream_command import Number, store_options
 from delta_tracker.cli.text import count, duration, several, size
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.planning.forecast import Forecast, forecast
-from delta_tracker.planning.observed import observe
 from delta_tracker.planning.version_size import table_bytes
-from delta_tracker.planning.workload import Workload
+from delta_tracker.planning.workload import Workload, observe
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage

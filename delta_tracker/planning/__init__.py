@@ -1,5 +1,5 @@
 """Forecast of memory, bytes, requests and start-up times before a stream is deployed. Read ``workload.py`` first.
 
-``version_size.py`` computes the sizes of one version from the format, ``observed.py`` reads a workload from an existing
-stream, and ``forecast.py`` has the formulas of the forecast.
+``version_size.py`` computes the sizes of one version from the format, and ``forecast.py`` has the formulas of the
+forecast.
 """
