@@ -33,21 +33,6 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """Filled or stroked SVG path.
-
-    Args:
-        path: SVG path data.
-        series: CSS class of the data series, which sets the color.
-        is_line: True to stroke the path, False to fill it.
-    """
-
-    path: str
-    series: str
-    is_line: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Slot:
     """Part of the horizontal axis that one bar takes, in percent from the left.
 
@@ -78,7 +63,8 @@ class Chart:
         about: alternative text for screen readers.
         legend: mapping from the CSS class of each series to its label.
         slots: parts of the horizontal axis, from left to right.
-        shapes: paths, from back to front.
+        shapes: CSS classes and SVG path data of each shape, from back to front: the class of its series, which sets the
+            color, and ``line`` for a path that is stroked instead of filled.
         y_ticks: labels of the vertical axis.
         x_ticks: labels of the horizontal axis.
         tips: title and values of the tooltip of each slot: one value per series, in the order of the legend, or none.
@@ -90,7 +76,7 @@ class Chart:
     about: str
     legend: dict[str, str]
     slots: Sequence[Slot]
-    shapes: list[Shape] = field(default_factory=list)
+    shapes: list[tuple[str, str]] = field(default_factory=list)
     y_ticks: list[Tick] = field(default_factory=list)
     x_ticks: list[Tick] = field(default_factory=list)
     tips: list[tuple[str, Sequence[str]]] = field(default_factory=list)

@@ -105,7 +105,7 @@ def _with_states(storage: Storage, path: Sequence[Manifest], rows: Mapping[str, 
             targets |= {state_table(fqn, each): _target(each, states, spec, rooms[each.name]) for each in states.states}
             table, keys = fqn.rpartition(".")[2], _STATE_KEYS[states.optimizer]
             pairs = zip(keys, states.states, strict=True)
-            optimizer[_weight(fqn)] = {f"{table}.{key}": rooms[each.name] for key, each in pairs}
+            optimizer[f"{fqn}.weight"] = {f"{table}.{key}": rooms[each.name] for key, each in pairs}
     shards = {fqn: ShardSpec(spec, 0, spec.num_rows, ((0, spec.dim),)) for fqn, spec in last.tables.items()}
     writer = RowWriter(storage, shards, targets)
     for entry in path:
@@ -137,8 +137,4 @@ def _target(state: StateSpec, states: TableStates, table: TableSpec, room: Tenso
 
 
 def _weights(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {_weight(fqn): room for fqn, room in rows.items()}
-
-
-def _weight(fqn: str) -> str:
-    return f"{fqn}.weight"
+    return {f"{fqn}.weight": room for fqn, room in rows.items()}

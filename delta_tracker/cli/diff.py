@@ -104,14 +104,15 @@ def _table(fqn: str | None, manifest: Manifest) -> TableSpec:
         InvalidArgumentError: if the snapshot has no table ``fqn``.
         click.UsageError: if ``fqn`` is None and the snapshot does not have exactly one table.
     """
+    if fqn is None and len(manifest.tables) == 1:
+        return next(iter(manifest.tables.values()))
     names = sorted(manifest.tables)
-    if fqn is None and len(names) == 1:
-        return manifest.tables[names[0]]
+    rest = " ..." * (len(names) > _MAX_NAMES)
     if fqn is None:
-        known = f"{' or '.join(f'--table {name}' for name in names[:_MAX_NAMES])}{' ...' * (len(names) > _MAX_NAMES)}"
+        known = " or ".join(f"--table {name}" for name in names[:_MAX_NAMES]) + rest
         raise click.UsageError(plain(f"The stream has {several(len(names), 'table')}. Pass {known or 'another URL'}."))
     if fqn not in manifest.tables:
-        known = f"{', '.join(names[:_MAX_NAMES])}{' ...' * (len(names) > _MAX_NAMES)}"
+        known = ", ".join(names[:_MAX_NAMES]) + rest
         raise InvalidArgumentError("--table", fqn, f"Pass a table of version {manifest.version}: {known or 'none'}")
     return manifest.tables[fqn]
 

@@ -20,7 +20,6 @@ import jinja2
 from delta_tracker.cli.charts import (
     Chart,
     Scale,
-    Shape,
     Tick,
     bars,
     even_slots,
@@ -29,7 +28,6 @@ from delta_tracker.cli.charts import (
     logarithmic,
     slots_of,
 )
-from delta_tracker.cli.figures import Figures
 from delta_tracker.cli.text import count, duration, moment, plain, several, short, size
 
 _TEMPLATE = Path(__file__).with_name("report.html.jinja")
@@ -37,7 +35,11 @@ _SCRIPT = Path(__file__).with_name("report.js")
 _NUM_SERIES = 8
 _NUM_CARDS = 12
 _NUM_TICKS, _NUM_CARD_TICKS = 6, 4
+_MAX_GAPS = 60  # gaps between bars are visible on a phone up to about 60 bars
 _MINUTE, _DAY = 60.0, 86_400.0
+
+Figures = dict[str, Any]
+"""Data of a report as JSON values."""
 
 _in_utc = partial(moment, zone=UTC)
 
@@ -46,7 +48,7 @@ def render(figures: Figures) -> str:
     """Return the HTML page of a report.
 
     Args:
-        figures: data of the report, returned by :func:`delta_tracker.cli.figures.gather`.
+        figures: data of the report, returned by :func:`delta_tracker.cli.report.gather`.
     """
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_harmless
@@ -182,9 +184,10 @@ def _sizes(figures: Figures, axis: _Axis) -> Chart:
     chart = axis.chart("Mean bytes of a delta, by table", legend)
     chart.y_ticks = scale.ticks(size)
     below = [0.0] * len(bins)
+    gap = 0.15 if len(bins) <= _MAX_GAPS else 0.0
     for series, values in means.items():
         heights = [scale(value) for value in values]
-        chart.shapes.append(Shape(bars(axis.slots, heights, below, _gap(len(bins))), series))
+        chart.shapes.append((series, bars(axis.slots, heights, below, gap)))
         below = [start + height for start, height in zip(below, heights, strict=True)]
     for index, each in enumerate(bins):
         values = [size(layer[index]) for layer in means.values()] if each["deltas"] else []
@@ -211,7 +214,7 @@ def _saved(axis: _Axis) -> Chart:
     chart.y_ticks = scale.ticks(size)
     for series, points in curves.items():
         places = [(x, scale(y)) for x, y in points]
-        chart.shapes += [Shape(line(places, is_area=True), series), Shape(line(places), series, is_line=True)]
+        chart.shapes += [(series, line(places, is_area=True)), (f"{series} line", line(places))]
     return chart
 
 
@@ -225,7 +228,7 @@ def _cadence(axis: _Axis) -> Chart:
     chart.y_ticks = scale.ticks(duration)
     if any(each["gaps"] > 1 for each in bins):
         above = [scale(most) - scale(mean) for most, mean in zip(longest, means, strict=True)]
-        chart.shapes.append(Shape(bars(axis.slots, above, [scale(mean) for mean in means]), "s0"))
+        chart.shapes.append(("s0", bars(axis.slots, above, [scale(mean) for mean in means])))
     else:
         chart.legend = {"s1": "seconds since the previous version"}
     places: list[tuple[float, float]] = []
@@ -238,7 +241,7 @@ def _cadence(axis: _Axis) -> Chart:
         chart.tips.append((_version_title(each), values))
         before = slot.right
     if places:
-        chart.shapes.append(Shape(line(places), "s1", is_line=True))
+        chart.shapes.append(("s1 line", line(places)))
     return chart
 
 
@@ -249,7 +252,7 @@ def _card(table: dict[str, Any]) -> dict[str, Any]:
     scale = linear(max(shares))
     chart = Chart(about="L2 distance", legend={"s0": "share of moves", "s1": "rows"}, slots=slots)
     chart.y_ticks = scale.ticks(share)
-    chart.shapes.append(Shape(bars(slots, [scale(each) for each in shares], gap=0.1), "s0"))
+    chart.shapes.append(("s0", bars(slots, [scale(each) for each in shares], gap=0.1)))
     across = Scale(histogram[0]["above"], histogram[-1]["to"], is_log=True)
     for place in _places(_NUM_CARD_TICKS):
         chart.x_ticks.append(Tick(place, number(across.low * (across.high / across.low) ** (place / 100))))
@@ -303,8 +306,3 @@ def _contents(each: dict[str, Any]) -> str:
 def _across(num_cards: int) -> int:
     """Return the number of cards in a row of a wide page: the last row has at most one card less, if possible."""
     return num_cards if num_cards <= 4 else 4 if num_cards % 4 in (0, 3) else 3  # noqa: PLR2004  four fit
-
-
-def _gap(num_bars: int) -> float:
-    """Return the gap between bars as a fraction of a bar's slot; 0 for more than 60 bars."""
-    return 0.15 if num_bars <= 60 else 0.0  # noqa: PLR2004  gaps are visible on a phone up to about 60 bars

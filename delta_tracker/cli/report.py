@@ -3,15 +3,37 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import click
+from msgspec import to_builtins
 
-from delta_tracker.cli.figures import gather
-from delta_tracker.cli.page import render
+from delta_tracker.cli.attention import Notice, of_clocks, of_predictors, of_publishers, sort_notices
+from delta_tracker.cli.entries import Amount, contiguous, total
+from delta_tracker.cli.followers import hosts_of, read_followers
+from delta_tracker.cli.history import Bin, History
+from delta_tracker.cli.movement import Movement, TableMovement
+from delta_tracker.cli.page import Figures, render
+from delta_tracker.cli.skews import Skews
 from delta_tracker.cli.stream_command import Stream, stream_command
-from delta_tracker.cli.text import several, size
-from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.cli.text import duration, several, size
+from delta_tracker.errors import CorruptPartError, InvalidArgumentError, MalformedError, StreamError
+from delta_tracker.monitor.buckets import PER_OCTAVE, LogBuckets, upper_bound
+from delta_tracker.stream.format.contents import Contents
+from delta_tracker.stream.format.manifest import DTYPE_NAMES
+from delta_tracker.stream.log import entry_name
+from delta_tracker.stream.pin import Pin, newest_pin
+from delta_tracker.stream.store_clock import StoreClock
+
+MAX_TABLES = 40
+_HOT_ROWS = 10
+_MAX_BARS = 48
+_MAX_FAULTS = 20
+_SUMS = ("deltas", "snapshots", "restarts", "delta_bytes", "snapshot_bytes", "full_bytes")
+_BIN_FIELDS = [each.name for each in fields(Bin) if each.name != "tables"]
 
 _HELP = """Write one self-contained HTML page about a stream: delta size over time, hottest rows, how far rows move,
 freshness, bytes saved.
@@ -75,3 +97,223 @@ def _write(page: Path, text: str) -> None:
         raise InvalidArgumentError("--out", str(page), f"Choose another path: {error.strerror}") from error
     finally:
         draft.unlink(missing_ok=True)
+
+
+def gather(stream: Stream, max_versions: int, max_bytes: int) -> Figures:
+    """Read a stream and return the data of its report as JSON values.
+
+    Times are Unix seconds by the store's clock.
+
+    Args:
+        stream: the stream.
+        max_versions: maximum number of log entries to read, the newest ones.
+        max_bytes: maximum total size of the parts to read, in bytes, those of the newest versions.
+
+    Raises:
+        InvalidArgumentError: if there is no stream.
+        MalformedError: if the newest entry is malformed.
+        StorageError: if the store cannot be read.
+    """
+    head = stream.head()
+    listed = [version for version in stream.log.versions() if version <= head.version]
+    chosen = listed[-max_versions:]
+    history, skews, faulty = History(len(chosen)), Skews(), _gap(stream, listed)
+    sizes: list[tuple[int, int]] = []  # version and bytes of each entry
+    for _, entry in stream.entries(chosen, lambda manifest: manifest):
+        if isinstance(entry, MalformedError):
+            faulty.append(entry)
+        else:
+            history.add(entry)
+            skews.add(entry)
+            sizes.append((entry.version, entry.num_bytes))
+    totals = total(each.tables for each in history.bins)
+    names = sorted(history.tables, key=lambda fqn: (-totals[fqn].num_bytes, fqn))
+    movement = Movement({fqn: history.tables[fqn] for fqn in names[:MAX_TABLES]})
+    read = _read_rows(stream, movement, _newest(sizes, max_bytes), faulty)
+    clock = StoreClock()
+    clock.saw("log", [(history.newest or head).committed], began=clock.reader_time())
+    order = newest_pin(stream.storage)
+    pin = order if order is not None and order.kind == "pin" and order.stream == head.stream else None
+    followers, num_gone = read_followers(stream.storage, head, clock, order=order)
+    problems = skews.problems(followers, clock)
+    described = [version for version in history.lost if any(entry_name(version) in each.problem for each in faulty)]
+    has_snapshot = head.kind == "snapshot" or head.snapshot is not None
+    notices = [
+        *_notices(faulty),
+        *of_publishers(history, head, clock.now(), described, has_snapshot=has_snapshot),
+        *of_predictors(followers),
+        *([] if pin is None else [_pinned(pin, clock.now())]),
+        *of_clocks(problems),
+    ]
+    sums = {name: sum(getattr(each, name) for each in history.bins) for name in _SUMS}
+    others = total({"": totals[fqn]} for fqn in names[MAX_TABLES:])[""]
+    return {
+        "url": stream.storage.url,
+        "stream": head.stream,
+        "time": clock.now(),
+        "head": {name: getattr(head, name) for name in ("version", "created", "committed", "generation")},
+        "versions": _versions(history, sums) | {"older": len(listed) - len(chosen)},
+        "rows_read": {
+            "first": read[0][0] if read else None,
+            "last": read[-1][0] if read else None,
+            "versions": len(read),
+            "num_bytes": sum(num_bytes for _, num_bytes in read),
+        },
+        "bytes": _bytes(sums),
+        "delta_bytes": _quantiles(history.sizes),
+        "cadence_seconds": _quantiles(history.gaps),
+        "commit_seconds": _quantiles(history.delays),
+        "bins": [{name: getattr(each, name) for name in _BIN_FIELDS} for each in history.bins],
+        "tables": [_table(history.bins, totals[fqn], movement.tables[fqn]) for fqn in names[:MAX_TABLES]],
+        "other_tables": to_builtins(others) | {"tables": len(names[MAX_TABLES:])},
+        "predictors": [follower.to_dict() for follower in followers],
+        "predictors_gone": num_gone,
+        "hosts": hosts_of(followers),
+        "pin": to_builtins(pin),
+        "skews": problems,
+        "faults": [each.problem for each in faulty[:_MAX_FAULTS]],
+        "more_faults": len(faulty[_MAX_FAULTS:]),
+        "notices": to_builtins(sort_notices(notices)),
+        "axis": "time" if history.is_timed else "versions",
+    }
+
+
+def _newest(sizes: Sequence[tuple[int, int]], max_bytes: int) -> list[tuple[int, int]]:
+    """Return the last of some versions and their bytes, up to a total number of bytes, without those without any."""
+    left, found = max_bytes, []
+    for version, num_bytes in reversed(sizes):
+        left -= num_bytes
+        if left < 0:
+            break
+        if num_bytes:  # else a claim
+            found.append((version, num_bytes))
+    return found[::-1]
+
+
+def _notices(faulty: list[StreamError]) -> list[Notice]:
+    found = [Notice("fault", each.problem, each.remedy) for each in faulty[:_MAX_FAULTS]]
+    if len(faulty) > _MAX_FAULTS:
+        what = f"{several(len(faulty) - _MAX_FAULTS, 'other fault')} in objects of the stream"
+        found.append(Notice("fault", what, "Run delta-tracker verify, which lists all of them"))
+    return found
+
+
+def _pinned(pin: Pin, now: float) -> Notice:
+    reason = f": {pin.reason}" if pin.reason else ""
+    what = f"Pinned to version {pin.version} for {duration(max(0.0, now - pin.time))}{reason}"
+    step = "Retention keeps all later versions meanwhile. Publish a good snapshot, then run delta-tracker release"
+    return Notice("note", what, step)
+
+
+def _gap(stream: Stream, listed: list[int]) -> list[StreamError]:
+    """Return a list with the error of a missing entry after the newest snapshot; empty if none is missing.
+
+    If such an entry is missing, a new predictor cannot reach the newest version. Missing entries before the snapshot
+    are not a fault, because retention deletes them.
+
+    Args:
+        stream: the stream.
+        listed: versions in the log, ascending.
+    """
+    try:
+        snapshot = stream.log.newest_snapshot()
+    except MalformedError:  # reported when the entry itself is read
+        return []
+    if snapshot is None or not listed or (first := listed[contiguous(listed)]) <= snapshot.version + 1:
+        return []
+    problem = f"{entry_name(first - 1)}: it is missing, and the newest snapshot is below it"
+    return [StreamError(problem, "Call Publisher.snapshot() on the trainer: predictors continue from it")]
+
+
+def _read_rows(
+    stream: Stream, movement: Movement, sizes: Sequence[tuple[int, int]], faults: list[StreamError]
+) -> list[tuple[int, int]]:
+    """Add the rows of versions, each with its bytes, to ``movement``, and the errors of damaged ones to ``faults``.
+
+    Returns:
+        Those of the versions that were read.
+    """
+    found = []
+    with stream.out.progress("reading rows", sum(num_bytes for _, num_bytes in sizes)) as advance:
+        for version, num_bytes in sizes:
+            advance(num_bytes)
+            try:
+                manifest = stream.log.read(version)
+                if manifest is not None:
+                    movement.add(Contents(stream.storage, manifest))
+                    found.append((version, num_bytes))
+            except (CorruptPartError, MalformedError) as error:
+                there = stream.log.read(version)
+                # Not a fault if retention deleted the parts. It keeps their entry only if the next entry is a claim.
+                if there is not None and not stream.log.precedes_claim(there):
+                    faults.append(StreamError(f"version {version}: {error.problem}", error.remedy))
+    return found
+
+
+def _versions(history: History, sums: dict[str, int]) -> dict[str, Any]:
+    bins = history.bins
+    return {
+        "first": bins[0].first if bins else None,
+        "last": bins[-1].last if bins else None,
+        "begin": bins[0].begin if bins else None,
+        "end": bins[-1].end if bins else None,
+        "missing": history.num_missing,
+    } | {name: sums[name] for name in ("deltas", "snapshots", "restarts")}
+
+
+def _bytes(sums: dict[str, int]) -> dict[str, Any]:
+    deltas, snapshots, full = sums["delta_bytes"], sums["snapshot_bytes"], sums["full_bytes"]
+    return {
+        "deltas": deltas,
+        "snapshots": snapshots,
+        "full_snapshots": full,
+        "saved": full - deltas - snapshots,
+        "saved_ratio": 1 - (deltas + snapshots) / full if full else None,
+    }
+
+
+def _table(bins: Sequence[Bin], sent: Amount, moved: TableMovement) -> dict[str, Any]:
+    spec = moved.spec
+    return {
+        "name": spec.fqn,
+        "num_rows": spec.num_rows,
+        "dim": spec.dim,
+        "dtype": DTYPE_NAMES[spec.dtype],
+        **to_builtins(sent),
+        "bin_bytes": [each.tables[spec.fqn].num_bytes if spec.fqn in each.tables else 0 for each in bins],
+        "hottest": [{"row": row, "deltas": deltas} for row, deltas in moved.counts.top(_HOT_ROWS)],
+        "hottest_error": moved.counts.error,
+        "deltas_read": moved.num_deltas,
+        "moves": _quantiles(moved.moves) | {"unmoved": moved.unmoved, "one_row_in": moved.stride},
+        "histogram": _histogram(moved.moves),
+    }
+
+
+def _quantiles(buckets: LogBuckets) -> dict[str, Any]:
+    """Return ``count``, the number of values; the quantiles ``p50``, ``p90`` and ``p99``; and the maximum, ``max``.
+
+    The quantiles and the maximum have a relative error of at most 1.1 %. They are None if there are no values.
+    """
+    names = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+    found = {name: buckets.quantile(fraction) if buckets.count else None for name, fraction in names.items()}
+    return {"count": buckets.count} | found
+
+
+def _histogram(buckets: LogBuckets) -> list[dict[str, float]]:
+    """Return the bars of a histogram: bounds ``above`` and ``to``, and the ``count`` of values between them.
+
+    All bars cover the same number of buckets: the smallest power of two for which ``to`` is at least ``2 ** (1 / 8)``
+    times ``above`` and there are at most ``_MAX_BARS`` bars. The list is empty if there are no positive values.
+    """
+    if not buckets.positive:
+        return []
+    low, high, width = min(buckets.positive), max(buckets.positive), 1
+    while high // width - low // width >= _MAX_BARS or width < PER_OCTAVE // 8:
+        width *= 2
+    bars = dict.fromkeys(range(low // width, high // width + 1), 0)
+    for index, count in buckets.positive.items():
+        bars[index // width] += count
+    return [
+        {"above": upper_bound(place * width - 1), "to": upper_bound((place + 1) * width - 1), "count": count}
+        for place, count in bars.items()
+    ]

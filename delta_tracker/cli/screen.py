@@ -38,23 +38,24 @@ def screen(
         section: the table to show; ``all`` to divide the lines among the three tables.
         hint: last line of the screen; empty for none.
     """
-    notices = _notices(view, height)
-    wanted = {"predictors": max(1, len(view.followers)), "tables": len(view.watch.amounts(view.read)), "versions": 0}
-    wanted["versions"] = len(view.watch.newest(height or _UNLIMITED))
+    notices, newest = _notices(view, height), view.watch.newest(height or _UNLIMITED)
+    wanted = {
+        "predictors": max(1, len(view.followers)),
+        "tables": len(view.watch.amounts(view.read)),
+        "versions": len(newest),
+    }
     if section != "all":
         wanted = {section: wanted[section]}
     room = (height or _UNLIMITED) - _FIXED_LINES + 2 * (3 - len(wanted)) - len(notices)
     lines = dict(zip(wanted, _shares(room, list(wanted.values())), strict=True))
-    found: list[RenderableType] = [*_head(view, width), Text()]
+    found: list[RenderableType] = _head(view, width)
     if "predictors" in lines:
-        found += [_predictors(view, lines["predictors"], width), Text()]
+        found += [Text(), _predictors(view, lines["predictors"], width)]
     if "tables" in lines:
-        found += [_tables(view, lines["tables"], width), Text()]
+        found += [Text(), _tables(view, lines["tables"], width)]
     if "versions" in lines:
-        found.append(version_table(view.watch.newest(lines["versions"]), view.now, is_cut=True))
-    found += notices
-    if hint:
-        found.append(one_line(hint, "dim"))
+        found += [Text(), version_table(newest[: lines["versions"]], view.now, is_cut=True)]
+    found += [*notices, *([one_line(hint, "dim")] if hint else [])]
     return Group(*found)
 
 
@@ -89,7 +90,7 @@ def _shares(room: int, wanted: Sequence[int]) -> list[int]:
     return given
 
 
-def _head(view: View, width: int) -> list[Text]:
+def _head(view: View, width: int) -> list[RenderableType]:
     watch, head = view.watch, view.head
     title = one_line("delta-tracker top  ", "bold")
     title.append_text(cell(view.url))

@@ -49,32 +49,22 @@ def command(stream: Stream, target: str, name: str | None, poll: float | None, c
     if once and poll is not None:
         raise InvalidArgumentError("--poll", poll, "Pass it without --once, which does not poll")
     sink = _opened(target)
+    shown: int | None = None
     try:
         predictor = Predictor(sink, stream.storage, name=name, cache=cache)
         if once:
-            predictor.sync()
-            _show(stream, predictor)
+            stream.out.answer({"version": predictor.sync()}, f"version {predictor.version} is stored")
             return 0
         with terminated(), predictor:
             predictor.follow(poll)
-            _print_versions(stream, predictor)
+            while not isinstance(predictor.error, FollowEndedError):
+                if predictor.version is not None and predictor.version != shown:
+                    shown = predictor.version
+                    stream.out.answer({"version": shown}, f"version {shown} is stored")
+                time.sleep(_SHOW_SECONDS)
     finally:
         sink.close()
     return 0
-
-
-def _print_versions(stream: Stream, predictor: Predictor) -> None:
-    """Print each version that is seen, until the thread of the predictor ends."""
-    shown: int | None = None
-    while not isinstance(predictor.error, FollowEndedError):
-        if predictor.version is not None and predictor.version != shown:
-            shown = predictor.version
-            _show(stream, predictor)
-        time.sleep(_SHOW_SECONDS)
-
-
-def _show(stream: Stream, predictor: Predictor) -> None:
-    stream.out.answer({"version": predictor.version}, f"version {predictor.version} is stored")
 
 
 def _opened(target: str) -> RowSink:
@@ -112,16 +102,18 @@ def _redis(target: str) -> RowSink:
             raise InvalidArgumentError("TARGET", name, f"Pass options of: {_REDIS_OPTIONS}")
     if not parts.hostname or parts.fragment:
         raise InvalidArgumentError("TARGET", f"{parts.scheme}://", _TARGETS)
-    sink = importlib.import_module("delta_tracker.sinks.redis").RedisSink
-    return _checked(sink(urlunsplit(parts._replace(query="")), **options), target)
+    from delta_tracker.sinks.redis import RedisSink  # noqa: PLC0415  optional
+
+    return RedisSink(urlunsplit(parts._replace(query="")), **options)
 
 
 def _lmdb(target: str) -> RowSink:
     parts = urlsplit(target)
     if parts.netloc or parts.query or parts.fragment or len(parts.path) < len("/d"):
         raise InvalidArgumentError("TARGET", target, "Pass lmdb:///DIRECTORY, an absolute path without options")
-    sink = importlib.import_module("delta_tracker.sinks.lmdb").LmdbSink
-    return _checked(sink(unquote(parts.path)), target)
+    from delta_tracker.sinks.lmdb import LmdbSink  # noqa: PLC0415  optional
+
+    return LmdbSink(unquote(parts.path))
 
 
 def _custom(target: str) -> RowSink:
@@ -132,10 +124,7 @@ def _custom(target: str) -> RowSink:
         build = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise InvalidArgumentError("TARGET", target, f"{_TARGETS}: {error}") from error
-    return _checked(build(), target)
-
-
-def _checked(sink: object, target: str) -> RowSink:
+    sink = build()
     if not isinstance(sink, RowSink):
         raise InvalidArgumentError("TARGET", target, f"{_TARGETS}: it returned a {type(sink).__name__}")
     return sink

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
+import select
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -13,7 +15,6 @@ import click
 from rich.live import Live
 
 from delta_tracker.cli.followers import read_followers
-from delta_tracker.cli.keys import reading_keys
 from delta_tracker.cli.screen import KEYS, SECTIONS, Section, screen
 from delta_tracker.cli.stream_command import Number, Stream, stream_command, terminated
 from delta_tracker.cli.watch import View, Watch
@@ -57,7 +58,7 @@ def command(stream: Stream, *, every: float, window: float, once: bool) -> int:
     with (
         _notes() as notes,
         terminated(),
-        reading_keys() as wait_for_key,
+        _reading_keys() as wait_for_key,
         Live(console=console, screen=True, auto_refresh=False) as live,
     ):
         section: Section = "all"
@@ -126,3 +127,37 @@ def _notes() -> Iterator[_Notes]:
         yield notes
     finally:
         logger.handlers = before
+
+
+@contextmanager
+def _reading_keys() -> Iterator[Callable[[float], str]]:
+    """Yield a function that waits some seconds for a key, and returns it in lower case, or an empty text.
+
+    During the ``with`` statement, the terminal passes keys on at once and does not show them. Ctrl-C still interrupts.
+    The settings of the terminal are restored at the end. No keys are read if stdin is no terminal.
+    """
+    if not sys.stdin.isatty():
+        yield _sleep
+        return
+    import termios  # noqa: PLC0415  only where there is a terminal
+    import tty  # noqa: PLC0415
+
+    descriptor = sys.stdin.fileno()
+
+    def wait(seconds: float) -> str:
+        if not select.select([descriptor], [], [], max(0.0, seconds))[0]:
+            return ""
+        data = os.read(descriptor, 1)
+        return data.decode("ascii", "replace").lower() if data else _sleep(seconds)  # without data, it was closed
+
+    before = termios.tcgetattr(descriptor)
+    try:
+        tty.setcbreak(descriptor)
+        yield wait
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+def _sleep(seconds: float) -> str:
+    time.sleep(max(0.0, seconds))
+    return ""

@@ -260,7 +260,7 @@ def _snapshot(job: _Job, **options: Any) -> None:
 @pytest.mark.advice(
     "IncompleteModelError: _Incomplete.__call__",
     "LivePublisherError: Standby._check_due Standby._claim RecoveryStream.claim "
-    "RecoveryStream._forced_head StreamLog.claim live_publisher",
+    "RecoveryStream._forced_head StreamLog.claim check_silence",
     "InvalidArgumentError: Claim.use",
 )
 @pytest.mark.parametrize("way", ["stop", "force"])

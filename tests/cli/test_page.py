@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from delta_tracker.cli.figures import MAX_TABLES
 from delta_tracker.cli.main import main
 from delta_tracker.cli.page import render
+from delta_tracker.cli.report import MAX_TABLES
 from delta_tracker.stream import log as log_module
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding

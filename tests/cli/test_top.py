@@ -146,3 +146,24 @@ def test_keys_choose_a_table_and_quit(storage: Storage, capsys, monkeypatch) -> 
 def test_a_url_without_a_stream_is_reported_immediately(tmp_path: Path, capsys) -> None:
     assert main(["top", str(tmp_path / "none")]) == 2
     assert "there is no stream" in capsys.readouterr().err
+
+
+def test_a_key_ends_the_wait(monkeypatch) -> None:
+    ours, theirs = os.openpty()
+    with os.fdopen(theirs) as keyboard:
+        monkeypatch.setattr(sys, "stdin", keyboard)
+        with top_command._reading_keys() as wait:
+            assert wait(0.0) == ""
+            os.write(ours, b"Q ")
+            assert [wait(5.0), wait(5.0), wait(-1.0)] == ["q", " ", ""]
+    os.close(ours)
+
+
+def test_without_a_terminal_it_waits(monkeypatch) -> None:
+    with Path(os.devnull).open() as nothing:
+        monkeypatch.setattr(sys, "stdin", nothing)
+        slept: list[float] = []
+        monkeypatch.setattr(time, "sleep", slept.append)
+        with top_command._reading_keys() as wait:
+            assert wait(2.0) == ""
+    assert slept == [2.0]
