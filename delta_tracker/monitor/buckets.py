@@ -85,12 +85,6 @@ class LogBuckets:
         self.negative.update(other.negative)
         self.zero += other.zero
 
-    def copy(self) -> LogBuckets:
-        """Return a copy with the same counts."""
-        result = LogBuckets()
-        result.merge(self)
-        return result
-
     @property
     def count(self) -> int:
         """Total of all counts."""
@@ -106,23 +100,25 @@ class LogBuckets:
             The estimate; NaN if nothing was counted. The relative error is at most :data:`RELATIVE_ERROR` if the
             magnitude is between :data:`MIN` and :data:`MAX`.
         """
-        places = [(-index, -1) for index in sorted(self.negative, reverse=True)]
-        counts = [self.negative[-place] for place, _ in places]
-        if self.zero:
-            places.append((0, 0))
-            counts.append(self.zero)
-        ascending = sorted(self.positive)
-        places += [(index, 1) for index in ascending]
-        counts += [self.positive[index] for index in ascending]
-        cumulative = list(accumulate(counts))
-        if not cumulative:
+        ranges = self.ranges()
+        if not ranges:
             return math.nan
-        place, sign = places[bisect_left(cumulative, math.floor(fraction * (cumulative[-1] - 1)) + 1)]
-        if sign == 0:
-            return 0.0
+        cumulative = list(accumulate(count for _, _, count in ranges))
+        lower, upper, _ = ranges[bisect_left(cumulative, math.floor(fraction * (cumulative[-1] - 1)) + 1)]
         # The harmonic mean of the bucket's bounds has the same relative distance to both.
-        lower, upper = upper_bound(sign * place - 1), upper_bound(sign * place)
-        return sign * 2 * lower * upper / (lower + upper)
+        return 2 * lower * upper / (lower + upper) if upper else 0.0
+
+    def ranges(self) -> list[tuple[float, float, int]]:
+        """Return the lower bound, the upper bound and the count of each bucket with numbers, ascending.
+
+        Zeros are counted in a bucket from ``-MIN`` to 0.
+        """
+        negative, positive = sorted(self.negative, reverse=True), sorted(self.positive)
+        return [
+            *((-upper_bound(index), -upper_bound(index - 1), self.negative[index]) for index in negative),
+            *([(-MIN, 0.0, self.zero)] if self.zero else []),
+            *((upper_bound(index - 1), upper_bound(index), self.positive[index]) for index in positive),
+        ]
 
     def cumulative(self, bounds: Sequence[float]) -> list[int]:
         """Return the number of values up to each bound.

@@ -76,7 +76,7 @@ class Collector:
 
         Exceptions are counted but not logged, because a thread of the parent may have held the lock of the log stream.
         """
-        for sink in self.sinks:
+        for sink in (sink_queue.sink for sink_queue in self._sinks):
             try:
                 sink.forget()
             except Exception:  # noqa: BLE001  user code; counted
@@ -87,11 +87,6 @@ class Collector:
     def is_running(self) -> bool:
         """True after :meth:`start`, until :meth:`stop`."""
         return self._thread is not None
-
-    @property
-    def sinks(self) -> list[Sink]:
-        """Sinks that receive the batches."""
-        return [sink_queue.sink for sink_queue in self._sinks]
 
     def start(self, sinks: Sequence[Sink], interval_seconds: float, attributes: Mapping[str, str]) -> None:
         """Start the thread that collects periodically, and the thread that calls the sinks.

@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor.clock import Clock
 from delta_tracker.monitor.event import Event, Severity
-from delta_tracker.monitor.names import matches
 from delta_tracker.monitor.outlets import Guard
 
 Handler = Callable[[Event], None]
@@ -112,7 +112,7 @@ class Subscription:
     def queue(self, events: Sequence[Event]) -> None:
         """Queue the matching ones of ``events``. If there are more than the log's capacity, drop the oldest events."""
         self._waiting.extend(
-            event for event in events if event.severity >= self._severity and matches(self._pattern, event.name)
+            event for event in events if event.severity >= self._severity and fnmatchcase(event.name, self._pattern)
         )
         while len(self._waiting) > self._log.capacity and self._next() is not None:
             self._log.dropped("unhandled")
@@ -254,7 +254,7 @@ class EventLog:
     def _gate(self, name: str) -> _Gate:
         rule = EventRule()
         for pattern, each in self._rules.items():
-            rule = each if matches(pattern, name) else rule
+            rule = each if fnmatchcase(name, pattern) else rule
         gate = _Gate(rule)
         if len(self._gates) < _MAX_GATES:
             self._gates[name] = gate

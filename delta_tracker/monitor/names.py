@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from fnmatch import fnmatchcase
 
 from delta_tracker.errors import InvalidArgumentError
 
@@ -115,13 +114,3 @@ def label_pairs(labels: Labels) -> list[str]:
         ['table=user', 'kind=delta']
     """
     return [f"{name}={value}" for name, value in labels]
-
-
-def matches(pattern: str, name: str) -> bool:
-    """Return whether a name matches a shell pattern such as ``training.*``. Case-sensitive.
-
-    Example:
-        >>> matches("training.*", "training.loss"), matches("training.*", "training")
-        (True, False)
-    """
-    return fnmatchcase(name, pattern)

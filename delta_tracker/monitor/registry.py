@@ -6,11 +6,12 @@ import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import fields, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor.clock import Progress
-from delta_tracker.monitor.names import exposed, matches
+from delta_tracker.monitor.names import exposed
 from delta_tracker.monitor.policy import Policy
 from delta_tracker.monitor.polled_stats import Source
 from delta_tracker.monitor.stat import DEFAULT_POLICIES, KINDS, Definition, Kind, Stat
@@ -118,7 +119,7 @@ class Registry:
             kind: kind of the stats to return; None for all kinds.
         """
         with self._lock:
-            found = [stat for stat in self._stats.values() if matches(pattern, stat.name)]
+            found = [stat for stat in self._stats.values() if fnmatchcase(stat.name, pattern)]
         return sorted((s for s in found if kind is None or s.definition.kind is kind), key=lambda stat: stat.name)
 
     def unregister(self, name: str) -> None:
@@ -165,7 +166,7 @@ class Registry:
     def _policy(self, name: str) -> Policy:
         policy = self._defaults[exposed(name)]
         for pattern, settings in self._rules.items():
-            if matches(pattern, name):
+            if fnmatchcase(name, pattern):
                 policy = replace(policy, **settings)
         return policy
 

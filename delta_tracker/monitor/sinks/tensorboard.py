@@ -7,7 +7,7 @@ from typing import Any
 
 from delta_tracker.errors import MissingExtraError
 from delta_tracker.monitor.batch import Batch, WindowReport
-from delta_tracker.monitor.buckets import MIN, LogBuckets, upper_bound
+from delta_tracker.monitor.buckets import LogBuckets
 from delta_tracker.monitor.event import Event
 from delta_tracker.monitor.names import Labels, label_pairs
 from delta_tracker.monitor.sinks.sink import Sink
@@ -82,16 +82,8 @@ def limits(buckets: LogBuckets) -> list[tuple[float, int]]:
 
     In TensorBoard, a bucket begins at the limit of the previous one. Empty buckets therefore fill the gaps.
     """
-    ranges = [
-        (-upper_bound(index), -upper_bound(index - 1), buckets.negative[index])
-        for index in sorted(buckets.negative, reverse=True)
-    ]
-    ranges += [(-MIN, 0.0, buckets.zero)] if buckets.zero else []
-    ranges += [
-        (upper_bound(index - 1), upper_bound(index), buckets.positive[index]) for index in sorted(buckets.positive)
-    ]
     found: list[tuple[float, int]] = []
-    for lower, upper, count in ranges:
+    for lower, upper, count in buckets.ranges():
         if found and found[-1][0] < lower:
             found.append((lower, 0))
         found.append((upper, count))
