@@ -11,7 +11,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from delta_tracker.monitor.aggregate import Aggregate, needs_buckets, plain_number
 from delta_tracker.monitor.clock import Progress
@@ -73,6 +73,43 @@ class Collected:
     num_lost: int
 
 
+@dataclass(slots=True)
+class _OpenWindow:
+    """Window to which records are added: their aggregate, the time at which it opened, and a sample of the records."""
+
+    aggregate: Aggregate
+    begin_ns: int
+    raw: list[float] = field(default_factory=list)
+
+    def draw(self, values: list[float], size: int) -> None:
+        """Update the sample of ``size`` records by reservoir sampling, after ``values`` were added.
+
+        See Vitter, "Random sampling with a reservoir" (1985).
+        """
+        for number, value in enumerate(values, start=self.aggregate.count - len(values)):
+            if number < size:
+                self.raw.append(value)
+            elif (place := random.randrange(number + 1)) < size:  # noqa: S311  no secret
+                self.raw[place] = value
+
+
+@dataclass(slots=True)
+class _Uncollected:
+    """What the next collection reports of a cell.
+
+    Args:
+        windows: closed windows.
+        num_lost: number of windows dropped because too many were closed.
+        num_closed: number of windows closed since the cell exists.
+        num_rejected: number of values rejected before the last collection.
+    """
+
+    windows: deque[ClosedWindow] = field(default_factory=lambda: deque(maxlen=_MAX_CLOSED))
+    num_lost: int = 0
+    num_closed: int = 0
+    num_rejected: int = 0
+
+
 class Cell:
     """Series of records of one stat, all with the same label values. Thread-safe.
 
@@ -118,8 +155,7 @@ class Cell:
         self._lock = threading.RLock()
         self._is_folding = False
         self._waiting: deque[float] = deque()
-        self._closed: deque[ClosedWindow] = deque(maxlen=_MAX_CLOSED)
-        self._num_closed = self._num_lost = self._num_rejected = 0
+        self._uncollected = _Uncollected()
         self.function: Callable[[], float | None] | None = None
         self._lifetime = self._empty()
         self._begin()
@@ -146,9 +182,9 @@ class Cell:
                 while num_left > 0:
                     values = [pop() for _ in range(min(num_left, self._limit))]
                     num_left -= len(values)
-                    kept = self._open.extend(values)
+                    kept = self._open.aggregate.extend(values)
                     if self._policy.raw:
-                        self._draw(kept)
+                        self._open.draw(kept, self._policy.raw)
                     self._close_if_full()
             finally:
                 self._is_folding = False
@@ -160,7 +196,7 @@ class Cell:
         """
         with self._lock:
             self.fold()
-            self._open.merge(figures)
+            self._open.aggregate.merge(figures)
             self._close_if_full()
 
     def collect(self, *, is_last: bool = False) -> Collected:
@@ -172,14 +208,12 @@ class Cell:
         with self._lock:
             self.fold()
             now = self._progress.clock.monotonic_ns()
-            is_over = self._policy.window.is_over(now - self._begin_ns)
+            is_over = self._policy.window.is_over(now - self._open.begin_ns)
             if is_over or is_last:
                 self._close(is_partial=not is_over)
-            figures = self.lifetime()
-            found = Collected(list(self._closed), figures, figures.num_rejected - self._num_rejected, self._num_lost)
-            self._closed.clear()
-            self._num_rejected, self._num_lost = figures.num_rejected, 0
-            return found
+            figures, new = self.lifetime(), self._uncollected
+            self._uncollected = _Uncollected(num_closed=new.num_closed, num_rejected=figures.num_rejected)
+            return Collected(list(new.windows), figures, figures.num_rejected - new.num_rejected, new.num_lost)
 
     def end_epoch(self, at: tuple[int | None, int | None] | None = None) -> None:
         """Close the window if the policy has ``Window(epoch=True)``.
@@ -197,7 +231,7 @@ class Cell:
         with self._lock:
             result = self._empty()
             result.merge(self._lifetime)
-            result.merge(self._open)
+            result.merge(self._open.aggregate)
             return result
 
     def collect_total(self) -> float:
@@ -222,50 +256,35 @@ class Cell:
 
     def _begin(self) -> None:
         self.enabled = self._policy.enabled
-        self._open = self._empty()
-        self._raw: list[float] = []
-        self._begin_ns = self._progress.clock.monotonic_ns()
+        self._open = _OpenWindow(self._empty(), self._progress.clock.monotonic_ns())
         self._limit = min(_MAX_WAITING, self._policy.window.count or _MAX_WAITING)
 
     def _close_if_full(self) -> None:
         count = self._policy.window.count
         if count is not None:
             # The thread that adds the last of Window.count records closes the window, so that time and step are exact.
-            self._limit = min(_MAX_WAITING, count - self._open.num_values)
+            self._limit = min(_MAX_WAITING, count - self._open.aggregate.num_values)
             if self._limit <= 0:
                 self._close(is_partial=False)
 
-    def _draw(self, values: list[float]) -> None:
-        """Update the random sample of the window by reservoir sampling.
-
-        See Vitter, "Random sampling with a reservoir" (1985).
-        """
-        size, before = self._policy.raw, self._open.count - len(values)
-        for number, value in enumerate(values, start=before):
-            if number < size:
-                self._raw.append(value)
-            elif (place := random.randrange(number + 1)) < size:  # noqa: S311  no secret
-                self._raw[place] = value
-
     def _close(self, *, is_partial: bool, at: tuple[int | None, int | None] | None = None) -> None:
-        if self._open.num_values or self._policy.when_empty == "zero":
-            if len(self._closed) == _MAX_CLOSED:
-                self._num_lost += 1
-            self._num_closed += 1
-            progress = self._progress
+        closing, new, progress = self._open, self._uncollected, self._progress
+        if closing.aggregate.num_values or self._policy.when_empty == "zero":
+            new.num_lost += len(new.windows) == _MAX_CLOSED
+            new.num_closed += 1
             step, epoch = (progress.step, progress.epoch) if at is None else at
-            self._closed.append(
+            new.windows.append(
                 ClosedWindow(
-                    aggregate=self._open,
-                    begin_ns=self._begin_ns,
+                    aggregate=closing.aggregate,
+                    begin_ns=closing.begin_ns,
                     end_ns=progress.clock.monotonic_ns(),
                     time_ns=progress.clock.time_ns(),
                     step=step,
                     epoch=epoch,
                     is_partial=is_partial,
-                    number=self._num_closed,
-                    raw=tuple(self._raw),
+                    number=new.num_closed,
+                    raw=tuple(closing.raw),
                 )
             )
-            self._lifetime.merge(self._open)
+            self._lifetime.merge(closing.aggregate)
         self._begin()
