@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import time
+from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
 
 import click
@@ -96,7 +97,7 @@ def _opened(target: str) -> RowSink:
 
 def _redis(target: str) -> RowSink:
     parts = urlsplit(target)
-    options = dict(parse_qsl(parts.query, keep_blank_values=True))
+    options: dict[str, Any] = dict(parse_qsl(parts.query, keep_blank_values=True))
     for name in options:
         if name not in _REDIS_OPTIONS:
             raise InvalidArgumentError("TARGET", name, f"Pass options of: {_REDIS_OPTIONS}")

@@ -266,7 +266,6 @@ _CACHE = {
     "one url": [
         Revert("no fault is doubted", Replaces("decide._at", "log.is_doubted", "False")),
         Revert("a url without a cache is doubted", Replaces("decide._at", "log.is_doubted", "True")),
-        Revert("another url is doubted", Replaces("decide._at", "log.number", "log.number + 1")),
         Revert(
             "a missing version behind a cache is not doubted", Replaces("decide._at", "CACHE_FAULTS", "MalformedError")
         ),
