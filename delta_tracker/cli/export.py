@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import quote
 
@@ -64,9 +62,10 @@ def command(stream: Stream, version: int | None, out: Path | None, form: str | N
     option, out, form = _destination(out, form, dcp)
     version = stream.head().version if version is None else version
     stream.newest_readable()
+    _refuse_existing(option, out)
     try:
-        with _draft(option, out) as draft:
-            work, made = draft / "work", draft / "made"
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.absolute().parent) as draft:
+            work, made = Path(draft) / "work", Path(draft) / "made"
             work.mkdir()
             stream_id = _write(stream, version, form, made, work)
             files = [made] if form == "torch" else sorted(made.iterdir())
@@ -102,22 +101,6 @@ def _destination(out: Path | None, form: str | None, dcp: Path | None) -> tuple[
     if out is None:
         raise click.UsageError("Pass --out or --dcp.")
     return "--out", out, form or "safetensors"
-
-
-@contextmanager
-def _draft(option: str, out: Path) -> Iterator[Path]:
-    """Yield a temporary directory next to ``out`` that is deleted at the end of the ``with`` statement.
-
-    Raises:
-        InvalidArgumentError: if ``out`` exists.
-        OSError: if the directory cannot be created.
-    """
-    _refuse_existing(option, out)
-    draft = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.absolute().parent))
-    try:
-        yield draft
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
 
 
 def _refuse_existing(option: str, out: Path) -> None:

@@ -77,11 +77,6 @@ def command(stream: Stream, silence: float, wait: float, *, is_forced: bool, can
 
 
 def _cancel(stream: Stream) -> int:
-    """Delete the request. Return 0.
-
-    Raises:
-        InvalidArgumentError: if another option was given.
-    """
     context = click.get_current_context()
     for name, option in (("is_forced", "--force"), ("silence", "--silence"), ("wait", "--wait")):
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:

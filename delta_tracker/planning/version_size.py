@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -168,6 +168,6 @@ def _gaps(density: float) -> tuple[float, float]:
     return len(packed) / _SAMPLE, len(escapes) / _SAMPLE
 
 
-def table_bytes(tables: Sequence[TableSpec]) -> int:
+def table_bytes(tables: Iterable[TableSpec]) -> int:
     """Return the bytes of whole tables in their own dtypes."""
     return sum(each.num_rows * each.dim * each.dtype.itemsize for each in tables)

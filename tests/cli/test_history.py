@@ -92,6 +92,19 @@ def test_a_clock_that_is_set_makes_no_gap() -> None:
     assert [each.max_gap for each in history.bins] == [0.0] + [10.0] * 7
 
 
+def test_a_clock_that_is_set_back_a_little_does_not_turn_the_axis() -> None:
+    history = History(3)
+    for version, skew in enumerate([0, -30, -30]):
+        true = 1e9 + 10 * version
+        history.add(
+            Manifest(
+                stream="", generation=1, writer="a", version=version, kind="delta", created=true + skew, modified=true
+            )
+        )
+    assert [each.begin for each in history.bins] == [1e9, 1e9, 1e9 + 10]
+    assert [each.gap_seconds for each in history.bins] == [0.0, 0.0, 10.0]
+
+
 def test_a_copy_keeps_the_time_between_versions() -> None:
     """Copies of objects have new modification times."""
     history = History(5)
