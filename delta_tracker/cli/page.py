@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from datetime import UTC
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -199,22 +200,18 @@ def _saved(axis: _Axis) -> Chart:
     """Return the chart that compares the cumulative bytes of the stream with those of one full snapshot per version."""
     legend = {"full": "as full snapshots", "s0": "this stream"}
     chart = axis.chart("Cumulative bytes since the first version", legend)
-    full = sent = 0
-    curves: dict[str, list[tuple[float, float]]] = {"full": [], "s0": []}
-    for each, slot in zip(axis.bins, axis.slots, strict=True):
-        curves["full"].append((slot.left, full))
-        curves["s0"].append((slot.left, sent))
-        full += each["full_bytes"]
-        sent += each["delta_bytes"] + each["snapshot_bytes"]
-        curves["full"].append((slot.right, full))
-        curves["s0"].append((slot.right, sent))
-        saved = f" · {share(1 - sent / full)} saved" if full else ""
-        chart.tips.append((f"up to version {each['last']}{saved}", (size(full), size(sent))))
-    scale = linear(max(full, sent))
+    full = [0, *accumulate(each["full_bytes"] for each in axis.bins)]
+    sent = [0, *accumulate(each["delta_bytes"] + each["snapshot_bytes"] for each in axis.bins)]
+    scale = linear(max(full[-1], sent[-1]))
     chart.y_ticks = scale.ticks(size)
-    for series, points in curves.items():
-        places = [(x, scale(y)) for x, y in points]
+    for series, sums in (("full", full), ("s0", sent)):
+        places = []
+        for slot, before, after in zip(axis.slots, sums, sums[1:], strict=False):
+            places += [(slot.left, scale(before)), (slot.right, scale(after))]
         chart.shapes += [(series, line(places, is_area=True)), (f"{series} line", line(places))]
+    for each, whole, part in zip(axis.bins, full[1:], sent[1:], strict=True):
+        saved = f" · {share(1 - part / whole)} saved" if whole else ""
+        chart.tips.append((f"up to version {each['last']}{saved}", (size(whole), size(part))))
     return chart
 
 
