@@ -15,6 +15,7 @@ with the unit. The Prometheus sinks append ``_total`` to the names of counters.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 from delta_tracker.monitor.registry import Registry
@@ -31,7 +32,7 @@ _S = TypeVar("_S", bound=Stat)
 class _Metric(Generic[_S]):
     """Attribute of :class:`LibraryMetrics`: a stat that is registered, and kept by the object, at its first access."""
 
-    def __init__(self, kind: Kind, text: str, labels: tuple[str, ...], **options: Any) -> None:  # noqa: ANN401
+    def __init__(self, kind: Kind, text: str, *labels: str, **options: Any) -> None:  # noqa: ANN401
         self._options: dict[str, Any] = {"kind": kind, "help": text, "labels": labels, **options}
 
     def __set_name__(self, owner: type[LibraryMetrics], name: str) -> None:
@@ -44,16 +45,9 @@ class _Metric(Generic[_S]):
         return stat
 
 
-def _counter(text: str, *labels: str, unit: str = "", is_logical: bool = False) -> _Metric[Counter]:
-    return _Metric(Kind.COUNTER, text, labels, unit=unit, max_cells=_MAX_CELLS, is_logical=is_logical)
-
-
-def _gauge(text: str, *labels: str, unit: str = "") -> _Metric[Gauge]:
-    return _Metric(Kind.GAUGE, text, labels, unit=unit, max_cells=_MAX_CELLS)
-
-
-def _seconds(text: str, *labels: str) -> _Metric[Histogram]:
-    return _Metric(Kind.HISTOGRAM, text, labels, unit="seconds")
+_counter = partial(_Metric[Counter], Kind.COUNTER, max_cells=_MAX_CELLS)
+_gauge = partial(_Metric[Gauge], Kind.GAUGE, max_cells=_MAX_CELLS)
+_seconds = partial(_Metric[Histogram], Kind.HISTOGRAM, unit="seconds")
 
 
 class LibraryMetrics:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from datetime import timedelta
 from typing import Any, cast
 
@@ -26,7 +25,7 @@ from delta_tracker.monitor.stat import Counter, Definition, Gauge, Histogram, Ki
 from delta_tracker.monitor.system import SystemMetrics
 
 _INTERVAL = timedelta(seconds=10)
-_OPTIONS = {each.name for each in fields(Definition)} - {"name", "kind", "help"}
+_OPTIONS = Definition.__dataclass_fields__.keys() - {"name", "kind", "help"}
 
 
 class Monitor(Forkable):

@@ -8,7 +8,7 @@ from typing import Any
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor.library import PREFIX
-from delta_tracker.monitor.monitor import Monitor, program_monitor
+from delta_tracker.monitor.monitor import MONITOR, Monitor
 from delta_tracker.monitor.polled_stats import Source
 from delta_tracker.monitor.series import Cell
 from delta_tracker.monitor.stat import Gauge, Kind, Stat
@@ -54,7 +54,7 @@ class Recorder(Source):
             raise InvalidArgumentError("name", name, f"Pass 1 to {_MAX_LENGTH} printable characters")
         if monitor is not None and not isinstance(monitor, Monitor):
             raise InvalidArgumentError("monitor", monitor, "Pass a Monitor, or None for the program's default")
-        self.monitor = program_monitor() if monitor is None else monitor
+        self.monitor = MONITOR if monitor is None else monitor
         self.name = f"{role} {role if name is None else name}"
         self._owner: Callable[[], object] = weakref.ref(owner)
         self._record: Callable[[Any], None] | None = None

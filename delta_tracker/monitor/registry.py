@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -16,7 +16,7 @@ from delta_tracker.monitor.policy import Policy
 from delta_tracker.monitor.polled_stats import Source
 from delta_tracker.monitor.stat import DEFAULT_POLICIES, KINDS, Definition, Kind, Stat
 
-_SETTINGS = tuple(each.name for each in fields(Policy))
+_SETTINGS = tuple(Policy.__dataclass_fields__)
 
 
 class Registry:

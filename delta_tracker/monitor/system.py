@@ -130,9 +130,6 @@ _METRICS: tuple[tuple[str, Kind, str, str, tuple[str, ...], Callable[[], Reading
     ("cuda_memory_bytes", Kind.GAUGE, "Memory of torch's allocator.", "bytes", ("device", "kind"), cuda_memory_bytes),
 )
 
-SYSTEM_NAMES = tuple(name for name, *_ in _METRICS)
-"""Names of all metrics of this module."""
-
 
 class SystemMetrics(Source):
     """Source of all metrics of this module, read once per collection.
