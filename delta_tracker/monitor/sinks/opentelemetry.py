@@ -114,65 +114,57 @@ def metrics_data(batch: Batch, resource: Any) -> Any:  # noqa: ANN401  the SDK's
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope  # noqa: PLC0415
 
     metrics = [
-        _metric(definition, list(reports), batch)
+        _metric(sdk, definition, list(reports), batch)
         for definition, reports in groupby(batch.totals, key=lambda report: report.definition)
     ]
     scope = sdk.ScopeMetrics(InstrumentationScope(_SCOPE), metrics, "")
     return sdk.MetricsData([sdk.ResourceMetrics(resource, [scope], "")])
 
 
-def _metric(definition: Definition, reports: Sequence[TotalReport], batch: Batch) -> Any:  # noqa: ANN401
-    from opentelemetry.sdk.metrics import export as sdk  # noqa: PLC0415
-
+def _metric(sdk: Any, definition: Definition, reports: Sequence[TotalReport], batch: Batch) -> Any:  # noqa: ANN401
     totals = [report.figures for report in reports]
     cumulative = sdk.AggregationTemporality.CUMULATIVE
     data: Any
     match definition.kind:
         case Kind.COUNTER:
-            points = [_number(report, report.figures.total, batch) for report in reports]
+            points = [_number(sdk, report, report.figures.total, batch) for report in reports]
             data = sdk.Sum(points, cumulative, is_monotonic=True)
         case Kind.GAUGE:
-            data = sdk.Gauge([_number(report, report.figures.last, batch) for report in reports])
+            data = sdk.Gauge([_number(sdk, report, report.figures.last, batch) for report in reports])
         case Kind.STAT | Kind.HISTOGRAM:
             if all(figures.buckets is not None and figures.buckets.count == figures.count for figures in totals):
-                data = sdk.ExponentialHistogram([_exponential(report, batch) for report in reports], cumulative)
+                data = sdk.ExponentialHistogram([_exponential(sdk, report, batch) for report in reports], cumulative)
             else:
-                data = sdk.Histogram([_single_bucket(report, batch) for report in reports], cumulative)
+                data = sdk.Histogram([_single_bucket(sdk, report, batch) for report in reports], cumulative)
         case _:
             assert_never(definition.kind)
     return sdk.Metric(definition.name, definition.help, _UNITS.get(definition.unit, definition.unit), data)
 
 
-def _number(report: TotalReport, value: float, batch: Batch) -> Any:  # noqa: ANN401
-    from opentelemetry.sdk.metrics import export as sdk  # noqa: PLC0415
-
+def _number(sdk: Any, report: TotalReport, value: float, batch: Batch) -> Any:  # noqa: ANN401
     exported = value if -_INT64 <= value < _INT64 else float(value)
     return sdk.NumberDataPoint(dict(report.labels), batch.begin_ns, batch.time_ns, exported)
 
 
-def _exponential(report: TotalReport, batch: Batch) -> Any:  # noqa: ANN401
+def _exponential(sdk: Any, report: TotalReport, batch: Batch) -> Any:  # noqa: ANN401
     """Return the data point of a cell whose records are all counted in buckets.
 
     The bucket at :data:`LOWEST` also counts smaller magnitudes. Its counts are added to the count of zeros, which the
     specification defines as the count of numbers that were rounded to zero.
     """
-    from opentelemetry.sdk.metrics import export as sdk  # noqa: PLC0415
-
     counted = report.figures.buckets
     assert counted is not None, "checked by the caller"
     return sdk.ExponentialHistogramDataPoint(
         **_common(report, batch),
         scale=SCALE,
         zero_count=counted.zero + counted.positive[LOWEST] + counted.negative[LOWEST],
-        positive=_dense(counted.positive),
-        negative=_dense(counted.negative),
+        positive=_dense(sdk, counted.positive),
+        negative=_dense(sdk, counted.negative),
         flags=0,
     )
 
 
-def _single_bucket(report: TotalReport, batch: Batch) -> Any:  # noqa: ANN401
-    from opentelemetry.sdk.metrics import export as sdk  # noqa: PLC0415
-
+def _single_bucket(sdk: Any, report: TotalReport, batch: Batch) -> Any:  # noqa: ANN401
     common = _common(report, batch)
     figures = report.figures
     if figures.weight != figures.count:
@@ -200,29 +192,24 @@ def _common(report: TotalReport, batch: Batch) -> dict[str, Any]:
     }
 
 
-def _dense(counts: Mapping[int, int]) -> Any:  # noqa: ANN401
-    from opentelemetry.sdk.metrics.export import Buckets  # noqa: PLC0415
-
+def _dense(sdk: Any, counts: Mapping[int, int]) -> Any:  # noqa: ANN401
     places = counts.keys() - {LOWEST}
     if not places:
-        return Buckets(0, [])
+        return sdk.Buckets(0, [])
     first, last = min(places), max(places)
-    return Buckets(first, [counts.get(index, 0) for index in range(first, last + 1)])
+    return sdk.Buckets(first, [counts.get(index, 0) for index in range(first, last + 1)])
 
 
 def _span(event: Event, resource: Any) -> Any:  # noqa: ANN401
     from opentelemetry.sdk.trace import ReadableSpan  # noqa: PLC0415
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope  # noqa: PLC0415
-    from opentelemetry.trace import SpanContext, Status, StatusCode, TraceFlags  # noqa: PLC0415
-
-    def context(span: int) -> SpanContext:
-        return SpanContext(event.trace, span, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+    from opentelemetry.trace import Status, StatusCode  # noqa: PLC0415
 
     end_ns = _time_ns(event)
     return ReadableSpan(
         event.name,
-        context=context(event.span),
-        parent=context(event.parent) if event.parent else None,
+        context=_context(event, event.span),
+        parent=_context(event, event.parent) if event.parent else None,
         resource=resource,
         attributes=dict(event.data),
         status=Status(StatusCode.ERROR if event.severity >= Severity.ERROR else StatusCode.UNSET),
@@ -236,11 +223,9 @@ def _log_record(event: Event, resource: Any) -> Any:  # noqa: ANN401
     from opentelemetry._logs import LogRecord, SeverityNumber  # noqa: PLC0415
     from opentelemetry.sdk._logs import ReadableLogRecord  # noqa: PLC0415
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope  # noqa: PLC0415
-    from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context  # noqa: PLC0415
+    from opentelemetry.trace import NonRecordingSpan, set_span_in_context  # noqa: PLC0415
 
-    place = SpanContext(
-        event.trace, event.span if event.trace else 0, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED)
-    )
+    place = _context(event, event.span if event.trace else 0)
     record = LogRecord(
         timestamp=_time_ns(event),
         observed_timestamp=_time_ns(event),
@@ -252,6 +237,13 @@ def _log_record(event: Event, resource: Any) -> Any:  # noqa: ANN401
         event_name=event.name,
     )
     return ReadableLogRecord(record, resource, InstrumentationScope(_SCOPE))
+
+
+def _context(event: Event, span: int) -> Any:  # noqa: ANN401
+    """Return the ids of a span in the trace of an event."""
+    from opentelemetry.trace import SpanContext, TraceFlags  # noqa: PLC0415
+
+    return SpanContext(event.trace, span, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
 
 
 def _time_ns(event: Event) -> int:
