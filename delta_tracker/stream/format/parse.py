@@ -1,14 +1,8 @@
 """Parser of manifests, which are untrusted input. It rejects manifests that violate ``stream/FORMAT.md``.
 
-Other threads look up rows while a manifest is parsed. The parser therefore makes no long call into C code, which does
-not release the interpreter lock, and keeps few new objects, because the garbage collector visits all of them while it
-holds the lock. A first pass checks the syntax and finds the bytes of the long fields. Their elements are then parsed
-and checked one by one, so that the first invalid element ends the work. This also limits their number: a valid block
-has at least 80 bytes. The last pass rejects duplicate names.
-
-With manifests of 10 MiB, another thread waited for the lock for at most 220 ms of CPU time, of which one garbage
-collection takes 115 ms in any process that has imported torch; memory grew by at most 122 MiB. With 62 MiB, these are
-780 ms and 362 MiB.
+The decoders of msgspec check types and limits, and end at the first invalid element, so that a malformed manifest takes
+no more memory than a valid one of its size. Other threads, which look up rows, wait while a decoder runs, so that the
+blocks of each part are decoded by themselves. The functions below check what depends on several fields.
 """
 
 from __future__ import annotations
@@ -16,19 +10,19 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 import xxhash
-from msgspec import Meta, Raw, Struct, ValidationError, structs
+from msgspec import Meta, Raw, Struct, ValidationError, convert, structs
 from msgspec.json import Decoder
 
 from delta_tracker.errors import MalformedError, NewerFormatError
 from delta_tracker.stream.format.digests import total_bytes
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.field_types import MAX_COUNT, Count, Hex, Range, Time
-from delta_tracker.stream.format.json_elements import elements, located
 from delta_tracker.stream.format.manifest import (
     DENSE_DTYPES,
     FORMAT,
@@ -50,12 +44,8 @@ _TABLE_DTYPES = {name: DENSE_DTYPES[name] for name in ("F32", "F16", "BF16")}
 # Maximum of row edges times column edges of one table's blocks; allows 10,000 ranks by 100 column ranges.
 _MAX_CELLS = 4_000_000
 _MAX_REASON = 1000
-_MAX_RANGES = 65_536  # column ranges of a table
-_MAX_STATES = 16  # states of a table
-_MAX_BUCKETS = 65_536  # buckets of a table
 _KNOWN = f"formats {FORMAT} and {STATES_FORMAT}"
 _POSITIVE = re.compile(rb"[1-9][0-9]*+")
-
 _T = TypeVar("_T")
 
 
@@ -72,38 +62,38 @@ class _Table(Struct):
     dtype: str
 
 
-class _StatesTable(_Table):
-    """Table of format 2."""
-
-    columns: Raw
-    optimizer: Annotated[str, Meta(pattern=r"\A[A-Z0-9_]{1,64}\Z")] | None
-    states: Raw
-    identity: Raw
-
-
 class _State(Struct):
     name: Annotated[str, Meta(pattern=r"\A[a-z0-9_]{1,64}\Z")]
     dtype: str
     width: StateWidth
 
 
-class _TableStates(Struct):
-    """States of a table in messages between ranks, see :func:`parse_states`."""
-
-    columns: Raw
-    optimizer: Annotated[str, Meta(pattern=r"\A[A-Z0-9_]{1,64}\Z")]
-    states: Raw
-
-
 class _Identity(Struct):
     dtype: Literal["I64"]
     hash_size: Count
-    buckets: Raw
+    buckets: Annotated[tuple[Bucket, ...], Meta(max_length=65_536)]
 
 
-class _Bucket(Struct):
-    rows: Range
-    default: Count | None
+_Columns = Annotated[tuple[Range, ...], Meta(max_length=65_536)]
+_Optimizer = Annotated[str, Meta(pattern=r"\A[A-Z0-9_]{1,64}\Z")]
+_States = Annotated[tuple[_State, ...], Meta(max_length=16)]
+
+
+class _StatesTable(_Table):
+    """Table of format 2."""
+
+    columns: _Columns
+    optimizer: _Optimizer | None
+    states: _States
+    identity: _Identity | None
+
+
+class _TableStates(Struct):
+    """States of a table in messages between ranks, see :func:`parse_states`."""
+
+    columns: _Columns
+    optimizer: _Optimizer
+    states: _States
 
 
 class _Owners(Struct):
@@ -133,9 +123,6 @@ class _StatesPart(_Part):
     states: Stored | None
 
 
-_S = TypeVar("_S", _StatesPart, Stored)
-
-
 class _Entry(Struct):
     """Entry without ``format``. Unknown fields are ignored."""
 
@@ -150,18 +137,20 @@ class _Entry(Struct):
     cut: Time
     created: Time
     pending_rows: Count
-    tables: Raw
-    dense: Raw
-    parts: Raw
+    tables: Mapping[str, _Table]
+    dense: Mapping[str, _Dense]
+    parts: tuple[_Part, ...]
     merges: Link | None
 
 
 class _StatesEntry(_Entry):
     """Entry of format 2."""
 
+    tables: Mapping[str, _StatesTable]
+    parts: tuple[_StatesPart, ...]
     event_time: Time | None
-    training: Raw
-    owners: Raw
+    training: tuple[Stored, ...]
+    owners: Mapping[str, _Owners]
 
 
 class _Claim(Struct):
@@ -170,16 +159,9 @@ class _Claim(Struct):
     forked_from: Fork | None = None
 
 
-_FORMATS = Decoder(_Format)
+_FORMATS, _CLAIMS = Decoder(_Format), Decoder(_Claim)
+_BLOCKS, _NAMES = Decoder(tuple[Block, ...]), Decoder(tuple[str, ...])
 _ENTRIES: dict[int, Decoder[_Entry]] = {FORMAT: Decoder(_Entry), STATES_FORMAT: Decoder(_StatesEntry)}
-_TABLES: dict[int, Decoder[dict[str, _Table]]] = {
-    FORMAT: Decoder(dict[str, _Table]),
-    STATES_FORMAT: Decoder(dict[str, _StatesTable]),
-}
-_PARTS: dict[int, Decoder[_Part]] = {FORMAT: Decoder(_Part), STATES_FORMAT: Decoder(_StatesPart)}
-_BLOCKS, _NAMES, _DENSES = Decoder(Block), Decoder(str), Decoder(dict[str, _Dense])
-_IDENTITIES, _BUCKETS, _OWNERS = Decoder(_Identity), Decoder(_Bucket), Decoder(dict[str, _Owners])
-_RANGES, _STATES, _STORED, _CLAIMS = Decoder(Range), Decoder(_State), Decoder(Stored), Decoder(_Claim)
 
 # A block as this library writes it, which has no name twice.
 _BLOCK = (
@@ -216,51 +198,58 @@ def reason_of(error: Exception) -> str:
 
 def parse_states(table: TableSpec, record: object) -> TableStates:
     """Return the states of a table, parsed from a ``states_record``. Raises ValueError if it is invalid."""
-    found = Decoder(_TableStates).decode(json.dumps(record))
-    states = _table_states(table, found.optimizer, found.columns, found.states, "$")
-    assert states is not None, "it has an optimizer"
-    return states
+    found = convert(record, _TableStates)
+    return TableStates(found.optimizer, *_columns_and_states(table, found))
 
 
 def _manifest(name: str, data: bytes) -> Manifest:
     text = data.decode()  # the decoders do not check the UTF-8 of unknown fields
     number = _format_of(name, data)
     entry = _ENTRIES[number].decode(data)
-    tables: dict[str, TableSpec] = {}
-    states: dict[str, TableStates] = {}
-    identities: dict[str, Identity] = {}
-    for fqn, table in _members(_TABLES[number], entry.tables, "$.tables"):
-        tables[fqn] = spec = TableSpec(fqn, table.num_rows, table.dim, _TABLE_DTYPES[table.dtype])
-        if isinstance(table, _StatesTable):
-            found = _table_states(spec, table.optimizer, table.columns, table.states, f"$.tables.{fqn}")
-            if found is not None:
-                states[fqn] = found
-            if bytes(table.identity) != b"null":
-                identities[fqn] = _identity(spec, table.identity, f"$.tables.{fqn}.identity")
-                if found is not None and len(found.columns) > 1:
-                    raise ValueError(f"table {fqn!r} has raw ids and {len(found.columns)} column ranges")
-    dense = {name: _dense(spec) for name, spec in _members(_DENSES, entry.dense, "$.dense")}
-    unheld = set(dense)  # names that no part has so far
-    columns = {fqn: frozenset(each.columns) for fqn, each in states.items() if each.states}
-    found_parts = elements(_PARTS[number], entry.parts, "$.parts")
-    parts = [_part(part, f"$.parts[{i}]", tables, columns, unheld) for i, part in enumerate(found_parts)]
-    fields = structs.asdict(entry) | {"tables": tables, "dense": dense, "parts": tuple(parts), "states": states}
+    tables, states, identities = _tables(entry)
+    dense = {name: _dense(spec) for name, spec in entry.dense.items()}
+    columns_of = {fqn: frozenset(each.columns) for fqn, each in states.items() if each.states}
+    names = _dense_names(entry)
+    found_parts = enumerate(zip(entry.parts, names, strict=True))
+    parts = tuple([_part(part, held, f"$.parts[{i}]", tables, columns_of) for i, (part, held) in found_parts])
+    fields = structs.asdict(entry) | {"tables": tables, "dense": dense, "parts": parts, "states": states}
     if entry.kind == "claim":
         fields["forked_from"] = _CLAIMS.decode(data).forked_from
     if isinstance(entry, _StatesEntry):
-        training = elements(_STORED, entry.training, "$.training")
-        fields["training"] = tuple([_checked(stored, f"$.training[{i}]") for i, stored in enumerate(training)])
+        for i, stored in enumerate(entry.training):
+            _check_size(stored, f"$.training[{i}]")
+        owners = fields.pop("owners")
+        if unknown := owners.keys() - identities:
+            raise ValueError(f"table {min(unknown)!r} has changes of raw ids, but no raw ids - at `$.owners`")
         fields["identities"] = identities
-        fields["owner_changes"] = _owner_changes(fields.pop("owners"), identities)
+        fields["owner_changes"] = {fqn: (each.admitted, each.evicted) for fqn, each in owners.items()}
     _check_names(text)
     manifest = Manifest(**fields, format=number, xxh3=xxhash.xxh3_128_hexdigest(data))
     _check_place(manifest)
     _check_overlaps(manifest)
     if identities:
         _check_identities(manifest)
-    if unheld:
-        raise ValueError(f"its parts hold {len(dense) - len(unheld)} of its {len(dense)} dense tensors")
     return manifest
+
+
+def _tables(entry: _Entry) -> tuple[dict[str, TableSpec], dict[str, TableStates], dict[str, Identity]]:
+    """Check the tables, and return them, their states and the rules for their raw ids, by FQN."""
+    tables: dict[str, TableSpec] = {}
+    states: dict[str, TableStates] = {}
+    identities: dict[str, Identity] = {}
+    for fqn, table in entry.tables.items():
+        tables[fqn] = spec = TableSpec(fqn, table.num_rows, table.dim, _TABLE_DTYPES[table.dtype])
+        if isinstance(table, _StatesTable):
+            columns, found = _columns_and_states(spec, table)
+            if table.optimizer is not None:
+                states[fqn] = TableStates(table.optimizer, columns, found)
+            elif found or len(columns) > 1:
+                raise ValueError(f"table {fqn!r} has states or several column ranges, but no optimizer")
+            if table.identity is not None:
+                identities[fqn] = identity = Identity(table.identity.hash_size, table.identity.buckets)
+                if identity.num_rows != table.num_rows or len(columns) > 1:
+                    raise ValueError(f"table {fqn!r} has raw ids and several column ranges, or buckets of other rows")
+    return tables, states, identities
 
 
 def _format_of(name: str, data: bytes) -> int:
@@ -282,64 +271,50 @@ def _quoted(raw: bytes) -> str:
     return raw[:_MAX_REASON].decode(errors="replace")
 
 
-def _table_states(table: TableSpec, optimizer: str | None, columns: Raw, states: Raw, path: str) -> TableStates | None:
-    """Parse and check the column ranges and the states of a table. Return None if the table has no fused optimizer."""
-    ranges: list[tuple[int, int]] = []
-    end = 0
-    for first, stop in elements(_RANGES, columns, f"{path}.columns"):
-        if first != end or stop <= first or stop > table.dim or len(ranges) == _MAX_RANGES:
-            raise ValueError(f"the column ranges of table {table.fqn!r} do not divide its {table.dim} columns")
-        end = stop
-        ranges.append((first, stop))
-    if end != table.dim:
-        raise ValueError(f"the column ranges of table {table.fqn!r} cover {end} of its {table.dim} columns")
-    found: dict[str, StateSpec] = {}
-    for state in elements(_STATES, states, f"{path}.states"):
-        if state.name in found or len(found) == _MAX_STATES:
-            raise ValueError(f"table {table.fqn!r} has {state.name!r} twice or more than {_MAX_STATES} states")
-        found[state.name] = StateSpec(state.name, _TABLE_DTYPES[state.dtype], state.width)
-    if optimizer is not None:
-        return TableStates(optimizer, tuple(ranges), tuple(found.values()))
-    if found or len(ranges) > 1:
-        raise ValueError(f"table {table.fqn!r} has states or several column ranges, but no optimizer")
-    return None
+def _columns_and_states(
+    table: TableSpec, found: _StatesTable | _TableStates
+) -> tuple[tuple[Range, ...], tuple[StateSpec, ...]]:
+    """Check and return the column ranges and the states of a table."""
+    ends = [0, *(end for _, end in found.columns)]
+    is_right = ends[-1] == table.dim and all(first < end for first, end in found.columns)
+    if not is_right or found.columns != tuple(pairwise(ends)):
+        raise ValueError(f"the column ranges of table {table.fqn!r} do not divide its {table.dim} columns")
+    states = tuple([StateSpec(each.name, _TABLE_DTYPES[each.dtype], each.width) for each in found.states])
+    if len({each.name for each in states}) < len(states):
+        raise ValueError(f"table {table.fqn!r} has a state twice")
+    return found.columns, states
 
 
-def _identity(table: TableSpec, value: Raw, path: str) -> Identity:
-    try:
-        record = _IDENTITIES.decode(value)
-    except ValidationError as error:
-        raise located(error, path) from None
-    buckets: list[Bucket] = []
-    end = 0
-    for bucket in elements(_BUCKETS, record.buckets, f"{path}.buckets"):
-        first, stop = bucket.rows
-        if first != end or stop <= first or stop > table.num_rows or len(buckets) == _MAX_BUCKETS:
-            raise ValueError(f"the buckets of table {table.fqn!r} do not divide its {table.num_rows} rows")
-        is_inside = bucket.default is None or first <= bucket.default < stop
-        if not is_inside or (buckets and (buckets[0].default is None) != (bucket.default is None)):
-            raise ValueError(f"table {table.fqn!r} has a default row outside its bucket, or not for each bucket")
-        end = stop
-        buckets.append(Bucket(bucket.rows, bucket.default))
-    if not buckets or end != table.num_rows:
-        raise ValueError(f"the buckets of table {table.fqn!r} cover {end} of its {table.num_rows} rows")
-    return Identity(record.hash_size, tuple(buckets))
-
-
-def _owner_changes(value: Raw, identities: Mapping[str, Identity]) -> dict[str, tuple[int, int]]:
-    found: dict[str, tuple[int, int]] = {}
-    for fqn, owners in _members(_OWNERS, value, "$.owners"):
-        if fqn not in identities:
-            raise ValueError(f"table {fqn!r} has changes of raw ids, but no raw ids - at `$.owners`")
-        found[fqn] = owners.admitted, owners.evicted
+def _dense_names(entry: _Entry) -> list[tuple[str, ...]]:
+    """Return the names of the dense tensors in each part. Together, they are those of the entry."""
+    most_quotes = sum(2 + name.count('"') for name in entry.dense)
+    unheld = set(entry.dense)
+    found = []
+    for i, part in enumerate(entry.parts):
+        if bytes(part.dense).count(b'"') > most_quotes:  # before they are decoded: short names take much memory
+            raise ValueError(f"a part has more than the {len(entry.dense)} dense tensors of the entry")
+        found.append(_decoded(_NAMES, part.dense, f"$.parts[{i}].dense"))
+        for name in found[-1]:
+            if name not in unheld:
+                raise ValueError(f"the dense tensor {name!r} is unknown, or two parts hold it")
+            unheld.remove(name)
+    if unheld:
+        raise ValueError(f"no part holds {len(unheld)} of its {len(entry.dense)} dense tensors")
     return found
 
 
-def _checked(stored: _S, path: str) -> _S:
+def _decoded(decoder: Decoder[_T], value: Raw, path: str) -> _T:
+    """Decode a field by itself. A ValidationError has the place in the entry; ``path`` is that of the field."""
+    try:
+        return decoder.decode(value)
+    except ValidationError as error:
+        raise ValidationError(str(error).replace(" - at `$", f" - at `{path}", 1)) from None
+
+
+def _check_size(stored: _StatesPart | Stored, path: str) -> None:
     """Check that the size of an object of format 2 is that of its body and the digests of the body's pieces."""
     if stored.body < 1 or stored.num_bytes != total_bytes(stored.body):
         raise ValueError(f"{stored.num_bytes} bytes, of which {stored.body} precede the digests - at `{path}`")
-    return stored
 
 
 def _check_names(data: str) -> None:
@@ -364,37 +339,28 @@ def _check_names(data: str) -> None:
 
 
 def _part(
-    part: _Part, path: str, tables: dict[str, TableSpec], columns: dict[str, frozenset[Range]], unheld: set[str]
+    part: _Part,
+    dense: tuple[str, ...],
+    path: str,
+    tables: Mapping[str, TableSpec],
+    columns: Mapping[str, frozenset[Range]],
 ) -> Part:
-    """Parse and check a part. ``columns`` has the tables with states. Removes its dense tensors from ``unheld``."""
-    blocks: list[Block] = []
-    has_states = False
-    for block in elements(_BLOCKS, part.blocks, f"{path}.blocks"):
+    """Check a part. ``columns`` has the column ranges of the tables with states."""
+    blocks = _decoded(_BLOCKS, part.blocks, f"{path}.blocks")
+    for block in blocks:
         table = tables[block.table]
         _check_block(block, table)
-        if block.table in columns:
-            has_states = True
-            if block.columns not in columns[block.table] or block.encoding is not Encoding.of(table.dtype):
-                raise ValueError(f"block {block} of a table with states is not one of its column ranges in its dtype")
-        blocks.append(block)
-    dense: list[str] = []
-    for name in elements(_NAMES, part.dense, f"{path}.dense"):
-        if name not in unheld:
-            raise ValueError(f"the dense tensor {name!r} is unknown, or two parts hold it")
-        unheld.remove(name)
-        dense.append(name)
+        if (ranges := columns.get(block.table)) is not None and (
+            block.columns not in ranges or block.encoding is not Encoding.of(table.dtype)
+        ):
+            raise ValueError(f"block {block} of a table with states is not one of its column ranges in its dtype")
     if isinstance(part, _StatesPart):
-        _checked(part, path)
+        _check_size(part, path)
         if part.states is not None:
-            _checked(part.states, f"{path}.states")
-        if (part.states is not None) != has_states:
+            _check_size(part.states, f"{path}.states")
+        if (part.states is not None) != any(block.table in columns for block in blocks):
             raise ValueError(f"an object with states must be there exactly if a block has states - at `{path}`")
-    return Part(**structs.asdict(part) | {"blocks": tuple(blocks), "dense": tuple(dense)})
-
-
-def _members(decoder: Decoder[dict[str, _T]], value: Raw, path: str) -> Iterator[tuple[str, _T]]:
-    for member in elements(decoder, value, path, opening=b"{"):
-        yield from member.items()
+    return Part(**structs.asdict(part) | {"blocks": blocks, "dense": dense})
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
