@@ -159,7 +159,7 @@ def test_a_store_with_an_atomic_create_is_used(tmp_path: Path, monkeypatch: pyte
     assert _is_served(Job(tmp_path))
 
 
-@pytest.mark.advice("UnsupportedStoreError: _log Storage._begin")
+@pytest.mark.advice("UnsupportedStoreError: _log Storage._operation")
 def test_the_url_of_the_bucket_is_used_to_write(tmp_path: Path) -> None:
     job = Job(tmp_path)
     calls: list[Callable[[Any], object]] = [

@@ -1,4 +1,4 @@
-"""Store in a bucket of S3, Google Cloud Storage or Azure, accessed through obstore."""
+"""Stores that are accessed through obstore: buckets of S3, Google Cloud Storage or Azure, and web servers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import numpy as np
 import obstore
-from obstore.exceptions import AlreadyExistsError, BaseError, UnknownConfigurationKeyError
+from obstore.exceptions import AlreadyExistsError, BaseError, NotSupportedError, UnknownConfigurationKeyError
 from obstore.store import from_url
 
 from delta_tracker.errors import InvalidArgumentError, StorageError
@@ -209,6 +209,28 @@ class BucketStore(Store):
             transfer.num_bytes = filled
         if transfer.num_bytes != len(out):
             raise span.too_short(span.begin + transfer.num_bytes, span.begin + len(out))
+
+
+class HttpStore(BucketStore):
+    """Read-only store behind a web server or a cache, which may ignore that the origin's objects are asked for."""
+
+    is_read_only = True
+    lists_from = False
+
+    def __init__(self, url: str, options: Mapping[str, str] | None, *, past_cache: bool = False) -> None:
+        super().__init__(url, options, past_cache=past_cache)
+        self._options = options
+        self._past_cache = past_cache
+
+    def read(self, span: Span, transfer: Transfer | None) -> NDArray[np.uint8] | None:
+        try:
+            return self.download(span, Transfer() if transfer is None else transfer, is_cached=True)
+        except NotSupportedError as error:
+            reason = f"{span.name}: the server answers a range with the whole object"
+            raise StorageError(self.url, reason, "Make it pass ranges on, or cache slices") from error
+
+    def past_caches(self) -> Store:
+        return self if self._past_cache else HttpStore(self.url, self._options, past_cache=True)
 
 
 def _repeated(request: Callable[[], T]) -> T:

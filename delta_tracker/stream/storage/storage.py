@@ -21,9 +21,8 @@ from delta_tracker.errors import (
     is_panic,
 )
 from delta_tracker.stream.storage.directory import DirectoryStore
-from delta_tracker.stream.storage.http import HttpStore
 from delta_tracker.stream.storage.memory import MemoryStore
-from delta_tracker.stream.storage.objects import PAGE_OBJECTS, UPLOAD_BYTES, BucketStore, back_off
+from delta_tracker.stream.storage.objects import PAGE_OBJECTS, UPLOAD_BYTES, BucketStore, HttpStore, back_off
 from delta_tracker.stream.storage.store import Repeatable, Span, Store, StoredObject, Transfer
 from delta_tracker.stream.storage.url import (
     PLAIN_NAME,
@@ -173,8 +172,7 @@ class Storage:
         about a second. Unless it has at most 8 MiB, ``buffers`` must be iterable again for this, such as a
         :class:`Repeatable`.
         """
-        self._begin("write", name, "put()")
-        with self._translated:
+        with self._operation("write", name, "put()"):
             self._store.put(name, buffers)
 
     def create(self, name: str, data: bytes) -> bool:
@@ -183,28 +181,26 @@ class Storage:
         If the response of a failed call was lost, the object may exist. Raises :class:`WriteRefusedError` if the store
         refused each attempt for a second (409 on AWS), and no such object exists.
         """
-        self._begin("write", name, "create()")
-        for attempt in range(_CREATE_ATTEMPTS):
-            if attempt:
-                back_off(attempt)
-            if self._create_once(name, data):
-                return True
-            if self.size(name) is not None:
-                return False
+        with self._operation("write", name, "create()"):
+            for attempt in range(_CREATE_ATTEMPTS):
+                if attempt:
+                    back_off(attempt)
+                if self._create_once(name, data):
+                    return True
+                if self.size(name) is not None:
+                    return False
         raise WriteRefusedError.taken(self.url, name, _CREATE_ATTEMPTS)
 
     def _create_once(self, name: str, data: bytes) -> bool:
         """Try once to create an object. False does not prove that it exists, see :meth:`create`."""
-        with self._translated:
-            return self._store.create(name, data)
+        return self._store.create(name, data)
 
     def replace(self, name: str, data: bytes) -> None:
         """Write or replace a small object atomically: readers see the old or the new bytes, even after a power loss.
 
         If the response of a failed call was lost, the object may have been written.
         """
-        self._begin("write", name, "replace()")
-        with self._translated:
+        with self._operation("write", name, "replace()"):
             self._store.replace(name, data)
 
     def read(
@@ -229,10 +225,9 @@ class Storage:
             StorageError: if the object cannot be read, or has changed since the failed call. After a change, the next
                 call starts from the beginning.
         """
-        self._begin("read", name)
         if out is not None and len(out) < max_bytes:
             raise InvalidArgumentError("out", len(out), f"Pass an array of {max_bytes} bytes")
-        with self._translated:
+        with self._operation("read", name):
             return self._store.read(Span(self.url, name, max_bytes, out), transfer)
 
     def read_range(self, name: str, begin: int, end: int) -> NDArray[np.uint8] | None:
@@ -240,10 +235,9 @@ class Storage:
 
         Raises :class:`StorageError` if the object is too short, before memory is allocated.
         """
-        self._begin("read", name)
         if not 0 <= begin <= end:
             raise InvalidArgumentError("begin, end", (begin, end), "Pass 0 <= begin <= end")
-        with self._translated:
+        with self._operation("read", name):
             return self._store.read(Span(self.url, name, end - begin, None, begin, end), None)
 
     def read_span(self, span: Span, transfer: Transfer | None) -> NDArray[np.uint8] | None:
@@ -254,15 +248,12 @@ class Storage:
 
     def size(self, name: str) -> int | None:
         """Return the size of an object in bytes, None if it does not exist."""
-        self._begin("size", name)
-        with self._translated:
-            found = self._store.stat(name)
+        found = self.stat(name)
         return None if found is None else found.num_bytes
 
     def stat(self, name: str) -> StoredObject | None:
         """Return size and modification time (0 if a web server sends none) of an object; None if it does not exist."""
-        self._begin("size", name)
-        with self._translated:
+        with self._operation("size", name):
             return self._store.stat(name)
 
     def delete(self, name: str) -> None:
@@ -270,8 +261,7 @@ class Storage:
 
         A local object may be there again after a power loss, unless :meth:`sync` is called afterwards.
         """
-        self._begin("delete", name, "delete()")
-        with self._translated:
+        with self._operation("delete", name, "delete()"):
             self._store.delete(name)
 
     def sync(self, prefix: str) -> None:
@@ -280,14 +270,12 @@ class Storage:
         Of the methods, only :meth:`delete` does not wait for its own change. No-op for remote stores, which guarantee
         durability, with ``fsync=False``, and if the directory does not exist.
         """
-        self._begin(None, prefix, "sync()", argument="prefix")
-        with self._translated:
+        with self._operation(None, prefix, "sync()", argument="prefix"):
             self._store.sync(prefix)
 
     def delete_draft(self, name: str) -> bool:
         """Delete an interrupted write's file in ``drafts/``. Return False if it is being written or does not exist."""
-        self._begin(None, name, "delete_draft()")
-        with self._translated:
+        with self._operation(None, name, "delete_draft()"):
             return self._store.delete_draft(name)
 
     def has_directory(self, prefix: str) -> bool:
@@ -301,20 +289,21 @@ class Storage:
 
         A local listing skips files whose names no method accepts, see also :func:`list_files`.
         """
-        self._begin("list", prefix, "a listing", argument="prefix", after=after)
-        with self._translated:
+        with self._operation("list", prefix, "a listing", argument="prefix", after=after):
             return sorted(self._store.objects(prefix, after or ""), key=operator.attrgetter("name"))
 
     def names(self, prefix: str, *, after: str | None = None) -> list[str]:
         """Return the sorted names of the objects that :meth:`objects` returns. Faster than it in a local directory."""
-        self._begin("list", prefix, "a listing", argument="prefix", after=after)
-        with self._translated:
+        with self._operation("list", prefix, "a listing", argument="prefix", after=after):
             return sorted(self._store.names(prefix, after or ""))
 
-    def _begin(
+    def _operation(
         self, kind: str | None, name: object, call: str = "", *, argument: str = "name", after: str | None = None
-    ) -> None:
-        """Check the names, reject a ``call`` that a read-only store does not support, and count the operation."""
+    ) -> _Translation:
+        """Return the context manager of an operation that calls the store, and count the operation.
+
+        Checks the names, and rejects a ``call`` that a read-only store does not support.
+        """
         if not isinstance(name, str) or len(name) > _SHORT_NAME_LENGTH or PLAIN_NAME.fullmatch(name) is None:
             check_name(argument, name)
         if after is not None:
@@ -323,6 +312,7 @@ class Storage:
             raise UnsupportedStoreError(self.url, f"{call} of {name}")
         if kind is not None:
             self.requests[kind] += 1
+        return self._translated
 
     def probe(self) -> None:
         """Check that the store rejects the second of two requests to create the same object, which is then deleted.
