@@ -17,12 +17,11 @@ from delta_tracker.publisher.declared_states import declared_states, states_mess
 from delta_tracker.publisher.exchange import Exchange, Message, Phase, Vote, check_alike
 from delta_tracker.publisher.host_copies import HostCopies
 from delta_tracker.publisher.training import TakenState
-from delta_tracker.stream.claimed import ClaimedStream
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.manifest import FORMAT, DenseSpec, Kind, Manifest, Part, Stored
 from delta_tracker.stream.format.parse import parse_manifest
 from delta_tracker.stream.format.part_writer import put_part, put_training
-from delta_tracker.stream.log import Claim, StreamLog, entry_name, part_name
+from delta_tracker.stream.log import Claim, ClaimedStream, StreamLog, entry_name, part_name
 from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.storage.storage import Location, Repeatable, Storage, open_storage
 from delta_tracker.types import Identity, TableSpec, TableStates

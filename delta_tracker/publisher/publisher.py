@@ -37,8 +37,8 @@ from delta_tracker.publisher.training import Recovery, check_recovery
 from delta_tracker.publisher.version_source import VersionSource
 from delta_tracker.publisher.versions import Versions
 from delta_tracker.sharding.interrupted import check_complete
-from delta_tracker.stream.claimed import ClaimedStream
 from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.log import ClaimedStream
 from delta_tracker.stream.maintenance.upkeep import Upkeep, UpkeepThread
 from delta_tracker.stream.notify.notifier import Hints, Notifier
 from delta_tracker.stream.pointer_writer import PointerWriter
@@ -82,7 +82,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         tracker: tracker of the rows.
         url: url of the stream, such as ``file:///directory`` or ``s3://bucket/prefix``, or an opened
             :class:`~delta_tracker.stream.storage.storage.Storage`; the same store on every rank. Or the
-            :class:`~delta_tracker.stream.claimed.ClaimedStream` of a takeover, which is not claimed again.
+            :class:`~delta_tracker.stream.log.ClaimedStream` of a takeover, which is not claimed again.
         consumer: name of the tracker's consumer; None if the tracker has only one.
         top_k: bound on the rows of a delta: only the rows that changed most are published, and the others stay pending.
             None publishes all changed rows.

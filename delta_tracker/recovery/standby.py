@@ -38,11 +38,10 @@ from delta_tracker.recovery.plan import check_model
 from delta_tracker.recovery.restore import Restoration, Restored
 from delta_tracker.recovery.streams import GONE, RecoveryStream, ServingStreams, StandbyGauges
 from delta_tracker.sharding.interrupted import mark_following, unmark
-from delta_tracker.stream.claimed import ClaimedStream
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.parse import parse_manifest
 from delta_tracker.stream.heartbeat import PublisherPulse, check_name
-from delta_tracker.stream.log import Claim, StreamLog
+from delta_tracker.stream.log import Claim, ClaimedStream, StreamLog
 from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.storage.storage import Location, Storage, open_storage
 from delta_tracker.tracker.data_position import DataPosition

@@ -12,7 +12,7 @@ import time
 from bisect import bisect_left
 from collections import deque
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import xxhash
@@ -33,8 +33,16 @@ from delta_tracker.errors import (
     is_unknown,
     unraised,
 )
-from delta_tracker.stream.entry_names import ENTRY_NAME, MAX_ENTRY_BYTES, Merged, entry_name
-from delta_tracker.stream.format.manifest import Fork, Kind, Link, Manifest
+from delta_tracker.stream.format.manifest import (
+    ENTRY_NAME,
+    MAX_ENTRY_BYTES,
+    Fork,
+    Kind,
+    Link,
+    Manifest,
+    Merged,
+    entry_name,
+)
 from delta_tracker.stream.format.parse import parse_manifest
 from delta_tracker.stream.pin import has_deletions
 from delta_tracker.stream.pointer import HeadPointer, PointerView, read_pointer
@@ -43,6 +51,7 @@ from delta_tracker.stream.storage.storage import Storage, Transfer, back_off
 
 __all__ = [
     "Claim",
+    "ClaimedStream",
     "Merged",
     "StreamLog",
     "check_merged",
@@ -653,6 +662,27 @@ class Claim:
         """Return the error for this and each later call."""
         self._fenced = FencedError(self.head.generation, owner, version)
         return unraised(self._fenced)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ClaimedStream:
+    """Claimed stream on one rank. One publisher can continue with the claim instead of claiming the stream again.
+
+    Args:
+        claim: the claim on rank 0; None on the other ranks.
+        entry: entry of the claim, equal on all ranks.
+        has_states: True for a recovery stream, whose versions need states; False for a serving stream.
+    """
+
+    storage: Storage
+    claim: Claim | None
+    entry: Manifest
+    has_states: bool
+
+    def __repr__(self) -> str:
+        """Return the url and the version of the claim."""
+        kind = "recovery" if self.has_states else "serving"
+        return f"<{kind} stream {self.storage.url}, claimed at version {self.entry.version}>"
 
 
 def _has(storage: Storage, version: int) -> bool:

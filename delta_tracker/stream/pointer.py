@@ -18,9 +18,8 @@ from msgspec import convert
 
 from delta_tracker.errors import MalformedError, StaleCacheError, UnreadablePointerError, unraised
 from delta_tracker.forking import Forkable, protect
-from delta_tracker.stream.entry_names import MAX_ENTRY_BYTES, entry_name
 from delta_tracker.stream.format.field_types import Count, Hex, Time
-from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.format.manifest import MAX_ENTRY_BYTES, Manifest, entry_name
 from delta_tracker.stream.format.parse import load_json, parse_manifest
 from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.storage.storage import Storage

@@ -11,8 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from delta_tracker.errors import MalformedError, kind_of
-from delta_tracker.stream.entry_names import Merged
-from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.format.manifest import Manifest, Merged
 from delta_tracker.stream.interruption import Interrupted, interruptible
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.pointer import (

@@ -30,7 +30,7 @@ from delta_tracker.monitor.device.metrics import DeviceMean
 from delta_tracker.monitor.device.torchmetric import TorchMetric
 from delta_tracker.monitor.state import LogicalCounters
 from delta_tracker.sinks.lmdb import LmdbSink
-from delta_tracker.stream.entry_names import entry_name
+from delta_tracker.stream.format.manifest import entry_name
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.mirror import Mirror
 from delta_tracker.stream.pin import announce_deletions

@@ -25,7 +25,7 @@ from delta_tracker.errors import (
     WriteRefusedError,
 )
 from delta_tracker.stream import log as log_module
-from delta_tracker.stream.entry_names import entry_name
+from delta_tracker.stream.format.manifest import entry_name
 from delta_tracker.stream.host_cache import HostCache
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.mirror import Mirror

@@ -24,9 +24,8 @@ from delta_tracker.stream.format.part_reader import PartReader
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
-from delta_tracker.stream.mirror import Mirror
+from delta_tracker.stream.mirror import Mirror, promote
 from delta_tracker.stream.pointer_writer import PointerWriter
-from delta_tracker.stream.promotion import promote
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import Bucket, Identity, StateSpec, TableStates
 from tests.cli.commands import IDENTITY, Cli, entry, flip, make_owned, path_of, url_of

@@ -28,8 +28,7 @@ from delta_tracker.predictor import reader as reader_module
 from delta_tracker.stream.heartbeat import Pulse, read_heartbeats
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
-from delta_tracker.stream.mirror import Mirror
-from delta_tracker.stream.promotion import promote
+from delta_tracker.stream.mirror import Mirror, promote
 from delta_tracker.stream.reading import sources as sources_module
 from delta_tracker.stream.reading.position import Position
 from delta_tracker.stream.reading.runtime import Runtime

@@ -33,8 +33,7 @@ from delta_tracker.stream.heartbeat import BEAT_SECONDS, PublisherPulse, read_he
 from delta_tracker.stream.liveness import Liveness
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
-from delta_tracker.stream.mirror import Mirror
-from delta_tracker.stream.promotion import promote
+from delta_tracker.stream.mirror import Mirror, promote
 from delta_tracker.stream.reading.runtime import Runtime
 from delta_tracker.stream.reading.source import Source
 from delta_tracker.stream.storage.storage import Storage

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from delta_tracker.errors import StaleCacheError, UnsupportedStoreError
-from delta_tracker.stream.entry_names import entry_name
+from delta_tracker.stream.format.manifest import entry_name
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain

@@ -28,8 +28,7 @@ from delta_tracker.stream.format.parse import parse_manifest
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
-from delta_tracker.stream.mirror import Mirror
-from delta_tracker.stream.promotion import promote
+from delta_tracker.stream.mirror import Mirror, promote
 from delta_tracker.stream.reading.path import path_to
 from delta_tracker.stream.reading.position import Position
 from delta_tracker.stream.storage.storage import Storage

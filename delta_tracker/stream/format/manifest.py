@@ -1,9 +1,10 @@
-"""Manifests, the records of a stream's versions, as dataclasses. ``stream/FORMAT.md`` specifies their JSON."""
+"""Manifests, the records of a stream's versions, and their names. ``stream/FORMAT.md`` specifies their JSON."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -29,6 +30,11 @@ MAX_DIMS = 16
 PartName = Annotated[str, Meta(pattern=r"\Aparts/[0-9a-z-]+\.safetensors\Z")]
 DENSE_DTYPES = {name: dtype for name, dtype in TENSOR_DTYPES.items() if not dtype.is_complex}
 DTYPE_NAMES = {dtype: name for name, dtype in DENSE_DTYPES.items()}
+
+MAX_ENTRY_BYTES = 64 << 20  # a manifest has about 300 bytes per rank and table
+_DIGITS = 20  # zero-padded, so that names sort by version, up to 2**63
+ENTRY_NAME = re.compile(rf"log/([0-9]{{{_DIGITS}}})\.json")
+_MERGED_NAME = re.compile(rf"merged/([0-9]{{{_DIGITS}}})-([0-9]{{{_DIGITS}}})-(delta|snapshot)\.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +246,37 @@ class Manifest:
             for part in entry["parts"]:
                 del part["body"], part["states"]
         return json.dumps(entry, separators=(",", ":")).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """Reference to a merged ``delta`` or ``snapshot``, which replaces ``first`` (0 for a snapshot) to ``last``."""
+
+    last: int
+    first: int
+    kind: str
+
+    @property
+    def name(self) -> str:
+        """Name of the entry in the store; names sort by ``last``."""
+        return f"merged/{self.last:0{_DIGITS}d}-{self.first:0{_DIGITS}d}-{self.kind}.json"
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Merged:
+        """Return the reference to a merged entry."""
+        first = 0 if manifest.parent is None else manifest.parent.version + 1
+        return cls(manifest.version, first, manifest.kind)
+
+    @classmethod
+    def named(cls, name: str) -> Merged | None:
+        """Return the reference to the merged entry of a name, None if it is not the name of one."""
+        match = _MERGED_NAME.fullmatch(name)
+        return None if match is None else cls(int(match[1]), int(match[2]), match[3])
+
+
+def entry_name(version: int) -> str:
+    """Return the name of a version's entry in the store."""
+    return f"log/{version:0{_DIGITS}d}.json"
 
 
 def states_record(states: TableStates) -> dict[str, Any]:

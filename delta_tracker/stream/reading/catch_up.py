@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from delta_tracker.stream.entry_names import Merged, entry_name
-from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.format.manifest import Manifest, Merged, entry_name
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.reading.path import Allows, is_next, readable
 from delta_tracker.stream.reading.position import Position

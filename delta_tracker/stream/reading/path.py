@@ -20,8 +20,7 @@ from delta_tracker.errors import (
     StorageError,
     StreamReplacedError,
 )
-from delta_tracker.stream.entry_names import Merged
-from delta_tracker.stream.format.manifest import Link, Manifest
+from delta_tracker.stream.format.manifest import Link, Manifest, Merged
 from delta_tracker.stream.log import generation_error
 from delta_tracker.stream.reading.position import Position
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar, cast
 
 from delta_tracker.errors import StreamError
-from delta_tracker.stream.entry_names import Merged
-from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.format.manifest import Manifest, Merged
 from delta_tracker.stream.reading.orders import Order, Orders
 from delta_tracker.stream.reading.position import Position
 from delta_tracker.stream.reading.source import Source

@@ -6,8 +6,7 @@ import logging
 from contextlib import suppress
 
 from delta_tracker.errors import MalformedError, MissingVersionError, StorageError, StreamReplacedError
-from delta_tracker.stream.entry_names import entry_name
-from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.format.manifest import Manifest, entry_name
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.pin import PinReader
 from delta_tracker.stream.reading.canary import Canary, CanaryBound

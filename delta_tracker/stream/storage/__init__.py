@@ -1,5 +1,5 @@
 """Object stores: directories, memory, S3, Google Cloud Storage, Azure and web servers.
 
-Read ``store.py`` first: it defines what a kind of store does. ``directory.py``, ``memory.py``, ``objects.py`` and
-``http.py`` are one kind each, ``storage.py`` is what all other modules use, and ``local.py`` writes files durably.
+Read ``store.py`` first: it defines what a kind of store does. ``directory.py``, ``memory.py`` and ``objects.py`` have
+the kinds, ``storage.py`` is what all other modules use, and ``local.py`` writes files durably.
 """

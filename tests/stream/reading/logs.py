@@ -24,8 +24,7 @@ from delta_tracker.errors import (
     StreamError,
     StreamReplacedError,
 )
-from delta_tracker.stream.entry_names import Merged, entry_name
-from delta_tracker.stream.format.manifest import Fork, Link, Manifest
+from delta_tracker.stream.format.manifest import Fork, Link, Manifest, Merged, entry_name
 from delta_tracker.stream.reading import catch_up
 from delta_tracker.stream.reading.orders import Order
 from delta_tracker.stream.reading.position import Position

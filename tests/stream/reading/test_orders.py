@@ -17,9 +17,8 @@ import pytest
 from delta_tracker import Predictor
 from delta_tracker.errors import StreamError
 from delta_tracker.predictor import reader
-from delta_tracker.stream.mirror import Mirror
+from delta_tracker.stream.mirror import Mirror, promote
 from delta_tracker.stream.pin import Pin, pin_name
-from delta_tracker.stream.promotion import promote
 from delta_tracker.stream.reading import orders, sources
 from delta_tracker.stream.reading import source as source_module
 from delta_tracker.stream.rollback import pin_version
