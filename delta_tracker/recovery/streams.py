@@ -20,11 +20,10 @@ from delta_tracker.errors import (
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.recovery.training_states import TrainingStates
 from delta_tracker.stream.format.manifest import Link, Manifest
-from delta_tracker.stream.liveness import Liveness, Signs
 from delta_tracker.stream.log import Claim, StreamLog
 from delta_tracker.stream.reading.runtime import Runtime
 from delta_tracker.stream.storage.storage import Location, Storage, open_storage
-from delta_tracker.stream.takeover_request import read_request
+from delta_tracker.stream.takeover import Liveness, Signs, read_request
 
 _logger = logging.getLogger(__name__)
 

@@ -12,14 +12,13 @@ import re
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, TypeVar
 
 from msgspec import Meta, convert
 
-from delta_tracker.errors import InvalidArgumentError, MalformedError, StorageError
+from delta_tracker.errors import InvalidArgumentError, StorageError
 from delta_tracker.stream.format.field_types import Count, Hex, Time
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.parse import load_json
@@ -84,7 +83,7 @@ def leave_heartbeat(storage: Storage, beat: Heartbeat) -> None:
     """Write a heartbeat, replacing one of the same name. Truncates its error and reason to 1,000 characters."""
     error = None if beat.error is None else beat.error[:_MAX_TEXT]
     fields = asdict(beat) | {"error": error, "why": beat.why[:_MAX_TEXT]}
-    storage.replace(heartbeat_path(beat.name), json.dumps(fields).encode())
+    storage.replace(heartbeat_path(beat.name), json.dumps(fields).encode())  # texts may have surrogates
 
 
 @dataclass(slots=True)
@@ -187,23 +186,18 @@ def _listed(storage: Storage, clock: StoreClock) -> list[StoredObject]:
 
 
 def _seen(storage: Storage, stored: StoredObject) -> SeenHeartbeat | None:
-    def parse(data: bytes) -> Heartbeat:
-        beat = convert(load_json(data), Heartbeat)
-        if heartbeat_path(beat.name) != stored.name:
-            raise MalformedError(stored.name, f"it is the heartbeat of {beat.name}")
-        return beat
-
-    beat = read_record(storage, stored.name, "heartbeat", parse)
+    beat = read_record(storage, stored.name, "heartbeat", Heartbeat)
+    if beat is not None and heartbeat_path(beat.name) != stored.name:
+        _logger.warning("ignored malformed heartbeat: name=%s error=it is that of %s", stored.name, beat.name)
+        return None
     return None if beat is None else SeenHeartbeat(beat, stored.modified)
 
 
-def read_record(
-    storage: Storage, name: str, what: str, parse: Callable[[bytes], _T], *, response: Transfer | None = None
-) -> _T | None:
+def read_record(storage: Storage, name: str, what: str, kind: type[_T], response: Transfer | None = None) -> _T | None:
     """Return a small object as a record; None if it does not exist or is malformed, which is logged."""
     try:
         data = storage.read(name, max_bytes=_MAX_BYTES, transfer=response)
-        return None if data is None else parse(data.tobytes())
+        return None if data is None else convert(load_json(data.tobytes()), kind)
     except (ValueError, RecursionError) as error:
         _logger.warning("ignored malformed %s: name=%s error=%s", what, name, str(error)[:_MAX_TEXT])
         return None
@@ -246,9 +240,7 @@ class PublisherHeartbeat:
 def see_publisher(storage: Storage, head: Manifest) -> tuple[PublisherHeartbeat, float | None] | None:
     """Return the heartbeat of an entry's publisher and its store time in Unix seconds; None if missing or malformed."""
     name, response = _publisher_path(head.generation), Transfer()
-    beat = read_record(
-        storage, name, "heartbeat", lambda data: convert(load_json(data), PublisherHeartbeat), response=response
-    )
+    beat = read_record(storage, name, "heartbeat", PublisherHeartbeat, response)
     if beat is None or (beat.stream, beat.generation, beat.writer) != (head.stream, head.generation, head.writer):
         return None
     return beat, response.modified

@@ -362,6 +362,17 @@ class StreamLog:
         found = [each for each in self.merged(after=version) if each.kind == "delta" and each.first <= version + 1]
         return next((entry for each in reversed(found) if (entry := self.read_merged(each)) is not None), None)
 
+    def followers(self, entry: Manifest) -> list[Manifest] | None:
+        """Return the entries that follow one which was read before; None if the log has another history now."""
+        there, found = self.read(entry.version), [entry]
+        if there is None or (there.stream, there.link) != (entry.stream, entry.link):
+            return None
+        while (following := self.read(found[-1].version + 1)) is not None:
+            if (following.stream, following.parent) != (entry.stream, found[-1].link):
+                return None
+            found.append(following)
+        return found[1:]
+
     def is_surely_newest(self, entry: Manifest) -> bool:
         """Return True if an entry is the newest one, as far as single requests to a local directory can show it.
 

@@ -7,10 +7,10 @@ import threading
 import pytest
 
 from delta_tracker.cli import takeover
-from delta_tracker.stream import liveness
+from delta_tracker.stream import takeover as stream_takeover
 from delta_tracker.stream.heartbeat import Heartbeat, PublisherPulse, read_heartbeats
 from delta_tracker.stream.storage.storage import Storage
-from delta_tracker.stream.takeover_request import TakeoverRequest, read_request
+from delta_tracker.stream.takeover import TakeoverRequest, read_request
 from tests.cli.commands import Cli, date, path_of, url_of
 from tests.stream.streams import Writer
 
@@ -83,14 +83,14 @@ def test_a_request_is_cancelled(cli: Cli, silent: Writer) -> None:
 
 
 def test_two_commands_look_at_the_same_time(cli: Cli, silent: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
-    leave, url = liveness.leave_heartbeat, url_of(silent)
+    leave, url = stream_takeover.leave_heartbeat, url_of(silent)
 
     def left(storage: Storage, beat: Heartbeat) -> None:
         leave(storage, beat)
         monkeypatch.undo()
         cli("takeover", url)  # before the first command has read its own heartbeat
 
-    monkeypatch.setattr(liveness, "leave_heartbeat", left)
+    monkeypatch.setattr(stream_takeover, "leave_heartbeat", left)
     cli("takeover", url)
     assert read_heartbeats(silent.storage) == []
 

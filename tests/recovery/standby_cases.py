@@ -30,14 +30,13 @@ from delta_tracker.recovery.random_states import RandomStates
 from delta_tracker.recovery.targets import RowWriter
 from delta_tracker.sharding.interrupted import check_complete
 from delta_tracker.stream.heartbeat import BEAT_SECONDS, PublisherPulse, read_heartbeats
-from delta_tracker.stream.liveness import Liveness
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.mirror import Mirror, promote
 from delta_tracker.stream.reading.runtime import Runtime
 from delta_tracker.stream.reading.source import Source
 from delta_tracker.stream.storage.storage import Storage
-from delta_tracker.stream.takeover_request import request_takeover
+from delta_tracker.stream.takeover import Liveness, request_takeover
 from tests.publisher.publishing_cases import assert_equal, attempt, empty_model
 from tests.recovery.restore_cases import Trainer, same, spec_of, warm
 

@@ -12,10 +12,10 @@ import pytest
 from delta_tracker.errors import InvalidArgumentError, StorageError
 from delta_tracker.stream import heartbeat as heartbeat_module
 from delta_tracker.stream.heartbeat import PublisherPulse, read_heartbeats
-from delta_tracker.stream.liveness import Liveness, Signs
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.stream.takeover import Liveness, Signs
 from tests.stream.streams import Writer
 
 _AN_HOUR = 3600.0

@@ -436,12 +436,10 @@ class _Left:
 
     def follow(self, log: StreamLog) -> bool:
         """Read what was created since; return False if the log has another history than this."""
-        there = log.read(self.head.version)
-        if there is None or (there.stream, there.link) != (self.head.stream, self.head.link):
+        found = log.followers(self.head)
+        if found is None:
             return False
-        while (entry := log.read(self.head.version + 1)) is not None:
-            if (entry.stream, entry.parent) != (self.head.stream, self.head.link):
-                return False
+        for entry in found:
             self.head = entry
             self.num_bytes += entry.total_bytes
             self.newest = max(self.newest, entry.committed)

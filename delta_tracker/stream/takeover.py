@@ -1,17 +1,32 @@
-"""Signs of life of a stream's publisher, as a standby sees them: :class:`Liveness`."""
+"""What a standby reads: signs of life of the stream's publisher, and requests to take over.
+
+A request is the object ``control/takeover.json``, a JSON object with the fields of :class:`TakeoverRequest`. It names
+the generation to fence, so that only one standby takes over, and the object need not be deleted.
+"""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
 
+from msgspec.json import encode
+
 from delta_tracker.errors import StorageError
+from delta_tracker.stream.format.field_types import Count, Hex, Time
 from delta_tracker.stream.format.manifest import Manifest
-from delta_tracker.stream.heartbeat import Heartbeat, check_name, heartbeat_path, leave_heartbeat, see_publisher
+from delta_tracker.stream.heartbeat import (
+    Heartbeat,
+    check_name,
+    heartbeat_path,
+    leave_heartbeat,
+    read_record,
+    see_publisher,
+)
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage, Transfer
 
 _MAX_BYTES = 16 << 10
+_REQUEST_NAME = "control/takeover.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +92,49 @@ class Liveness:
 
     def _newest(self) -> Manifest | None:
         """Return the newest entry, if possible without listing the log."""
-        head = self._head
-        there = None if head is None else self._log.read(head.version)
-        if head is None or there is None or there.link != head.link:
-            return self._log.head()
-        while (entry := self._log.read(head.version + 1)) is not None:
-            if (entry.stream, entry.parent) != (head.stream, head.link):
-                return self._log.head()
-            head = entry
-        if head.kind == "claim" and not self._log.is_surely_newest(head):
-            return self._log.head()  # retention keeps claims: it may have deleted the entries after this one
-        return head
+        head, log = self._head, self._log
+        found = None if head is None else log.followers(head)
+        if head is None or found is None:
+            return log.head()
+        head = [head, *found][-1]
+        # Retention keeps claims: it may have deleted the entries after this one.
+        return log.head() if head.kind == "claim" and not log.is_surely_newest(head) else head
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakeoverRequest:
+    """Request to take over from the publisher of a generation."""
+
+    stream: Hex  # id of the stream
+    generation: Count  # generation of the publisher
+    time: Time  # Unix time of the host that made the request, in seconds
+    # True to fence the publisher even if it is alive. Otherwise, the request lapses when the publisher leaves an entry
+    # or a heartbeat.
+    force: bool = False
+
+
+def request_takeover(storage: Storage, head: Manifest, *, force: bool = False) -> None:
+    """Request a takeover from the publisher of the newest entry; see :class:`TakeoverRequest` for ``force``."""
+    request = TakeoverRequest(stream=head.stream, generation=head.generation, time=time.time(), force=force)
+    storage.replace(_REQUEST_NAME, encode(request))
+
+
+def cancel_takeover(storage: Storage) -> bool:
+    """Delete the request. Return False if there was none. A standby that has read it may still take over."""
+    is_there = storage.size(_REQUEST_NAME) is not None
+    storage.delete(_REQUEST_NAME)
+    return is_there
+
+
+def read_request(storage: Storage, head: Manifest, last_sign: float) -> TakeoverRequest | None:
+    """Return the request for a takeover from the publisher of the newest entry; None if there is none.
+
+    Ignores a malformed request, one for another generation, and one without ``force`` that is not newer than
+    ``last_sign``, the publisher's last sign of life in Unix seconds by the store's clock.
+    """
+    response = Transfer()
+    request = read_record(storage, _REQUEST_NAME, "request", TakeoverRequest, response)
+    if request is None or (request.stream, request.generation) != (head.stream, head.generation):
+        return None
+    has_lapsed = response.modified is None or response.modified <= last_sign
+    return request if request.force or not has_lapsed else None
