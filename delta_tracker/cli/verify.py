@@ -19,7 +19,7 @@ from delta_tracker.errors import CorruptPartError, MalformedError
 from delta_tracker.raw_ids import NO_OWNER, check_owners, check_unique
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.manifest import Link, Manifest, Part, Stored
-from delta_tracker.stream.format.part_reader import PartReader, Ranged, read_training
+from delta_tracker.stream.format.part_reader import PartReader, Ranged, check_size, read_training
 from delta_tracker.stream.log import entry_name
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import Identity
@@ -331,11 +331,7 @@ class _Check:
 
     def _check_size(self, stored: Part | Stored) -> None:
         found = self._sizes.get(stored.name)
-        found = self.stream.storage.size(stored.name) if found is None else found
-        if found is None:
-            raise CorruptPartError(stored.name, "it does not exist")
-        if found != stored.num_bytes:
-            raise CorruptPartError(stored.name, f"it has {found} bytes instead of {stored.num_bytes}")
+        check_size(stored, self.stream.storage.size(stored.name) if found is None else found)
 
     def _merged_problems(self, manifest: Manifest) -> Iterator[str]:
         if self._streams and manifest.stream not in self._streams:

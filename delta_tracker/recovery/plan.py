@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from delta_tracker.errors import CorruptPartError, NotRecoverableError, RestoreMismatchError
+from delta_tracker.errors import NotRecoverableError, RestoreMismatchError
 from delta_tracker.predictor.targets import check_targets, find_targets
 from delta_tracker.raw_ids.collision_states import check_collision_slots, check_collision_states, load_collision_states
 from delta_tracker.recovery.fit import Saved, check_fit, check_objects
@@ -31,7 +31,7 @@ from delta_tracker.sharding.optimizer_rows import (
     write_scalars,
 )
 from delta_tracker.stream.format.manifest import Manifest, Part, Stored
-from delta_tracker.stream.format.part_reader import PartReader, Ranged
+from delta_tracker.stream.format.part_reader import PartReader, Ranged, check_size
 from delta_tracker.stream.format.shard_rows import wanted
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage
@@ -96,8 +96,7 @@ class Plan:
             size = sizes[each.name] if each.name in sizes else self.storage.size(each.name)
             if size is None:
                 raise NotRecoverableError(self.storage.url, self.last.version, f"{each.name} is missing")
-            if size != each.num_bytes:
-                raise CorruptPartError(each.name, f"it has {size} bytes instead of {each.num_bytes}")
+            check_size(each, size)
 
     @torch.no_grad()
     def write(self) -> None:

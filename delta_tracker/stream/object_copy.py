@@ -13,7 +13,7 @@ import xxhash
 from delta_tracker.errors import CorruptPartError, MalformedError
 from delta_tracker.stream.format.digests import PieceHasher
 from delta_tracker.stream.format.manifest import Part, Stored
-from delta_tracker.stream.format.part_reader import check_object
+from delta_tracker.stream.format.part_reader import check_object, check_size
 from delta_tracker.stream.storage.storage import Storage
 
 if TYPE_CHECKING:
@@ -82,8 +82,7 @@ class ObjectCopier:
                 raise CorruptPartError(stored.name, error.reason) from error
             yield check_object(stored, data)
             return
-        if storage.size(stored.name) != stored.num_bytes:
-            raise CorruptPartError(stored.name, f"it does not have {stored.num_bytes} bytes")
+        check_size(stored, storage.size(stored.name))
         yield from checked_pieces(partial(storage.read_range, stored.name), stored)
 
 

@@ -17,7 +17,7 @@ from delta_tracker.errors import (
     UnsupportedStoreError,
 )
 from delta_tracker.stream.format.manifest import Manifest
-from delta_tracker.stream.format.part_reader import PartReader
+from delta_tracker.stream.format.part_reader import PartReader, check_size
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.pin import (
     MAX_PIN_BYTES,
@@ -155,10 +155,7 @@ def _refuse_former(log: StreamLog, version: int) -> None:
 
 def _check_objects(storage: Storage, manifest: Manifest) -> None:
     for each in manifest.objects:
-        size = storage.size(each.name)
-        if size != each.num_bytes:
-            found = "it is missing" if size is None else f"it has {size} bytes instead of {each.num_bytes}"
-            raise CorruptPartError(each.name, found)
+        check_size(each, storage.size(each.name))
 
 
 def _snapshot(log: StreamLog, head: Manifest | None) -> Manifest | None:

@@ -84,7 +84,7 @@ def _damage(root: Path, version: int) -> None:
         part.write_bytes(part.read_bytes()[:-1])
 
 
-@pytest.mark.advice("CorruptPartError: Plan.check_objects TrainingStates._error TrainingStates._found _check_size")
+@pytest.mark.advice("CorruptPartError: TrainingStates._error TrainingStates._found check_size")
 def test_an_older_version_than_a_corrupt_one_is_restored(tmp_path: Path) -> None:
     _published(tmp_path)
     _damage(tmp_path, 4)

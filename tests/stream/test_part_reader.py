@@ -14,11 +14,10 @@ from torch import Tensor
 
 from delta_tracker.errors import CorruptPartError, StorageError
 from delta_tracker.stream.format import digests as digests_module
-from delta_tracker.stream.format import part_reader as part_module
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding, encode_rows
 from delta_tracker.stream.format.manifest import Block, DenseSpec, Manifest, Part
-from delta_tracker.stream.format.part_reader import PartReader, read_parts
+from delta_tracker.stream.format.part_reader import PartReader, Ranged, read_parts
 from delta_tracker.stream.format.part_writer import put_part
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableSpec
@@ -290,9 +289,7 @@ def test_parts_together_stay_within_the_memory() -> None:
     manifest = replace(manifest, parts=(part, part))
     for memory_bytes in (0, part.num_bytes, 2 * part.num_bytes):
         readers = read_parts(writer.storage, manifest, memory_bytes=memory_bytes)
-        held = [
-            not isinstance(getattr(reader._file._read, "__self__", None), part_module._Pieces) for reader in readers
-        ]
+        held = [not isinstance(getattr(reader._file._read, "__self__", None), Ranged) for reader in readers]
         assert sum(held) == memory_bytes // part.num_bytes
         assert torch.equal(readers[0].dense()["w"], writer.dense["w"])
 

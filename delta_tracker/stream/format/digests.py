@@ -35,10 +35,9 @@ def piece_range(number: int, body: int) -> tuple[int, int]:
     return number * PIECE_BYTES, min((number + 1) * PIECE_BYTES, body)
 
 
-def is_piece(piece: NDArray[np.uint8], number: int, digests: NDArray[np.uint8]) -> bool:
-    """Return True if the digest of ``piece`` is the one at index ``number`` of ``digests``, ``[16 * pieces]``."""
-    expected = digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES].tobytes()
-    return xxhash.xxh3_128_digest(piece.data) == expected
+def is_piece(piece: NDArray[np.uint8], number: int, digests: bytes | bytearray) -> bool:
+    """Return True if the digest of ``piece`` is the one at index ``number`` of ``digests``."""
+    return xxhash.xxh3_128_digest(piece.data) == digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
 
 
 class PieceHasher:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -288,10 +287,7 @@ def read_training(storage: Storage, stored: Stored) -> StateReader:
 def _source(storage: Storage, part: Part | Stored, memory_bytes: int, out: NDArray[np.uint8] | None) -> PartSource:
     if part.num_bytes <= memory_bytes:
         return _InMemory(storage, part, out)
-    if part.body:
-        return Ranged(storage, part, is_whole=True)
-    assert isinstance(part, Part), "other objects have digests"
-    return _Pieces(storage, part)
+    return Ranged(storage, part, is_whole=True)
 
 
 class _InMemory:
@@ -318,16 +314,28 @@ class _InMemory:
         self.read(0, 0)
 
 
-class _PieceReader(ABC):
-    """Base of sources that read an object in pieces of 8 MiB up to ``end``. Only the last piece is kept in memory."""
+class Ranged:
+    """Source that reads an object in pieces of 8 MiB, and checks each piece that it returns.
 
-    def __init__(self, storage: Storage, stored: Part | Stored, end: int) -> None:
+    An object of format 2 has digests of its pieces, which are read first and compared with the record. In format 1,
+    :meth:`finish` hashes all pieces, and a piece that is read again must not have changed. Reads should ascend, because
+    only the last piece is kept in memory. With ``is_whole``, as always in format 1, :meth:`finish` reads and checks all
+    pieces, otherwise only the digests. If the store fails, the next call continues.
+    """
+
+    def __init__(self, storage: Storage, stored: Part | Stored, *, is_whole: bool = False) -> None:
         self._storage = storage
         self._stored = stored
-        self._end = end
+        self._end = stored.body or stored.num_bytes
+        self._is_whole = is_whole or not stored.body
+        self._is_begun = False
+        self._digests = bytearray()  # of all pieces; in format 1, of those that were read
+        self._hash = xxhash.xxh3_128()  # in format 1, of these pieces
+        self._num_checked = 0  # pieces from the beginning that were read
         self._held: tuple[int, NDArray[np.uint8]] | None = None  # number and bytes of the piece that was read last
 
     def read(self, begin: int, end: int) -> NDArray[np.uint8]:
+        """See :meth:`PartSource.read`."""
         assert 0 <= begin <= end <= self._end, "inside the pieces"
         pieces = []
         while begin < end:
@@ -338,14 +346,44 @@ class _PieceReader(ABC):
             return np.empty(0, dtype=np.uint8)
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
+    def finish(self) -> None:
+        """See :meth:`PartSource.finish`."""
+        self._begin()
+        while self._is_whole and self._num_checked < num_digests(self._end):
+            self._piece(self._num_checked)
+        if not self._stored.body:
+            _check_hash(self._stored, self._hash.hexdigest())
+
     def _piece(self, number: int) -> NDArray[np.uint8]:
         if self._held is None or self._held[0] != number:
             self._held = number, self._load(number)
         return self._held[1]
 
-    @abstractmethod
     def _load(self, number: int) -> NDArray[np.uint8]:
         """Read and check a piece."""
+        stored = self._stored
+        self._begin()
+        piece = self._fetch(*piece_range(number, self._end))
+        if stored.body or number < self._num_checked:
+            _check_piece(stored, piece, number, self._digests)
+        else:
+            assert number == self._num_checked, "before finish(), reads ascend without gaps"
+            self._hash.update(piece.data)
+            self._digests += xxhash.xxh3_128_digest(piece.data)
+        self._num_checked += number == self._num_checked
+        return piece
+
+    def _begin(self) -> None:
+        """Check the size and, in format 2, read the digests, before any piece."""
+        stored = self._stored
+        if self._is_begun:
+            return
+        check_size(stored, self._storage.size(stored.name))
+        if stored.body:
+            digests = self._fetch(stored.body, stored.num_bytes)
+            _check_hash(stored, xxhash.xxh3_128_hexdigest(digests.data))
+            self._digests += digests.data
+        self._is_begun = True
 
     def _fetch(self, begin: int, end: int) -> NDArray[np.uint8]:
         check()
@@ -355,100 +393,34 @@ class _PieceReader(ABC):
         return data
 
 
-class Ranged(_PieceReader):
-    """Source that reads and checks only the pieces of an object of format 2 that it returns.
-
-    It first reads the digests of all pieces, and compares them with the record. Reads should ascend, because only the
-    last piece is kept in memory. With ``is_whole``, :meth:`finish` reads and checks all pieces, otherwise only the
-    digests.
-    """
-
-    def __init__(self, storage: Storage, stored: Part | Stored, *, is_whole: bool = False) -> None:
-        assert stored.body, "an object of format 2"
-        super().__init__(storage, stored, stored.body)
-        self._is_whole = is_whole
-        self._digests: NDArray[np.uint8] | None = None
-        self._num_checked = 0  # pieces that finish() has read
-
-    def finish(self) -> None:
-        """See :meth:`PartSource.finish`."""
-        self._checked_digests()
-        while self._is_whole and self._num_checked < num_digests(self._end):
-            self._piece(self._num_checked)
-            self._num_checked += 1
-
-    def _load(self, number: int) -> NDArray[np.uint8]:
-        digests = self._checked_digests()  # before any piece
-        piece = self._fetch(*piece_range(number, self._end))
-        _check_piece(self._stored, piece, number, digests)
-        return piece
-
-    def _checked_digests(self) -> NDArray[np.uint8]:
-        if self._digests is None:
-            stored = self._stored
-            _check_size(stored, self._storage.size(stored.name))
-            digests = self._fetch(stored.body, stored.num_bytes)
-            _check_hash(stored, xxhash.xxh3_128_hexdigest(digests.data))
-            self._digests = digests
-        return self._digests
-
-
-class _Pieces(_PieceReader):
-    """Source that reads all pieces of a part of format 1 once to hash it, and again those that are needed later.
-
-    If the store fails, the next call continues. The hash of a piece that is read again is compared with the first one.
-    """
-
-    def __init__(self, storage: Storage, part: Part) -> None:
-        super().__init__(storage, part, part.num_bytes)
-        self._whole = xxhash.xxh3_128()
-        self._digests: list[bytes] = []
-
-    def finish(self) -> None:
-        while len(self._digests) < num_digests(self._end):
-            self._piece(len(self._digests))
-        _check_hash(self._stored, self._whole.hexdigest())
-
-    def _load(self, number: int) -> NDArray[np.uint8]:
-        assert number <= len(self._digests), "before finish(), reads ascend without gaps"
-        if not self._digests:
-            _check_size(self._stored, self._storage.size(self._stored.name))
-        piece = self._fetch(*piece_range(number, self._end))
-        digest = xxhash.xxh3_128_digest(piece.data)
-        if number == len(self._digests):
-            self._whole.update(piece.data)
-            self._digests.append(digest)
-        elif digest != self._digests[number]:
-            raise CorruptPartError(self._stored.name, "it changed while it was read")
-        return piece
-
-
 def _check_hash(part: Part | Stored, digest: str) -> None:
     if digest != part.xxh3:
         raise CorruptPartError(part.name, f"its xxh3 is not {part.xxh3}")
 
 
-def _check_piece(part: Part | Stored, piece: NDArray[np.uint8], number: int, digests: NDArray[np.uint8]) -> None:
+def _check_piece(stored: Part | Stored, piece: NDArray[np.uint8], number: int, digests: bytes | bytearray) -> None:
     if not is_piece(piece, number, digests):
-        raise CorruptPartError(part.name, f"the bytes of its piece {number} do not match their digest")
+        found = f"the bytes of its piece {number} do not match their digest"
+        raise CorruptPartError(stored.name, found if stored.body else "it changed while it was read")
 
 
 def check_object(stored: Part | Stored, data: NDArray[np.uint8] | None) -> NDArray[np.uint8]:
     """Return ``data`` if it matches its record. Raise CorruptPartError if it does not, or is None."""
-    _check_size(stored, None if data is None else len(data))
+    check_size(stored, None if data is None else len(data))
     assert data is not None, "it has a size"
-    digests = data[stored.body :]  # in format 1, the whole object
-    _check_hash(stored, xxhash.xxh3_128_hexdigest(digests.data))
+    digests = data[stored.body :].tobytes() if stored.body else b""
+    _check_hash(stored, xxhash.xxh3_128_hexdigest(digests or data.data))
     for number in range(num_digests(stored.body)):
         begin, end = piece_range(number, stored.body)
         _check_piece(stored, data[begin:end], number, digests)
     return data
 
 
-def _check_size(part: Part | Stored, size: int | None) -> None:
-    if size != part.num_bytes:
-        found = "it does not exist" if size is None else f"it has {size} bytes instead of {part.num_bytes}"
-        raise CorruptPartError(part.name, found)
+def check_size(stored: Part | Stored, size: int | None) -> None:
+    """Raise CorruptPartError unless an object has the size of its record. ``size`` is None if it does not exist."""
+    if size != stored.num_bytes:
+        found = "it does not exist" if size is None else f"it has {size} bytes instead of {stored.num_bytes}"
+        raise CorruptPartError(stored.name, found)
 
 
 def read_parts(
