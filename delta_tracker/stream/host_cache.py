@@ -21,12 +21,14 @@ from weakref import finalize
 
 import numpy as np
 
+from delta_tracker.arguments import check_count
 from delta_tracker.errors import BrokenCacheError, CorruptPartError, InvalidArgumentError, StorageError
 from delta_tracker.stream.format.digests import PIECE_BYTES
 from delta_tracker.stream.format.manifest import Manifest, Part
+from delta_tracker.stream.format.part_reader import check_size
 from delta_tracker.stream.interruption import check
 from delta_tracker.stream.object_copy import checked_pieces
-from delta_tracker.stream.storage.local import CHUNK_BYTES, delete_draft, identity
+from delta_tracker.stream.storage.local import delete_draft, identity, read_into
 from delta_tracker.stream.storage.storage import Storage, StoredObject, Transfer
 from delta_tracker.stream.storage.store import Span, Store
 
@@ -64,8 +66,7 @@ class HostCache:
     """
 
     def __init__(self, directory: str | Path, *, max_bytes: int = 32 << 30, patience_seconds: float = 10.0) -> None:
-        if type(max_bytes) is not int or max_bytes < 1:
-            raise InvalidArgumentError("max_bytes", max_bytes, "Pass a number of bytes, 1 or more")
+        check_count("max_bytes", max_bytes)
         if not 0 < patience_seconds < float("inf"):
             raise InvalidArgumentError("patience_seconds", patience_seconds, "Pass a positive number of seconds")
         self._directory = Path(directory).absolute()
@@ -146,24 +147,22 @@ class HostCache:
         return draft
 
     def _download(self, storage: Storage, part: Part, draft: int) -> None:
-        for begin in range(0, part.num_bytes, PIECE_BYTES):
+        """Write the bytes of a part to its draft. Raises CorruptPartError if they do not match its record."""
+
+        def read(begin: int, end: int) -> NDArray[np.uint8] | None:
             check()
             try:
-                data = storage.read_range(part.name, begin, min(begin + PIECE_BYTES, part.num_bytes))
+                return storage.read_range(part.name, begin, end)
             except StorageError:
-                size = storage.size(part.name)
-                if size is None or size >= part.num_bytes:
-                    raise
                 # A reader over http reads a part that is short in a cache past the cache.
-                raise CorruptPartError(part.name, f"it has {size} bytes instead of {part.num_bytes}") from None
-            if data is None:
-                raise CorruptPartError(part.name, "it does not exist")
+                check_size(part, storage.size(part.name))
+                raise
+
+        position = 0
+        for piece in checked_pieces(read, part):
             with self._own_errors():
-                _write(draft, data.data, begin)
-        with self._own_errors():
-            is_right = _is_right(draft, part)
-        if not is_right:
-            raise CorruptPartError(part.name, "its bytes do not match its record")
+                _write(draft, piece.data, position)
+            position += len(piece)
 
     def _drop(self, part: Part, draft: int) -> None:
         """Delete a locked draft, and close it, which releases the lock."""
@@ -308,7 +307,7 @@ class CachedStore(Store):
         if descriptor is None or (span.end or 0) > self._parts[span.name].num_bytes:
             return self._origin.read_span(span, transfer)
         try:
-            return _read_into(descriptor, span.memory(self._parts[span.name].num_bytes), span.begin)
+            return _read(descriptor, span.memory(self._parts[span.name].num_bytes), span.begin)
         except OSError as error:
             reason = f"{span.name} cannot be read from the host cache: {type(error).__name__}: {error}"
             raise StorageError(self.url, reason) from error
@@ -368,15 +367,10 @@ def _write(descriptor: int, data: memoryview, position: int) -> None:
         data = data[count:]
 
 
-def _read_into(descriptor: int, memory: NDArray[np.uint8], begin: int) -> NDArray[np.uint8]:
+def _read(descriptor: int, memory: NDArray[np.uint8], begin: int) -> NDArray[np.uint8]:
     """Return ``memory``, filled with the bytes of a file from ``begin`` on. Raises OSError if the file ends before."""
-    view, filled = memory.data, 0
-    while filled < len(memory):
-        check()
-        count = os.preadv(descriptor, [view[filled : filled + CHUNK_BYTES]], begin + filled)
-        if count == 0:
-            raise OSError(f"the file ended after {begin + filled} bytes")
-        filled += count
+    if (filled := read_into(descriptor, memory.data, begin)) < len(memory):
+        raise OSError(f"the file ended after {begin + filled} bytes")
     return memory
 
 
@@ -392,7 +386,7 @@ def _is_right(descriptor: int, part: Part) -> bool:
         return False
     buffer = np.empty(min(PIECE_BYTES, part.num_bytes), dtype=np.uint8)
     try:
-        for _ in checked_pieces(lambda begin, end: _read_into(descriptor, buffer[: end - begin], begin), part):
+        for _ in checked_pieces(lambda begin, end: _read(descriptor, buffer[: end - begin], begin), part):
             pass
     except CorruptPartError:
         return False

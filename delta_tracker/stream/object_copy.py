@@ -95,7 +95,7 @@ def checked_pieces(read: ReadRange, stored: Part | Stored) -> Iterator[NDArray[n
         end = min(begin + _PIECE_BYTES, stored.num_bytes)
         piece = read(begin, end)
         if piece is None:
-            raise CorruptPartError(stored.name, "it was deleted while it was read")
+            raise CorruptPartError(stored.name, "it does not exist")
         num_body = max(0, min(len(piece), stored.body - begin))
         body.update(piece[:num_body].data)
         whole.update(piece[num_body:].data)

@@ -17,7 +17,7 @@ from delta_tracker.stream.format import digests as digests_module
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding, encode_rows
 from delta_tracker.stream.format.manifest import Block, DenseSpec, Manifest, Part
-from delta_tracker.stream.format.part_reader import PartReader, Ranged, read_parts
+from delta_tracker.stream.format.part_reader import MEMORY_BYTES, PartReader, Ranged, read_parts
 from delta_tracker.stream.format.part_writer import put_part
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableSpec
@@ -29,7 +29,7 @@ NAME = "parts/p.safetensors"
 _TABLE = TableSpec("t", 10, 4, torch.float32)
 TABLES = {"t": _TABLE, "h": TableSpec("h", 6, 8, torch.bfloat16)}
 # In memory, and read twice in pieces, of which one size is smaller than any tensor.
-MODES = {"memory": part_module.MEMORY_BYTES, "pieces": 0}
+MODES = {"memory": MEMORY_BYTES, "pieces": 0}
 
 
 @pytest.fixture(params=MODES, autouse=True)

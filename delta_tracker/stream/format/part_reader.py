@@ -408,8 +408,9 @@ def check_object(stored: Part | Stored, data: NDArray[np.uint8] | None) -> NDArr
     """Return ``data`` if it matches its record. Raise CorruptPartError if it does not, or is None."""
     check_size(stored, None if data is None else len(data))
     assert data is not None, "it has a size"
-    digests = data[stored.body :].tobytes() if stored.body else b""
-    _check_hash(stored, xxhash.xxh3_128_hexdigest(digests or data.data))
+    hashed = data[stored.body :]  # in format 1, the whole object
+    _check_hash(stored, xxhash.xxh3_128_hexdigest(hashed.data))
+    digests = hashed.tobytes() if stored.body else b""
     for number in range(num_digests(stored.body)):
         begin, end = piece_range(number, stored.body)
         _check_piece(stored, data[begin:end], number, digests)

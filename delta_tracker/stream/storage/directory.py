@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from delta_tracker.errors import StorageError, UnknownOutcomeError, WriteRefusedError
-from delta_tracker.stream.interruption import check, checked
+from delta_tracker.stream.interruption import checked
 from delta_tracker.stream.storage.local import (
-    CHUNK_BYTES,
     delete_draft,
     list_files,
     make_directory,
     make_folder,
+    read_into,
     sync_names,
     write_file,
 )
@@ -70,14 +70,9 @@ class DirectoryStore(Store):
             if transfer is not None:
                 transfer.modified = status.st_mtime
             data = span.memory(status.st_size)
-            view = data.data
-            filled = 0
-            while filled < len(data):
-                check()
-                count = os.preadv(descriptor, [view[filled : filled + CHUNK_BYTES]], span.begin + filled)
-                if count == 0:
-                    raise span.too_short(span.begin + filled, span.begin + len(data))
-                filled += count
+            filled = read_into(descriptor, data.data, span.begin)
+            if filled < len(data):
+                raise span.too_short(span.begin + filled, span.begin + len(data))
             return data
         finally:
             os.close(descriptor)

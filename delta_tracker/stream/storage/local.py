@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from delta_tracker.stream import interruption
+
 # Large enough for a negligible cost per chunk, small enough to stay in the cache while it is copied.
 CHUNK_BYTES = 4 << 20
 # Start writeback to the disk after this many bytes, which shortens the fsync at the end.
@@ -117,6 +119,18 @@ def delete_draft(draft: Path) -> bool:
         return True
     finally:
         os.close(descriptor)
+
+
+def read_into(descriptor: int, memory: memoryview, begin: int) -> int:
+    """Fill ``memory`` with the bytes of a file from ``begin`` on. Return the number of bytes, less if the file ends."""
+    filled = 0
+    while filled < len(memory):
+        interruption.check()
+        count = os.preadv(descriptor, [memory[filled : filled + CHUNK_BYTES]], begin + filled)
+        if count == 0:
+            break
+        filled += count
+    return filled
 
 
 def make_directory(directory: Path, *, fsync: bool) -> None:
