@@ -146,9 +146,7 @@ class DirectoryStore(Store):
         self._check()
         folder = name.rpartition("/")[0]
         for each in ("drafts", folder):
-            # Of a nested folder, one above it may have become a link.
-            is_known = each in self._folders and "/" not in each and _is_directory(f"{self.directory}/{each}")
-            if not is_known and not self._has_folder(each, writes=True):
+            if not self._has_folder(each, writes=True):
                 make_folder(self.directory, each)
         is_new = write_file(self.directory, name, buffers, overwrite=overwrite, fsync=self._fsync, check=self._check)
         self._has_written = True
@@ -229,14 +227,6 @@ class DirectoryStore(Store):
             sync_names(self.directory, prefix)
         except OSError as error:
             raise UnknownOutcomeError(self.url, name, f"{type(error).__name__}: {error}", prefix or ".") from error
-
-
-def _is_directory(path: str) -> bool:
-    """Return True for a directory; False also for a link to one."""
-    try:
-        return stat.S_ISDIR(os.lstat(path).st_mode)
-    except OSError:
-        return False
 
 
 def _no_directory(name: str, path: str, status: os.stat_result) -> tuple[str, str]:
