@@ -205,6 +205,8 @@ class _Held:
     entries: Mapping[int, Manifest]  # from the head down to the first gap
     below: Mapping[int, Manifest]  # below this gap
     merged: Mapping[Merged, Manifest]
+    snapshots: Mapping[int, float]  # version of each whole snapshot in the log to the Unix time of its commit
+    lost: set[Merged]  # merged entries of which an object is missing or has another size
     path: Sequence[Manifest]  # entries that lead to the version of a pin
     own: Sequence[StoredObject]  # objects in the folders of `_NAMES` whose names this library creates
     parts: Mapping[str, int]  # name to size in bytes of the objects below `parts/`
@@ -237,21 +239,15 @@ class _Held:
         merged = _present({each: log.read_merged(each) for each in log.merged()})
         times = [each.modified or 0.0 for each in (*entries.values(), *merged.values())]
         newest = min(max(0.0, *times, *(each.modified for each in own)), time.time())
-        return cls(head, entries, below, merged, _pinned_path(log, entries, pin), own, parts, newest)
 
-    @property
-    def snapshots(self) -> dict[int, float]:
-        """Version of each whole snapshot in the log to the time of its commit, in Unix seconds."""
-        found = {version: each for version, each in self.entries.items() if each.kind == "snapshot"}
-        return {version: each.committed for version, each in found.items() if self._is_whole(each)}
+        def is_whole(entry: Manifest) -> bool:
+            return all(parts.get(each.name) == each.num_bytes for each in entry.objects)
 
-    @property
-    def lost(self) -> set[Merged]:
-        """Merged entries of which an object is missing or has another size."""
-        return {each for each, entry in self.merged.items() if not self._is_whole(entry)}
-
-    def _is_whole(self, entry: Manifest) -> bool:
-        return all(self.parts.get(each.name) == each.num_bytes for each in entry.objects)
+        whole = {version: each for version, each in entries.items() if each.kind == "snapshot" and is_whole(each)}
+        snapshots = {version: each.committed for version, each in whole.items()}
+        lost = {each for each, entry in merged.items() if not is_whole(entry)}
+        path = _pinned_path(log, entries, pin)
+        return cls(head, entries, below, merged, snapshots, lost, path, own, parts, newest)
 
 
 def _present(found: Mapping[_K, Manifest | None]) -> dict[_K, Manifest]:
