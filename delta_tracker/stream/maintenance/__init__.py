@@ -1,5 +1,4 @@
 """Maintenance of a stream: deletion of versions that no reader needs, and merging of versions.
 
-Read ``upkeep.py`` first: it runs ``retention.py`` and ``compaction.py`` in the background. ``merging.py`` finds the
-newest value of each row for a compaction.
+Read ``upkeep.py`` first: it runs ``retention.py`` and ``compaction.py`` in the background.
 """
