@@ -21,10 +21,11 @@ from delta_tracker import Predictor
 from delta_tracker.errors import InvalidArgumentError, MissingExtraError
 from delta_tracker.stream.notify import notifier as notify
 from delta_tracker.stream.notify.nats import NatsNotifier
-from delta_tracker.stream.notify.notifier import Hints, LocalNotifier, Notifier
+from delta_tracker.stream.notify.notifier import Hints, Notifier
 from delta_tracker.stream.notify.redis import RedisNotifier
 from delta_tracker.stream.reading.runtime import Runtime
 from delta_tracker.stream.storage.storage import Storage
+from tests.notifiers import LocalNotifier
 from tests.servers import free_ports, nats_server, redis_server
 from tests.stream.streams import FQN, Writer
 

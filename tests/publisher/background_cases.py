@@ -19,10 +19,10 @@ from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.heartbeat import read_heartbeats
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.retention import Retention
-from delta_tracker.stream.notify.notifier import LocalNotifier
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import DeltaRows
 from tests.models import Spec, Table, batch, ordinary_optimizer, shard
+from tests.notifiers import LocalNotifier
 from tests.publisher.flights import finish
 from tests.publisher.publishing_cases import attempt, empty_model
 from tests.stores.rules import fails, on, trickles

@@ -16,7 +16,7 @@ import torch
 torch.set_num_threads(1)
 from delta_tracker import ModelTarget, Predictor
 from delta_tracker.errors import StreamError
-from delta_tracker.stream.notify.notifier import LocalNotifier
+from tests.notifiers import LocalNotifier
 from delta_tracker.stream.storage.storage import Storage
 from tests.predictor.serving import Breakable
 from tests.stream.streams import FQN, Writer

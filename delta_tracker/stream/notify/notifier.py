@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from delta_tracker.errors import InvalidArgumentError
-from delta_tracker.forking import Forkable, protect
 from delta_tracker.stream.reading.runtime import REAL, Runtime
 
 _logger = logging.getLogger(__name__)
@@ -45,42 +44,6 @@ class Notifier(Protocol):
 
     def close(self) -> None:
         """Close the connections."""
-
-
-class LocalNotifier(Forkable):
-    """Minimal :class:`Notifier` that sends hints between threads of one process.
-
-    Example:
-        >>> notifier = LocalNotifier()
-        >>> notifier.announce("s", 7)
-        >>> notifier.wait("s", 6, timeout_seconds=1.0)
-        True
-        >>> notifier.wait("s", 7, timeout_seconds=0.0)
-        False
-    """
-
-    def __init__(self) -> None:
-        self._newest: dict[str, int] = {}
-        self._changed = threading.Condition()
-        protect(self)
-
-    def announce(self, stream: str, version: int) -> None:
-        """See :meth:`Notifier.announce`."""
-        with self._changed:
-            self._newest[stream] = max(version, self._newest.get(stream, version))
-            self._changed.notify_all()
-
-    def wait(self, stream: str, after: int, timeout_seconds: float) -> bool:
-        """See :meth:`Notifier.wait`."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._newest.get(stream, after) > after, timeout_seconds)
-
-    def close(self) -> None:
-        """Do nothing: there are no connections."""
-
-    def after_fork_in_child(self) -> None:
-        """Replace the lock, which another thread of the parent may have held during the fork."""
-        self._changed = threading.Condition()
 
 
 class Hints:
