@@ -10,7 +10,6 @@ import re
 import secrets
 import time
 from bisect import bisect_left
-from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -90,8 +89,8 @@ class StreamLog:
         self._doubted: tuple[str, float] | None = None  # entry read past the caches last, and the monotonic time
         self._ahead: tuple[Manifest, float] | None = None  # entry of a new pointer, and when it was read
         self._parsed: tuple[str, Manifest] | None = None  # name and manifest of the entry that was read last
-        # Names, hashes and errors of malformed entries, which readers read again and again.
-        self._refused: deque[tuple[str, str, MalformedError]] = deque(maxlen=_MAX_REFUSED)
+        # Errors of malformed entries, by name and hash: readers read these again and again.
+        self._refused: dict[tuple[str, str], MalformedError] = {}
 
     def may_have(self, version: int) -> bool:
         """Return False if the entry of a version need not be requested yet, by the pointer.
@@ -278,7 +277,7 @@ class StreamLog:
             try:
                 entry = self._read_past_cache(name) if past_cache else self._read(name)
             except MalformedError:
-                if any(refused[:2] == (name, pointer.xxh3) for refused in tuple(self._refused)):
+                if (name, pointer.xxh3) in self._refused:
                     self.pointer.confirm(pointer)  # altered on the way to the store
                 raise
             if entry is None or (entry.version, entry.merges) != (pointer.version, None):
@@ -472,13 +471,14 @@ class StreamLog:
         digest = xxhash.xxh3_128_hexdigest(data.data)
         parsed = self._parsed  # another thread may replace it
         if parsed is None or (parsed[0], parsed[1].xxh3) != (name, digest):
-            for refused, its_digest, its_error in tuple(self._refused):
-                if (refused, its_digest) == (name, digest):
-                    raise unraised(its_error)
+            if (refused := self._refused.get((name, digest))) is not None:
+                raise unraised(refused)
             try:
                 parsed = self._parsed = name, parse_manifest(name, data.tobytes())
             except MalformedError as error:
-                self._refused.append((name, digest, unraised(error)))
+                if len(self._refused) >= _MAX_REFUSED:
+                    self._refused.clear()
+                self._refused[name, digest] = unraised(error)
                 raise
         if parsed[1].modified != response.modified:
             parsed = self._parsed = name, replace(parsed[1], modified=response.modified)

@@ -12,9 +12,10 @@ import logging
 import threading
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
+from typing import Annotated
 
 import xxhash
-from msgspec import convert
+from msgspec import Meta, convert
 
 from delta_tracker.errors import MalformedError, StaleCacheError, UnreadablePointerError, unraised
 from delta_tracker.forking import Forkable, protect
@@ -28,7 +29,7 @@ _logger = logging.getLogger(__name__)
 
 POINTER_NAME = "control/head.json"
 MAX_POINTER_BYTES = 64 << 10
-MAX_POINTED_MERGED = MAX_POINTED_OLDER = MAX_POINTED_SNAPSHOTS = 64
+MAX_POINTED = 64  # merged deltas, older versions and merged snapshots
 _MAX_TEXT = 1000
 _DOUBT_SECONDS = 10.0  # between two checks of a pointer that contradicts the entries
 _MAX_SHOWN_BYTES = 60
@@ -57,37 +58,31 @@ class HeadPointer:
     oldest: Count
     """Lowest version from which the log has all entries up to ``version``."""
     snapshot: PointedSnapshot | None
-    merged: tuple[tuple[Count, Count], ...]
+    merged: Annotated[tuple[tuple[Count, Count], ...], Meta(max_length=MAX_POINTED)]
     """First and last version of each merged delta that no other one covers, ascending by the last."""
     time: Time
     """Unix time of the writer's host, in seconds; informative."""
-    older: tuple[Count, ...] = ()
+    older: Annotated[tuple[Count, ...], Meta(max_length=MAX_POINTED)] = ()
     """Versions below ``oldest`` that the log has, ascending: claims, by which a reader follows a promotion."""
-    snapshots: tuple[Count, ...] = ()
+    snapshots: Annotated[tuple[Count, ...], Meta(max_length=MAX_POINTED)] = ()
     """Last versions of the merged snapshots, ascending: a pin or a canary may need another one than the newest."""
 
     def to_json(self) -> bytes:
         """Return the bytes of the object."""
         return json.dumps(asdict(self), separators=(",", ":")).encode()
 
-    @property
-    def problem(self) -> str | None:
-        """Reason why the fields contradict each other; None if they do not."""
-        if self.oldest > self.version:
-            return f"oldest {self.oldest} is above version {self.version}"
-        if self.snapshot is not None and self.snapshot.version > self.version:
-            return f"snapshot {self.snapshot.version} is above version {self.version}"
+    def check(self) -> None:
+        """Raise ValueError if the fields contradict each other."""
         lasts = [last for _, last in self.merged]
-        is_ascending = lasts == sorted(lasts) and all(first <= last <= self.version for first, last in self.merged)
-        if not is_ascending or len(self.merged) > MAX_POINTED_MERGED:
-            return f"its merged deltas are not at most {MAX_POINTED_MERGED} ascending ranges up to {self.version}"
-        is_ascending = all(version < after for version, after in pairwise((*self.older, self.oldest)))
-        if not is_ascending or len(self.older) > MAX_POINTED_OLDER:
-            return f"its older versions are not at most {MAX_POINTED_OLDER} ascending ones below {self.oldest}"
-        is_ascending = all(version < after for version, after in pairwise((*self.snapshots, self.version + 1)))
-        if not is_ascending or len(self.snapshots) > MAX_POINTED_SNAPSHOTS:
-            return f"its merged snapshots are not at most {MAX_POINTED_SNAPSHOTS} ascending ones up to {self.version}"
-        return None
+        fits = {
+            "oldest": self.oldest <= self.version,
+            "snapshot": self.snapshot is None or self.snapshot.version <= self.version,
+            "merged": lasts == sorted(lasts) and all(first <= last <= self.version for first, last in self.merged),
+            "older": all(version < after for version, after in pairwise((*self.older, self.oldest))),
+            "snapshots": all(version < after for version, after in pairwise((*self.snapshots, self.version + 1))),
+        }
+        if wrong := [name for name, is_right in fits.items() if not is_right]:
+            raise ValueError(f"{', '.join(wrong)}: out of order, or not possible for version {self.version}")
 
     def may_have(self, version: int) -> bool:
         """Return False for a version that the log does not have any more."""
@@ -130,14 +125,11 @@ def load_pointer(storage: Storage) -> HeadPointer | None:
             return None
         data = found.tobytes()
         pointer = convert(load_json(data), HeadPointer)
-        reason = pointer.problem
+        pointer.check()
     except (ValueError, RecursionError) as error:
-        reason = str(error)[:_MAX_TEXT]
-        if isinstance(error, MalformedError):  # too large: not read
-            raise UnreadablePointerError(storage.url, POINTER_NAME, error.reason, reason) from None
-    if reason is None:
-        return pointer
-    raise UnreadablePointerError(storage.url, POINTER_NAME, _described(data), reason) from None
+        received = error.reason if isinstance(error, MalformedError) else _described(data)  # too large: not read
+        raise UnreadablePointerError(storage.url, POINTER_NAME, received, str(error)[:_MAX_TEXT]) from None
+    return pointer
 
 
 def _described(data: bytes) -> str:

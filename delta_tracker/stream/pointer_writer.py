@@ -14,15 +14,7 @@ from delta_tracker.errors import MalformedError, kind_of
 from delta_tracker.stream.format.manifest import Manifest, Merged
 from delta_tracker.stream.interruption import Interrupted, interruptible
 from delta_tracker.stream.log import StreamLog
-from delta_tracker.stream.pointer import (
-    MAX_POINTED_MERGED,
-    MAX_POINTED_OLDER,
-    MAX_POINTED_SNAPSHOTS,
-    POINTER_NAME,
-    HeadPointer,
-    PointedSnapshot,
-    read_pointer,
-)
+from delta_tracker.stream.pointer import MAX_POINTED, POINTER_NAME, HeadPointer, PointedSnapshot, read_pointer
 from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.storage.storage import Storage
 
@@ -154,10 +146,10 @@ class PointerWriter:
             xxh3=head.xxh3,
             oldest=oldest,
             snapshot=self._snapshot(head, versions, merged),
-            merged=tuple((each.first, each.last) for each in deltas[-MAX_POINTED_MERGED:]),
+            merged=tuple((each.first, each.last) for each in deltas[-MAX_POINTED:]),
             time=0.0,
-            older=tuple(versions[: bisect_left(versions, oldest)][-MAX_POINTED_OLDER:]),
-            snapshots=tuple(snapshots[-MAX_POINTED_SNAPSHOTS:]),
+            older=tuple(versions[: bisect_left(versions, oldest)][-MAX_POINTED:]),
+            snapshots=tuple(snapshots[-MAX_POINTED:]),
         )
 
     def _snapshot(self, head: Manifest, versions: list[int], merged: list[Merged]) -> PointedSnapshot | None:
