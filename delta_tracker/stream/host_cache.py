@@ -95,7 +95,8 @@ class HostCache:
             self.counts["bypasses"] += 1
             return None
         try:
-            descriptor = self._found(storage, part)
+            with self._own_errors():
+                descriptor = self._found(storage, part)
         except BrokenCacheError as error:
             # The cache saves requests; without it, the predictor still gets its versions.
             if not self._is_broken:
@@ -107,14 +108,13 @@ class HostCache:
         return descriptor
 
     def _found(self, storage: Storage, part: Part) -> int | None:
-        """Wait for the file of a part, or fetch it, as :meth:`open`. Raises BrokenCacheError if the directory fails."""
+        """Wait for the file of a part, or fetch it, as :meth:`open`. Raises OSError if the directory fails."""
         seen: tuple[int, float] | None = None  # modification time of the draft, and when it was seen first
         while True:
             check()
-            with self._own_errors():
-                descriptor = self._hit(part)
-                draft = self._lock_draft(part) if descriptor is None else None
-                progress = self._progress(part)
+            descriptor = self._hit(part)
+            draft = self._lock_draft(part) if descriptor is None else None
+            progress = self._progress(part)
             if descriptor is not None:
                 self.counts["hits"] += 1
                 return descriptor
@@ -132,16 +132,13 @@ class HostCache:
         """Fetch a part into its locked draft, verify it, and rename it. Return its descriptor as :meth:`open`."""
         with ExitStack() as stack:
             stack.callback(self._drop, part, draft)
-            with self._own_errors():
-                # Another process may have completed the file between the look for it and the lock.
-                descriptor = self._hit(part)
-                has_room = descriptor is None and self._make_room(part, draft)
-            if not has_room:
+            # Another process may have completed the file between the look for it and the lock.
+            descriptor = self._hit(part)
+            if descriptor is not None or not self._make_room(part, draft):
                 self.counts["bypasses" if descriptor is None else "hits"] += 1
                 return descriptor
             self._download(storage, part, draft)
-            with self._own_errors():
-                self._draft(part).rename(self._object(part))
+            self._draft(part).rename(self._object(part))
             stack.pop_all()
         self.counts["misses"] += 1
         return draft
@@ -160,8 +157,7 @@ class HostCache:
 
         position = 0
         for piece in checked_pieces(read, part):
-            with self._own_errors():
-                _write(draft, piece.data, position)
+            _write(draft, piece.data, position)
             position += len(piece)
 
     def _drop(self, part: Part, draft: int) -> None:
@@ -259,10 +255,10 @@ class HostCache:
 
     @contextmanager
     def _own_errors(self) -> Iterator[None]:
-        """Context manager that raises an error of the directory as BrokenCacheError."""
+        """Context manager that raises an error of the directory as BrokenCacheError, but not one of a store."""
         try:
             yield
-        except BrokenCacheError:
+        except StorageError:
             raise
         except OSError as error:
             raise BrokenCacheError(str(self._directory), f"{type(error).__name__}: {error}") from error
