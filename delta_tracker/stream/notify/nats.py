@@ -19,7 +19,6 @@ T = TypeVar("T")
 
 _JOIN_SECONDS = 5.0
 _MAX_DIGITS = 19
-_MAX_STREAMS = 16  # streams that one notifier listens to; the least recently used one is dropped
 _MAX_BYTES = 1 << 20  # of all hints in the server
 _SUBJECT = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -159,7 +158,7 @@ class _Connection:
         self.context = context
         self._subject = subject
         self._newest: dict[str, int] = {}  # stream id to the newest version that was announced
-        self._subscriptions: dict[str, Any] = {}
+        self._subscribed: set[str] = set()  # streams
         self._changed = asyncio.Condition()
         self._subscribing = asyncio.Lock()
 
@@ -180,25 +179,20 @@ class _Connection:
     async def _subscribe(self, stream: str) -> None:
         """Listen to the hints of a stream, and read its last one."""
         async with self._subscribing:
-            if stream in self._subscriptions:
-                self._subscriptions[stream] = self._subscriptions.pop(stream)  # the most recently used one
+            if stream in self._subscribed:
                 return
 
             async def hear(message: Any) -> None:  # noqa: ANN401  a nats.aio.msg.Msg
                 await self._saw(stream, _version(message.data))
 
             name = f"{self._subject}.{stream}"
-            subscription = await self.client.subscribe(name, cb=hear)
+            await self.client.subscribe(name, cb=hear)
             try:
                 last = _version((await self.context.get_last_msg(self._subject, name)).data)
             except importlib.import_module("nats.js.errors").NotFoundError:
                 last = -1
             await self._saw(stream, last)
-            self._subscriptions[stream] = subscription
-            if len(self._subscriptions) > _MAX_STREAMS:
-                oldest = next(iter(self._subscriptions))
-                await self._subscriptions.pop(oldest).unsubscribe()
-                self._newest.pop(oldest, None)
+            self._subscribed.add(stream)
 
     async def _saw(self, stream: str, version: int) -> None:
         async with self._changed:
