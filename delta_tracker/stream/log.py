@@ -43,7 +43,7 @@ from delta_tracker.stream.format.manifest import (
     entry_name,
 )
 from delta_tracker.stream.format.parse import parse_manifest
-from delta_tracker.stream.pin import has_deletions
+from delta_tracker.stream.pin import has_deletions, last_present
 from delta_tracker.stream.pointer import HeadPointer, PointerView, read_pointer
 from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.storage.storage import Storage, Transfer, back_off
@@ -126,7 +126,7 @@ class StreamLog:
             after = pointed
         if after < 0:
             return max(self.versions(after=after), default=after)
-        present = _last_present(self.storage, after + 1) if _has(self.storage, after + 1) else after
+        present = last_present(partial(_has, self.storage), after + 1) if _has(self.storage, after + 1) else after
         if present == after > pointed and not _has(self.storage, after):
             return max(self.versions(after=after), default=after)  # retention may have deleted both entries
         if present > pointed and self._is_claim(present):
@@ -226,7 +226,7 @@ class StreamLog:
             return self.read(versions[-1]) if versions else None
         if _has(self.storage, known):
             with suppress(MalformedError):
-                head = self.read(_last_present(self.storage, known))
+                head = self.read(last_present(partial(_has, self.storage), known))
                 if head is not None and self.is_surely_newest(head):
                     return head
         return None
@@ -698,15 +698,6 @@ class ClaimedStream:
 
 def _has(storage: Storage, version: int) -> bool:
     return storage.size(entry_name(version)) is not None
-
-
-def _last_present(storage: Storage, after: int) -> int:
-    """Return a version from ``after`` on that has no successor, and that exists if it is not ``after``."""
-    present, step = after, 1
-    while _has(storage, after + step):
-        present, step = after + step, 2 * step
-    between = range(present + 1, after + step)
-    return present + bisect_left(between, True, key=lambda version: not _has(storage, version))
 
 
 def _follows_deletable(log: StreamLog, entry: Manifest) -> bool:

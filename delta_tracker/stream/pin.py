@@ -10,7 +10,8 @@ import logging
 import re
 import secrets
 import time
-from bisect import bisect
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -67,15 +68,26 @@ def pin_name(counter: int) -> str:
 
 def newest_counter(storage: Storage, *, after: int = 0) -> int:
     """Return the highest counter of the pins, ``after`` if there is none above it. Lists nothing."""
+
+    def is_there(counter: int) -> bool:
+        if counter - after > _MAX_PINS:
+            name = pin_name(after + _MAX_PINS)
+            remedy = f"Request {storage.url.rstrip('/')}/{name}: a log-in page must become a 403 or 404"
+            raise StorageError(storage.url, f"it has every object that is asked for, such as {name}", remedy)
+        return storage.size(pin_name(counter)) is not None
+
+    return last_present(is_there, after)
+
+
+def last_present(is_there: Callable[[int], bool], after: int) -> int:
+    """Return a number from ``after`` on that has no successor, and that is there if it is not ``after``.
+
+    The number of calls is logarithmic in the distance.
+    """
     present, step = after, 1
-    while storage.size(pin_name(after + step)) is not None:
+    while is_there(after + step):
         present, step = after + step, 2 * step
-        if step > _MAX_PINS:
-            reason = f"it has every object that is asked for, such as {pin_name(present)}"
-            remedy = f"Request {storage.url.rstrip('/')}/{pin_name(present)}: a log-in page must become a 403 or 404"
-            raise StorageError(storage.url, reason, remedy)
-    counters = range(present + 1, after + step)
-    return present + bisect(counters, False, key=lambda counter: storage.size(pin_name(counter)) is None)
+    return present + bisect_left(range(present + 1, after + step), True, key=lambda number: not is_there(number))
 
 
 def free_counters(storage: Storage) -> list[int]:

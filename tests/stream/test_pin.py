@@ -118,7 +118,7 @@ class Page(Storage):
         return 39
 
 
-@pytest.mark.advice("StorageError: newest_counter")
+@pytest.mark.advice("StorageError: newest_counter.is_there")
 def test_a_server_that_has_every_name_has_no_pin() -> None:
     storage = Page("memory://")
     with pytest.raises(StorageError, match=r"every object that is asked for.* a log-in page must become a 403 or 404"):
