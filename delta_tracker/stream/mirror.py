@@ -126,9 +126,10 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         """
         try:
             decision = self._decide()
-            if decision.note not in ("", self._noted):
-                self._noted = decision.note
-                _logger.warning("%s", decision.note)
+            note = decision.note if isinstance(decision, Copy) else decision
+            if note not in ("", self._noted):
+                self._noted = note
+                _logger.warning("%s", note)
             return isinstance(decision, Copy) and self._copy(decision)
         except BaseException:
             self._checked_at = None
@@ -253,7 +254,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
             if pointer is not None and is_changed:
                 pointer.rescan()
 
-    def _decide(self) -> Copy | Rest:
+    def _decide(self) -> Copy | str:
         is_checked, now = self._checked_at is not None, self._runtime.monotonic()
         if not is_checked:
             self._head = self._newest(self._to.versions())
@@ -262,7 +263,7 @@ class Mirror(Uncopied, remedy="Build a new Mirror where it is needed"):
         decision = decide(log, self._head, is_checked=is_checked, is_due=is_due)
         if self._head is None:
             self._checked_at = _NEVER
-        elif not is_checked or (is_due and isinstance(decision, Rest)):
+        elif not is_checked or (is_due and isinstance(decision, str)):
             self._checked_at = now
         return decision
 
@@ -365,13 +366,6 @@ class Copy:
     note: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Rest:
-    """Decision to copy nothing now."""
-
-    note: str = ""
-
-
 class _Seen:
     """Answers of the source in one step of a mirror, which asks each question once."""
 
@@ -389,8 +383,8 @@ class _Seen:
         return _read(self.source, version) if self.source.may_have(version) else None
 
 
-def decide(log: _Seen, head: Manifest | None, *, is_checked: bool, is_due: bool) -> Copy | Rest:
-    """Return what a mirror does next if ``head`` is the newest entry of the destination.
+def decide(log: _Seen, head: Manifest | None, *, is_checked: bool, is_due: bool) -> Copy | str:
+    """Return what a mirror copies next if ``head`` is the newest entry of the destination; a note if it is nothing.
 
     Unless ``is_checked``, checks first that the destination is a prefix of the source. With ``is_due``, checks it if
     there is no next entry: the log may be another one, or have a gap.
@@ -402,33 +396,29 @@ def decide(log: _Seen, head: Manifest | None, *, is_checked: bool, is_due: bool)
     if data is None and is_due:
         data = _check(log, head)
     if data is None:
-        return Rest()
-    try:
-        entry = _parsed(version, data)
-    except NewerFormatError:
-        raise
-    except MalformedError as error:
+        return ""
+    entry, error = _understood(version, data, head)
+    if error is not None:
         # The source continues after an entry whose bytes were altered on the way to the store.
-        entry = _unreadable(version, data, head)
         if (is_followed := _is_followed(log, entry)) is None:
-            return Rest(f"waiting for the entry after a malformed one: version={version} error={error}")
+            return f"waiting for the entry after a malformed one: version={version} error={error}"
         if not is_followed:
-            raise
+            raise error
     if not Position.after(head).leads_to(entry):
         raise log.diverged(version, f"its entry does not follow {head.link}")
     is_committed = entry.kind != "claim" or _is_committed(log, entry)
     if is_committed is False:
         raise _gone(log, version)
-    return Rest() if is_committed is None else Copy(entry, data)
+    return "" if is_committed is None else Copy(entry, data)
 
 
-def _first(log: _Seen) -> Copy | Rest:
+def _first(log: _Seen) -> Copy | str:
     """Begin at the snapshot that leads to the pinned version, or else at the newest one.
 
     If only a merged snapshot is left, the log of the destination begins with the entry after it.
     """
     head = log.head()
-    waits = Rest(f"waiting for the first snapshot: url={log.url}")
+    waits = f"waiting for the first snapshot: url={log.url}"
     if head is None:
         return waits
     start, note = _pinned_start(log, head)
@@ -441,7 +431,7 @@ def _first(log: _Seen) -> Copy | Rest:
     merged = None if start.merges is None else Merged.of(start)
     version = start.version if merged is None or log.read(start.version) is not None else start.version + 1
     data = log.next_entry(version)
-    return Rest(note) if data is None else Copy(_parsed(version, data), data, merged, note)
+    return note if data is None else Copy(_parsed(version, data), data, merged, note)
 
 
 def _pinned_start(log: _Seen, head: Manifest) -> tuple[Manifest | None, str]:
@@ -492,12 +482,8 @@ def _is_followed(log: _Seen, entry: Manifest) -> bool | None:
     data = log.entry(version)
     if data is None:
         return None
-    try:
-        return Position.after(entry).leads_to(_parsed(version, data))
-    except NewerFormatError:
-        raise
-    except MalformedError:
-        return _is_followed(log, _unreadable(version, data, entry))
+    following, error = _understood(version, data, entry)
+    return Position.after(entry).leads_to(following) if error is None else _is_followed(log, following)
 
 
 def _gone(log: _Seen, version: int) -> MirrorDivergedError | MissingVersionError | StorageError:
@@ -532,6 +518,16 @@ def _parsed(version: int, data: bytes) -> Manifest:
     if entry.version != version or entry.merges is not None:
         raise version_error(entry, version)
     return entry
+
+
+def _understood(version: int, data: bytes, before: Manifest) -> tuple[Manifest, MalformedError | None]:
+    """Return an entry, or its stand-in with the error if it is malformed; ``before`` is the entry before it."""
+    try:
+        return _parsed(version, data), None
+    except NewerFormatError:
+        raise
+    except MalformedError as error:
+        return _unreadable(version, data, before), error
 
 
 def _unreadable(version: int, data: bytes, before: Manifest) -> Manifest:
