@@ -11,7 +11,7 @@ from delta_tracker.predictor.model_writer import ModelWriter
 from delta_tracker.predictor.sink_writer import SinkWriter
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.manifest import Manifest
-from delta_tracker.stream.format.part_buffer import PartBuffer
+from delta_tracker.stream.format.part_reader import PartBuffer
 from delta_tracker.stream.host_cache import HostCache
 from delta_tracker.stream.storage.storage import Storage
 

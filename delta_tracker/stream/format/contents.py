@@ -11,8 +11,7 @@ from torch import Tensor
 
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.overlay import newest
-from delta_tracker.stream.format.part_buffer import PartBuffer
-from delta_tracker.stream.format.part_reader import MEMORY_BYTES, dense_of, read_parts
+from delta_tracker.stream.format.part_reader import MEMORY_BYTES, PartBuffer, dense_of, read_parts
 from delta_tracker.stream.storage.storage import Storage
 
 

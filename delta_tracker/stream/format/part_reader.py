@@ -6,19 +6,21 @@ is checked before it is returned.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
+from delta_tracker.buffers import BufferPool
 from delta_tracker.errors import CorruptPartError, MalformedError, StorageError
 from delta_tracker.raw_ids import check_owners
 from delta_tracker.state_tree import StateReader
@@ -27,7 +29,6 @@ from delta_tracker.stream.format.digests import DIGESTS_KEY, is_piece, num_diges
 from delta_tracker.stream.format.encoding import unpack_ids
 from delta_tracker.stream.format.manifest import DTYPE_NAMES, Block, Manifest, Part, Stored
 from delta_tracker.stream.format.parse import load_json, reason_of
-from delta_tracker.stream.format.part_buffer import PartBuffer, PartSource
 from delta_tracker.stream.format.part_writer import ALIGNMENT, SIZE_BYTES, TRAINING_KEY
 from delta_tracker.stream.interruption import Interrupted, check
 from delta_tracker.stream.storage.storage import Storage, Transfer
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
 # Parts up to this size are held in memory while they are applied. Larger ones are read twice, piece by piece.
 MEMORY_BYTES = 256 << 20
+_BUFFER_ALIGNMENT = 64
+_MAX_FREE_BYTES = 320 << 20
 _MAX_HEADER_BYTES = 64 << 20  # a header has some 200 bytes per table
 _FAULTS = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError)
 _Expected: TypeAlias = dict[str, tuple[torch.dtype, tuple[int, ...] | None]]
@@ -50,6 +53,19 @@ class _Span:
     shape: tuple[int, ...]
     begin: int
     end: int
+
+
+class PartSource(Protocol):
+    """Protocol for objects that read and check the bytes of one part lazily."""
+
+    def read(self, begin: int, end: int) -> NDArray[np.uint8]:
+        """Return the bytes ``[begin, end)``. The bytes are unchecked until :meth:`finish` has returned."""
+
+    def finish(self) -> None:
+        """Read the remaining bytes and compare the part with its record.
+
+        After a :class:`StorageError`, the method can be called again. An interrupted download is then continued.
+        """
 
 
 class _File:
@@ -422,6 +438,38 @@ def check_size(stored: Part | Stored, size: int | None) -> None:
     if size != stored.num_bytes:
         found = "it does not exist" if size is None else f"it has {size} bytes instead of {stored.num_bytes}"
         raise CorruptPartError(stored.name, found)
+
+
+class PartBuffer:
+    """Memory for the parts of successive versions, because allocation takes longer than reading into it.
+
+    The memory is reusable once every array and tensor that refers to it has been garbage-collected. While a version is
+    in use, the next one is read into other memory. At most 320 MiB of free memory are kept.
+    """
+
+    def __init__(self) -> None:
+        self._begun: tuple[tuple[Part, ...], list[PartSource]] | None = None
+        self._pool = BufferPool(_MAX_FREE_BYTES, min_bytes=1)
+
+    @property
+    def free_bytes(self) -> int:
+        """Size in bytes of the free memory that is kept for the next version."""
+        return self._pool.free_bytes
+
+    def keep(self, parts: Sequence[Part], sources: list[PartSource]) -> None:
+        """Store the partly read sources of ``parts``, so that the next attempt to read these parts can resume."""
+        self._begun = tuple(parts), sources
+
+    def begun(self, parts: Sequence[Part]) -> list[PartSource] | None:
+        """Return the sources that :meth:`keep` stored for ``parts``, or None. Drops all stored sources."""
+        kept, self._begun = self._begun, None
+        return kept[1] if kept is not None and kept[0] == tuple(parts) else None
+
+    def lend(self, sizes: Sequence[int]) -> list[NDArray[np.uint8]]:
+        """Return one uninitialized uint8 array per size in ``sizes``. Each array is aligned for every dtype."""
+        ends = [0, *itertools.accumulate([size + -size % _BUFFER_ALIGNMENT for size in sizes])]
+        memory = self._pool.lend(ends[-1])
+        return [memory[begin : begin + size] for begin, size in zip(ends, sizes, strict=False)]
 
 
 def read_parts(
