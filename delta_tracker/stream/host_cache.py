@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 from weakref import finalize
 
 import numpy as np
@@ -28,7 +28,7 @@ from delta_tracker.stream.format.manifest import Manifest, Part
 from delta_tracker.stream.format.part_reader import check_size
 from delta_tracker.stream.interruption import check
 from delta_tracker.stream.object_copy import checked_pieces
-from delta_tracker.stream.storage.local import delete_draft, identity, read_into
+from delta_tracker.stream.storage.local import delete_draft, identity, list_files, lock, read_into
 from delta_tracker.stream.storage.storage import Storage, StoredObject, Transfer
 from delta_tracker.stream.storage.store import Span, Store
 
@@ -192,7 +192,7 @@ class HostCache:
         with ExitStack() as stack, suppress(FileNotFoundError):
             stack.callback(os.close, descriptor)
             # The process that held the lock may have renamed or deleted the file in the meantime.
-            if _is_locked(descriptor) and identity(path.stat()) == identity(os.fstat(descriptor)):
+            if lock(descriptor) and identity(path.stat()) == identity(os.fstat(descriptor)):
                 stack.pop_all()
                 return descriptor
         return None
@@ -213,8 +213,8 @@ class HostCache:
         if _is_allocated(draft, part.num_bytes):
             return True
         with self._locked() as is_locked:
-            for name, _ in _sizes(self._directory / "objects") if is_locked else ():
-                (self._directory / "objects" / name).unlink(missing_ok=True)
+            for name, _ in self._files("objects") if is_locked else ():
+                (self._directory / name).unlink(missing_ok=True)
         return _is_allocated(draft, part.num_bytes)
 
     def _evict(self, part: Part) -> bool:
@@ -223,19 +223,23 @@ class HostCache:
         Returns False if the drafts of other parts leave too little. The directory must be locked.
         """
         num_bytes = self._max_bytes - part.num_bytes
-        for name, status in _sizes(self._directory / "drafts"):
-            if name != _key(part) and not delete_draft(self._directory / "drafts" / name):  # it is being written
+        for name, status in self._files("drafts"):
+            if name != f"drafts/{_key(part)}" and not delete_draft(self._directory / name):  # it is being written
                 num_bytes -= status.st_size
         if num_bytes < 0:
             return False
-        objects = sorted(_sizes(self._directory / "objects"), key=lambda item: item[1].st_mtime)
+        objects = sorted(self._files("objects"), key=lambda item: item[1].st_mtime)
         total = sum(status.st_size for _, status in objects)
         for name, status in objects:
             if total <= num_bytes:
                 break
-            (self._directory / "objects" / name).unlink(missing_ok=True)
+            (self._directory / name).unlink(missing_ok=True)
             total -= status.st_size
         return True
+
+    def _files(self, folder: str) -> list[tuple[str, os.stat_result]]:
+        found = list_files(self._directory, folder, "", needs_status=True)
+        return [(name, status) for name, status in found if status is not None]
 
     @contextmanager
     def _locked(self) -> Iterator[bool]:
@@ -244,7 +248,7 @@ class HostCache:
         descriptor = os.open(self._directory / "lock", flags, 0o600)
         deadline = time.monotonic() + self._patience_seconds
         try:
-            while not (is_locked := _is_locked(descriptor)) and time.monotonic() < deadline:
+            while not (is_locked := lock(descriptor)) and time.monotonic() < deadline:
                 check()
                 time.sleep(_WAIT_SECONDS)
             yield is_locked
@@ -278,7 +282,7 @@ class HostCache:
                 raise BrokenCacheError(str(path), "it belongs to another user, or others can write to it")
         path = self._directory / "lock"
         with path.open("a") as first, path.open("a") as second:
-            has_locks = not (_is_locked(first) and _is_locked(second))  # another process may hold the lock
+            has_locks = not (lock(first) and lock(second))  # another process may hold the lock
             fcntl.flock(first, fcntl.LOCK_UN)
         if not has_locks:
             raise BrokenCacheError(str(self._directory), "its file system has no locks")
@@ -325,23 +329,6 @@ class CachedStore(Store):
 def _key(part: Part) -> str:
     """Return the name of a part's file. The parser of manifests has checked that it has only hex digits and counts."""
     return f"{part.xxh3}-{part.num_bytes}-{part.body}"
-
-
-def _sizes(directory: Path) -> Iterator[tuple[str, os.stat_result]]:
-    with os.scandir(directory) as found:
-        for entry in found:
-            with suppress(FileNotFoundError):
-                if entry.is_file(follow_symlinks=False):
-                    yield entry.name, entry.stat(follow_symlinks=False)
-
-
-def _is_locked(file: int | IO[str]) -> bool:
-    """Lock a file if no other descriptor has locked it, and return whether it is locked now."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _is_allocated(descriptor: int, num_bytes: int) -> bool:

@@ -15,6 +15,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 from delta_tracker.stream import interruption
 
@@ -53,7 +54,7 @@ def write_file(
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         try:
-            _lock(descriptor, fcntl.LOCK_EX)
+            lock(descriptor)
             begin = end = 0
             for buffer in buffers:
                 rest = memoryview(buffer).cast("B")
@@ -113,7 +114,7 @@ def delete_draft(draft: Path) -> bool:
         return False
     try:
         # Shared, because NFS grants an exclusive lock only to a file opened for writing.
-        if not _lock(descriptor, fcntl.LOCK_SH):
+        if not lock(descriptor, fcntl.LOCK_SH):
             return False
         draft.unlink(missing_ok=True)
         return True
@@ -239,10 +240,10 @@ def make_folder(directory: Path, folder: str) -> None:
         (directory / each).mkdir(exist_ok=True)
 
 
-def _lock(descriptor: int, kind: int) -> bool:
-    """Lock an open file until it is closed. Return False if another process holds a conflicting lock."""
+def lock(file: int | IO[str], kind: int = fcntl.LOCK_EX) -> bool:
+    """Lock an open file until it is closed. Return False if another descriptor has a conflicting lock."""
     try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
     except OSError as error:  # other errors: the file system has no locks
         return not isinstance(error, BlockingIOError)
     return True
