@@ -1,6 +1,6 @@
 """Each error of the library that advises something: a test follows the advice and shows that it helps.
 
-The marker ``@pytest.mark.advice("CorruptPartError: ObjectCopier._checked check_size")`` belongs to a test that
+The marker ``@pytest.mark.advice("CorruptPartError: checked_pieces check_size")`` belongs to a test that
 provokes an error which one of these functions makes, does what the message says, and checks that it helps. Functions
 that are listed together give the same advice for the same kind of cause; the test has to meet one of them, which
 ``tests/conftest.py`` checks. All functions of the package are found in its source, so that a new error needs a test.

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import xxhash
 
-from delta_tracker.errors import CorruptPartError, MalformedError
+from delta_tracker.errors import CorruptPartError
 from delta_tracker.stream.format.digests import PieceHasher
 from delta_tracker.stream.format.manifest import Part, Stored
-from delta_tracker.stream.format.part_reader import check_object, check_size
+from delta_tracker.stream.format.part_reader import check_size, read_object
 from delta_tracker.stream.storage.storage import Storage
 
 if TYPE_CHECKING:
@@ -76,11 +76,7 @@ class ObjectCopier:
     def _checked(self, storage: Storage, stored: Part | Stored) -> Iterator[NDArray[np.uint8]]:
         """Yield the bytes of an object, in order. The last piece is yielded only if all bytes match the record."""
         if stored.num_bytes <= self._memory_bytes:
-            try:
-                data = storage.read(stored.name, max_bytes=stored.num_bytes)
-            except MalformedError as error:
-                raise CorruptPartError(stored.name, error.reason) from error
-            yield check_object(stored, data)
+            yield read_object(storage, stored)
             return
         check_size(stored, storage.size(stored.name))
         yield from checked_pieces(partial(storage.read_range, stored.name), stored)

@@ -236,7 +236,7 @@ def test_a_publisher_is_used_open_by_the_training_thread_and_with_a_cadence(tmp_
 
 
 @pytest.mark.advice(
-    "CorruptPartError: ObjectCopier._checked checked_pieces",
+    "CorruptPartError: check_size checked_pieces",
 )
 def test_a_snapshot_passes_a_corrupt_part_of_a_mirrored_and_pinned_stream(tmp_path: Path) -> None:
     job, store = Job(tmp_path), Storage(f"file://{tmp_path}/stream")

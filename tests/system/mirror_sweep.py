@@ -24,7 +24,7 @@ from torch import Tensor
 from delta_tracker import Predictor
 from delta_tracker.errors import StorageError
 from delta_tracker.stream import object_copy
-from delta_tracker.stream.format.part_reader import check_object
+from delta_tracker.stream.format.part_reader import read_object
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
@@ -110,7 +110,7 @@ class Scenario:
         for entry in (*complete, *(log.read_merged(each) for each in log.merged())):
             assert entry is not None
             for stored in entry.objects:
-                check_object(stored, storage.read(stored.name, max_bytes=stored.num_bytes))
+                read_object(storage, stored)
         table = torch.zeros(20, 4)
         predictor = Predictor({FQN: table}, storage)
         assert predictor.sync() == versions[-1]

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -42,6 +42,7 @@ _BUFFER_ALIGNMENT = 64
 _MAX_FREE_BYTES = 320 << 20
 _MAX_HEADER_BYTES = 64 << 20  # a header has some 200 bytes per table
 _FAULTS = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError)
+PartSource: TypeAlias = "_InMemory | Ranged"
 _Expected: TypeAlias = dict[str, tuple[torch.dtype, tuple[int, ...] | None]]
 
 
@@ -53,19 +54,6 @@ class _Span:
     shape: tuple[int, ...]
     begin: int
     end: int
-
-
-class PartSource(Protocol):
-    """Protocol for objects that read and check the bytes of one part lazily."""
-
-    def read(self, begin: int, end: int) -> NDArray[np.uint8]:
-        """Return the bytes ``[begin, end)``. The bytes are unchecked until :meth:`finish` has returned."""
-
-    def finish(self) -> None:
-        """Read the remaining bytes and compare the part with its record.
-
-        After a :class:`StorageError`, the method can be called again. An interrupted download is then continued.
-        """
 
 
 class _File:
@@ -307,26 +295,23 @@ def _source(storage: Storage, part: Part | Stored, memory_bytes: int, out: NDArr
 
 
 class _InMemory:
-    """Source that reads a part into memory as a whole. If a download fails, the next call resumes it."""
+    """Source that reads and checks an object as a whole, into ``out`` or new memory."""
 
-    def __init__(self, storage: Storage, part: Part | Stored, out: NDArray[np.uint8] | None) -> None:
+    def __init__(self, storage: Storage, stored: Part | Stored, out: NDArray[np.uint8] | None) -> None:
         self._storage = storage
-        self._part = part
+        self._stored = stored
         self._out = out
         self._transfer = Transfer()
         self._data: NDArray[np.uint8] | None = None
 
     def read(self, begin: int, end: int) -> NDArray[np.uint8]:
+        """Return the bytes ``[begin, end)``. If a download fails, the next call resumes it."""
         if self._data is None:
-            part, out = self._part, self._out
-            try:
-                data = self._storage.read(part.name, max_bytes=part.num_bytes, out=out, transfer=self._transfer)
-            except MalformedError as error:
-                raise CorruptPartError(part.name, error.reason) from error
-            self._data = check_object(part, data)
+            self._data = read_object(self._storage, self._stored, out=self._out, transfer=self._transfer)
         return self._data[begin:end]
 
     def finish(self) -> None:
+        """See :meth:`Ranged.finish`."""
         self.read(0, 0)
 
 
@@ -351,7 +336,7 @@ class Ranged:
         self._held: tuple[int, NDArray[np.uint8]] | None = None  # number and bytes of the piece that was read last
 
     def read(self, begin: int, end: int) -> NDArray[np.uint8]:
-        """See :meth:`PartSource.read`."""
+        """Return the bytes ``[begin, end)``. In format 1, they are unchecked until :meth:`finish` has returned."""
         assert 0 <= begin <= end <= self._end, "inside the pieces"
         pieces = []
         while begin < end:
@@ -363,7 +348,7 @@ class Ranged:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def finish(self) -> None:
-        """See :meth:`PartSource.finish`."""
+        """Read the remaining bytes and compare the object with its record. After a StorageError, call it again."""
         self._begin()
         while self._is_whole and self._num_checked < num_digests(self._end):
             self._piece(self._num_checked)
@@ -420,8 +405,18 @@ def _check_piece(stored: Part | Stored, piece: NDArray[np.uint8], number: int, d
         raise CorruptPartError(stored.name, found if stored.body else "it changed while it was read")
 
 
-def check_object(stored: Part | Stored, data: NDArray[np.uint8] | None) -> NDArray[np.uint8]:
-    """Return ``data`` if it matches its record. Raise CorruptPartError if it does not, or is None."""
+def read_object(
+    storage: Storage,
+    stored: Part | Stored,
+    *,
+    out: NDArray[np.uint8] | None = None,
+    transfer: Transfer | None = None,
+) -> NDArray[np.uint8]:
+    """Return the bytes of an object, as :meth:`Storage.read`. Raise CorruptPartError unless they match its record."""
+    try:
+        data = storage.read(stored.name, max_bytes=stored.num_bytes, out=out, transfer=transfer)
+    except MalformedError as error:
+        raise CorruptPartError(stored.name, error.reason) from error
     check_size(stored, None if data is None else len(data))
     assert data is not None, "it has a size"
     hashed = data[stored.body :]  # in format 1, the whole object
