@@ -6,13 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from delta_tracker.errors import (
-    CorruptPartError,
-    MalformedError,
-    MissingVersionError,
-    StreamError,
-    StreamReplacedError,
-)
+from delta_tracker.errors import CorruptPartError, MalformedError, MissingVersionError, StreamError, StreamReplacedError
 from delta_tracker.stream.log import entry_name
 from delta_tracker.stream.pointer import POINTER_NAME
 from delta_tracker.stream.reading.position import Position
