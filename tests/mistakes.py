@@ -218,7 +218,7 @@ MISTAKES: Mapping[str, Mistake] = {
     "predict from no url": Mistake(lambda: Predictor(_model(), None), "url=None", "Pass a url"),  # type: ignore[arg-type]
     "misspell a mode": Mistake(lambda: _tracker(mode="ids"), "mode='ids'", "'ID_ONLY'"),
     "MOMENTUM_LAST with SGD": Mistake(
-        lambda: _tracker(mode="MOMENTUM_LAST"), "table '0'", "Pass mode='ID_ONLY' or 'EMBEDDING'"
+        lambda: _tracker(mode="MOMENTUM_LAST"), "'0' (its optimizer", "Pass mode='ID_ONLY' or 'EMBEDDING'"
     ),
     "an engine for another device": Mistake(lambda: _tracker(engine="cuda"), "engine='cuda'", "'torch'"),
     "a negative limit": Mistake(lambda: _tracker(max_bytes=-1), "max_bytes=-1", "1 or more"),

@@ -43,7 +43,7 @@ def sites() -> dict[Site, list[ast.AST]]:
 
 @cache
 def _trees() -> list[ast.Module]:
-    paths = sorted(set(_PACKAGE.rglob("*.py")) - set((_PACKAGE / "errors").iterdir()))
+    paths = sorted(set(_PACKAGE.rglob("*.py")) - {_PACKAGE / "errors.py"})
     return [ast.parse(path.read_text()) for path in paths]
 
 
@@ -153,7 +153,7 @@ def made() -> Iterator[set[Site]]:
     def recording(error: errors.DeltaTrackerError, *arguments: str) -> None:
         make(error, *arguments)
         frame = sys._getframe(1)
-        while Path(frame.f_code.co_filename).parent == _PACKAGE / "errors" and frame.f_back is not None:
+        while Path(frame.f_code.co_filename) == _PACKAGE / "errors.py" and frame.f_back is not None:
             frame = frame.f_back
         names = frame.f_code.co_qualname.split(".")
         found.add(Site(type(error).__name__, ".".join(name for name in names if not name.startswith("<"))))

@@ -172,7 +172,7 @@ class TrackerCallback(Callback):
         If a tracker exists, all ranks must call this method. It closes the publisher and marks every row as changed.
 
         Raises:
-            RankMismatchError: if the loaded states of the ranks differ, or if another rank failed.
+            RankFailedError: if the loaded states of the ranks differ, or if another rank failed.
             RankLostError: if a rank died or did not call this method in time.
             Exception: the error that was raised while the state was loaded.
         """
@@ -192,7 +192,7 @@ class TrackerCallback(Callback):
         If it raises an error, the tracker is detached.
 
         Raises:
-            RankMismatchError: if the trackers or the loaded states of the ranks differ, or if another rank failed.
+            RankFailedError: if the trackers or the loaded states of the ranks differ, or if another rank failed.
             RankLostError: if a rank died or did not build its tracker in time.
             Exception: the error that was raised while the tracker was built or its state loaded.
         """

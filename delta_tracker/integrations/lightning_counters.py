@@ -97,7 +97,7 @@ class CountersCallback(Callback):
 
         Raises:
             CheckpointError: if the checkpoint has no counters and ``is_required`` is True.
-            RankMismatchError: if the ranks have other counters or checkpoints, or another rank failed.
+            RankFailedError: if the ranks have other counters or checkpoints, or another rank failed.
             RankLostError: if a rank died or did not answer in time.
             Exception: the errors of :meth:`delta_tracker.RankCounters.load_state_dict`.
         """

@@ -13,7 +13,6 @@ from queue import Empty, SimpleQueue
 from delta_tracker.arguments import check_seconds
 from delta_tracker.errors import (
     FollowEndedError,
-    ForkedError,
     HeldVersionError,
     InvalidArgumentError,
     NoSnapshotError,
@@ -174,7 +173,7 @@ class Follower:
         if is_there():
             return True
         error = self.error
-        if isinstance(error, FollowEndedError | ForkedError):
+        if isinstance(error, FollowEndedError):
             raise unraised(error)
         if not self.is_running:
             raise InvalidArgumentError("wait()", "not following", "Call follow() first, or sync() instead")
@@ -197,7 +196,7 @@ class Follower:
             return  # this thread forked, in a method of a RowTarget, and continues in the child
         self._lock, self._control, self._waiters = lock, threading.RLock(), []
         if self._active is not None and not isinstance(self.error, FollowEndedError):
-            self.error = ForkedError("no thread applies versions here", "Call follow() or sync() in this process")
+            self.error = FollowEndedError("no thread applies versions here", "Call follow() or sync() in this process")
         self._active = None
 
     @property

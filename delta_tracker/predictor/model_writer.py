@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import msgspec
 
-from delta_tracker.errors import ForkedError, InvalidArgumentError
+from delta_tracker.errors import FollowEndedError, InvalidArgumentError
 from delta_tracker.forking import Forkable, protect
 from delta_tracker.predictor.gauges import PredictorGauges
 from delta_tracker.predictor.identities import OwnerChange, identities_after, owner_changes, version_owners
@@ -67,7 +67,7 @@ class ModelWriter(Forkable):
         """Context manager that blocks writes during lookups, and yields the versions that the tables hold."""
         with self.lock.reading():
             if self._is_torn:
-                raise ForkedError("rows were being written and may be torn", "Call sync() in this process first")
+                raise FollowEndedError("rows were being written and may be torn", "Call sync() in this process first")
             served = Served(None if self._position is None else self._position.version, self._applying)
             if not self.fence.devices:  # all tables are on the CPU
                 yield served

@@ -104,7 +104,6 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         InvalidArgumentError: for an invalid argument, such as a model without tables.
         MissingExtraError: if the model or the url requires a package that is not installed.
         StorageError: if the store cannot be opened.
-        BrokenCacheError: if the directory of ``cache`` cannot be used.
         SinkError: if the row store cannot be used, for example because another process writes to it.
 
     Example:
@@ -186,7 +185,7 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         In a process that is forked while :meth:`follow` runs, the tables are as they were at the fork, between two
         chunks, and do not change until the process calls :meth:`follow` or :meth:`sync`. The parent continues to write
         to tables in shared memory: do not look them up in the child. After a fork during a long write, rows may be
-        torn: raises ForkedError until :meth:`sync` writes them again. Fork after :meth:`wait` has returned: while
+        torn: raises FollowEndedError until :meth:`sync` writes them again. Fork after :meth:`wait` has returned: while
         another thread calls a function of torch for the first time, a fork may leave a lock of glibc held, and the
         child hangs.
         """
@@ -291,7 +290,7 @@ class Predictor(Forkable, Uncopied, remedy="Save or copy its state_dict()"):
         Raises:
             WaitTimeoutError: if the version was not applied in time. The message has the error of :meth:`follow`, if
                 there is one.
-            FollowEndedError, ForkedError: if the thread ended by an error, or only the parent process has it.
+            FollowEndedError: if the thread ended by an error, or only the parent process has it.
             InvalidArgumentError: if the thread is not running and the version is not there, or if called in the thread.
         """
         if version is not None and (type(version) is not int or version < 0):

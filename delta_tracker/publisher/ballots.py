@@ -57,7 +57,7 @@ class Ballots:
             meanwhile: called several times per second during the wait; None for no calls.
 
         Raises:
-            PublishError: if ranks called different methods.
+            RankFailedError: if ranks called different methods.
             RankLostError: if a rank died or did not vote in time.
         """
         assert self._votes is not None, "send() came first"

@@ -154,7 +154,7 @@ class Coordinator:
             UnsupportedStoreError: on rank 0, if the store has no atomic create.
             MalformedError: on rank 0, if the stream's head is malformed.
             StorageError: if this rank cannot use the store.
-            PublishError: if another rank failed for one of these reasons.
+            RankFailedError: if another rank failed for one of these reasons.
             RankLostError: if a rank dies or does not answer in time.
         """
         exchange = self._exchange.exchange
@@ -177,7 +177,7 @@ class Coordinator:
             tables: FQN to table, the same on every rank.
 
         Raises:
-            PublishError: if the ranks declare different states.
+            RankFailedError: if the ranks declare different states.
         """
         self.states = declared_states([message["states"] for message in messages], tables)
 
@@ -195,7 +195,7 @@ class Coordinator:
             identities: FQN to the rule of each of these tables with managed collisions.
 
         Raises:
-            PublishError: if a rank is at another batch than rank 0 or has other tables.
+            RankFailedError: if a rank is at another batch than rank 0 or has other tables.
             RankLostError: if a rank dies or does not answer in time.
         """
         place = Message.of(lambda: self._place(batch, tables, identities))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from delta_tracker.errors import PublishError
+from delta_tracker.errors import RankFailedError
 from delta_tracker.stream.format.manifest import states_record
 from delta_tracker.stream.format.parse import parse_states
 from delta_tracker.types import TableSpec, TableStates
@@ -29,7 +29,7 @@ def declared_states(
         FQN to states; tables that no rank declares are missing.
 
     Raises:
-        PublishError: if ranks declare different optimizers or states of a table, or their column ranges do not divide
+        RankFailedError: if ranks declare different optimizers or states of a table, or their ranges do not divide
             the table's columns.
     """
     first: dict[str, Mapping[str, Any]] = {}
@@ -38,7 +38,7 @@ def declared_states(
         for fqn, record in message.items():
             known = first.setdefault(fqn, record)
             if (record["optimizer"], record["states"]) != (known["optimizer"], known["states"]):
-                raise PublishError(rank, f"{_shown(fqn, record)} where another rank has {_shown(fqn, known)}")
+                raise RankFailedError(rank, f"{_shown(fqn, record)} where another rank has {_shown(fqn, known)}")
             columns.setdefault(fqn, set()).update((begin, end) for begin, end in record["columns"])
     found = {}
     for fqn, table in tables.items():
@@ -46,7 +46,7 @@ def declared_states(
             try:
                 found[fqn] = parse_states(table, {**first[fqn], "columns": sorted(columns[fqn])})
             except ValueError as error:
-                raise PublishError(0, f"shards of different sizes: {error}") from error
+                raise RankFailedError(0, f"shards of different sizes: {error}") from error
     return found
 
 

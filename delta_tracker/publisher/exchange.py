@@ -14,17 +14,16 @@ import torch
 
 from delta_tracker.distributed import Gathering, RankGroup
 from delta_tracker.errors import (
+    Action,
     FencedError,
     InvalidArgumentError,
     LostEntryError,
-    PublishError,
+    RankFailedError,
     RankLostError,
-    RestoreFailedError,
     is_unknown,
 )
 
 Join: TypeAlias = Callable[[str, str, timedelta], RankGroup]
-_Failed = type[PublishError] | type[RestoreFailedError]
 
 
 class Phase(IntEnum):
@@ -130,7 +129,7 @@ class Message:
                 content["fenced"] = [error.generation, error.owner, error.version]
             if isinstance(error, LostEntryError):
                 content["lost"] = [error.url, error.name, error.claim]
-            if isinstance(error, PublishError | RestoreFailedError):
+            if isinstance(error, RankFailedError):
                 content["rank"], content["error"] = error.rank, error.reason
             if is_unknown(error):
                 content["unknown"] = True
@@ -147,8 +146,7 @@ class Exchange:
         timeout: maximum time that a call waits for other ranks before it raises RankLostError.
         name: name of the process group, the same on every rank.
         call: text of the call that every rank must make, for error messages.
-        failed: class of the error for a failure of another rank. Where the methods below raise PublishError, they raise
-            this error.
+        action: what fails if another rank fails, for the error.
         join: makes the group, from its name, the call and the timeout.
 
     Raises:
@@ -161,12 +159,12 @@ class Exchange:
         timeout: timedelta,
         name: str = "publisher",
         call: str = "Publisher(...)",
-        failed: _Failed = PublishError,
+        action: Action = "publish",
         join: Join = RankGroup,
     ) -> None:
         _check_timeout(timeout)
         self.group = join(name, call, timeout)
-        self._failed = failed
+        self._action: Action = action
         self.rank = self.group.rank
         self._exchanged: Gathering | None = None  # votes of exchange(), not counted yet
         self._num_owed_bytes = 0  # length of the message that the other ranks wait for
@@ -189,7 +187,7 @@ class Exchange:
             meanwhile: called several times per second during the wait; None for no calls.
 
         Raises:
-            PublishError: if a rank is in another phase.
+            RankFailedError: if a rank is in another phase.
             RankLostError: if a rank died or did not answer in time.
         """
         gathered = gathering.result(meanwhile)
@@ -202,7 +200,7 @@ class Exchange:
             check_alike(
                 [{"phase": f"the phase {Phase(int(phase)).name.lower()}"} for phase in votes[:, 0]],
                 "phase",
-                failed=self._failed,
+                action=self._action,
             )
         self._num_owed_bytes = 0 if most.is_working else most.num_bytes
         return Count(most, is_alike=least[:3] == most[:3])
@@ -217,7 +215,7 @@ class Exchange:
         Raises:
             Exception: ``own.failure``, if this rank failed.
             FencedError, LostEntryError: if another rank failed with such an error.
-            PublishError: if another rank failed with another error or was interrupted.
+            RankFailedError: if another rank failed with another error or was interrupted.
             RankLostError: if a rank died or did not answer in time.
         """
         data = bytearray(own.data.ljust(num_bytes))  # JSON may end in spaces
@@ -227,7 +225,7 @@ class Exchange:
         tensors = gathering.result()
         if own.failure is not None:
             raise own.failure
-        return [opened(rank, each.numpy().tobytes(), self._failed) for rank, each in enumerate(tensors)]
+        return [opened(rank, each.numpy().tobytes(), self._action) for rank, each in enumerate(tensors)]
 
     def exchange(self, phase: Phase, own: Message) -> list[dict[str, Any]]:
         """Check that all ranks are in the same phase, and return their messages in rank order.
@@ -239,13 +237,13 @@ class Exchange:
         Raises:
             Exception: ``own.failure``, if this rank failed.
             FencedError, LostEntryError: if another rank failed with such an error.
-            PublishError: if a rank is in another phase, failed with another error, or was interrupted.
+            RankFailedError: if a rank is in another phase, failed with another error, or was interrupted.
             RankLostError: if a rank died or did not answer in time.
         """
         self._exchanged = self.start_votes(Vote(phase, num_bytes=len(own.data)))
         try:
             count = self.count(self._exchanged)
-        except (self._failed, RankLostError):
+        except (RankFailedError, RankLostError):
             self._exchanged = None
             raise
         self._exchanged = None
@@ -258,12 +256,12 @@ class Exchange:
     def send_owed_message(self) -> None:
         """Send a blank message if the other ranks are waiting for a message from this rank.
 
-        A blank message is invalid: the ranks that receive it raise PublishError.
+        A blank message is invalid: the ranks that receive it raise RankFailedError.
         """
         try:
             if self._exchanged is not None:
                 self.count(self._exchanged)
-        except (self._failed, RankLostError):  # in this case no rank sends a message
+        except (RankFailedError, RankLostError):  # in this case no rank sends a message
             self._num_owed_bytes = 0
         self._exchanged = None
         if self._num_owed_bytes:
@@ -277,15 +275,15 @@ def _check_timeout(timeout: object) -> None:
         raise InvalidArgumentError("timeout", timeout, "Pass a timedelta above 0, such as timedelta(seconds=30)")
 
 
-def opened(rank: int, data: bytes, failed: _Failed = PublishError) -> dict[str, Any]:
+def opened(rank: int, data: bytes, action: Action = "publish") -> dict[str, Any]:
     """Return the content of a message of ``rank``, or raise the error that it describes.
 
     Raises:
         FencedError, LostEntryError: if the rank failed with such an error.
-        PublishError: or another ``failed``, if it failed with another error or was interrupted.
+        RankFailedError: if it failed with another error or was interrupted.
     """
     if data.isspace():
-        raise failed(rank, "an interrupt")
+        raise RankFailedError(rank, "an interrupt", action)
     message: dict[str, Any] = json.loads(data)
     if "fenced" in message:
         raise FencedError(*message["fenced"])
@@ -293,24 +291,22 @@ def opened(rank: int, data: bytes, failed: _Failed = PublishError) -> dict[str, 
         raise LostEntryError(*message["lost"])
     if "error" in message:
         rank = message.get("rank", rank)
-        if failed is PublishError:
-            raise PublishError(rank, message["error"], is_unknown="unknown" in message)
-        raise failed(rank, message["error"])
+        raise RankFailedError(rank, message["error"], action, is_unknown="unknown" in message)
     return message
 
 
-def check_alike(messages: Sequence[Mapping[str, Any]], *names: str, failed: _Failed = PublishError) -> None:
+def check_alike(messages: Sequence[Mapping[str, Any]], *names: str, action: Action = "publish") -> None:
     """Check that the ranks' messages have equal values for the keys ``names``.
 
     Args:
         messages: messages of all ranks, in rank order.
         names: keys to compare.
-        failed: class of the error.
+        action: what fails otherwise, for the error.
 
     Raises:
-        PublishError: or another ``failed``, if a rank's message differs from that of rank 0.
+        RankFailedError: if a rank's message differs from that of rank 0.
     """
     for rank, each in enumerate(messages):
         for name in names:
             if each[name] != messages[0][name]:
-                raise failed(rank, f"{each[name]} where rank 0 has {messages[0][name]}")
+                raise RankFailedError(rank, f"{each[name]} where rank 0 has {messages[0][name]}", action)

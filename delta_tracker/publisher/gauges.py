@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from delta_tracker.errors import FencedError, PublishError, RankLostError, StorageError, UnfinishedStepError
+from delta_tracker.errors import FencedError, RankFailedError, RankLostError, StorageError, UnfinishedStepError
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.publisher.coordinator import Coordinator
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.maintenance.upkeep import UPKEEP_STEPS
 from delta_tracker.stream.storage.url import shown_url
 
-_FAILURES = (FencedError, PublishError, RankLostError, StorageError, UnfinishedStepError)
+_FAILURES = (FencedError, RankFailedError, RankLostError, StorageError, UnfinishedStepError)
 
 
 class PublisherGauges:

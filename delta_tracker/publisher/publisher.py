@@ -119,7 +119,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         MalformedError: if the stream's newest entry is malformed.
         StorageError: if this rank cannot use the store. If the store failed during the claim, the stream may be
             claimed, and its former publisher fenced.
-        PublishError: if another rank raised one of these errors, or if ``top_k``, ``encoding``, ``cadence`` or
+        RankFailedError: if another rank raised one of these errors, or if ``top_k``, ``encoding``, ``cadence`` or
             ``recovery`` differ between the ranks.
         RankLostError: if a rank dies, or does not build a publisher in time.
 
@@ -335,14 +335,14 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
 
         Raises:
             FencedError: if a newer publisher has claimed the stream; raised on every rank. Nothing was published.
-            PublishError: if another rank failed, called another method, or is at another batch; every row stays
+            RankFailedError: if another rank failed, called another method, or is at another batch; every row stays
                 pending.
             UnfinishedStepError: with ``recovery``, if an update was still in progress after the wait that :meth:`step`
                 describes, or rows were updated since the last ``tracker.step()``, so that the next batch has begun;
                 every row stays pending.
             UnknownOutcomeError: on rank 0, if the store failed during the commit; every row stays pending. The version
                 may have been published, or may appear later; the next version then follows it. The other ranks raise
-                PublishError with ``is_unknown``. Raised, too, if a directory cannot be flushed to disk: if its
+                RankFailedError with ``is_unknown``. Raised, too, if a directory cannot be flushed to disk: if its
                 ``directory`` is ``"log"``, the version was published, but may be missing after a power loss.
             StorageError: if this rank could not write; every row stays pending.
             RankLostError: if a rank died or did not answer in time; every row stays pending.

@@ -285,9 +285,8 @@ def _check_unfused(
         if not storages <= (whole if is_replicated else of_ranks):
             argument = "training_state" if is_replicated else "rank_state, because each rank has a part of it"
             reason = f"its optimizer is not fused, and is not in {argument}"
-            raise UnsupportedModelError.of_table(
-                fqn, reason, "Pass the optimizer that has its parameter", problem="cannot be published with states"
-            )
+            remedy, problem = "Pass the optimizer that has its parameter", "a table whose states cannot be published"
+            raise UnsupportedModelError({fqn: reason}, remedy, problem=problem)
 
 
 def _warn_of_unoptimized(

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
-from delta_tracker.errors import LostEntryError, NeedsSnapshotError, PublishError, RankLostError
+from delta_tracker.errors import LostEntryError, NeedsSnapshotError, RankFailedError, RankLostError
 from delta_tracker.publisher.ballots import Ballots
 from delta_tracker.publisher.cadence import Pace
 from delta_tracker.publisher.coordinator import Coordinator, Draft
@@ -153,7 +153,7 @@ class Versions:
             own = vote()
         except Exception as error:  # noqa: BLE001  reported after the vote for which the other ranks wait
             self._ballots.send(Vote(Phase.FAILED))
-            with suppress(PublishError, RankLostError):
+            with suppress(RankFailedError, RankLostError):
                 self._ballots.count()
             self._ballots.clear()
             self._failed(error)
@@ -193,7 +193,7 @@ class Versions:
         meanwhile = None if self._flight is None or self._beats is None else self.beat
         try:
             count = ballots.count(meanwhile)
-        except (PublishError, RankLostError) as error:
+        except (RankFailedError, RankLostError) as error:
             ballots.clear()
             if isinstance(self._flight, Copying):
                 self._flight = None
@@ -209,7 +209,7 @@ class Versions:
             try:
                 if not count.is_alike:
                     self._writer.compare_places(*self._source.place())
-            except (PublishError, RankLostError) as error:
+            except (RankFailedError, RankLostError) as error:
                 self._failed(error)
             else:
                 self._begin(step, is_complete=count.most.is_complete)
@@ -296,7 +296,7 @@ class Versions:
                 part = None if cut.copied is None else cut.copied.result()
                 draft, read = self._source.cut(cut.kind, part, is_complete=cut.is_complete)
             else:
-                draft = PublishError(self._writer.rank, "an interrupt")
+                draft = RankFailedError(self._writer.rank, "an interrupt")
         except NeedsSnapshotError as error:  # dropped since the vote
             draft = error.advising("Publish again: the next version is a snapshot")
         except Exception as error:  # noqa: BLE001  sent to the other ranks with the share, then raised

@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from delta_tracker.errors import (
     LOAD_BEFORE,
     InvalidArgumentError,
+    RankFailedError,
     ReservedConsumerError,
-    RestoreFailedError,
     UnfinishedStepError,
 )
 from delta_tracker.publisher.training import Recovery, check_recovery
@@ -110,7 +110,7 @@ class LocalJob:
             load(state)
         except Exception as error:
             reason = f"a rejected state of {what}: {type(error).__name__}: {error}"
-            raise RestoreFailedError(self.rank, reason) from error
+            raise RankFailedError(self.rank, reason, "restore") from error
 
     def described(self, shards: Mapping[str, LocalShard], dense: Mapping[str, Tensor]) -> Job:
         """Return the description of the job, whose model has these shards by FQN, and dense tensors by name."""

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from delta_tracker.distributed import DEFAULT_TIMEOUT
-from delta_tracker.errors import NotRecoverableError, RestoreFailedError
+from delta_tracker.errors import NotRecoverableError
 from delta_tracker.publisher.exchange import Exchange, Message, Phase, check_alike
 from delta_tracker.publisher.training import Recovery
 from delta_tracker.recovery.job import LocalJob
@@ -91,7 +91,7 @@ def restore(
         UnsupportedModelError: if a part of the model cannot be restored.
         ReservedConsumerError: if a consumer of the tracker is reserved, for example by a publisher.
         MalformedError, CorruptPartError, StorageError: if the version is damaged, or the store cannot be read.
-        RestoreFailedError: if an object raises an error while it loads its state, or another rank raised one of these
+        RankFailedError: if an object raises an error while it loads its state, or another rank raised one of these
             errors.
         RankLostError: if a rank dies, is interrupted, or does not make the call in time.
 
@@ -99,7 +99,7 @@ def restore(
         >>> recovery = Recovery(training_state={"optimizer": optimizer})  # doctest: +SKIP
         >>> restored = restore(model, url, recovery=recovery)  # doctest: +SKIP
     """
-    with closing(Exchange(timeout, name="restore", call="restore(...)", failed=RestoreFailedError)) as exchange:
+    with closing(Exchange(timeout, name="restore", call="restore(...)", action="restore")) as exchange:
         ranks = exchange.rank, exchange.group.world_size
         job = LocalJob(model, tracker, Recovery() if recovery is None else recovery, data, ignore, *ranks)
         return Restoration(exchange, url, version, job).run()
@@ -128,7 +128,7 @@ class Restoration:
         """Restore the version. A collective."""
         exchange, model = self.exchange, self.job.model
         messages = exchange.exchange(Phase.RESOLVING, Message.of(self._resolve))
-        check_alike(messages, "version", "ignore", failed=RestoreFailedError)
+        check_alike(messages, "version", "ignore", action="restore")
         if messages[0]["nothing"] is not None:
             raise NotRecoverableError(open_storage(self.url).url, None, messages[0]["nothing"])
         version, xxh3 = messages[0]["chosen"]

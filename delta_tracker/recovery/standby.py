@@ -20,7 +20,7 @@ from delta_tracker.errors import (
     LivePublisherError,
     MalformedError,
     NotRecoverableError,
-    RestoreFailedError,
+    RankFailedError,
     StorageError,
     StreamError,
     StreamReplacedError,
@@ -127,7 +127,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
             objects = Recovery() if recovery is None else recovery
             self._job = LocalJob(model, tracker, objects, data, ignore, *ranks)
             messages = exchange.exchange(Phase.BUILDING, Message.of(lambda: self._build(url, name, serving)))
-            check_alike(messages, "ignore", "serving", failed=RestoreFailedError)
+            check_alike(messages, "ignore", "serving", action="restore")
         self._is_first = self._job.rank == 0
         recorder = Recorder("standby", self, name=name, monitor=monitor)
         self._gauges = StandbyGauges(recorder, is_first=self._is_first)
@@ -162,13 +162,13 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
             InvalidArgumentError: if ``silence`` is invalid or below the time between two heartbeats of the publisher,
                 if a serving stream is missing or is not the trainer's, or if this job has taken over already.
             RestoreMismatchError, ModelMismatchError: if the stream does not fit the job.
-            RestoreFailedError: if another rank raised one of these errors.
+            RankFailedError: if another rank raised one of these errors.
             RankLostError: if a rank dies, is interrupted, or does not make the call in time.
         """
         with self._meeting("Standby.follow(...)") as exchange:
             while True:
                 messages = exchange.exchange(Phase.FOLLOWING, Message.of(lambda: self._turn(silence)))
-                check_alike(messages, "call", failed=RestoreFailedError)
+                check_alike(messages, "call", action="restore")
                 decision = messages[0]["decision"]
                 self._check_due(decision)
                 self._recovery.shown = _lowest(messages), _first(messages, "obstacle") or None
@@ -224,7 +224,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         with self._meeting("Standby.take_over(...)") as exchange:
             judge = Message.of(lambda: self._judged(force=force, silence=silence))
             messages = exchange.exchange(Phase.FOLLOWING, judge)
-            check_alike(messages, "call", failed=RestoreFailedError)
+            check_alike(messages, "call", action="restore")
             decision = messages[0]["decision"]
             self._check_due(decision)
             if not decision["is_own"]:
@@ -245,7 +245,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         self._gauges.close()
 
     def _meeting(self, call: str) -> closing[Exchange]:
-        return closing(Exchange(self._timeout, name="standby", call=call, failed=RestoreFailedError))
+        return closing(Exchange(self._timeout, name="standby", call=call, action="restore"))
 
     def _build(self, url: Location, name: str, serving: Sequence[Location]) -> dict[str, Any]:
         job = self._job
@@ -289,7 +289,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         self._following.retry()
         while True:
             messages = exchange.exchange(Phase.FOLLOWING, Message.of(act))
-            check_alike(messages, "call", failed=RestoreFailedError)
+            check_alike(messages, "call", action="restore")
             if not any(message["has_moved"] for message in messages):
                 self._recovery.shown = _lowest(messages), _first(messages, "obstacle") or None
                 return messages
@@ -354,7 +354,7 @@ class Standby(Uncopied, remedy="Build a new Standby where it is needed"):
         if "live" in found:
             return LivePublisherError(storage.url, *found["live"])
         if "failure" in found:
-            return failure or RestoreFailedError(0, found["failure"])
+            return failure or RankFailedError(0, found["failure"], "restore")
         entry = own.head if own is not None else parse_manifest("claim of rank 0", found["entry"].encode())
         return ClaimedStream(storage=storage, claim=own, entry=entry, has_states=storage is self._log.storage)
 

@@ -40,7 +40,7 @@ _FAILURES = (
     errors.NotRecoverableError,
     errors.RankLostError,
     errors.ReservedConsumerError,
-    errors.RestoreFailedError,
+    errors.RankFailedError,
     errors.RestoreMismatchError,
     errors.StorageError,
     errors.StreamReplacedError,

@@ -252,6 +252,6 @@ def _local_owners(held: Any, module: Any, shard: LocalShard, torchrec: Torchrec)
         buckets = tuple(Bucket(ends, None) for ends in pairwise(edges))
     if not fits or edges[-1] != table.num_rows or module.output_size() != shard.spec.num_rows:
         reason = f"its managed collisions have the ranges of slots {edges}, which do not fit its shard {rows}"
-        raise UnsupportedModelError.of_table(table.fqn, reason)
+        raise UnsupportedModelError({table.fqn: reason})
     kind = SortedOwners if is_sorted else HashedOwners
     return kind(table.fqn, Identity(module.input_size(), buckets), rows, module, shard.device)

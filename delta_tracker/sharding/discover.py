@@ -229,7 +229,7 @@ def _add_collection(
         if dtype is None:
             reason = f"its data type is {config.data_type.name}"
             remedy = f"Give it a data type of {sorted(_DTYPES)}, or name it in fqns_to_skip to train it untracked"
-            raise UnsupportedModelError.of_table(fqn, reason, remedy)
+            raise UnsupportedModelError({fqn: reason}, remedy)
         found.tables[fqn] = TableSpec(fqn, config.num_embeddings, config.embedding_dim, dtype)
     places: dict[str, list[_Place]] = {fqn: [] for fqn in fqn_of.values()}
     for kernel, blocks in _kernels(module, fqn_of, torchrec):
@@ -272,7 +272,7 @@ def _kernels(
             yield kernel, []
             continue
         if strange:
-            raise UnsupportedModelError.of_table(first, f"its kernel is {sorted(strange)}, neither fused nor dense")
+            raise UnsupportedModelError({first: f"its kernel is {sorted(strange)}, neither fused nor dense"})
         weights = emb_module.split_embedding_weights()  # once per kernel, because it returns all tables
         yield (
             kernel,
@@ -293,9 +293,7 @@ def _place(kernel: Kernel, slot: int, fqn: str, config: Any, weight: Tensor) -> 
         else (*metadata.shard_offsets, *metadata.shard_sizes)
     )
     if tuple(weight.shape) != block[2:]:
-        raise UnsupportedModelError.of_table(
-            fqn, f"its weight has shape {tuple(weight.shape)}, but its shard {block[2:]}"
-        )
+        raise UnsupportedModelError({fqn: f"its weight has shape {tuple(weight.shape)}, but its shard {block[2:]}"})
     return _Place(kernel, slot, block, weight.device, is_replicated=metadata is None)
 
 
@@ -321,10 +319,10 @@ def _merge(
     places = sorted(places, key=lambda place: place.block[1])
     rows = {(place.block[0], place.block[2]) for place in places}
     if len(rows) > 1:
-        raise UnsupportedModelError.of_table(table.fqn, f"one rank has several row ranges of it: {sorted(rows)}")
+        raise UnsupportedModelError({table.fqn: f"one rank has several row ranges of it: {sorted(rows)}"})
     strangers = {place.block for place in places} - planned if planned is not None else set()
     if strangers:
-        raise UnsupportedModelError.of_table(table.fqn, f"its shards {sorted(strangers)} are not in the sharding plan")
+        raise UnsupportedModelError({table.fqn: f"its shards {sorted(strangers)} are not in the sharding plan"})
     ((row_offset, num_rows),) = rows
     columns = tuple((place.block[1], place.block[1] + place.block[3]) for place in places)
     is_replicated = any(place.is_replicated for place in places)

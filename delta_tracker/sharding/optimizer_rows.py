@@ -31,7 +31,7 @@ from delta_tracker.types import TABLE_DTYPES, StateSpec, TableStates
 
 # Names of fbgemm's WeightDecayMode without further states or counters.
 _WEIGHT_DECAYS = frozenset({"NONE", "L2", "DECOUPLE"})
-_PROBLEM = "cannot be published with states"
+_PROBLEM = "a table whose states cannot be published"
 _REMEDY = "Train it with one fused optimizer with states of float32, float16 or bfloat16, or publish without recovery="
 _HYPERPARAMETERS = ("eps", "beta1", "beta2", "weight_decay")
 _NAMES = ("iter", "iter_cpu", "lr", "group_lr", *_HYPERPARAMETERS)
@@ -53,7 +53,7 @@ def table_states(shard: LocalShard) -> TableStates | None:
     found = {(_optimizer(kernel), _specs(shard, kernel, slot)) for kernel, slot in shard.places if kernel.is_fused}
     if len(found) > 1:
         reason = "its column ranges have different optimizers"
-        raise UnsupportedModelError.of_table(shard.spec.table.fqn, reason, _REMEDY, problem=_PROBLEM)
+        raise UnsupportedModelError({shard.spec.table.fqn: reason}, _REMEDY, problem=_PROBLEM)
     for optimizer, states in found:
         return TableStates(optimizer, shard.spec.columns, states)
     return None
@@ -263,7 +263,7 @@ def _specs(shard: LocalShard, kernel: ShardHolder, slot: int) -> tuple[StateSpec
     for number, state in enumerate(kernel.memory.optimizer_states(slot), start=1):
         if state.dtype not in TABLE_DTYPES:
             reason = f"its optimizer has a state of {state.dtype}"
-            raise UnsupportedModelError.of_table(shard.spec.table.fqn, reason, _REMEDY, problem=_PROBLEM)
+            raise UnsupportedModelError({shard.spec.table.fqn: reason}, _REMEDY, problem=_PROBLEM)
         found.append(StateSpec(f"momentum{number}", state.dtype, "columns" if state.dim() > 1 else "range"))
     return tuple(found)
 

@@ -43,11 +43,11 @@ def check_pair() -> None:
         return
     if torch.endswith("+cpu") and cuda:
         line = f"pip uninstall -y {_CUDA} && pip install --no-deps --force-reinstall '{_CPU}=={wanted}.*'"
-        raise MissingExtraError.unmatched(f"{_CUDA} {cuda}", f"torch {torch}", line)
+        raise MissingExtraError(f"{_CUDA} {cuda}", None, other=f"torch {torch}", command=line)
     for package, found in ((_CUDA, cuda), (_CPU, cpu)):
         if _minor(found) in FBGEMM_OF_TORCH.values() and _minor(found) != wanted:
             line = f"pip install --no-deps '{package}=={wanted}.*'"
-            raise MissingExtraError.unmatched(f"{package} {found}", f"torch {torch}", line)
+            raise MissingExtraError(f"{package} {found}", None, other=f"torch {torch}", command=line)
 
 
 def _installed(package: str) -> str:

@@ -25,7 +25,7 @@ from delta_tracker.sharding.torchrec_api import Torchrec, is_fsdp2, managed_by_f
 from delta_tracker.types import TABLE_DTYPES, ShardSpec, TableSpec
 
 PlainModule = nn.Embedding | nn.EmbeddingBag
-_LOST = "can no longer be tracked"
+_LOST = "a table that can no longer be tracked"
 _REMEDY = "Name it in fqns_to_skip to train it untracked"
 _META_REMEDY = (
     "Build the tracker after DistributedModelParallel or to_empty(device=...), or name it in fqns_to_skip to train it "
@@ -69,7 +69,7 @@ class PlainTable:
             reason = f"its weight is now {now}, and was {self._kind} when the tracker was built"
         else:
             return
-        raise UnsupportedModelError.of_table(self._fqn, reason, remedy, problem=_LOST)
+        raise UnsupportedModelError({self._fqn: reason}, remedy, problem=_LOST)
 
     def _is_in_fsdp(self) -> bool:
         """Return True if ``fully_shard`` was applied to the module or to one above it, perhaps without its weight."""
@@ -118,11 +118,11 @@ def plain_shards(model: nn.Module, modules: Mapping[str, PlainModule], torchrec:
     found = {}
     for fqn, module in modules.items():
         if not fqn:
-            raise UnsupportedModelError.of_table(fqn, "the model itself is the table", "Pass a model that contains it")
+            raise UnsupportedModelError({fqn: "the model itself is the table"}, "Pass a model that contains it")
         weight = module._parameters.get("weight")  # noqa: SLF001  a parametrized weight is computed, not stored
         if reason := _obstacle(module, weight, fsdp, replicated):
             is_meta = weight is not None and weight.is_meta
-            raise UnsupportedModelError.of_table(fqn, reason, _META_REMEDY if is_meta else _REMEDY)
+            raise UnsupportedModelError({fqn: reason}, _META_REMEDY if is_meta else _REMEDY)
         assert weight is not None, "otherwise there is an obstacle"
         table = TableSpec(fqn, module.num_embeddings, module.embedding_dim, weight.dtype)
         spec = ShardSpec(table, 0, module.num_embeddings, ((0, module.embedding_dim),), is_replicated=True)

@@ -21,7 +21,6 @@ from delta_tracker.errors import (
     SINK_FORKED,
     InvalidArgumentError,
     MalformedSinkError,
-    SinkBusyError,
     SinkError,
 )
 from delta_tracker.forking import Forkable, protect
@@ -272,7 +271,7 @@ class _WriterLock(Forkable):
         store: the row store.
 
     Raises:
-        SinkBusyError: if the lock is taken.
+        SinkError: if the lock is taken.
     """
 
     def __init__(self, store: LmdbStore) -> None:
@@ -283,7 +282,7 @@ class _WriterLock(Forkable):
         except BlockingIOError as error:
             writer = os.read(self._file, 1000).decode("utf-8", "replace") or "another process"
             self.release()
-            raise SinkBusyError(store.name, writer) from error
+            raise SinkError.busy(store.name, writer) from error
         protect(self)
         os.ftruncate(self._file, 0)
         os.write(self._file, f"process {os.getpid()} of host {socket.gethostname()}".encode())

@@ -38,7 +38,6 @@ from delta_tracker.errors import (
     SINK_FORKED,
     InvalidArgumentError,
     MalformedSinkError,
-    SinkBusyError,
     SinkError,
 )
 from delta_tracker.raw_ids import NO_OWNER
@@ -103,7 +102,7 @@ class RedisSink(RowSink):
     served between batches.
 
     The sink is the only writer of its prefix. Each batch checks that. Another sink becomes the writer only if the
-    connection of the former one has ended; a former writer that continues gets SinkBusyError and changes nothing.
+    connection of the former one has ended; a former writer that continues gets a SinkError and changes nothing.
 
     Redis acknowledges a batch before it is durable, as ``appendfsync`` says. A server that crashes loses the newest
     batches, in order: the stored version then is an older one, of which all rows are stored, and the predictor
@@ -136,7 +135,7 @@ class RedisSink(RowSink):
         """Connect, and become the only writer; see :meth:`RowSink.open`.
 
         Raises:
-            SinkBusyError: if another process is the writer, and its connection exists.
+            SinkError: if another process is the writer, and its connection exists.
             SinkError: if the server cannot be used, is a cluster, is older than 6.2, or evicts keys without an
                 expiration time when its memory is full.
         """
@@ -271,7 +270,7 @@ class RedisSink(RowSink):
             self._check_writer(held)
         value = msgspec.json.encode(writer)
         if not self._redis.eval(_TAKE, 1, self._key("writer"), held or b"", value):
-            raise SinkBusyError(self._server.name, "another process, which became it at this moment,")
+            raise SinkError.busy(self._server.name, "another process, which became it at this moment,")
         self._scripts = {name: self._redis.register_script(_CHECK + text) for name, text in _SCRIPTS.items()}
         self._writer = value
 
@@ -290,7 +289,7 @@ class RedisSink(RowSink):
             raise SinkError(self._server.name, reason, "Set maxmemory-policy noeviction, or one of volatile-*")
 
     def _check_writer(self, held: bytes) -> None:
-        """Raise SinkBusyError if the connection of the writer ``held`` exists."""
+        """Raise SinkError if the connection of the writer ``held`` exists."""
         try:
             writer = msgspec.json.decode(held, type=_Writer)
         except msgspec.DecodeError as error:
@@ -298,7 +297,7 @@ class RedisSink(RowSink):
         # After a restart of the server, another connection may have the same id, but not the same name.
         clients = self._redis.client_list(client_id=[writer.client])
         if any(each.get("name") == writer.token for each in clients):
-            raise SinkBusyError(self._server.name, f"process {writer.pid} of host {writer.host}")
+            raise SinkError.busy(self._server.name, f"process {writer.pid} of host {writer.host}")
 
     def _is_writer(self) -> bool:
         """Return True if the connection works and this object is the writer."""
@@ -331,7 +330,7 @@ class RedisSink(RowSink):
         """Run a script as the writer.
 
         Raises:
-            SinkBusyError: if another process became the writer; nothing was changed.
+            SinkError: if another process became the writer; nothing was changed.
         """
         self._client()
         with self._server.errors():
@@ -343,7 +342,7 @@ class RedisSink(RowSink):
         if is_lost:
             raise SinkError(self._server.name, f"its key {self._key('writer')} was deleted or evicted", _LOST_KEYS)
         remedy = "Stop one of the two writers: a row store has one writer"
-        raise SinkBusyError(self._server.name, "another process, which became it meanwhile,").advising(remedy)
+        raise SinkError.busy(self._server.name, "another process, which became it meanwhile,").advising(remedy)
 
     def _write(self, keys: list[str], values: Tensor, version: int) -> None:
         row_bytes = values.shape[1] * values.dtype.itemsize + len(keys[0]) if keys else 1

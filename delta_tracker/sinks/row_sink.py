@@ -177,10 +177,9 @@ class RowSink(Protocol):
     The key of a row is its global row id. In a table with raw ids it is the raw id of the row's owner. Its default
     rows, which unknown raw ids read, have keys of their own, by global row id. All keys contain the stream id.
 
-    Every method raises :class:`~delta_tracker.errors.SinkError` if the store cannot be used,
-    :class:`~delta_tracker.errors.SinkBusyError` if another process became the writer, and
-    :class:`~delta_tracker.errors.MalformedSinkError` if stored data is invalid. In a forked process, every method
-    raises an error: the process must build a sink of its own.
+    Every method raises :class:`~delta_tracker.errors.SinkError` if the store cannot be used, with ``writer`` if another
+    process became the writer, and :class:`~delta_tracker.errors.MalformedSinkError` if stored data is invalid. In a
+    forked process, every method raises an error: the process must build a sink of its own.
 
     Example:
         >>> from delta_tracker.sinks.lmdb import LmdbSink
@@ -193,7 +192,7 @@ class RowSink(Protocol):
         May be called again after :meth:`close` or an error. Discards the uncommitted transaction, if there is one.
 
         Raises:
-            SinkBusyError: if another process is the writer.
+            SinkError: if another process is the writer.
         """
         ...
 

@@ -22,7 +22,7 @@ from weakref import finalize
 import numpy as np
 
 from delta_tracker.arguments import check_count
-from delta_tracker.errors import BrokenCacheError, CorruptPartError, InvalidArgumentError, StorageError
+from delta_tracker.errors import CorruptPartError, InvalidArgumentError, StorageError
 from delta_tracker.stream.format.digests import PIECE_BYTES
 from delta_tracker.stream.format.manifest import Manifest, Part
 from delta_tracker.stream.format.part_reader import check_size
@@ -60,9 +60,9 @@ class HostCache:
             (``bypasses``).
 
     Raises:
-        InvalidArgumentError: for a ``max_bytes`` below 1, or ``patience_seconds`` that are not positive and finite.
-        BrokenCacheError: if the directory cannot be created, belongs to another user, can be written by others, or is
-            on a file system without locks.
+        InvalidArgumentError: for a ``max_bytes`` below 1, or ``patience_seconds`` that are not positive and finite; or
+            if the directory cannot be created, belongs to another user, can be written by others, or is on a file
+            system without locks.
     """
 
     def __init__(self, directory: str | Path, *, max_bytes: int = 32 << 30, patience_seconds: float = 10.0) -> None:
@@ -74,8 +74,11 @@ class HostCache:
         self._patience_seconds = patience_seconds
         self.counts = {"hits": 0, "misses": 0, "bypasses": 0}
         self._is_broken = False
-        with self._own_errors():
+        try:
             self._prepare()
+        except OSError as error:
+            remedy = f"Pass a directory on a local file system that only this user can write to: {_text(error)}"
+            raise InvalidArgumentError("cache", str(directory), remedy) from error
 
     def over(self, storage: Storage, manifest: Manifest) -> Storage:
         """Return a read-only store with the parts of a version from the cache, and all else from ``storage``.
@@ -95,12 +98,13 @@ class HostCache:
             self.counts["bypasses"] += 1
             return None
         try:
-            with self._own_errors():
-                descriptor = self._found(storage, part)
-        except BrokenCacheError as error:
+            descriptor = self._found(storage, part)
+        except StorageError:
+            raise
+        except OSError as error:
             # The cache saves requests; without it, the predictor still gets its versions.
             if not self._is_broken:
-                _logger.warning("read past the host cache: directory=%s error=%s", self._directory, error.reason)
+                _logger.warning("read past the host cache: directory=%s error=%s", self._directory, _text(error))
             self._is_broken = True
             self.counts["bypasses"] += 1
             return None
@@ -257,16 +261,6 @@ class HostCache:
             fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
-    @contextmanager
-    def _own_errors(self) -> Iterator[None]:
-        """Context manager that raises an error of the directory as BrokenCacheError, but not one of a store."""
-        try:
-            yield
-        except StorageError:
-            raise
-        except OSError as error:
-            raise BrokenCacheError(str(self._directory), f"{type(error).__name__}: {error}") from error
-
     def _object(self, part: Part) -> Path:
         return self._directory / "objects" / _key(part)
 
@@ -279,13 +273,13 @@ class HostCache:
             path.mkdir(mode=0o700, parents=path == self._directory, exist_ok=True)
             status = path.stat()
             if status.st_uid != os.geteuid() or status.st_mode & _OTHERS:
-                raise BrokenCacheError(str(path), "it belongs to another user, or others can write to it")
+                raise PermissionError(f"{path} belongs to another user, or others can write to it")
         path = self._directory / "lock"
         with path.open("a") as first, path.open("a") as second:
             has_locks = not (lock(first) and lock(second))  # another process may hold the lock
             fcntl.flock(first, fcntl.LOCK_UN)
         if not has_locks:
-            raise BrokenCacheError(str(self._directory), "its file system has no locks")
+            raise OSError("its file system has no locks")
 
 
 class CachedStore(Store):
@@ -324,6 +318,10 @@ class CachedStore(Store):
         if name not in self._opened:
             self._opened[name] = self._cache.open(self._origin, self._parts[name])
         return self._opened[name]
+
+
+def _text(error: OSError) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _key(part: Part) -> str:

@@ -119,11 +119,9 @@ class DeltaReader:
             raise InvalidArgumentError("top_k", top_k, "Pass a TopK, for example TopK(rows=1000)")
         for fqn, shard in self._model.shards.items():
             if with_optimizer and not shard.is_fused:
-                reason = "its optimizer is not fused"
+                parts, problem = {fqn: "its optimizer is not fused"}, "a table without optimizer states to read"
                 remedy = "Pass with_optimizer=False, or build the tracker with the table in fqns_to_skip"
-                raise UnsupportedModelError.of_table(
-                    fqn, reason, remedy, problem="has no optimizer states that can be read"
-                )
+                raise UnsupportedModelError(parts, remedy, problem=problem)
         if top_k is not None and top_k.score is None and not self._capture.has_scores:
             raise InvalidArgumentError("top_k", top_k, "Track in EMBEDDING or a momentum mode, or give TopK a score")
 

@@ -194,7 +194,7 @@ class LogSegments:
         for fqn, owners in self.owners.items():
             if owners.refusal:
                 remedy = "Name the table in fqns_to_skip to train it untracked"
-                raise UnsupportedModelError.of_table(fqn, owners.refusal, remedy, problem="cannot be read")
+                raise UnsupportedModelError({fqn: owners.refusal}, remedy, problem="raw ids that cannot be read")
 
     def former(self, fqn: str, ids: Tensor, consumer: Consumer) -> Tensor:
         """Return the owners that a consumer has of some rows, ``[N]`` int64, as of its last committed read.

@@ -151,7 +151,7 @@ class MomentumLastCapture:
         """Reject a shard whose optimizer is not fused or keeps no state per row."""
         if not shard.is_fused or (shard.places and num_optimizer_states(shard) == 0):
             reason = "its optimizer keeps no state per row inside the kernel"
-            raise UnsupportedModelError.of_table(shard.spec.table.fqn, reason, _remedy("Adam or row-wise Adagrad"))
+            raise UnsupportedModelError({shard.spec.table.fqn: reason}, _remedy("Adam or row-wise Adagrad"))
 
     def old_states(self, shard: LocalShard, ids: Tensor) -> Tensor:
         """Return an empty tensor, ``[N, 0]``, because the mode keeps no old states."""
@@ -186,7 +186,7 @@ class MomentumDiffCapture(MomentumLastCapture):
         super().check(shard)
         if shard.places and not has_rowwise_state(shard):
             reason = "its optimizer keeps no sum of squared gradients per row"
-            raise UnsupportedModelError.of_table(shard.spec.table.fqn, reason, _remedy("row-wise Adagrad"))
+            raise UnsupportedModelError({shard.spec.table.fqn: reason}, _remedy("row-wise Adagrad"))
 
     def old_states(self, shard: LocalShard, ids: Tensor) -> Tensor:
         """Return the current sums of squared gradients of the rows ``ids``, ``[N, S]``."""

@@ -706,7 +706,7 @@ class ModelDeltaTracker(Uncopied, remedy="Save or copy its state_dict()"):
         Raises:
             DetachedError: if the tracker is detached: the updates since then are unknown.
             UnsupportedModelError: if a plain module was replaced.
-            RankMismatchError: if the strategy is a collective and another rank raised one of these errors.
+            RankFailedError: if the strategy is a collective and another rank raised one of these errors.
             InvalidArgumentError: if the strategy is unknown, the state of a counter cannot be saved, or rows changed
                 since the last ``sync()`` of a ``DMPCollection``; the last one on every rank if the strategy is a
                 collective.

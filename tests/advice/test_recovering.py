@@ -18,8 +18,8 @@ from delta_tracker.errors import (
     InvalidArgumentError,
     LivePublisherError,
     NotRecoverableError,
+    RankFailedError,
     ReservedConsumerError,
-    RestoreFailedError,
     RestoreMismatchError,
     StreamReplacedError,
     TakeoverFailedError,
@@ -187,8 +187,7 @@ class _Rejecting:
 
 @pytest.mark.advice(
     "IncompleteModelError: _Incomplete.__call__",
-    "RestoreFailedError: LocalJob._load",
-    "RestoreFailedError: restore Restoration.run",
+    "RankFailedError: LocalJob._load",
 )
 def test_a_failed_restore_is_repeated_once_the_problem_is_fixed(tmp_path: Path) -> None:
     trainer = _Job(tmp_path)
@@ -197,7 +196,7 @@ def test_a_failed_restore_is_repeated_once_the_problem_is_fixed(tmp_path: Path) 
         publisher.snapshot()
     job, reader = _Job(tmp_path), _Rejecting()
     call = lambda: job.restore(recovery=job.recovery(reader=reader))  # noqa: E731
-    refused(RestoreFailedError, call, "Fix the problem on that rank and restore again on all ranks")
+    refused(RankFailedError, call, "Fix the problem on that rank and restore again on all ranks")
     refused(IncompleteModelError, lambda: job.train(1), "Call restore() again on all ranks")
     reader.is_broken = False
     call()

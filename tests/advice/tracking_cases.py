@@ -24,8 +24,7 @@ from delta_tracker.errors import (
     CheckpointError,
     DetachedError,
     InvalidArgumentError,
-    PublishError,
-    RankMismatchError,
+    RankFailedError,
     UnfinishedStepError,
     UnsupportedModelError,
 )
@@ -173,7 +172,7 @@ def one_detached(rank: int, world_size: int) -> None:
         if rank:
             tracker.detach()
         kind, words = (
-            (DetachedError, "Call reattach()") if rank else (RankMismatchError, "Call tracker.reattach() on every rank")
+            (DetachedError, "Call reattach()") if rank else (RankFailedError, "Call tracker.reattach() on every rank")
         )
         refused(kind, lambda: tracker.state_dict(strategy="gather"), words)
         tracker.reattach()
@@ -203,12 +202,12 @@ def disagreeing(rank: int, world_size: int) -> None:
     def fail() -> dict[str, object]:
         raise OSError("no space")
 
-    refused(RankMismatchError, lambda: agree(lambda: {"mode": rank}, group), "Build the same tracker")
+    refused(RankFailedError, lambda: agree(lambda: {"mode": rank}, group), "Build the same tracker")
     if rank:
         with pytest.raises(OSError, match="no space"):
             agree(fail, group)
     else:
-        refused(RankMismatchError, lambda: agree(lambda: {"mode": "a"}, group), "Fix the problem on that rank")
+        refused(RankFailedError, lambda: agree(lambda: {"mode": "a"}, group), "Fix the problem on that rank")
     agree(lambda: {"mode": "a"}, group)
 
 
@@ -222,7 +221,7 @@ def recorded(rank: int, world_size: int, url: str) -> None:
         refused(InvalidArgumentError, lambda: tracker.record_embeddings(ids, rows), "Track in EMBEDDING mode")
         skipped = partial(Publisher, tracker, url, dense=["ec.embeddings.u.weight"])
         if rank:
-            refused(PublishError, skipped, "Fix the problem on that rank")
+            refused(RankFailedError, skipped, "Fix the problem on that rank")
         else:
             refused(InvalidArgumentError, skipped, "Pass some of", "dense.weight")
         with Publisher(tracker, url, dense=["dense.weight"]) as publisher:

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -20,7 +21,6 @@ from delta_tracker import Encoding, Predictor, Storage
 from delta_tracker.errors import (
     InvalidArgumentError,
     MalformedSinkError,
-    SinkBusyError,
     SinkError,
     StreamError,
 )
@@ -176,7 +176,7 @@ def test_an_interrupted_write_leaves_whole_rows_and_the_former_version(target) -
 def test_a_second_writer_is_refused_until_the_first_one_ends(target) -> None:
     first, second = sink_at(target), sink_at(target)
     first.open()
-    with pytest.raises(SinkBusyError, match=f"process {os.getpid()}"):
+    with pytest.raises(SinkError, match=f"process {os.getpid()}"):
         second.open()
     first.close()
     second.open()
@@ -194,7 +194,7 @@ def _hold(target: str, ready: Any) -> None:
 
 
 def _is_opened(sink: Any) -> bool:
-    with suppress(SinkBusyError):
+    with suppress(SinkError):
         sink.open()
         return True
     return False
@@ -205,7 +205,7 @@ def test_the_store_of_a_killed_writer_can_be_opened(target) -> None:
     process = forked.start(_hold, target, ready)
     assert ready.wait(120)
     sink = sink_at(target)
-    with pytest.raises(SinkBusyError):
+    with pytest.raises(SinkError, match="is its writer"):
         sink.open()
     process.kill()
     process.join()
@@ -277,12 +277,13 @@ def test_a_paused_writer_of_redis_changes_nothing_after_another_took_over(server
         newer.begin(_state())
         before = client.get(f"fence:{_STREAM}:state")
         paused._redis.connection.disconnect()  # it connects again with its next command
-        with pytest.raises(SinkBusyError, match="another process, which became it meanwhile, is its writer"):
+        with pytest.raises(SinkError, match="another process, which became it meanwhile, is its writer"):
             paused.finish(_finished())
         assert client.get(f"fence:{_STREAM}:state") == before
         assert client.get("fence:current") is None
-    with pytest.raises(SinkBusyError):
+    with pytest.raises(SinkError) as caught:
         paused.open()
+    assert caught.value.writer == f"process {os.getpid()} of host {socket.gethostname()}"
     newer.close()
 
 

@@ -97,13 +97,13 @@ def test_each_rank_encodes_its_state_once_for_a_checkpoint(two_ranks: RankPool) 
 
 def test_ranks_that_disagree_are_refused_before_training(two_ranks: RankPool, tmp_path: Path) -> None:
     for rank, messages in enumerate(two_ranks.run(f"{_CASES}:disagreements", folder=str(tmp_path))):
-        assert messages["counters"].startswith("RankMismatchError"), messages
+        assert messages["counters"].startswith("RankFailedError"), messages
         assert "'one'" in messages["counters"], messages
         assert "'other'" in messages["counters"], messages
-        assert messages["lacking"].startswith("RankMismatchError"), messages
-        assert "tracker state of a checkpoint differs" in messages["lacking"], messages
+        assert messages["lacking"].startswith("RankFailedError"), messages
+        assert "failed with tracker state of a checkpoint: " in messages["lacking"], messages
         for name, kind in (("build", "InvalidArgumentError"), ("damaged", "CheckpointError")):
-            assert messages[name].startswith(kind if rank else "RankMismatchError"), messages
+            assert messages[name].startswith(kind if rank else "RankFailedError"), messages
             assert kind in messages[name], messages
 
 
@@ -183,7 +183,7 @@ def test_a_fit_after_an_error_releases_the_first_tracker(one_rank: RankPool, tmp
 
 def test_plain_modules_under_ddp(two_ranks: RankPool, tmp_path: Path) -> None:
     for error in two_ranks.run(f"{_CASES}:fit_plain", folder=str(tmp_path)):
-        assert error.startswith("UnsupportedModelError: table 'bag' cannot be tracked")
+        assert error.startswith("UnsupportedModelError: the model has parts that cannot be tracked: 'bag' (")
         assert "pass the wrapper" in error
 
 
@@ -218,7 +218,7 @@ def test_rows_that_are_read_during_a_search_are_read_again(one_rank: RankPool, t
 
 def test_a_table_that_lightning_prunes_is_refused_by_name(one_rank: RankPool, tmp_path: Path) -> None:
     (error,) = one_rank.run(f"{_ORDERS}:pruned_table", folder=str(tmp_path))
-    assert error.startswith("UnsupportedModelError: table 'rows'")
+    assert error.startswith("UnsupportedModelError: the model has a table that can no longer be tracked: 'rows' (")
 
 
 def test_checkpoints_of_other_weights(one_rank: RankPool, tmp_path: Path) -> None:

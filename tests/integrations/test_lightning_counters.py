@@ -38,7 +38,7 @@ def test_checkpoints_that_do_not_fit_are_refused_on_every_rank(two_ranks: RankPo
         assert "is_required=False" in messages["none"]
         assert messages["other"].startswith("StateMismatchError"), messages
         assert "['clicks'], where ['clicks', 'views'] is expected" in messages["other"]
-        assert messages["damaged"].startswith("CheckpointError" if rank else "RankMismatchError"), messages
+        assert messages["damaged"].startswith("CheckpointError" if rank else "RankFailedError"), messages
         assert "its header cannot be read" in messages["damaged"]
         assert messages["no counters"].startswith("InvalidArgumentError"), messages
         own, totals = messages["allowed"]

@@ -389,7 +389,7 @@ def encoded(rank: int, world_size: int, url: str, encoding: str) -> int:
         assert attempt(lambda: Publisher(trainer.tracker, url, encoding={"x": chosen})).startswith("InvalidArgument")
         assert attempt(lambda: Publisher(trainer.tracker, url, encoding="INT9")).startswith("InvalidArgument")
         assert attempt(lambda: Publisher(trainer.tracker, url, dense=["dense.nothing"])).startswith(
-            "InvalidArgument" if rank == 0 else "PublishError"
+            "InvalidArgument" if rank == 0 else "RankFailedError"
         )
         top = Publisher(trainer.tracker, url, encoding=chosen, top_k=TopK(rows=3))
         top.publish()

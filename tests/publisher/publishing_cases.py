@@ -21,7 +21,7 @@ from torch import distributed as dist
 from torch import nn
 
 from delta_tracker import ModelDeltaTracker, ModelTarget, Predictor, Publisher, TopK, TrackingMode, Upkeep
-from delta_tracker.errors import DeltaTrackerError, FencedError, PublishError, RankLostError, StorageError
+from delta_tracker.errors import DeltaTrackerError, FencedError, RankFailedError, RankLostError, StorageError
 from delta_tracker.publisher import coordinator
 from delta_tracker.publisher.cadence import Cadence
 from delta_tracker.publisher.coordinator import Draft
@@ -201,9 +201,9 @@ def forgotten_errors(rank: int, world_size: int, url: str) -> None:
         if rank == 0:
             storage.rules.append(_full("put"))
         model(batch(spec, torch.Generator().manual_seed(rank))).backward()
-        lengths = frames_of_each(publisher.publish, StorageError if rank == 0 else PublishError)
+        lengths = frames_of_each(publisher.publish, StorageError if rank == 0 else RankFailedError)
         assert len(set(lengths[1:])) == 1, lengths
-        lengths = frames_of_each(publisher.flush, StorageError if rank == 0 else PublishError)
+        lengths = frames_of_each(publisher.flush, StorageError if rank == 0 else RankFailedError)
         assert len(set(lengths[1:])) == 1, lengths
         assert not has_frames(publisher.error)
         gc.collect()

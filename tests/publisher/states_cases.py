@@ -18,7 +18,7 @@ from delta_tracker.errors import (
     DeltaTrackerError,
     IncompleteModelError,
     InvalidArgumentError,
-    PublishError,
+    RankFailedError,
     UnfinishedStepError,
 )
 from delta_tracker.monitor import Monitor
@@ -303,7 +303,7 @@ def in_progress(rank: int, world_size: int, root: str) -> None:
     del output
     gc.collect()
     failed = _raised(trainer.publisher.publish, seconds=0.01)
-    assert isinstance(failed, InvalidArgumentError if rank else PublishError)
+    assert isinstance(failed, InvalidArgumentError if rank else RankFailedError)
     assert "rank_state['rank']['rank']" in str(failed)
     held.rank = 0
     trainer.publisher.publish()

@@ -18,7 +18,7 @@ def test_a_publisher_that_one_rank_builds_alone_is_refused(two_ranks: RankPool, 
     alone, other = two_ranks.run(f"{_CASES}:lone", url=f"file://{tmp_path}/stream")
     *alone["messages"], differing = alone["messages"]
     assert len(alone["messages"]) == 2
-    assert "PublishError" in differing
+    assert "RankFailedError" in differing
     assert "no top_k where rank 0 has top_k" in differing
     assert other["messages"] == [differing]
     for message in alone["messages"]:

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from delta_tracker.errors import PublishError
+from delta_tracker.errors import RankFailedError
 from delta_tracker.publisher.declared_states import declared_states, states_message
 from delta_tracker.types import StateSpec, TableSpec, TableStates
 
@@ -42,5 +42,5 @@ def test_the_column_ranges_of_all_ranks_are_united() -> None:
     ],
 )
 def test_ranks_that_do_not_fit_together_are_refused(other: TableStates) -> None:
-    with pytest.raises(PublishError, match=r"optimizer|column"):
+    with pytest.raises(RankFailedError, match=r"optimizer|column"):
         _declared({"a": _states((0, 4))}, {"a": other})

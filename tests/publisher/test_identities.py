@@ -42,7 +42,7 @@ def test_a_resumed_trainer_takes_later_raw_ids_back(two_ranks: RankPool, tmp_pat
 
 def test_ranks_that_divide_raw_ids_in_different_ways_publish_nothing(two_ranks: RankPool, tmp_path: Path) -> None:
     for message in two_ranks.run(f"{_CASES}:differing", root=str(tmp_path)):
-        assert "PublishError: the version was not published: rank 1 failed with the tables" in message
+        assert "RankFailedError: the version was not published: rank 1 failed with the tables" in message
         assert "2 buckets of 61 ids" in message
         assert "2 buckets of 60 ids" in message
 

@@ -37,7 +37,7 @@ def test_one_rank_publishes_too(one_rank: RankPool, url: str) -> None:
     one_rank.run(f"{_CASES}:equal", url=url, spec={})
 
 
-@pytest.mark.advice("PublishError: declared_states opened")
+@pytest.mark.advice("RankFailedError: declared_states opened")
 @pytest.mark.promise("lossless")
 @pytest.mark.parametrize(("broken_rank", "operation"), [(0, "put"), (1, "put"), (0, "create")])
 def test_a_failing_rank_loses_nothing(two_ranks: RankPool, url: str, broken_rank: int, operation: str) -> None:
@@ -47,7 +47,7 @@ def test_a_failing_rank_loses_nothing(two_ranks: RankPool, url: str, broken_rank
             if rank == broken_rank:
                 assert message.startswith("StorageError: the store file://")
             else:
-                assert message.startswith(f"PublishError: the version was not published: rank {broken_rank} failed")
+                assert message.startswith(f"RankFailedError: the version was not published: rank {broken_rank} failed")
             assert "No space left on device" in message
 
 
@@ -62,14 +62,14 @@ def test_a_rank_that_fails_before_its_vote_does_not_keep_the_others_waiting(
 ) -> None:
     answers = two_ranks.run(f"{_CASES}:unable_to_vote", url=url, broken_rank=broken_rank)
     assert all(message.startswith("StorageError") for message in answers[broken_rank])
-    assert all(message.startswith("PublishError") for message in answers[1 - broken_rank])
+    assert all(message.startswith("RankFailedError") for message in answers[1 - broken_rank])
 
 
 @pytest.mark.promise("lossless")
 def test_after_an_entry_that_the_store_altered_a_snapshot_follows(two_ranks: RankPool, url: str) -> None:
     (own,), (other,) = two_ranks.run(f"{_CASES}:altered_entry", url=url)
     assert own.startswith("AlteredEntryError: ")
-    assert other.startswith("PublishError: the version was not published: rank 0 failed with AlteredEntryError")
+    assert other.startswith("RankFailedError: the version was not published: rank 0 failed with AlteredEntryError")
 
 
 @pytest.mark.advice("LostEntryError: opened")
@@ -87,7 +87,7 @@ def test_after_the_newest_entry_was_deleted_all_ranks_continue_with_a_snapshot(
 def test_a_version_of_unknown_outcome_is_not_reported_as_unpublished(two_ranks: RankPool, url: str) -> None:
     (own_log, own), (other_log, other) = two_ranks.run(f"{_CASES}:unknown_outcome", url=url)
     assert own.startswith("UnknownOutcomeError: ")
-    assert other.startswith("PublishError: whether the version was published is unknown: rank 0 failed with Unknown")
+    assert other.startswith("RankFailedError: whether the version was published is unknown: rank 0 failed with Unknown")
     assert own_log.startswith("whether version 2 was published is unknown: ")
     assert other_log.startswith("whether version 2 was published is unknown: ")
 
@@ -119,7 +119,8 @@ def test_a_store_that_a_rank_cannot_use_is_refused_on_all(two_ranks: RankPool, t
     answers = two_ranks.run(f"{_CASES}:unwritable", url=f"file://{tmp_path}")
     for rank, (everywhere, on_one, consumer) in enumerate(answers):
         assert everywhere.startswith("StorageError: the store file://")
-        assert on_one.startswith("StorageError" if rank == 1 else "PublishError: the version was not published: rank 1")
+        failed = "RankFailedError: the version was not published: rank 1"
+        assert on_one.startswith("StorageError" if rank == 1 else failed)
         assert "Pass one of the known consumers" in consumer
     assert not (tmp_path / "fine" / "log").exists()
 
@@ -149,7 +150,7 @@ def test_calls_that_would_lose_rows_are_refused_on_every_rank(two_ranks: RankPoo
         assert "Publish from the training thread" in said["thread"]
         assert said["detached"].startswith("DetachedError")
         assert "rank 1 failed with the tables" in said["tables"]
-        assert said["stores"].startswith("InvalidArgumentError" if rank else "PublishError")
+        assert said["stores"].startswith("InvalidArgumentError" if rank else "RankFailedError")
 
 
 @pytest.mark.promise("equal")
@@ -179,7 +180,7 @@ def test_a_fork_of_a_publisher_is_refused(one_rank: RankPool, url: str) -> None:
 
 def test_ranks_that_call_different_methods_publish_nothing(two_ranks: RankPool, url: str) -> None:
     for (message,) in two_ranks.run(f"{_CASES}:mixed_calls", url=url):
-        assert message.startswith("PublishError: ")
+        assert message.startswith("RankFailedError: ")
         assert "rank 1 failed with the phase stepping where rank 0 has the phase publishing" in message
 
 
@@ -216,7 +217,7 @@ def test_a_share_that_was_not_sent_is_sent_by_the_next_call(two_ranks: RankPool,
 
 
 @pytest.mark.promise("lossless")
-@pytest.mark.advice("PublishError: Versions._start")
+@pytest.mark.advice("RankFailedError: Versions._start")
 def test_a_version_without_the_rows_of_a_rank_fails_on_all(two_ranks: RankPool, url: str) -> None:
     for message in two_ranks.run(f"{_CASES}:interrupted_message", url=url, then="close", is_later=True):
         assert "rank 1 failed with an interrupt" in message

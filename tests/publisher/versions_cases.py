@@ -17,7 +17,7 @@ from torch import distributed as dist
 
 import delta_tracker
 from delta_tracker import Cadence, ModelDeltaTracker, Predictor, Publisher, TopK, TrackingMode, Upkeep
-from delta_tracker.errors import DeltaTrackerError, PublishError, RankLostError
+from delta_tracker.errors import DeltaTrackerError, RankFailedError, RankLostError
 from tests.models import Spec, Table, shard
 from tests.publisher.flights import finish
 from tests.publisher.publishing_cases import assert_equal, empty_model
@@ -152,7 +152,7 @@ class _Job:
                 return False
             is_open = place.endswith(" start_all_gather")  # whether a vote of a copy was sent
             assert self._schedule.has_top_k or is_open, "only a read that was a collective is not repeated"
-            assert isinstance(error, PublishError)
+            assert isinstance(error, RankFailedError)
         if is_lost and not isinstance(error, RankLostError) and "close" not in (last, then):
             assert isinstance(self.call("publish"), RankLostError)
         if is_lost or "close" in (last, then):

@@ -80,6 +80,6 @@ def test_each_policy_and_consumer_continues(two_ranks: RankPool, tmp_path: Path,
 
 def test_a_restore_that_ends_before_the_raw_ids_leaves_a_model_that_raises(two_ranks: RankPool, tmp_path: Path) -> None:
     for restored, trained, published in two_ranks.run(f"{_PATHS}:interrupted", path=str(tmp_path)):
-        assert restored.startswith(("RestoreFailedError", "StorageError"))
+        assert restored.startswith(("RankFailedError", "StorageError"))
         assert trained.startswith("IncompleteModelError: the model is incomplete")
         assert published.startswith("IncompleteModelError: the model is incomplete")

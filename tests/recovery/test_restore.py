@@ -163,7 +163,7 @@ def test_an_older_version_is_restored(two_ranks: RankPool, stream: Path) -> None
 @pytest.mark.parametrize("where", ["fit", "write", "load"])
 def test_an_interrupted_restore_leaves_a_model_that_says_so(two_ranks: RankPool, stream: Path, where: str) -> None:
     first, second = two_ranks.run(f"{_CASES}:interrupted", path=str(stream), spec=spec(2, _COPIED), where=where)
-    failed = "RestoreFailedError: the restore failed: rank 0 failed with "
+    failed = "RankFailedError: the restore failed: rank 0 failed with "
     rejected = "a rejected state of training_state['scheduler']: " if where == "load" else ""
     assert first[0].startswith(f"{failed}{rejected}StorageError: " if rejected else "StorageError: ")
     assert second[0].startswith(f"{failed}{rejected}StorageError: ")

@@ -71,8 +71,7 @@ def test_a_store_that_is_missing_after_a_failed_takeover_is_not_an_empty_stream(
 
 
 @pytest.mark.advice(
-    "RestoreFailedError: Standby.__init__ Standby._claim Standby._meeting Standby._catch_up Standby.follow "
-    "Standby.take_over",
+    "RankFailedError: Standby._claim",
     "StorageError: _claim_newest Liveness._store_time",
 )
 def test_a_failure_after_the_claim_keeps_it_and_a_retry_completes(two_ranks: RankPool, tmp_path: Path) -> None:
@@ -148,13 +147,13 @@ def test_a_version_that_was_believed_to_have_failed_is_part_of_the_history(two_r
     found = two_ranks.run(f"{_CASES}:believed_failed", path=str(tmp_path), spec=spec(2))
     assert [{message.partition(":")[0] for message in messages} for messages in found] == [
         {"UnknownOutcomeError"},
-        {"PublishError"},
+        {"RankFailedError"},
     ]
 
 
 def test_different_calls_and_invalid_seconds_raise_typed_errors(two_ranks: RankPool, tmp_path: Path) -> None:
     for calls, others, silences, *invalid in two_ranks.run(f"{_CASES}:misused", path=str(tmp_path), spec=spec(2)):
-        assert calls.startswith("RestoreFailedError")
+        assert calls.startswith("RankFailedError")
         assert "take_over(force=False, silence=30.0) where rank 0 has follow(silence=30.0)" in calls
         assert "follow(silence=None) where rank 0 has sync()" in others
         assert "silence=40.0) where rank 0 has" in silences

@@ -42,7 +42,7 @@ _MIN_MINUTES = 30.0
 _FILES_PER_LIFE = 8
 _SETTLED_SECONDS = 20.0  # age of a process from which its memory counts
 # Errors with which a trainer may end that was not killed: another rank was, or its disk is full.
-_EXPECTED = ("RankLostError", "PublishError", "No space left", "gloo", "DistNetworkError", "Connection closed")
+_EXPECTED = ("RankLostError", "RankFailedError", "No space left", "gloo", "DistNetworkError", "Connection closed")
 
 
 class Process:

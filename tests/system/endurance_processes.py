@@ -20,7 +20,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher, Recovery, Upkeep
-from delta_tracker.errors import NotRecoverableError, PublishError, StorageError
+from delta_tracker.errors import NotRecoverableError, RankFailedError, StorageError
 from delta_tracker.publisher.cadence import Cadence
 from delta_tracker.recovery.restore import restore
 from delta_tracker.stream.maintenance.retention import Retention
@@ -171,7 +171,7 @@ class Trainer:
         while True:
             try:
                 manifest = publisher.publish()
-            except (PublishError, StorageError):  # the disk is full
+            except (RankFailedError, StorageError):  # the disk is full
                 if not is_last:
                     return
                 time.sleep(0.5)

@@ -62,7 +62,7 @@ from delta_tracker import (
     TrackingMode,
     Upkeep,
 )
-from delta_tracker.errors import FencedError, NoSnapshotError, PublishError, StorageError
+from delta_tracker.errors import FencedError, NoSnapshotError, RankFailedError, StorageError
 from delta_tracker.recovery.random_states import RandomStates
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.log import StreamLog
@@ -329,7 +329,7 @@ class Member:
                 self._publish_serving()
         except FencedError:
             raise
-        except (StorageError, PublishError):
+        except (StorageError, RankFailedError):
             if not (self._root / f"cut-{self._slot.number}").exists():
                 raise
 

@@ -33,8 +33,7 @@ from delta_tracker.errors import (
     FencedError,
     IncompleteModelError,
     NoSnapshotError,
-    PublishError,
-    RestoreFailedError,
+    RankFailedError,
     StorageError,
 )
 from delta_tracker.recovery.restore import restore
@@ -267,7 +266,7 @@ class Stage:
         """Check that a failure is reported, loses no row, and ends when the store works again."""
         try:
             action()
-        except (StorageError, PublishError):
+        except (StorageError, RankFailedError):
             self.trainer.train()
             action()
 
@@ -363,7 +362,7 @@ def _restore(stage: Stage) -> None:
     stage.arm()
     try:
         trainer.restore()
-    except (StorageError, RestoreFailedError):
+    except (StorageError, RankFailedError):
         try:
             trainer.model(batch(_SPEC, torch.Generator()))
         except IncompleteModelError:

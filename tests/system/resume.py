@@ -43,7 +43,7 @@ from torch import distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from delta_tracker import DataPosition, ModelDeltaTracker, ModelTarget, Predictor, Publisher, Recovery, Upkeep
-from delta_tracker.errors import NotRecoverableError, RestoreFailedError, RestoreMismatchError
+from delta_tracker.errors import NotRecoverableError, RankFailedError, RestoreMismatchError
 from delta_tracker.publisher.cadence import Cadence
 from delta_tracker.recovery.random_states import RandomStates
 from delta_tracker.recovery.restore import Restored, restore
@@ -292,7 +292,7 @@ def _check_refused(life: Life, cut: dict[str, Any]) -> None:
     before = life.trainer.record()
     try:
         life.restore(cut["version"])
-    except (RestoreMismatchError, RestoreFailedError):
+    except (RestoreMismatchError, RankFailedError):
         _same(before, life.trainer.record(), "refused")
         life.trainer.step(next(iter(life.trainer.loader)))
     else:
@@ -337,7 +337,7 @@ def _check_empty(root: Path, job: Job, rank: int) -> None:
     life.warm_up()
     try:
         life.restore(None)
-    except (NotRecoverableError, RestoreFailedError):  # the latter if another rank found it
+    except (NotRecoverableError, RankFailedError):  # the latter if another rank found it
         next(life.losses())
     else:
         raise AssertionError("a version was restored from an empty stream")

@@ -85,7 +85,7 @@ def child(number):
     if served.applying is None:
         assert len(values) == 1, f"version {served.version} is said to be whole: {values}"
     status = predictor.status()
-    assert status.error.startswith("ForkedError: this process was forked while follow() ran"), status.error
+    assert status.error.startswith("FollowEndedError: this process was forked while follow() ran"), status.error
     assert predictor.version == served.version, "nothing moves"
     predictor.stop()
     if number % 40 == 0:
@@ -197,7 +197,7 @@ def _run(program: str, tmp_path: Path, *arguments: str, prelude: str = _PRELUDE)
 
 
 _WAITING = """
-from delta_tracker.errors import ForkedError
+from delta_tracker.errors import FollowEndedError
 model = writer.model()
 with Predictor(model, writer.storage) as predictor:
     predictor.follow()
@@ -206,7 +206,7 @@ with Predictor(model, writer.storage) as predictor:
     def child():
         try:
             predictor.wait(99)  # the parent's thread does not exist here
-        except ForkedError as error:
+        except FollowEndedError as error:
             assert "Call follow() or sync() in this process" in str(error), error
         else:
             raise AssertionError("nothing was raised")
@@ -221,13 +221,13 @@ with Predictor(model, writer.storage) as predictor:
 """
 
 
-@pytest.mark.advice("ForkedError: Follower.after_fork_in_child ModelWriter.reading")
+@pytest.mark.advice("FollowEndedError: Follower.after_fork_in_child ModelWriter.reading")
 @pytest.mark.sweep("short")
 def test_many_children_of_a_process_that_follows(tmp_path: Path) -> None:
     _run(_MANY, tmp_path, "60" if SWEEPS_ARE_WHOLE else "15")
 
 
-@pytest.mark.advice("ForkedError: Follower.after_fork_in_child ModelWriter.reading")
+@pytest.mark.advice("FollowEndedError: Follower.after_fork_in_child ModelWriter.reading")
 @pytest.mark.parametrize("program", [_BY_HOLDERS, _TOO_SLOW, _WAITING], ids=["by holders", "too slow", "waiting"])
 def test_children_of_a_process_that_follows(tmp_path: Path, program: str) -> None:
     _run(program, tmp_path)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from delta_tracker import Predictor
-from delta_tracker.errors import SinkBusyError
+from delta_tracker.errors import SinkError
 from delta_tracker.predictor import sink_writer
 from delta_tracker.sinks.redis import RedisSink
 from delta_tracker.sinks.redis_rows import RedisRows
@@ -58,7 +58,9 @@ def write_until_killed(target: str, url: str, num_calls: int, rolls_back: bool) 
         try:
             predictor = Predictor(delegate, url)
             break
-        except SinkBusyError:
+        except SinkError as error:
+            if error.writer is None:
+                raise
             assert time.monotonic() < deadline
             time.sleep(0.01)
     if rolls_back and predictor.version:

@@ -14,7 +14,7 @@ import torch
 from torch import distributed as dist
 
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher
-from delta_tracker.errors import PublishError, StorageError
+from delta_tracker.errors import RankFailedError, StorageError
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage
 from tests.servers import S3, wait_until_written
@@ -57,7 +57,7 @@ def train(directory: Path, options: dict[str, str]) -> None:
             is_last = bool(stops)
             try:
                 version = publisher.publish().version
-            except (StorageError, PublishError) as error:
+            except (StorageError, RankFailedError) as error:
                 _logger.warning("not published: %s", error)
                 version, num_failed = None, num_failed + 1
         tables = whole_tables(model)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from delta_tracker.distributed import RankGroup
-from delta_tracker.errors import RankMismatchError
+from delta_tracker.errors import RankFailedError
 
 
 def agree(action: Callable[[], Mapping[str, object]], group: RankGroup) -> None:
@@ -19,7 +19,7 @@ def agree(action: Callable[[], Mapping[str, object]], group: RankGroup) -> None:
         group: group of all ranks.
 
     Raises:
-        RankMismatchError: if the results differ, or if ``action`` raised an error on another rank only.
+        RankFailedError: if the results differ, or if ``action`` raised an error on another rank only.
         RankLostError: if a rank died or did not answer in time.
         Exception: the error that ``action`` raised on this rank.
     """
@@ -29,15 +29,16 @@ def agree(action: Callable[[], Mapping[str, object]], group: RankGroup) -> None:
         _exchange({"error": f"{type(error).__name__}: {error}"}, group)
         raise
     every = _exchange(message, group)
-    if failed := {rank: f"failed with {each['error']}" for rank, each in enumerate(every) if "error" in each}:
-        raise RankMismatchError("outcome", failed).advising(
-            "Fix the problem on that rank, then repeat the call on every rank"
-        )
+    for rank, each in enumerate(every):
+        if "error" in each:
+            raise RankFailedError(rank, str(each["error"]), "agree")
     results = [each["result"] for each in every]
     for rank, result in enumerate(results):
         for what, value in result.items():
             if value != results[0][what]:
-                raise RankMismatchError(what, {0: results[0][what], rank: value})
+                reason = f"{what}: {value} where rank 0 has {results[0][what]}"
+                remedy = "Build the same tracker and load the same checkpoint on every rank"
+                raise RankFailedError(rank, reason, "agree").advising(remedy)
 
 
 def _exchange(message: Mapping[str, object], group: RankGroup) -> list[dict[str, dict[str, object]]]:

@@ -316,7 +316,7 @@ def check_world_size(counters: Mapping[str, Mergeable], saved: int, found: int) 
             "count instead of a mean"
         )
         what = f"states of counters that cannot be merged, {', '.join(unmerged)}, and world size"
-        raise StateMismatchError(what, saved, found, remedy)
+        raise StateMismatchError(what, saved, found).advising(remedy)
 
 
 def new_state(counter: Mergeable, layouts: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> State:

@@ -298,7 +298,7 @@ def parse(key: str, header: Tensor) -> RankHeader:
         raise CheckpointError(key, f"its header cannot be read: {type(error).__name__}: {error}") from error
     if part is None:
         remedy = "Load it with the release of delta_tracker that wrote it"
-        raise StateMismatchError("format version", version, FORMAT_VERSION, remedy)
+        raise StateMismatchError("format version", version, FORMAT_VERSION).advising(remedy)
     if f"{part.prefix}header" != key or part.rank >= part.world_size:
         raise CheckpointError(key, f"its header says that it is {part.prefix!r}")
     return part

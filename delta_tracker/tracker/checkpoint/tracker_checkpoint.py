@@ -17,7 +17,7 @@ from delta_tracker.errors import (
     LOAD_BEFORE,
     DeltaTrackerError,
     InvalidArgumentError,
-    RankMismatchError,
+    RankFailedError,
     ReservedConsumerError,
     StateMismatchError,
 )
@@ -172,7 +172,7 @@ class TrackerCheckpoint:
         Raises:
             DetachedError: if the tracker is detached.
             UnsupportedModelError: if a plain module was replaced.
-            RankMismatchError: if one of these errors was raised on another rank.
+            RankFailedError: if one of these errors was raised on another rank.
         """
         error: DeltaTrackerError | None = None
         try:
@@ -183,8 +183,8 @@ class TrackerCheckpoint:
         if error is not None:
             raise error
         if any(map(bool, failed)):
-            values = {rank: not bool(each) for rank, each in enumerate(failed)}
-            raise RankMismatchError("attached model", values).advising("Call tracker.reattach() on every rank")
+            rank, remedy = list(map(bool, failed)).index(True), "Call tracker.reattach() on every rank"
+            raise RankFailedError(rank, "a tracker that is not attached to its model", "agree").advising(remedy)
 
     def _check_synced(self, group: RankGroup | None) -> None:
         """Check that no row changed since the last sync of the replicas in 2D parallelism.

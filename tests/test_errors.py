@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections import abc
 from collections.abc import Callable
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
@@ -42,6 +42,8 @@ def _value(hint: Any) -> Any:
         return hint(7)
     if hint in (Exception, BaseException):
         return FollowEndedError(SystemExit("inner"))
+    if get_origin(hint) is Literal:
+        return get_args(hint)[0]
     arguments = [_value(each) for each in get_args(hint) if each is not type(None)]
     kind = get_origin(hint)
     if kind is abc.Mapping:

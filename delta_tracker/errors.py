@@ -1,0 +1,800 @@
+"""Exceptions of the library.
+
+Every error derives from :class:`DeltaTrackerError`. Each message names the offending object and a remedy. The offending
+object is also an attribute of the exception. Unless the docstring of the error says otherwise, a call that raises
+changes no state: no cursor moves, no row is applied, no version is committed.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from typing import Any, ClassVar, Literal, Self, TypeVar
+
+_MAX_HELD = 10_000
+_MAX_REPR = 500  # characters of a value in a message
+_Error = TypeVar("_Error", bound=BaseException)
+_Own = TypeVar("_Own", bound="DeltaTrackerError")
+
+CONTINUE = "Publish a snapshot to the present stream: predictors continue from it"
+LOAD_BEFORE = "Close the publisher, load or restore, and build a new Publisher afterwards"
+"""Remedy of a :class:`ReservedConsumerError` of a call that replaces the pending rows of all consumers."""
+SINK_CLOSED = "the sink is closed", "Call open() first"
+SINK_FORKED = "this process was forked", "Build a sink in this process"
+NO_VERSION = "no version is complete yet", "Wait until the predictor of the row store has applied a version"
+"""Reasons and remedies of a :class:`SinkError`."""
+_OR_NOTHING = "A tracker can also load {}, which marks every row as changed"
+
+
+class DeltaTrackerError(Exception):
+    """Base class of all errors. ``problem`` describes the error, ``remedy`` tells the user what to do."""
+
+    keeps_cause: ClassVar[bool] = False  # the cause is part of the error, so that a copy has it
+
+    def __init__(self, problem: str, remedy: str) -> None:
+        self.problem, self.remedy = problem.removesuffix("."), remedy  # the text of another error may be its end
+        super().__init__(str(self))
+
+    def advising(self, remedy: str) -> Self:
+        """Replace the remedy, if the cause needs another one than that of the class. Return the error."""
+        self.remedy = remedy
+        self.args = (str(self),)
+        return self
+
+    def __str__(self) -> str:
+        return f"{self.problem}. {self.remedy}."
+
+    def __copy__(self) -> Self:
+        return _rebuilt(type(self), self.args, vars(self), self.__cause__ if self.keeps_cause else None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return the function that rebuilds the error and its arguments, for pickle and deepcopy."""
+        cause = _picklable(self.__cause__) if self.keeps_cause else None
+        return _rebuilt, (type(self), self.args, vars(self), cause)
+
+
+class StreamError(DeltaTrackerError):
+    """Base class of the errors raised by streams, storage, publishers and predictors."""
+
+
+# Calls and the installation
+
+
+class InvalidArgumentError(DeltaTrackerError, ValueError):
+    """An argument is invalid, or the call is invalid in the current state.
+
+    ``argument`` names the invalid argument or object, and ``value`` is its value or state.
+    """
+
+    def __init__(self, argument: str, value: object, remedy: str) -> None:
+        is_state = argument.endswith("()") and isinstance(value, str)
+        problem = f"{argument} cannot be called: {value}" if is_state else f"{argument}={_brief(value)} cannot be used"
+        super().__init__(problem, remedy)
+        self.argument, self.value = argument, value
+
+
+class UncopyableError(DeltaTrackerError, TypeError):
+    """An object with hooks, locks or threads cannot be pickled or copied; ``kind`` is the name of its class."""
+
+    def __init__(self, kind: str, remedy: str) -> None:
+        super().__init__(f"a {kind} cannot be pickled or copied, because it has hooks, locks or threads", remedy)
+        self.kind = kind
+
+
+class MissingExtraError(DeltaTrackerError, ImportError):
+    """A required package is not installed, or was not built for the installed release of another one.
+
+    ``extra`` is the extra of this library that installs ``package``, or None if every installation of the library does.
+    ``other`` is the other package with its release, if there is one. ``command`` installs what is missing.
+    """
+
+    def __init__(self, package: str, extra: str | None, *, other: str | None = None, command: str = "") -> None:
+        self.package, self.extra, self.other = package, extra, other
+        self.command = command or "pip install " + (package if extra is None else f"'delta_tracker[{extra}]'")
+        if other is None:
+            super().__init__(f"the package {package!r} is not installed", f"Install it with: {self.command}")
+        else:
+            problem = f"{package} was not built for {other} and cannot be loaded"
+            super().__init__(problem, f"Install its match: {self.command}")
+
+
+# Trackers and their saved states
+
+
+class UnsupportedModelError(DeltaTrackerError, ValueError):
+    """The model has tables or parts that cannot be tracked, read, published or compiled, or it has no table at all.
+
+    ``parts`` maps their names to their types, optimizers or reasons. To train without them, pass their names as
+    ``fqns_to_skip``.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[str, str],
+        remedy: str = "Change the sharding plan, or name them in fqns_to_skip to train them untracked",
+        *,
+        problem: str = "parts that cannot be tracked",
+    ) -> None:
+        self.parts = dict(parts)
+        listed = ", ".join(f"{fqn!r} ({what})" if what else repr(fqn) for fqn, what in self.parts.items())
+        super().__init__(f"the model has {problem}: {listed or 'none'}", remedy)
+
+
+class ReservedConsumerError(DeltaTrackerError, RuntimeError):
+    """A consumer is reserved by ``owner``, such as a publisher, which would not publish rows that others commit."""
+
+    def __init__(self, consumer: str, owner: str, remedy: str) -> None:
+        super().__init__(f"consumer {consumer!r} is reserved by {owner}", remedy)
+        self.consumer, self.owner = consumer, owner
+
+
+class NeedsSnapshotError(DeltaTrackerError, RuntimeError):
+    """A consumer needs a snapshot, because its pending rows exceeded ``max_bytes`` and were dropped.
+
+    ``max_bytes`` is None if an earlier run dropped them, before it saved the checkpoint that was loaded.
+    """
+
+    def __init__(self, consumer: str, max_bytes: int | None) -> None:
+        bound = "max_bytes of an earlier run" if max_bytes is None else f"max_bytes={max_bytes}"
+        super().__init__(
+            f"consumer {consumer!r} needs a snapshot: its pending rows exceeded {bound} and were dropped",
+            "Call clear(consumer), copy every row (read_rows), then read deltas again; or increase max_bytes",
+        )
+        self.consumer, self.max_bytes = consumer, max_bytes
+
+
+class StaleDeltaError(DeltaTrackerError, RuntimeError):
+    """A delta is no longer the uncommitted read of its consumer: it was committed, aborted, or replaced by a newer."""
+
+    def __init__(self, consumer: str) -> None:
+        super().__init__(
+            f"this delta is no longer the uncommitted read of consumer {consumer!r}",
+            "Call get_delta(commit=False) again and commit the new delta; no row was lost",
+        )
+        self.consumer = consumer
+
+
+class DetachedError(DeltaTrackerError, RuntimeError):
+    """The tracker was detached from its model and no longer records changes."""
+
+    def __init__(self) -> None:
+        remedy = "Call reattach(), after which every row counts as changed"
+        super().__init__("the tracker is detached from its model", remedy)
+
+
+class CheckpointError(DeltaTrackerError, ValueError):
+    """A saved state is malformed or incomplete, or does not fit. What it would replace is unchanged.
+
+    ``reason`` says why. ``part`` is the name of the malformed part, or None if no part is malformed. ``ranks`` are the
+    ranks whose parts are missing, as far as they are known.
+    """
+
+    _remedy = "Load the parts of all ranks that saved it"
+
+    def __init__(self, part: str | None, reason: str, ranks: Iterable[int] = ()) -> None:
+        self.part, self.reason, self.ranks = part, reason, tuple(ranks)
+        missing = f"; missing parts of ranks: {_listed(self.ranks)}" if self.ranks else ""
+        what, remedy = "the saved state cannot be loaded", self._remedy
+        if part is not None:
+            what, remedy = f"part {part!r} of the saved state is malformed", "Load an older checkpoint"
+        super().__init__(f"{what}: {reason}{missing}", f"{remedy}. {_OR_NOTHING}")
+
+
+class StateMismatchError(CheckpointError):
+    """A saved state does not fit the object that loads it, or the parts saved by different ranks contradict each other.
+
+    ``what`` differs: the saved state has ``saved``, where ``found`` is expected.
+    """
+
+    _remedy = "Load it into an object with the same arguments"
+
+    def __init__(self, what: str, saved: object, found: object) -> None:
+        super().__init__(None, f"it has {what} {saved}, where {found} is expected")
+        self.what, self.saved, self.found = what, saved, found
+
+
+# Calls of all ranks: versions, restores and takeovers
+
+Action = Literal["publish", "restore", "agree"]
+
+
+class RankFailedError(StreamError, RuntimeError):
+    """A call of all ranks failed because rank ``rank`` failed with ``reason``, or differs from the other ranks.
+
+    If a version was not published, all rows stay pending; with ``is_unknown``, it may have been published, or may
+    appear later, and the next version follows it. If a restore failed, the model may be partly written, and then raises
+    :class:`IncompleteModelError`. The rank is this one if an object of it raised an error when it loaded its state.
+    """
+
+    def __init__(self, rank: int, reason: str, action: Action = "publish", *, is_unknown: bool = False) -> None:
+        outcome, remedy = {
+            "publish": ("the version was not published", "publish again; no row was lost"),
+            "restore": ("the restore failed", "restore again on all ranks"),
+            "agree": ("the ranks do not agree", "repeat the call on every rank"),
+        }[action]
+        if is_unknown:
+            outcome = "whether the version was published is unknown"
+        super().__init__(f"{outcome}: rank {rank} failed with {reason}", f"Fix the problem on that rank and {remedy}")
+        self.rank, self.reason, self.action, self.is_unknown = rank, reason, action, is_unknown
+
+
+class RankLostError(StreamError, RuntimeError):
+    """A rank died, exceeded a timeout, or was interrupted; all rows stay pending. See ``reason``."""
+
+    _remedy = (
+        "Check that every rank makes the same calls of the Publisher, and restart the job on all ranks; a new "
+        "Publisher then claims the stream"
+    )
+
+    def __init__(self, reason: str, remedy: str | None = None) -> None:
+        super().__init__(f"a rank was lost: {reason}", remedy or self._remedy)
+        self.reason = reason
+
+
+class FencedError(StreamError, RuntimeError):
+    """A publisher is fenced: a newer publisher has claimed the stream, and this one can publish no more versions.
+
+    ``generation`` is that of the fenced publisher, and ``owner`` that of the newer one, which committed ``version``.
+    """
+
+    def __init__(self, generation: int, owner: int, version: int) -> None:
+        problem = f"publisher of generation {generation} is fenced: generation {owner} holds version {version}"
+        super().__init__(problem, "Stop this trainer, or build a new Publisher to claim the stream again")
+        self.generation, self.owner, self.version = generation, owner, version
+
+
+class LivePublisherError(StreamError, RuntimeError):
+    """The publisher of generation ``generation`` of the stream at ``url`` may be alive, so it was not replaced.
+
+    ``version`` is the newest version, and ``seconds`` the time since the publisher's last sign of life, by the store's
+    clock. It is None if the version was committed during the call.
+    """
+
+    def __init__(self, url: str, generation: int, version: int, seconds: float | None = None) -> None:
+        sign = "committed during the call" if seconds is None else f"last sign {seconds:.1f} s ago"
+        problem = f"{url} has a live publisher of generation {generation}: version {version}, {sign}"
+        super().__init__(problem, "Stop that trainer, wait, or fence it with force=True or --force")
+        self.url, self.generation, self.version, self.seconds = url, generation, version, seconds
+
+
+class UnfinishedStepError(StreamError, RuntimeError):
+    """A version was not cut, because its rows would not be those after a whole training step; rows stay pending.
+
+    ``reason`` is an update of rows in progress, or one since the last ``tracker.step()``, which a restore would repeat.
+    """
+
+    def __init__(self, reason: str, remedy: str) -> None:
+        super().__init__(f"the rows cannot be read consistently: {reason}", remedy)
+        self.reason = reason
+
+
+class RestoreMismatchError(StreamError, ValueError):
+    """The saved training state does not fit this job, so nothing was restored.
+
+    ``what`` differs: the version has ``saved``, and this job has ``found``.
+    """
+
+    _remedy = "Build the job like the one that published the version"
+
+    def __init__(self, what: str, saved: object, found: object, remedy: str = _remedy) -> None:
+        super().__init__(f"{what} is {saved} in the version but {found} in this job; nothing was restored", remedy)
+        self.what, self.saved, self.found = what, str(saved), str(found)
+
+
+class NotRecoverableError(StreamError, LookupError):
+    """Version ``version`` of the stream at ``url`` has no complete training state, so nothing was restored.
+
+    ``reason`` describes what is missing. ``version`` is None on every rank if no version was published to the stream
+    yet: the job can start without a restore.
+    """
+
+    def __init__(self, url: str, version: int | None, reason: str) -> None:
+        if version is None:
+            problem = f"{url} has nothing to restore: {reason}"
+            remedy = "Check the URL, or start without restore: no version was published yet"
+        else:
+            problem = f"version {version} of {url} cannot be restored: {reason}"
+            remedy = "Choose another version; a Publisher(..., recovery=Recovery(...)) writes such versions"
+        super().__init__(problem, remedy)
+        self.url, self.version, self.reason = url, version, reason
+
+
+class IncompleteModelError(StreamError, RuntimeError):
+    """The model has rows of different times, because a restore of version ``version`` did not end.
+
+    If ``is_following``, it follows a stream as a :class:`~delta_tracker.recovery.standby.Standby`, and has the rows of
+    that version, but no other state.
+    """
+
+    def __init__(self, version: int, *, is_following: bool = False) -> None:
+        if is_following:
+            problem = f"the model follows a stream at version {version}"
+            remedy = "Call Standby.take_over() first, on all ranks"
+        else:
+            problem = f"the model is incomplete: a restore of version {version} was interrupted"
+            remedy = "Call restore() again on all ranks"
+        super().__init__(problem, remedy)
+        self.version, self.is_following = version, is_following
+
+
+class TakeoverFailedError(StreamError, RuntimeError):
+    """The takeover of the stream at ``url`` failed with ``reason``.
+
+    If ``is_claimed``, it was claimed by the entry ``version``. The claim is kept, and the next call completes the
+    takeover. Until then, the model raises :class:`IncompleteModelError`. Otherwise, nothing was claimed, because
+    ``version`` cannot be applied; ``applied`` is the last version that all ranks have applied, None if there is none.
+    """
+
+    def __init__(
+        self, url: str, version: int, reason: str, *, is_claimed: bool = True, applied: int | None = None
+    ) -> None:
+        if is_claimed:
+            problem = f"the takeover of {url} failed after the claim of version {version}: {reason}"
+            remedy = (
+                "The former trainer is fenced and no job trains: fix the problem and call take_over() again; the claim "
+                "is kept. If a version is damaged, call restore(...) with an older version instead"
+            )
+        else:
+            at = "before its first version" if applied is None else f"at version {applied}"
+            problem = f"the standby of {url} is {at} and cannot apply version {version}: {reason}"
+            remedy = (
+                "If the trainer is alive, publish a snapshot; otherwise, restore(...) an older version or repair the "
+                "store; force=True claims the stream nevertheless"
+            )
+        super().__init__(problem, remedy)
+        self.url, self.version, self.reason, self.is_claimed, self.applied = url, version, reason, is_claimed, applied
+
+
+# Stores and caches
+
+
+class StorageError(StreamError, OSError):
+    """The store at ``url`` cannot be reached, read or written; see ``reason``."""
+
+    _remedy = "Check the url, its permissions and free space, then try again; nothing was lost"
+
+    def __init__(self, url: str, reason: str, remedy: str | None = None) -> None:
+        super().__init__(f"the store {url} cannot be used: {reason}", self._remedy if remedy is None else remedy)
+        self.url, self.reason = url, reason
+
+
+class WriteRefusedError(StorageError):
+    """The store at ``url`` has certainly not written an object; see ``reason``.
+
+    With a ``name``, the store refused to create this object, although no object of that name exists. Without one, the
+    directory of a local store was unmounted, deleted or replaced since it was opened, or has a link or a file instead
+    of a folder, so that a write would go to another disk or stream. Writes succeed again once the directory is back. If
+    it was replaced on purpose, or has another device number now, a new publisher is necessary.
+    """
+
+    def __init__(self, url: str, reason: str, remedy: str, name: str | None = None) -> None:
+        super().__init__(url, reason, remedy)
+        self.name = name
+
+    @classmethod
+    def taken(cls, url: str, name: str, attempts: int) -> WriteRefusedError:
+        """Return the error for a name that the store refused ``attempts`` times to create."""
+        return cls(
+            url,
+            f"it refused {attempts} times to create {name} as existing, but does not list it",
+            "Remove what has this name in the store, such as a dangling link, then try again; nothing was lost",
+            name,
+        )
+
+
+class AlteredEntryError(StorageError):
+    """The store at ``url`` has other bytes under ``name`` than the publisher sent: they were altered on the way.
+
+    The version was not committed. ``xxh3`` is the hash of the stored bytes; the next entry follows them.
+    """
+
+    _remedy = "Find out what alters objects on the way to the store, then try again; no row was lost"
+
+    def __init__(self, url: str, name: str, xxh3: str) -> None:
+        super().__init__(url, f"{name} has other bytes than were sent; the next version must be a snapshot")
+        self.name, self.xxh3 = name, xxh3
+
+
+class UnknownOutcomeError(StorageError):
+    """It is unknown whether the store at ``url`` has ``name``, or will have it: see ``reason``.
+
+    The answer to its creation was lost. Or it was written or deleted, but the names in the directory ``directory`` of a
+    local store cannot be flushed to disk, so that a power loss may take that back. If it is the entry of a version,
+    readers may apply it now or later. Its rows stay pending, and the next version follows it if it exists.
+    """
+
+    def __init__(self, url: str, name: str, reason: str, directory: str | None = None) -> None:
+        if directory is None:
+            problem = f"whether {name} was created is unknown: {reason}"
+            remedy = "Try again: the next attempt finds what was created, and no row was lost"
+        else:
+            problem = f"{name} is not on disk, because {directory}/ cannot be synced: {reason}"
+            remedy = "Check the disk, then try again; no row was lost"
+        super().__init__(url, problem, remedy)
+        self.name, self.directory = name, directory
+
+
+class LostEntryError(StorageError):
+    """Another program deleted or replaced the entry ``name`` of the store at ``url``, which was the newest.
+
+    A delta cannot follow it, because new readers cannot reach the delta. Nothing was published. The stream was claimed
+    again by the entry ``claim``, a JSON text, and the next version is a snapshot.
+    """
+
+    _remedy = "Publish again: the next version is a snapshot, from which predictors continue"
+
+    def __init__(self, url: str, name: str, claim: str) -> None:
+        super().__init__(url, f"{name}, the newest entry, was deleted or replaced by another program")
+        self.name, self.claim = name, claim
+
+
+class UnsupportedStoreError(StorageError):
+    """The store at ``url`` does not support ``operation``: over http, it serves single objects only.
+
+    If it is None, the store has no atomic operation that creates an object only if it does not exist, so that a second
+    publisher could replace an entry of the stream.
+    """
+
+    def __init__(self, url: str, operation: str | None = None) -> None:
+        if operation is None:
+            reason = "it has no atomic create-if-absent"
+            remedy = "Use a store that honours If-None-Match: S3, GCS, Azure, a local directory, SeaweedFS, MinIO"
+        else:
+            reason = f"{operation} is not possible over http"
+            remedy = "Use the url of the bucket or directory for everything but reading versions"
+        super().__init__(url, reason, remedy)
+        self.operation = operation
+
+
+class StaleCacheError(StorageError):
+    """An object is missing, short or altered in the cache at ``url``; it may be right at the origin.
+
+    A predictor retries until ``seconds`` have passed since it first met the fault, and then resyncs.
+    """
+
+    _remedy = "The read is retried. If it lasts, check the lifetimes of the cache at the url"
+
+    def __init__(self, url: str, name: str, seconds: float) -> None:
+        super().__init__(url, f"{name} is missing, short or altered in the cache, for less than {seconds:g} s")
+        self.name, self.seconds = name, seconds
+
+
+class UnreadablePointerError(StorageError):
+    """The server at ``url`` sends something else than the pointer object ``name``, see ``received`` and ``why``.
+
+    Whether there are newer versions is unknown. The read is retried, and rows that were applied stay.
+    """
+
+    def __init__(self, url: str, name: str, received: str, why: str) -> None:
+        remedy = (
+            f"Make {url.rstrip('/')}/{name} the JSON object that the publisher wrote, unchanged: check the url, and "
+            "for a log-in or compression in between. The read is repeated"
+        )
+        super().__init__(url, f"{name} is no pointer, because {why}; received {received}", remedy)
+        self.name, self.received, self.why = name, received, why
+
+
+# Objects and versions of a stream
+
+
+class MalformedError(StreamError, ValueError):
+    """A manifest, a part or another object of a stream is malformed; see ``path`` and ``reason``."""
+
+    _remedy = (
+        "Check for other writers to this stream, and copy the object back from a mirror. If it is an entry of the log, "
+        "call Publisher.snapshot(): predictors continue from it. If no publisher can claim the stream, start a new "
+        "stream at another url"
+    )
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(f"{path} is malformed: {reason}", self._remedy)
+        self.path, self.reason = path, reason
+
+
+class NewerFormatError(MalformedError):
+    """The object ``path`` of a stream has the format ``found``, which only newer releases of the library can read.
+
+    ``known`` describes the formats that this release reads. No release reads drafts of a format that is final now.
+    """
+
+    _remedy = "Upgrade delta_tracker on this host"
+
+    def __init__(self, path: str, found: str, known: str) -> None:
+        super().__init__(path, f"its format is {found}; this release reads {known}")
+        self.found, self.known = found, known
+
+
+class CorruptPartError(StreamError, ValueError):
+    """A part is missing or truncated, or does not match its manifest; see ``path`` and ``reason``.
+
+    No row of the version was applied, with one exception. A part that is too large for memory is read twice, first to
+    check it and then to apply it. If the part changed in between, some of its rows may have been applied.
+    """
+
+    def __init__(self, path: str, reason: str) -> None:
+        remedy = f"{CONTINUE}. To restore, pin or roll back, pass an older version"
+        super().__init__(f"part {path} is corrupt: {reason}", remedy)
+        self.path, self.reason = path, reason
+
+
+class MissingVersionError(StreamError, LookupError):
+    """Version ``version`` of a stream is missing; no later version was applied. ``head`` is the newest version."""
+
+    def __init__(self, version: int, head: int) -> None:
+        remedy = f"{CONTINUE}. If you asked for this version, ask for another one"
+        super().__init__(f"version {version} is missing, and the newest version is {head}", remedy)
+        self.version, self.head = version, head
+
+
+class NoSnapshotError(StreamError, LookupError):
+    """The stream at ``url`` has no snapshot, or none at or below ``version``, which is None if it has none at all."""
+
+    def __init__(self, url: str, version: int | None = None) -> None:
+        if version is None:
+            problem = f"the stream {url} has no snapshot yet"
+            remedy = "Call Publisher.snapshot() on the trainer, then sync() again; or check the url"
+        else:
+            problem = f"version {version} of {url} precedes the first snapshot and has no rows"
+            remedy = "Pass the version of the first snapshot, usually 1, or a later one"
+        super().__init__(problem, remedy)
+        self.url, self.version = url, version
+
+
+class StreamReplacedError(StreamError, RuntimeError):
+    """The stream at ``url`` is not the one that ``version`` came from, which was applied completely or in part."""
+
+    def __init__(self, url: str, version: int) -> None:
+        super().__init__(f"the stream {url} is not the one of which version {version} was applied", CONTINUE)
+        self.url, self.version = url, version
+
+
+class OlderCopyError(StreamError, RuntimeError):
+    """The log at ``url`` ends at ``newest``, before the applied ``version``: a late copy, or a restored backup."""
+
+    def __init__(self, url: str, newest: int, version: int) -> None:
+        super().__init__(
+            f"{url} shows an older copy of the stream, up to version {newest}, and version {version} is applied",
+            "It continues when the log has a newer version; if the store was restored, restart the trainer, which "
+            "publishes a snapshot",
+        )
+        self.url, self.newest, self.version = url, newest, version
+
+
+class PinError(StreamError, RuntimeError):
+    """A pin or a release of the stream at ``url`` was not written, or was undone; see ``reason``."""
+
+    def __init__(self, url: str, what: str, reason: str, remedy: str) -> None:
+        super().__init__(f"{url} cannot be {what}: {reason}", remedy)
+        self.url, self.reason = url, reason
+
+
+class MirrorDivergedError(StreamError, RuntimeError):
+    """The destination of a mirror is not a prefix of its source; see ``reason``. Nothing was overwritten."""
+
+    def __init__(self, source: str, destination: str, version: int, reason: str) -> None:
+        remedy = "Mirror to an empty destination, or stop the program that writes to this one"
+        super().__init__(f"{destination} differs from {source} at version {version}: {reason}", remedy)
+        self.source, self.destination, self.version, self.reason = source, destination, version, reason
+
+
+# Predictors and row stores
+
+
+class ModelMismatchError(StreamError, ValueError):
+    """A table or a dense tensor differs between the stream and the predictor's model; nothing was applied.
+
+    ``kind`` is "table" or "dense tensor". ``expected`` describes ``name`` in the stream, and ``found`` in the model. If
+    the model lacks it, ``known`` lists the names in the model.
+    """
+
+    def __init__(
+        self, name: str, expected: object, found: str, known: Iterable[str] = (), *, kind: str = "table"
+    ) -> None:
+        self.kind, self.name, self.expected, self.found, self.known = kind, name, str(expected), found, tuple(known)
+        names = f"; the model has: {_listed(self.known)}" if self.known else ""
+        super().__init__(
+            f"{kind} {name!r} is {expected} in the stream but {found} in the predictor's model{names}",
+            "Build the predictor's model with the trainer's names and sizes, or map differing names with "
+            "ModelTarget(model, names={stream: model})"
+            + (", or pass dense=False there" if kind == "dense tensor" else ""),
+        )
+
+
+class PartialRowsError(StreamError, ValueError):
+    """A version has only part of a column range that the predictor must write as a whole. Nothing was applied.
+
+    ``needed`` is this column range of ``table``. For ``num_rows`` rows, the version has only the columns ``found``.
+    """
+
+    def __init__(self, table: str, num_rows: int, found: Iterable[tuple[int, int]], needed: tuple[int, int]) -> None:
+        self.table, self.num_rows, self.found, self.needed = table, num_rows, tuple(found), needed
+        super().__init__(
+            f"{num_rows} rows of table {table!r} have the columns {_listed(self.found)} only, "
+            f"and the predictor must write the columns {needed!r} together",
+            "Wait for the next snapshot, which has whole rows; publish column-wise tables without top-k and with fused "
+            "kernels, or do not shard this one by columns",
+        )
+
+
+class HeldVersionError(StreamError, RuntimeError):
+    """A predictor's gate rejected version ``version`` for ``reason``; the tables are unchanged."""
+
+    def __init__(self, version: int, reason: str) -> None:
+        remedy = f"Check the trainer; then call accept({version}) or rollback(...), or publish a good snapshot"
+        super().__init__(f"version {version} is held back by the gate: {reason}", remedy)
+        self.version, self.reason = version, reason
+
+
+class WaitTimeoutError(StreamError, TimeoutError):
+    """``Predictor.wait`` ended before the version was applied.
+
+    ``wanted`` is the version, None for any; ``version`` is what the tables hold, None for nothing.
+    """
+
+    def __init__(
+        self, url: str, wanted: int | None, version: int | None, seconds: float | None, error: Exception | None
+    ) -> None:
+        what = "any version" if wanted is None else f"version {wanted}"
+        held = "no version" if version is None else f"version {version}"
+        cause = "" if error is None else f"; the last attempt failed: {type(error).__name__}: {error}"
+        super().__init__(
+            f"the predictor of {url} has not applied {what} after {seconds} s and holds {held}{cause}",
+            "Check the url and that the publisher publishes, or pass a longer timeout",
+        )
+        self.wanted, self.version = wanted, version
+
+
+class FollowEndedError(StreamError, RuntimeError):
+    """The thread of ``Predictor.follow`` ended by the exception ``__cause__``, or is in the parent process only.
+
+    The latter is so if this process was forked while ``follow`` ran. ``__cause__`` is then None, and rows that were
+    being written at the time of the fork may be incomplete here. A pickled or deeply copied error has no cause if
+    pickle cannot copy it; the message always names its type and text.
+    """
+
+    keeps_cause = True
+
+    def __init__(self, cause: BaseException | str, remedy: str = "Call follow() again") -> None:
+        if isinstance(cause, str):
+            super().__init__(f"this process was forked while follow() ran in its parent: {cause}", remedy)
+        else:
+            super().__init__(f"the thread of follow() ended: {type(cause).__name__}: {cause}", remedy)
+            self.__cause__ = cause
+
+
+class SinkError(StreamError, OSError):
+    """The row store at ``target`` cannot be reached, read or written; see ``reason``. Readers keep its stored rows.
+
+    ``writer`` is another process that writes to it, or became its writer meanwhile; None for other reasons.
+    """
+
+    def __init__(self, target: str, reason: str, remedy: str | None = None, *, writer: str | None = None) -> None:
+        remedy = remedy or "Check the row store and its free space. The next sync() or follow() completes the version"
+        super().__init__(f"the row store {target} cannot be used: {reason}", remedy)
+        self.target, self.reason, self.writer = target, reason, writer
+
+    @classmethod
+    def busy(cls, target: str, writer: str) -> SinkError:
+        """Return the error for a row store to which another process writes."""
+        remedy = "Stop the other writer, or use another prefix or directory: a row store has one writer"
+        return cls(target, f"{writer} is its writer", remedy, writer=writer)
+
+
+class MalformedSinkError(StreamError, ValueError):
+    """An object ``where`` of a row store is invalid; see ``reason``."""
+
+    def __init__(self, where: str, reason: str) -> None:
+        remedy = "Delete the keys of the prefix, or the directory, and write the store again from the stream"
+        super().__init__(f"{where} in the row store is invalid: {reason}", remedy)
+        self.where, self.reason = where, reason
+
+
+# Questions about an error that do not depend on its class alone
+
+
+def kind_of(error: BaseException) -> tuple[object, ...]:
+    """Return a key that is the same for each attempt that fails for one reason, to log the failure once.
+
+    The texts of such errors differ, for example in the time of a request, or in the name of a part.
+    """
+    match error:
+        case MalformedError() | CorruptPartError():
+            return type(error), error.path.partition("/")[0]
+        case ModelMismatchError():
+            return type(error), error.name
+        case PartialRowsError():
+            return type(error), error.table
+        case RankFailedError():
+            return type(error), error.rank
+    return (type(error),)
+
+
+def is_unknown(error: BaseException) -> bool:
+    """Return True if a version may have been published, or may appear later, although that raised ``error``."""
+    match error:
+        case RankFailedError():
+            return error.is_unknown
+        case UnknownOutcomeError():
+            return error.directory in (None, "log")
+    return False
+
+
+def is_panic(error: BaseException) -> bool:
+    """Return True for a panic of Rust code. Each extension module has a class for it, which cannot be imported."""
+    return type(error).__name__ == "PanicException"
+
+
+def unraised(error: _Error) -> _Error:
+    """Return a copy of an error without traceback, cause and context, as if it had never been raised.
+
+    An object that keeps an error must keep such a copy, and raise another one: the frames of a traceback keep their
+    variables alive, for example the rows of a version, and a raise adds its frames to those of earlier raises.
+
+    A cause that is part of the error (``keeps_cause``) is copied in the same way. If an error of another package cannot
+    be copied, it is returned itself, without these references. The errors within it, such as those of an
+    ``ExceptionGroup``, are not copied but lose their tracebacks.
+    """
+    try:
+        copied = copy.copy(error)
+    except Exception:  # noqa: BLE001  the constructor of any class may run
+        copied = error
+    if type(copied) is not type(error) or str(copied) != str(error):
+        copied = error
+    cause = error.__cause__ if isinstance(error, DeltaTrackerError) and error.keeps_cause else None
+    copied.__traceback__ = copied.__context__ = None
+    copied.__cause__ = None if cause is None else unraised(cause)
+    _remove_tracebacks(_held(copied))
+    return copied
+
+
+def _remove_tracebacks(values: list[object]) -> None:
+    """Remove the tracebacks of the errors in ``values``, and of the first 10,000 that these and containers hold."""
+    pending, seen = values, set[int]()
+    while pending and len(seen) < _MAX_HELD:
+        value = pending.pop()
+        if id(value) in seen or not isinstance(value, BaseException | list | tuple | dict):
+            continue
+        seen.add(id(value))
+        if isinstance(value, BaseException):
+            value.__traceback__ = None
+            pending += [*_held(value), value.__cause__, value.__context__]
+        else:
+            pending += islice(value.values() if isinstance(value, dict) else value, _MAX_HELD)
+
+
+def _held(error: BaseException) -> list[object]:
+    """Return the arguments and attributes of an error, and the errors of a group."""
+    group = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    return [*error.args, *vars(error).values(), *group]
+
+
+def _rebuilt(kind: type[_Own], args: tuple[Any, ...], fields: Mapping[str, Any], cause: BaseException | None) -> _Own:
+    """Return an error with these ``args`` and attributes. The constructors of subclasses take other arguments."""
+    error = kind.__new__(kind)
+    super(DeltaTrackerError, error).__init__(*args)
+    vars(error).update(fields)
+    if cause is not None:
+        error.__cause__ = cause
+    return error
+
+
+def _picklable(error: BaseException | None) -> BaseException | None:
+    """Return ``error``, or None if pickle cannot save and load it."""
+    try:
+        pickle.loads(pickle.dumps(error))  # noqa: S301  the bytes are this process's own
+    except Exception:  # noqa: BLE001  the constructor of any class may run
+        return None
+    return error
+
+
+def _brief(value: object) -> str:
+    """Return the ``repr`` of a value in one line of at most 500 characters."""
+    text = " ".join(line.strip() for line in repr(value).splitlines())
+    return text if len(text) <= _MAX_REPR else f"{text[:_MAX_REPR]}..."
+
+
+def _listed(names: Iterable[object]) -> str:
+    """Return the quoted names, separated by commas; ``none`` if there are no names."""
+    return ", ".join(repr(name) for name in names) or "none"
