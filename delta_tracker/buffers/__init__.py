@@ -1,6 +1,7 @@
-"""Host memory: buffers that are reused, and copies of device tensors.
+"""Memory: buffers of the host that are reused, copies of device tensors, and the order of uses on a device.
 
 Open ``pool.py`` first: it has the pool of buffers. ``host_copy.py`` copies a device tensor to pinned memory.
+``cuda_fence.py`` orders the work of several CUDA streams.
 """
 
 from delta_tracker.buffers.pool import MEMORY as MEMORY

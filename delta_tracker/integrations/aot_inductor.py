@@ -29,7 +29,7 @@ from torch.export import ExportedProgram
 from torch.utils._pytree import tree_leaves
 
 from delta_tracker.errors import InvalidArgumentError, UnsupportedModelError
-from delta_tracker.state_tree import TENSOR_DTYPES
+from delta_tracker.stream.format.state_tree import TENSOR_DTYPES
 
 _logger = logging.getLogger(__name__)
 

@@ -14,11 +14,11 @@ from weakref import ref
 
 from torch import Tensor, nn
 
-from delta_tracker.distributed import DEFAULT_TIMEOUT, RankGroup
 from delta_tracker.errors import DetachedError
 from delta_tracker.integrations.lightning_package import check_only_one, lightning_package
 from delta_tracker.publisher.publisher import Publisher
 from delta_tracker.tracker.checkpoint.agreement import agree
+from delta_tracker.tracker.rank_group import DEFAULT_TIMEOUT, RankGroup
 from delta_tracker.tracker.tracker import ModelDeltaTracker
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from delta_tracker.distributed import DEFAULT_TIMEOUT, RankGroup
 from delta_tracker.errors import CheckpointError, InvalidArgumentError
 from delta_tracker.integrations.lightning_package import check_only_one, lightning_package
 from delta_tracker.tracker.checkpoint.agreement import agree
 from delta_tracker.tracker.checkpoint.rank_counters import RankCounters
+from delta_tracker.tracker.rank_group import DEFAULT_TIMEOUT, RankGroup
 
 if TYPE_CHECKING:
     from pytorch_lightning import Callback, LightningModule, Trainer

@@ -2,7 +2,7 @@
 
 Open ``monitor.py`` first. The functions of this package are the methods of the program's default :class:`Monitor`.
 Trackers, publishers and predictors record the metrics listed in ``library.py`` with the recorders of ``recorder.py``.
-From the rest of the library, this package imports only ``errors`` and ``forking``.
+From the rest of the library, this package imports only ``errors``, ``live_objects`` and ``buffers``.
 """
 
 from delta_tracker.monitor.event import Event as Event

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any, cast
 
 from delta_tracker.errors import InvalidArgumentError
-from delta_tracker.forking import Forkable, protect
+from delta_tracker.live_objects import Forkable, protect
 from delta_tracker.monitor.batch import Batch
 from delta_tracker.monitor.clock import Clock, Progress
 from delta_tracker.monitor.collector import Collector

@@ -9,7 +9,7 @@ from dataclasses import replace
 import msgspec
 
 from delta_tracker.errors import FollowEndedError, InvalidArgumentError
-from delta_tracker.forking import Forkable, protect
+from delta_tracker.live_objects import Forkable, protect
 from delta_tracker.predictor.gauges import PredictorGauges
 from delta_tracker.predictor.identities import OwnerChange, identities_after, owner_changes, version_owners
 from delta_tracker.predictor.lock import TableLock

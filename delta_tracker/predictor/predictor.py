@@ -12,7 +12,7 @@ from typing import Self
 
 from delta_tracker.arguments import check_count, check_switch, check_type, is_number
 from delta_tracker.errors import InvalidArgumentError, WaitTimeoutError
-from delta_tracker.forking import Forkable, protect
+from delta_tracker.live_objects import Forkable, Uncopied, protect
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.predictor.follower import Follower
@@ -35,7 +35,6 @@ from delta_tracker.stream.reading.orders import Policy
 from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.reading.sources import Sources
 from delta_tracker.stream.storage.storage import Location, Storage
-from delta_tracker.uncopied import Uncopied
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

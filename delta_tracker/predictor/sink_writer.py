@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from delta_tracker.errors import InvalidArgumentError, MalformedSinkError, ModelMismatchError
-from delta_tracker.forking import Forkable, protect
+from delta_tracker.live_objects import Forkable, protect
 from delta_tracker.predictor.gauges import PredictorGauges
 from delta_tracker.predictor.identities import VersionOwners, identities_after, version_owners
 from delta_tracker.predictor.placement import Placement

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from delta_tracker.distributed import Gathering
 from delta_tracker.publisher.exchange import Count, Exchange, Vote
+from delta_tracker.tracker.rank_group import Gathering
 
 
 class Ballots:

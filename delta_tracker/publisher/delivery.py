@@ -7,13 +7,13 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from delta_tracker.distributed import RankGroup
 from delta_tracker.errors import LostEntryError, RankLostError
 from delta_tracker.publisher.coordinator import Coordinator, Draft, Share
 from delta_tracker.publisher.exchange import Message, check_alike, opened
 from delta_tracker.publisher.rounds import Letter, Rounds, Sign
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.reading.runtime import Runtime
+from delta_tracker.tracker.rank_group import RankGroup
 from delta_tracker.types import Delta
 
 _T = TypeVar("_T")

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from delta_tracker.distributed import Gathering, RankGroup
 from delta_tracker.errors import (
     Action,
     FencedError,
@@ -22,6 +21,7 @@ from delta_tracker.errors import (
     RankLostError,
     is_unknown,
 )
+from delta_tracker.tracker.rank_group import Gathering, RankGroup
 
 Join: TypeAlias = Callable[[str, str, timedelta], RankGroup]
 

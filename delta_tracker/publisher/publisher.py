@@ -15,12 +15,12 @@ from typing import Any, Self
 from torch import nn
 
 from delta_tracker.arguments import check_type
-from delta_tracker.distributed import DEFAULT_TIMEOUT, RankGroup
 from delta_tracker.errors import (
     FencedError,
     InvalidArgumentError,
     unraised,
 )
+from delta_tracker.live_objects import Uncopied
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.publisher.ballots import Ballots
@@ -45,9 +45,9 @@ from delta_tracker.stream.pointer_writer import PointerWriter
 from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.storage.storage import Location
 from delta_tracker.tracker.progress import Progress
+from delta_tracker.tracker.rank_group import DEFAULT_TIMEOUT, RankGroup
 from delta_tracker.tracker.top_k import TopK
 from delta_tracker.tracker.tracker import ModelDeltaTracker
-from delta_tracker.uncopied import Uncopied
 
 _logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class Publisher(Uncopied, remedy="Save the tracker's state_dict(), and build a n
         timeout: maximum wait for the other ranks, including the wait until every rank has built its publisher.
         monitor: monitor for the metrics; None for ``delta_tracker.monitor.MONITOR``.
         runtime: clock, waits and threads of the publisher, which a simulation replaces.
-        join: makes a process group of all ranks, see :class:`~delta_tracker.distributed.RankGroup`.
+        join: makes a process group of all ranks, see :class:`~delta_tracker.tracker.rank_group.RankGroup`.
         name: label ``publisher`` of the metrics; None for ``"publisher"``. If another publisher of this process has the
             same name, a suffix ``-2``, ``-3``, ... is added.
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from delta_tracker.distributed import RankGroup
 from delta_tracker.errors import RankLostError
+from delta_tracker.tracker.rank_group import RankGroup
 
 _HEADER = struct.Struct("<qqq")  # number, sign, and length of the data
 _FRAME_BYTES = 4096  # what is longer needs a second transfer

@@ -35,7 +35,7 @@ from delta_tracker.publisher.host_copies import Source
 from delta_tracker.raw_ids.collision_states import collision_state
 from delta_tracker.sharding.dense import dense_tensors
 from delta_tracker.sharding.torchrec_api import known_torchrec
-from delta_tracker.state_tree import StateTree, flatten
+from delta_tracker.stream.format.state_tree import StateTree, flatten
 from delta_tracker.stream.heartbeat import BEAT_SECONDS
 from delta_tracker.tracker.live_tables import LiveTables
 from delta_tracker.tracker.progress import Progress
@@ -50,7 +50,7 @@ class Stateful(Protocol):
     """Object with a state, such as an optimizer, a learning rate scheduler or a gradient scaler."""
 
     def state_dict(self) -> Any:  # noqa: ANN401  torch's classes return dicts of different types
-        """Return the state, see :mod:`delta_tracker.state_tree` for its types. Must not need other ranks."""
+        """Return the state, of types in :mod:`delta_tracker.stream.format.state_tree`. Must not need other ranks."""
 
     def load_state_dict(self, state: Any, /) -> Any:  # noqa: ANN401
         """Restore a state."""
@@ -128,7 +128,7 @@ class TakenState:
     """Training state at a cut, whose tensors are not copied yet.
 
     Args:
-        tree: the state. Its :meth:`~delta_tracker.state_tree.StateTree.buffers` need a copy of each source.
+        tree: the state. Its :meth:`StateTree.buffers` need a copy of each source.
         event_time: time of the last trained batch in seconds; None if unknown.
         sources: the tensors of the state. Copy them together with the rows, before training continues.
     """

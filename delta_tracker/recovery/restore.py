@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import nn
 
-from delta_tracker.distributed import DEFAULT_TIMEOUT
 from delta_tracker.errors import NotRecoverableError
 from delta_tracker.publisher.exchange import Exchange, Message, Phase, check_alike
 from delta_tracker.publisher.training import Recovery
@@ -23,6 +22,7 @@ from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Location, open_storage
 from delta_tracker.tracker.data_position import DataPosition
+from delta_tracker.tracker.rank_group import DEFAULT_TIMEOUT
 from delta_tracker.tracker.tracker import ModelDeltaTracker
 
 _logger = logging.getLogger(__name__)

@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import nn
 
-from delta_tracker.distributed import DEFAULT_TIMEOUT
 from delta_tracker.errors import (
     CorruptPartError,
     InvalidArgumentError,
@@ -27,6 +26,7 @@ from delta_tracker.errors import (
     TakeoverFailedError,
     unraised,
 )
+from delta_tracker.live_objects import Uncopied
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.publisher.exchange import Exchange, Message, Phase, check_alike
@@ -45,8 +45,8 @@ from delta_tracker.stream.log import Claim, ClaimedStream, StreamLog
 from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.storage.storage import Location, Storage, open_storage
 from delta_tracker.tracker.data_position import DataPosition
+from delta_tracker.tracker.rank_group import DEFAULT_TIMEOUT
 from delta_tracker.tracker.tracker import ModelDeltaTracker
-from delta_tracker.uncopied import Uncopied
 
 _logger = logging.getLogger(__name__)
 

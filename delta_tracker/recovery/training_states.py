@@ -11,10 +11,10 @@ from torch import Tensor
 
 from delta_tracker.errors import CorruptPartError, InvalidArgumentError
 from delta_tracker.raw_ids.collision_states import collision_fault
-from delta_tracker.state_tree import StateReader
 from delta_tracker.stream.format.field_types import Count, Range
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.part_reader import read_training
+from delta_tracker.stream.format.state_tree import StateReader
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import ShardSpec, TableSpec
 

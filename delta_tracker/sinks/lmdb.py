@@ -23,7 +23,7 @@ from delta_tracker.errors import (
     MalformedSinkError,
     SinkError,
 )
-from delta_tracker.forking import Forkable, protect
+from delta_tracker.live_objects import Forkable, protect
 from delta_tracker.sinks.lmdb_rows import CURRENT, STATES, LmdbStore, keys_of, state_key, stream_prefix
 from delta_tracker.sinks.row_sink import RowSink, SinkState
 from delta_tracker.sinks.stored_values import (

@@ -14,7 +14,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from delta_tracker.errors import InvalidArgumentError, MalformedSinkError
-from delta_tracker.state_tree import TENSOR_DTYPES
+from delta_tracker.stream.format.state_tree import TENSOR_DTYPES
 from delta_tracker.types import Identity, TableSpec
 
 _FORMAT = 1

@@ -28,6 +28,7 @@ from delta_tracker.errors import (
     NoSnapshotError,
     StorageError,
 )
+from delta_tracker.live_objects import Uncopied
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.parse import parse_manifest
 from delta_tracker.stream.log import Merged, StreamLog, check_merged, entry_name, read_bytes, version_error
@@ -39,7 +40,6 @@ from delta_tracker.stream.reading.path import forks, path_to
 from delta_tracker.stream.reading.position import Position
 from delta_tracker.stream.reading.runtime import REAL, Runtime
 from delta_tracker.stream.storage.storage import Storage
-from delta_tracker.uncopied import Uncopied
 
 _logger = logging.getLogger(__name__)
 

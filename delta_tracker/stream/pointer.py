@@ -18,7 +18,7 @@ import xxhash
 from msgspec import Meta, convert
 
 from delta_tracker.errors import MalformedError, StaleCacheError, UnreadablePointerError, unraised
-from delta_tracker.forking import Forkable, protect
+from delta_tracker.live_objects import Forkable, protect
 from delta_tracker.stream.format.field_types import Count, Hex, Time
 from delta_tracker.stream.format.manifest import MAX_ENTRY_BYTES, Manifest, entry_name
 from delta_tracker.stream.format.parse import load_json, parse_manifest

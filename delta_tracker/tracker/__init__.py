@@ -6,5 +6,6 @@ keeps them between two cuts, and ``log_consumers.py``, which reads them. ``store
 ``modes.py`` defines the data that each tracking mode keeps for a row. ``cursors.py`` keeps the cursor of each consumer.
 ``delta_reader.py`` builds the deltas. ``hooks.py`` registers the hooks. A publisher reads its consumer with
 ``consumer_handle.py``, whole tables with ``live_tables.py``, and the progress of training with ``progress.py``.
-``checkpoint/`` saves and loads the state. The package does not import ``stream``.
+``checkpoint/`` saves and loads the state. ``rank_group.py`` has the process groups in which ranks exchange messages. Of
+``stream``, the package imports the encoding of states only.
 """

@@ -13,13 +13,13 @@ from typing import Self
 from torch import Tensor
 
 from delta_tracker.errors import InvalidArgumentError, UnfinishedStepError
+from delta_tracker.live_objects import Uncopied
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.checkpoint.tracker_checkpoint import TrackerCheckpoint
 from delta_tracker.tracker.delta_reader import DeltaReader
 from delta_tracker.tracker.top_k import AllRanks, TopK
 from delta_tracker.tracker.tracked_model import TrackedModel
 from delta_tracker.types import Delta
-from delta_tracker.uncopied import Uncopied
 
 _POLL_SECONDS = 0.001
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from delta_tracker.errors import InvalidArgumentError
-from delta_tracker.state_tree import pack, unpack
-from delta_tracker.uncopied import Uncopied
+from delta_tracker.live_objects import Uncopied
+from delta_tracker.stream.format.state_tree import pack, unpack
 
 T = TypeVar("T")
 _Batch_co = TypeVar("_Batch_co", covariant=True)
@@ -46,10 +46,10 @@ class DataPosition(Uncopied, Generic[T], remedy="Save or copy its state_dict()")
             train(batch)
             tracker.step()
 
-    For each batch, the state of the loader is encoded by :mod:`delta_tracker.state_tree`, which rejects other types
-    than that module lists. The loader itself must account for its workers, as ``StatefulDataLoader`` does. Tested with
-    torch's ``DataLoader`` with 2 workers, and with TorchRec's ``TrainPipelineBase``, ``TrainPipelineSparseDistLite``
-    and ``TrainPipelineSparseDist`` on the CPU.
+    For each batch, the state of the loader is encoded by :mod:`delta_tracker.stream.format.state_tree`, which rejects
+    other types than it lists. The loader itself must account for its workers, as ``StatefulDataLoader`` does. Tested
+    with torch's ``DataLoader`` with 2 workers, and with TorchRec's ``TrainPipelineBase``,
+    ``TrainPipelineSparseDistLite`` and ``TrainPipelineSparseDist`` on the CPU.
 
     A missing step is noticed when ``max_ahead`` is exceeded, which by default allows for a few of them. Set it to the
     number of batches that the pipeline is ahead, to notice each one.

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from delta_tracker.cuda_fence import StreamFence
+from delta_tracker.buffers.cuda_fence import StreamFence
 from delta_tracker.errors import UnsupportedModelError
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.rows import ChangedRows, merge_first

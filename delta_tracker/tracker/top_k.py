@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from delta_tracker.arguments import is_number
-from delta_tracker.distributed import TORCH_TIMEOUT, RankGroup
 from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.tracker.rank_group import TORCH_TIMEOUT, RankGroup
 from delta_tracker.types import DeltaRows
 
 Score = Callable[[str, DeltaRows], Tensor]

@@ -14,6 +14,7 @@ from delta_tracker.errors import (
     InvalidArgumentError,
     UnsupportedModelError,
 )
+from delta_tracker.live_objects import Uncopied
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.rows import to_device
@@ -42,7 +43,6 @@ from delta_tracker.tracker.store.segments import SegmentStore
 from delta_tracker.tracker.top_k import TopK
 from delta_tracker.tracker.tracked_model import TrackedModel
 from delta_tracker.types import Delta, Memory, ShardSpec, TableSpec, TrackingMode
-from delta_tracker.uncopied import Uncopied
 
 __all__ = ["UPDATE_MODE_MAP", "ModelDeltaTracker", "Record"]
 

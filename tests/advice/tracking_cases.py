@@ -19,7 +19,6 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from delta_tracker import ModelDeltaTracker, Publisher, RankCounters, Recovery
-from delta_tracker.distributed import TORCH_TIMEOUT, RankGroup
 from delta_tracker.errors import (
     CheckpointError,
     DetachedError,
@@ -36,6 +35,7 @@ from delta_tracker.sharding import optimizer_rows
 from delta_tracker.sharding.discover import discover
 from delta_tracker.sharding.torchrec_api import tbe_of
 from delta_tracker.tracker.checkpoint.agreement import agree
+from delta_tracker.tracker.rank_group import TORCH_TIMEOUT, RankGroup
 from tests.advice.jobs import refused
 from tests.models import Model, Spec, Table, batch, ordinary_optimizer, shard
 from tests.tracker.kinds_cases import Kind, build

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch import distributed as dist
 
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher, TopK, TrackingMode, Upkeep
-from delta_tracker.distributed import Gathering
 from delta_tracker.errors import FencedError
 from delta_tracker.publisher.cadence import Cadence
 from delta_tracker.publisher.exchange import Vote
@@ -20,6 +19,7 @@ from delta_tracker.stream.heartbeat import read_heartbeats
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.retention import Retention
 from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.tracker.rank_group import Gathering
 from delta_tracker.types import DeltaRows
 from tests.models import Spec, Table, batch, ordinary_optimizer, shard
 from tests.notifiers import LocalNotifier

@@ -32,8 +32,8 @@ import torch
 from torch import distributed as dist
 
 from delta_tracker import ModelDeltaTracker, Publisher, TopK, TrackingMode
-from delta_tracker.distributed import RankGroup
 from delta_tracker.errors import StreamError
+from delta_tracker.tracker.rank_group import RankGroup
 from tests.models import Spec, Table, batch, shard
 from tests.publisher.publishing_cases import attempt, is_interrupted
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import closing
 from datetime import timedelta
 
-from delta_tracker.distributed import RankGroup
 from delta_tracker.errors import RankLostError
 from delta_tracker.publisher.rounds import Letter, Rounds, Sign
+from delta_tracker.tracker.rank_group import RankGroup
 
 
 def lengths(rank: int, world_size: int) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.publisher.host_copies import HostCopier
 from delta_tracker.publisher.training import ConsumerState, Recovery, TakenState, TrainingSource
-from delta_tracker.state_tree import unpack
+from delta_tracker.stream.format.state_tree import unpack
 from delta_tracker.tracker.data_position import DataPosition
 from delta_tracker.types import ShardSpec, TableSpec
 from tests.ranks import RankPool

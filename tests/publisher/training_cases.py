@@ -16,7 +16,7 @@ from delta_tracker import ModelDeltaTracker
 from delta_tracker.errors import InvalidArgumentError, UnsupportedModelError
 from delta_tracker.publisher.host_copies import HostCopier
 from delta_tracker.publisher.training import Recovery, TakenState, TrainingSource
-from delta_tracker.state_tree import unpack
+from delta_tracker.stream.format.state_tree import unpack
 from tests.models import Spec, Table, batch, ordinary_optimizer, shard
 
 

@@ -27,7 +27,7 @@ from delta_tracker.raw_ids.collision_states import (
     load_collision_states,
 )
 from delta_tracker.raw_ids.owners import NO_OWNER
-from delta_tracker.state_tree import pack, unpack
+from delta_tracker.stream.format.state_tree import pack, unpack
 from delta_tracker.types import Bucket, Identity
 
 _POLICIES = {each.__name__: each for each in (LFU_EvictionPolicy, LRU_EvictionPolicy, DistanceLFU_EvictionPolicy)}

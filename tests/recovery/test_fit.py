@@ -16,10 +16,10 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 from delta_tracker.errors import InvalidArgumentError, RestoreMismatchError
 from delta_tracker.recovery.fit import Job, Saved, check_fit, check_objects
 from delta_tracker.recovery.training_states import DATA, TrainingStates
-from delta_tracker.state_tree import pack
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block, DenseSpec, Part
 from delta_tracker.stream.format.shard_rows import wanted
+from delta_tracker.stream.format.state_tree import pack
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import ShardSpec, StateSpec, TableSpec, TableStates
 from tests.stream.streams import Writer

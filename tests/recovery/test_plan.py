@@ -20,8 +20,8 @@ from delta_tracker.raw_ids.collision_states import collision_state
 from delta_tracker.recovery.plan import Plan, load_collisions, names_of_all_ranks
 from delta_tracker.recovery.training_states import TrainingStates
 from delta_tracker.sharding.collisions import SortedOwners
-from delta_tracker.state_tree import StateReader, pack
 from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.format.state_tree import StateReader, pack
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import Bucket, Identity, StateSpec, TableStates
 from tests.stores.wrapped import WrappedStorage

@@ -12,7 +12,7 @@ import torch
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.recovery.random_states import RandomStates
-from delta_tracker.state_tree import pack, unpack
+from delta_tracker.stream.format.state_tree import pack, unpack
 
 
 @pytest.fixture(autouse=True)

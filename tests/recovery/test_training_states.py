@@ -12,7 +12,7 @@ import torch
 from delta_tracker.errors import CorruptPartError
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.recovery.training_states import TrainingStates
-from delta_tracker.state_tree import pack
+from delta_tracker.stream.format.state_tree import pack
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import ShardSpec, StateSpec, TableSpec, TableStates
 from tests.stream.streams import Writer

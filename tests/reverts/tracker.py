@@ -12,13 +12,13 @@ REVERTS = {
             Replaces("JointIds.new_padded", "self.indices + _", "self.indices"),
         ),
     ],
-    "tests/test_cuda_fence.py::test_a_use_that_continues_is_waited_for_when_it_has_ended": [
+    "tests/buffers/test_cuda_fence.py::test_a_use_that_continues_is_waited_for_when_it_has_ended": [
         Revert(
             "a read during a write hides the write from the next read",
             Replaces("StreamFence.enter", "self._open.values()", "()"),
         ),
     ],
-    "tests/test_cuda_fence.py::test_memory_that_another_stream_uses_is_not_reused": [
+    "tests/buffers/test_cuda_fence.py::test_memory_that_another_stream_uses_is_not_reused": [
         Revert(
             "memory of the log is reused while another stream reads it",
             Loses("StreamFence.enter", "record_stream(...)"),

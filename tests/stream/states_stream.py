@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from delta_tracker.raw_ids import NO_OWNER
-from delta_tracker.state_tree import pack
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding, decode_rows, encode_rows
 from delta_tracker.stream.format.manifest import STATES_FORMAT, Block, DenseSpec, Kind, Manifest, Part
 from delta_tracker.stream.format.overlay import Overlay
 from delta_tracker.stream.format.part_reader import PartReader, Ranged
 from delta_tracker.stream.format.part_writer import put_part, put_training
+from delta_tracker.stream.format.state_tree import pack
 from delta_tracker.stream.log import StreamLog, part_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.storage.storage import Storage

@@ -161,7 +161,7 @@ _RULES = {
         f"{_IDENTITIES}::test_a_compaction_keeps_the_owners_with_their_rows",
     ],
     "A span MUST have exactly the bytes": [
-        "test_state_tree.py::test_invalid_texts_are_refused_before_the_data_are_read"
+        "stream/test_state_tree.py::test_invalid_texts_are_refused_before_the_data_are_read"
     ],
     "Readers MUST ignore other keys": [f"{_STATES}::test_a_training_state_is_decoded_in_parts"],
     "A table with raw ids MUST have one range": ["stream/test_parse.py::test_a_bad_field_of_format_2_is_refused"],

@@ -16,9 +16,9 @@ from torch import Tensor
 from delta_tracker import Encoding, ModelTarget, Predictor
 from delta_tracker.raw_ids import NO_OWNER, check_owners
 from delta_tracker.raw_ids.index import RawIdIndex
-from delta_tracker.state_tree import pack
 from delta_tracker.stream.format.manifest import DENSE_DTYPES, IdForm, Manifest
 from delta_tracker.stream.format.part_reader import dense_of, read_parts, read_training
+from delta_tracker.stream.format.state_tree import pack
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import Bucket, Identity

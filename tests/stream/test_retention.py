@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from delta_tracker.errors import FencedError, InvalidArgumentError, MalformedError, StorageError
-from delta_tracker.state_tree import pack
 from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.format.state_tree import pack
 from delta_tracker.stream.log import Merged, StreamLog, entry_name, part_name
 from delta_tracker.stream.maintenance import retention as retention_module
 from delta_tracker.stream.maintenance.compaction import compact

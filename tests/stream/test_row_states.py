@@ -17,7 +17,6 @@ from torch import Tensor
 
 from delta_tracker import ModelTarget, Predictor
 from delta_tracker.errors import CorruptPartError, NewerFormatError
-from delta_tracker.state_tree import pack
 from delta_tracker.stream.format import digests as digests_module
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
@@ -30,6 +29,7 @@ from delta_tracker.stream.format.part_reader import (
     read_training,
 )
 from delta_tracker.stream.format.part_writer import put_part, put_training
+from delta_tracker.stream.format.state_tree import pack
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.storage.storage import Storage

@@ -18,7 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from delta_tracker import Delta, DeltaRows, ModelDeltaTracker, TopK, TrackingMode
 from delta_tracker.buffers import MEMORY
-from delta_tracker.cuda_fence import StreamFence
+from delta_tracker.buffers.cuda_fence import StreamFence
 from delta_tracker.errors import DeltaTrackerError, InvalidArgumentError
 from delta_tracker.tracker.log_writes import LogWrites
 from delta_tracker.tracker.store.segments import SegmentStore

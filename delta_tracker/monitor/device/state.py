@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from delta_tracker.buffers.cuda_fence import StreamFence
 from delta_tracker.buffers.host_copy import HostCopy
-from delta_tracker.cuda_fence import StreamFence
 from delta_tracker.monitor.clock import Progress
 from delta_tracker.monitor.polled_stats import Source
 

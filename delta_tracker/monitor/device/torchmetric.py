@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from delta_tracker.buffers.cuda_fence import StreamFence
 from delta_tracker.buffers.host_copy import HostCopy
-from delta_tracker.cuda_fence import StreamFence
 from delta_tracker.errors import InvalidArgumentError, MissingExtraError
 from delta_tracker.monitor.monitor import MONITOR, Monitor
 from delta_tracker.monitor.polled_stats import Source

@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal
 import torch
 from msgspec import Meta, to_builtins
 
-from delta_tracker.state_tree import TENSOR_DTYPES
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.field_types import Count, Hex, Range
+from delta_tracker.stream.format.state_tree import TENSOR_DTYPES
 from delta_tracker.stream.store_clock import SKEW_SECONDS
 from delta_tracker.types import Identity, TableSpec, TableStates
 

@@ -23,13 +23,13 @@ from torch import Tensor
 from delta_tracker.buffers import BufferPool
 from delta_tracker.errors import CorruptPartError, MalformedError, StorageError
 from delta_tracker.raw_ids import check_owners
-from delta_tracker.state_tree import StateReader
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.digests import DIGESTS_KEY, is_piece, num_digests, piece_at, piece_range, total_bytes
 from delta_tracker.stream.format.encoding import unpack_ids
 from delta_tracker.stream.format.manifest import DTYPE_NAMES, Block, Manifest, Part, Stored
 from delta_tracker.stream.format.parse import load_json, reason_of
 from delta_tracker.stream.format.part_writer import ALIGNMENT, SIZE_BYTES, TRAINING_KEY
+from delta_tracker.stream.format.state_tree import StateReader
 from delta_tracker.stream.interruption import Interrupted, check
 from delta_tracker.stream.storage.storage import Storage, Transfer
 

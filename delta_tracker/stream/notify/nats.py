@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from delta_tracker.errors import InvalidArgumentError, MissingExtraError
-from delta_tracker.forking import Forkable, protect
+from delta_tracker.live_objects import Forkable, protect
 from delta_tracker.stream.format.field_types import MAX_COUNT
 
 T = TypeVar("T")

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from delta_tracker.distributed import RankGroup
 from delta_tracker.errors import RankFailedError
+from delta_tracker.tracker.rank_group import RankGroup
 
 
 def agree(action: Callable[[], Mapping[str, object]], group: RankGroup) -> None:

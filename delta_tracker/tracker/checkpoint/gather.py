@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from delta_tracker.distributed import RankGroup
 from delta_tracker.tracker.checkpoint.rank_header import parse
+from delta_tracker.tracker.rank_group import RankGroup
 
 Strategy = Literal["local", "gather", "gather_or_local"]
 

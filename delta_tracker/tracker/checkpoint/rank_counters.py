@@ -7,7 +7,6 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from delta_tracker.distributed import TORCH_TIMEOUT, RankGroup, rank_and_world_size
 from delta_tracker.errors import CheckpointError, InvalidArgumentError, StateMismatchError
 from delta_tracker.tracker.checkpoint.counter_set import CounterSet, counted_by
 from delta_tracker.tracker.checkpoint.counters import State
@@ -15,6 +14,7 @@ from delta_tracker.tracker.checkpoint.gather import gather_parts
 from delta_tracker.tracker.checkpoint.pack import pack, refuse_dcp_load
 from delta_tracker.tracker.checkpoint.rank_header import Layout, RankHeader, check_alike, parse_all, take
 from delta_tracker.tracker.log_state import LogState
+from delta_tracker.tracker.rank_group import TORCH_TIMEOUT, RankGroup, rank_and_world_size
 
 CounterStrategy = Literal["local", "gather", "gather_or_local", "merge"]
 

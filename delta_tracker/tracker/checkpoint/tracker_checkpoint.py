@@ -12,7 +12,6 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from delta_tracker.distributed import TORCH_TIMEOUT, RankGroup, rank_and_world_size
 from delta_tracker.errors import (
     LOAD_BEFORE,
     DeltaTrackerError,
@@ -30,6 +29,7 @@ from delta_tracker.tracker.checkpoint.rank_header import RankHeader, check_alike
 from delta_tracker.tracker.checkpoint.reshard import Resharding
 from delta_tracker.tracker.log_state import LogState, PendingState
 from delta_tracker.tracker.modes import Capture
+from delta_tracker.tracker.rank_group import TORCH_TIMEOUT, RankGroup, rank_and_world_size
 from delta_tracker.tracker.tracked_model import TrackedModel
 from delta_tracker.types import TrackingMode
 

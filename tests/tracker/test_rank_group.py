@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests import distributed_cases, forked
+from tests import forked
 from tests.ranks import RankPool
+from tests.tracker import rank_group_cases
 
-_CASES = "tests.distributed_cases"
+_CASES = "tests.tracker.rank_group_cases"
 _SWEEP = pytest.mark.sweep("short", only=True)
 _PHASES = ["call 3", *(pytest.param(phase, marks=_SWEEP) for phase in ("before", "call 12", "created"))]
 _FEWER_PHASES = ["call 3", *(pytest.param(phase, marks=_SWEEP) for phase in ("before", "created"))]
@@ -61,7 +62,7 @@ def test_a_rank_that_is_killed_is_reported(tmp_path: Path, victim: int, phase: s
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     body = (3, port, str(tmp_path), victim, phase)
-    processes = [forked.start(distributed_cases.killed, rank, *body) for rank in range(3)]
+    processes = [forked.start(rank_group_cases.killed, rank, *body) for rank in range(3)]
     for process in processes:
         process.join(100)
     results = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(3) if rank != victim]

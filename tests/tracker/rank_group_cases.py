@@ -20,8 +20,8 @@ from unittest import mock
 import torch
 from torch import distributed as dist
 
-from delta_tracker.distributed import RankGroup
 from delta_tracker.errors import RankLostError
+from delta_tracker.tracker.rank_group import RankGroup
 from tests.publisher.publishing_cases import is_interrupted
 from tests.waiting import eventually
 

@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from delta_tracker import state_tree
 from delta_tracker.errors import InvalidArgumentError
-from delta_tracker.state_tree import StateReader, flatten, pack, unpack
+from delta_tracker.stream.format import state_tree
+from delta_tracker.stream.format.state_tree import StateReader, flatten, pack, unpack
 
 _SHAPES = st.lists(st.integers(0, 3), max_size=4)
 

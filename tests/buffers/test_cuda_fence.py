@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from delta_tracker.cuda_fence import StreamFence
+from delta_tracker.buffers.cuda_fence import StreamFence
 from tests.fake_streams.simulation import fake_streams
 
 _SEEDS = range(10)

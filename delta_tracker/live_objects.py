@@ -1,0 +1,77 @@
+"""Base classes of objects with hooks, locks or threads: what a fork, ``pickle`` and ``copy`` do with them."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+from operator import methodcaller
+from typing import ClassVar, Never, SupportsIndex
+
+from delta_tracker.errors import UncopyableError
+
+
+class Uncopied:
+    """Base class of objects that can neither be pickled nor copied. Their class says what to save or build instead.
+
+    ``pickle``, ``torch.save``, ``copy.copy`` and ``copy.deepcopy`` raise
+    :class:`~delta_tracker.errors.UncopyableError`.
+    """
+
+    _remedy: ClassVar[str]
+
+    def __init_subclass__(cls, *, remedy: str = "") -> None:
+        super().__init_subclass__()
+        if remedy:
+            cls._remedy = remedy
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Never:
+        raise UncopyableError(type(self).__name__, self._remedy)
+
+
+class Forkable(ABC):
+    """Base class of objects that remain usable after ``os.fork``.
+
+    Once an object is registered with :func:`protect`, its methods are called before and after each fork, in the thread
+    that forks.
+    """
+
+    def before_fork(self) -> None:  # noqa: B027  optional
+        """Bring the object to a consistent state before a fork.
+
+        Must not block for long, even if the calling thread holds a lock of the object.
+        """
+
+    def after_fork_in_parent(self) -> None:  # noqa: B027
+        """Undo :meth:`before_fork`."""
+
+    @abstractmethod
+    def after_fork_in_child(self) -> None:
+        """Replace the locks that other threads of the parent process may have held.
+
+        Only the calling thread exists in the child process.
+        """
+
+
+_PROTECTED: weakref.WeakValueDictionary[int, Forkable] = weakref.WeakValueDictionary()
+
+
+def protect(forkable: Forkable) -> None:
+    """Call the methods of ``forkable`` before and after each fork, until the object is garbage-collected."""
+    _PROTECTED[id(forkable)] = forkable
+
+
+def _call(method: Callable[[Forkable], object]) -> None:
+    for reference in _PROTECTED.valuerefs():  # an atomic copy: other threads may add objects during the iteration
+        forkable = reference()
+        if forkable is not None:
+            method(forkable)
+
+
+os.register_at_fork(
+    before=partial(_call, methodcaller("before_fork")),
+    after_in_parent=partial(_call, methodcaller("after_fork_in_parent")),
+    after_in_child=partial(_call, methodcaller("after_fork_in_child")),
+)
