@@ -23,13 +23,8 @@ from delta_tracker.sharding.collisions import LocalOwners, local_owners
 from delta_tracker.sharding.dense import dense_tensors
 from delta_tracker.sharding.discover import Discovery, discover
 from delta_tracker.sharding.local_shard import LocalShard
-from delta_tracker.sharding.optimizer_rows import (
-    Scalars,
-    check_scalars,
-    refuse_unrecoverable,
-    state_views,
-    write_scalars,
-)
+from delta_tracker.sharding.optimizer_rows import Scalars, check_scalars, state_views, write_scalars
+from delta_tracker.sharding.refusals import refuse_unrecoverable
 from delta_tracker.stream.format.manifest import Manifest, Part, Stored
 from delta_tracker.stream.format.part_reader import PartReader, Ranged, check_size
 from delta_tracker.stream.format.shard_rows import wanted

@@ -181,19 +181,16 @@ def local_owners(model: nn.Module, found: Discovery) -> dict[str, LocalOwners]:
         held = getattr(part, "_embedding_module", None)
         collection = getattr(part, "_managed_collision_collection", None)
         mapped = getattr(collection, "_managed_collision_modules", {})
-        if id(held) not in fqns:
-            continue
-        prefix = f"{fqns[id(held)]}." if fqns[id(held)] else ""
-        for fqn, shard in found.shards.items():
+        for fqn in found.tables_of(fqns[id(held)]) if id(held) in fqns else []:
             name = fqn.rpartition(".")[2]
-            if not fqn.startswith(prefix) or name not in mapped:
+            if name not in mapped:
                 continue
             if not isinstance(mapped[name], (*torchrec.sorted_collisions, *torchrec.hashed_collisions)):
                 unknown[fqn] = type(mapped[name]).__name__
             elif getattr(mapped[name], "_input_hash_func", None) and not getattr(collection, "need_preprocess", True):
                 unhashed[fqn] = type(mapped[name]).__name__
             else:
-                sources[fqn] = _local_owners(held, mapped[name], shard, torchrec)
+                sources[fqn] = _local_owners(held, mapped[name], found.shards[fqn], torchrec)
     if unknown:
         raise UnsupportedModelError(
             unknown,

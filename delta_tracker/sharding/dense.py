@@ -72,10 +72,10 @@ def _tensors(model: nn.Module, root: nn.Module) -> dict[str, Tensor | None]:
     ``root``.
     """
     torchrec = known_torchrec()
-    inside = {id(module) for _, module in walk(root, "", torchrec, set())}
-    top, modules = model, list(walk(model, "", torchrec, set()))
+    inside = {id(module) for _, module in walk(root, torchrec)}
+    top, modules = model, list(walk(model, torchrec))
     if not any(id(module) in inside for _, module in modules):
-        top, modules = root, list(walk(root, "", torchrec, set()))
+        top, modules = root, list(walk(root, torchrec))
     flattened = managed_by_fsdp(top, torchrec)
     found: dict[str, Tensor | None] = {}
     collisions = [module for _, module in modules if isinstance(module, torchrec.without_rows)]

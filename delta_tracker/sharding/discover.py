@@ -86,6 +86,11 @@ class Discovery:
     skipped: list[str] = field(default_factory=list)
     plain: list[PlainTable] = field(default_factory=list)
 
+    def tables_of(self, module_fqn: str) -> list[str]:
+        """Return the FQNs of the tracked tables of a collection."""
+        prefix = f"{module_fqn}." if module_fqn else ""
+        return [fqn for fqn in self.tables if fqn.startswith(prefix)]
+
 
 def discover(model: nn.Module, fqns_to_skip: Sequence[str] = ()) -> Discovery:
     """Find the tables of every sharded EmbeddingCollection and EmbeddingBagCollection in ``model``.
@@ -111,7 +116,7 @@ def discover(model: nn.Module, fqns_to_skip: Sequence[str] = ()) -> Discovery:
     plain: dict[str, PlainModule] = {}
     others: dict[str, str] = {}
     unsupported: dict[str, str] = {}
-    for fqn, module in walk(model, "", torchrec, set()):
+    for fqn, module in walk(model, torchrec):
         if holder := torchrec.holder(module):
             found.modules[fqn] = module
             _add_collection(found, torchrec, fqn, module, holder, fqns_to_skip)
@@ -157,30 +162,16 @@ def _warn_of_unused(skips: Sequence[str], known: Sequence[str]) -> None:
             warnings.warn(f"fqns_to_skip: {skip!r} matches no table; known tables: {sorted(known)}", stacklevel=4)
 
 
-def walk(module: nn.Module, fqn: str, torchrec: Torchrec, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield ``(FQN, module)`` for ``module`` and each module below it, each module once.
+def walk(model: nn.Module, torchrec: Torchrec) -> Iterator[tuple[str, nn.Module]]:
+    """Yield ``(FQN, module)`` for each module of a model once, see :meth:`Torchrec.walk`.
 
-    FQNs are those of ``state_dict``, in which wrappers have no component. That of ``torch.compile`` has one, which is
-    omitted here. The wrappers themselves are not yielded. Does not descend into sharded collections or into modules
-    for which :func:`has_unknown_rows` returns True.
-
-    Args:
-        module: the root.
-        fqn: FQN of ``module``.
-        torchrec: classes of the installed torchrec.
-        seen: modules to omit; visited modules are added to it.
+    Does not descend into sharded collections or into modules for which :func:`has_unknown_rows` returns True.
     """
-    if module in seen:
-        return
-    seen.add(module)
-    wrapped = torchrec.wrapped(module)
-    if wrapped is not None:
-        yield from walk(wrapped, fqn, torchrec, seen)
-    else:
-        yield fqn, module
-        if torchrec.holder(module) is None and not has_unknown_rows(module, torchrec):
-            for name, child in module.named_children():
-                yield from walk(child, f"{fqn}.{name}" if fqn else name, torchrec, seen)
+
+    def is_leaf(module: nn.Module) -> bool:
+        return torchrec.holder(module) is not None or has_unknown_rows(module, torchrec)
+
+    return torchrec.walk(model, is_leaf, set())
 
 
 def has_unknown_rows(module: nn.Module, torchrec: Torchrec) -> bool:
@@ -261,11 +252,8 @@ def _kernels(
         configs = emb_module.config.embedding_tables
         tracked = [fqn_of.get(config.name) for config in configs]
         compute_kernels = {config.compute_kernel.value for config in configs}
-        kernel = Kernel(
-            emb_module,
-            tuple((fqn, config.num_features()) for fqn, config in zip(tracked, configs, strict=True)),
-            is_fused=compute_kernels <= torchrec.fused_kernels,
-        )
+        slots = tuple((fqn, config.num_features()) for fqn, config in zip(tracked, configs, strict=True))
+        kernel = Kernel(emb_module, slots, is_fused=compute_kernels <= torchrec.fused_kernels)
         strange = compute_kernels - torchrec.fused_kernels - torchrec.dense_kernels
         first = next((fqn for fqn in tracked if fqn is not None), None)
         if first is None:

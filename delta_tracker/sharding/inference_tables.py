@@ -17,9 +17,15 @@ from torch import Tensor, nn
 from delta_tracker.errors import InvalidArgumentError, UnsupportedModelError
 from delta_tracker.row_target import Region, RowTarget, TensorTarget
 from delta_tracker.sharding.discover import discover
-from delta_tracker.sharding.presence import has_fbgemm_tables
 from delta_tracker.sharding.row_cache import cached_table
-from delta_tracker.sharding.torchrec_api import Quantized, Torchrec, load_quantized, load_torchrec, tbe_of
+from delta_tracker.sharding.torchrec_api import (
+    Quantized,
+    Torchrec,
+    holder_of,
+    load_quantized,
+    load_torchrec,
+    tbe_of,
+)
 
 _SCALE_BIAS_BYTES = 4
 _FLOATS = {"fp16": torch.float16, "fp32": torch.float32}
@@ -42,13 +48,13 @@ def model_tables(model: nn.Module) -> Iterator[tuple[str, RowTarget | Tensor]]:
         MissingExtraError: if torchrec is not installed.
     """
     torchrec, quantized = load_torchrec(), load_quantized()
-    for fqn, module in _walk(model, "", torchrec, (*quantized.sharded, *quantized.collections)):
+    for fqn, module in walk(model, torchrec, quantized):
         prefix = f"{fqn}." if fqn else ""
         if torchrec.holder(module):
             tables = _sharded(module)
-        elif holder := _holder(module, quantized.sharded):
+        elif holder := holder_of(module, quantized.sharded):
             tables = _quantized(module, holder, _sharded_blocks(module), quantized)
-        elif holder := _holder(module, quantized.collections):
+        elif holder := holder_of(module, quantized.collections):
             tables = _quantized(module, holder, _unsharded_blocks(module), quantized)
         else:
             for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
@@ -58,49 +64,13 @@ def model_tables(model: nn.Module) -> Iterator[tuple[str, RowTarget | Tensor]]:
             yield prefix + name, target
 
 
-def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the FQN and the module for each module of a model, once for each FQN, as the names of its tables have them.
+def walk(model: nn.Module, torchrec: Torchrec, quantized: Quantized) -> Iterator[tuple[str, nn.Module]]:
+    """Yield ``(FQN, module)`` for each module of a model, once for each FQN that it has, see :meth:`Torchrec.walk`.
 
-    Modules inside sharded and quantized collections are not yielded.
-
-    Raises:
-        MissingExtraError: if torchrec is not installed.
+    Does not descend into sharded and quantized collections.
     """
-    if has_fbgemm_tables(model):
-        quantized = load_quantized()
-        yield from _walk(model, "", load_torchrec(), (*quantized.sharded, *quantized.collections))
-        return
-    for fqn, module in model.named_modules(remove_duplicate=False):
-        yield fqn.replace("_orig_mod.", "").removesuffix("_orig_mod").removesuffix("."), module
-
-
-def _walk(
-    module: nn.Module, fqn: str, torchrec: Torchrec, quantized: tuple[type[nn.Module], ...]
-) -> Iterator[tuple[str, nn.Module]]:
-    """Yield ``(FQN, module)`` for ``module`` and each module below it, once for each FQN that a module has.
-
-    FQNs are those of ``state_dict``, in which wrappers have no component; the wrappers themselves are not yielded. Does
-    not descend into sharded and quantized collections.
-
-    Args:
-        module: the root.
-        fqn: FQN of ``module``.
-        torchrec: classes of the installed torchrec.
-        quantized: classes of the quantized collections.
-    """
-    wrapped = torchrec.wrapped(module)
-    if wrapped is not None:
-        yield from _walk(wrapped, fqn, torchrec, quantized)
-    else:
-        yield fqn, module
-        if torchrec.holder(module) is None and not isinstance(module, quantized):
-            for name, child in module._modules.items():  # noqa: SLF001  named_children() omits repeated modules
-                if child is not None:
-                    yield from _walk(child, f"{fqn}.{name}" if fqn else name, torchrec, quantized)
-
-
-def _holder(module: nn.Module, collections: dict[type[nn.Module], str]) -> str | None:
-    return next((holder for kind, holder in collections.items() if isinstance(module, kind)), None)
+    kinds = (*torchrec.collections, *quantized.sharded, *quantized.collections)
+    return torchrec.walk(model, lambda module: isinstance(module, kinds), None)
 
 
 def _sharded(module: nn.Module) -> Iterator[tuple[str, RowTarget]]:

@@ -16,21 +16,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from delta_tracker.errors import (
-    InvalidArgumentError,
-    RestoreMismatchError,
-    UnsupportedModelError,
-)
-from delta_tracker.raw_ids.collision_states import collision_obstacle
-from delta_tracker.sharding.discover import Discovery
+from delta_tracker.errors import InvalidArgumentError, RestoreMismatchError, UnsupportedModelError
 from delta_tracker.sharding.local_shard import LocalShard, ShardHolder
-from delta_tracker.sharding.torchrec_api import kernel_arguments, tbe_of
+from delta_tracker.sharding.torchrec_api import tbe_of
 from delta_tracker.types import TABLE_DTYPES, StateSpec, TableStates
 
-# Names of fbgemm's WeightDecayMode without further states or counters.
-_WEIGHT_DECAYS = frozenset({"NONE", "L2", "DECOUPLE"})
 _PROBLEM = "a table whose states cannot be published"
 _REMEDY = "Train it with one fused optimizer with states of float32, float16 or bfloat16, or publish without recovery="
 _HYPERPARAMETERS = ("eps", "beta1", "beta2", "weight_decay")
@@ -122,15 +114,15 @@ def kernel_scalars(shards: Mapping[str, LocalShard]) -> dict[str, dict[str, int 
     Raises:
         InvalidArgumentError: if the column ranges of a table are in several kernels with different numbers.
     """
-    numbers = {id(kernel): _scalars(kernel) for kernel in _fused_kernels(shards)}
+    numbers: dict[int, dict[str, int | float | Tensor]] = {}  # by id() of the kernel
     found: dict[str, dict[str, int | float | Tensor]] = {}
-    for fqn, shard in shards.items():
-        each = list({id(kernel): numbers[id(kernel)] for kernel, _ in shard.places if kernel.is_fused}.values())
+    for fqn, kernel in _fused(shards):
+        own = numbers.get(id(kernel)) or numbers.setdefault(id(kernel), _scalars(kernel))
+        first = found.setdefault(fqn, dict(own))
         # Kernels on a device are compared without ``iter``, which would wait for the device: iter_cpu counts the same.
-        if any(_comparable(other) != _comparable(each[0]) for other in each[1:]):
-            raise InvalidArgumentError("optimizer", each, f"Train all column ranges of {fqn!r} with the same settings")
-        if each:
-            found[fqn] = dict(each[0])
+        if _comparable(first) != _comparable(own):
+            remedy = f"Train all column ranges of {fqn!r} with the same settings"
+            raise InvalidArgumentError("optimizer", [first, own], remedy)
     return found
 
 
@@ -145,20 +137,15 @@ def check_scalars(shards: Mapping[str, LocalShard], scalars: Mapping[str, Scalar
         RestoreMismatchError: if a number of a table is missing, or two tables of one kernel have different numbers.
     """
     held: dict[int, tuple[str, Scalars]] = {}
-    for fqn, shard in shards.items():
-        for kernel, _ in shard.places:
-            if not kernel.is_fused:
-                continue
-            found = scalars.get(fqn, {})
-            if missing := [name for name in _NAMES if name not in found]:
-                raise RestoreMismatchError(f"the optimizer's {missing[0]} of {fqn!r}", "missing", "needed")
-            first, numbers = held.setdefault(id(kernel), (fqn, found))
-            for name in _NAMES:
-                if first != fqn and bool(numbers[name] != found[name]):
-                    what = f"the optimizer's {name} of {fqn!r} and {first!r}"
-                    raise RestoreMismatchError(
-                        what, f"{found[name]} and {numbers[name]}", "the same, as they share a kernel"
-                    )
+    for fqn, kernel in _fused(shards):
+        found = scalars.get(fqn, {})
+        if missing := [name for name in _NAMES if name not in found]:
+            raise RestoreMismatchError(f"the optimizer's {missing[0]} of {fqn!r}", "missing", "needed")
+        first, numbers = held.setdefault(id(kernel), (fqn, found))
+        for name in _NAMES:
+            if first != fqn and bool(numbers[name] != found[name]):
+                what, saved = f"the optimizer's {name} of {fqn!r} and {first!r}", f"{found[name]} and {numbers[name]}"
+                raise RestoreMismatchError(what, saved, "the same, as they share a kernel")
 
 
 def write_scalars(shards: Mapping[str, LocalShard], scalars: Mapping[str, Scalars]) -> None:
@@ -168,38 +155,8 @@ def write_scalars(shards: Mapping[str, LocalShard], scalars: Mapping[str, Scalar
         shards: table FQN to shard.
         scalars: table FQN to numbers, which :func:`check_scalars` has accepted.
     """
-    for fqn, shard in shards.items():
-        for kernel, _ in shard.places:
-            if kernel.is_fused:
-                _write(kernel, scalars[fqn])
-
-
-def refuse_unrecoverable(found: Discovery, collisions: Mapping[str, nn.Module]) -> None:
-    """Raise an error if a table has an optimizer state that a version of a stream cannot describe.
-
-    Args:
-        found: tracked tables of a model.
-        collisions: FQN to this rank's managed-collision module, for each of these tables that has one.
-
-    Raises:
-        UnsupportedModelError: if a table is skipped, has managed collisions of another class than torchrec's
-            ``MCHManagedCollisionModule`` or with another eviction policy than torchrec's, or has replicas in a
-            ``DMPCollection``, or if a fused optimizer has counters per row or a global weight decay.
-    """
-    obstacles = {fqn: reason for fqn, module in collisions.items() if (reason := collision_obstacle(module))}
-    obstacles |= dict.fromkeys(found.skipped, "in fqns_to_skip, so that its rows are not in a stream")
-    obstacles |= {fqn: "a table of a DMPCollection" for fqn, shard in found.shards.items() if shard.num_replicas > 1}
-    if obstacles:
-        remedy = "Publish without recovery=, and save checkpoints with torch.distributed.checkpoint"
-        raise UnsupportedModelError(obstacles, remedy, problem="sharded parts whose training state cannot be published")
-    tables: dict[str, list[str]] = {}
-    for name, fqns in (*_planned(found), *_own(found)):
-        if name:
-            tables.setdefault(name, []).extend(fqns)
-    for name, fqns in tables.items():
-        problem = "tables whose optimizer has counters that cannot be published"
-        remedy = "Train them with another fused optimizer, or publish without recovery="
-        raise UnsupportedModelError(dict.fromkeys(fqns, name), remedy, problem=problem)
+    for fqn, kernel in _fused(shards):
+        _write(kernel, scalars[fqn])
 
 
 def unfused_storages(shard: LocalShard) -> set[int]:
@@ -214,10 +171,10 @@ def unfused_storages(shard: LocalShard) -> set[int]:
     }
 
 
-def _fused_kernels(shards: Mapping[str, LocalShard]) -> list[ShardHolder]:
-    """Return the fused kernels of some shards, each once."""
-    found = {id(kernel): kernel for shard in shards.values() for kernel, _ in shard.places if kernel.is_fused}
-    return list(found.values())
+def _fused(shards: Mapping[str, LocalShard]) -> Iterator[tuple[str, ShardHolder]]:
+    """Yield the FQN and the kernel of each column range of the tables whose kernel is fused."""
+    for fqn, shard in shards.items():
+        yield from ((fqn, kernel) for kernel, _ in shard.places if kernel.is_fused)
 
 
 def _comparable(scalars: Mapping[str, int | float | Tensor]) -> dict[str, int | float]:
@@ -266,36 +223,3 @@ def _specs(shard: LocalShard, kernel: ShardHolder, slot: int) -> tuple[StateSpec
             raise UnsupportedModelError({shard.spec.table.fqn: reason}, _REMEDY, problem=_PROBLEM)
         found.append(StateSpec(f"momentum{number}", state.dtype, "columns" if state.dim() > 1 else "range"))
     return tuple(found)
-
-
-def _planned(found: Discovery) -> Iterator[tuple[str, list[str]]]:
-    """Yield the unsupported optimizer in the plan of each fused table, an empty string if it is supported, and the FQN.
-
-    The plan is the same on every rank.
-    """
-    for module_fqn, module in found.modules.items():
-        arguments = kernel_arguments(module)
-        prefix = f"{module_fqn}." if module_fqn else ""
-        for fqn in found.tables:
-            if fqn.startswith(prefix) and found.shards[fqn].is_fused:
-                for planned in arguments.get(fqn.rpartition(".")[2], []):
-                    yield _unsupported(planned.get("optimizer"), planned.get("weight_decay_mode")), [fqn]
-
-
-def _own(found: Discovery) -> Iterator[tuple[str, list[str]]]:
-    """Yield the unsupported optimizer of each fused kernel of this rank, otherwise an empty string, and its tables."""
-    for kernel in found.kernels:
-        if kernel.is_fused:
-            tbe = tbe_of(kernel.module)
-            name = _unsupported(tbe.optimizer, getattr(tbe, "weight_decay_mode", None))
-            if getattr(tbe, "use_rowwise_bias_correction", False):
-                name = "ADAM with row-wise bias correction"
-            elif getattr(tbe, "_used_rowwise_adagrad_with_global_weight_decay", False):
-                name = "EXACT_ROWWISE_ADAGRAD with global weight decay"
-            yield name, [fqn for fqn, _ in kernel.slots if fqn is not None]
-
-
-def _unsupported(optimizer: object, decay: object) -> str:
-    """Return the name of an optimizer with a weight decay that has states of its own; otherwise an empty string."""
-    mode = getattr(decay, "name", "NONE")
-    return "" if mode in _WEIGHT_DECAYS else f"{getattr(optimizer, 'name', optimizer)} with weight decay {mode}"

@@ -183,16 +183,10 @@ def _replicated(model: nn.Module) -> set[int] | None:
     """Return the ``id()`` of each parameter that DDP keeps the same on every rank; None if there is only one rank."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    return {id(parameter) for wrapper in _ddp(model) for parameter in _managed(wrapper)}
-
-
-def _ddp(model: nn.Module) -> Iterator[DistributedDataParallel]:
-    for module in model.modules():
-        if isinstance(module, DistributedDataParallel) and module.process_group.size() == dist.get_world_size():
-            yield module
-
-
-def _managed(wrapper: DistributedDataParallel) -> Iterator[nn.Parameter]:
-    for name, parameter in wrapper.module.named_parameters(remove_duplicate=False):
-        if name not in wrapper.parameters_to_ignore:
-            yield parameter
+    return {
+        id(parameter)
+        for wrapper in model.modules()
+        if isinstance(wrapper, DistributedDataParallel) and wrapper.process_group.size() == dist.get_world_size()
+        for name, parameter in wrapper.module.named_parameters(remove_duplicate=False)
+        if name not in wrapper.parameters_to_ignore
+    }

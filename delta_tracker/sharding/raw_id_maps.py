@@ -30,8 +30,9 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from delta_tracker.raw_ids import NO_OWNER, RawIdMap, default_rows, defaults_of
 from delta_tracker.raw_ids.index import SortedOwners
 from delta_tracker.rows import copy_from_host, to_device
-from delta_tracker.sharding.inference_tables import named_modules
-from delta_tracker.sharding.torchrec_api import load_quantized, load_torchrec
+from delta_tracker.sharding.inference_tables import walk
+from delta_tracker.sharding.presence import has_fbgemm_tables
+from delta_tracker.sharding.torchrec_api import holder_of, load_quantized, load_torchrec
 from delta_tracker.types import Bucket, Identity
 
 _EMPTY = -1  # raw id of a row without one in a hash module
@@ -47,14 +48,14 @@ def raw_id_maps(model: nn.Module) -> dict[str, tuple[RawIdMap, ...]]:
         Table FQN to its mappings; the FQNs are those of the tables of :func:`~.inference_tables.model_tables`.
     """
     torchrec, quantized = load_torchrec(), load_quantized()
-    holders = {**quantized.sharded, **quantized.collections}
+    modules = walk(model, torchrec, quantized) if has_fbgemm_tables(model) else _plain_modules(model)
     found: defaultdict[str, list[RawIdMap]] = defaultdict(list)
-    for fqn, module in named_modules(model):
+    for fqn, module in modules:
         collection = getattr(module, "_managed_collision_collection", None)
         if collection is None:
             continue
         path = [fqn]
-        holder = next((each for kind, each in holders.items() if isinstance(module, kind)), None)
+        holder = holder_of(module, {**quantized.sharded, **quantized.collections})
         if holder is None:
             embedding = cast(nn.Module, module._embedding_module)  # noqa: SLF001  only quantized collections have none
             path.append("_embedding_module")
@@ -66,6 +67,12 @@ def raw_id_maps(model: nn.Module) -> dict[str, tuple[RawIdMap, ...]]:
             elif isinstance(collision, torchrec.hashed_collisions):
                 found[name].append(HashMap(collision, num_shards))
     return {fqn: tuple(maps) for fqn, maps in found.items()}
+
+
+def _plain_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the name and the module for each module of a model, once for each name, as the names of its tables are."""
+    for name, module in model.named_modules(remove_duplicate=False):
+        yield name.replace("_orig_mod.", "").removesuffix("_orig_mod").removesuffix("."), module
 
 
 def _collision_modules(collection: Any) -> Iterator[tuple[str, nn.Module, int]]:  # noqa: ANN401  torchrec's

@@ -1,4 +1,4 @@
-"""Reject models that write rows without calling the tracker's hooks.
+"""Reject models that write rows without calling the tracker's hooks, or whose training state cannot be published.
 
 Hooks report evictions, ``load_state_dict`` and the backward passes of lookups. The modules and optimizers that are
 rejected here write other rows of fused tables, or write at other times. Tables without a fused optimizer are compared
@@ -7,12 +7,13 @@ with a copy, which finds all writes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from delta_tracker.errors import UnsupportedModelError
+from delta_tracker.raw_ids.collision_states import collision_obstacle
 from delta_tracker.sharding.discover import Discovery, walk
 from delta_tracker.sharding.torchrec_api import (
     Torchrec,
@@ -21,6 +22,7 @@ from delta_tracker.sharding.torchrec_api import (
     known_torchrec,
     planned_kernel,
     tbe_of,
+    unwrapped,
 )
 
 # Names of fbgemm's EmbOptimType and WeightDecayMode that write a row only in the backward pass of a lookup of the row.
@@ -37,6 +39,8 @@ _OPTIMIZERS = frozenset(
     }
 )
 _WEIGHT_DECAYS = frozenset({"NONE", "L2", "DECOUPLE", "COUNTER", "COWCLIP"})
+# Those without further states or counters.
+_STATELESS_DECAYS = frozenset({"NONE", "L2", "DECOUPLE"})
 
 
 def refuse_unseen_writes(model: nn.Module, found: Discovery) -> None:
@@ -72,7 +76,7 @@ def _refuse_replicas(model: nn.Module, found: Discovery, torchrec: Torchrec) -> 
     obstacles: dict[str, str] = {}
     for module_fqn, module in found.modules.items():
         is_2d = isinstance(getattr(module, "_env", None), torchrec.replica_env)
-        for fqn in _tables(found, module_fqn) if is_2d or module in wrapped else []:
+        for fqn in found.tables_of(module_fqn) if is_2d or module in wrapped else []:
             if not is_2d:
                 obstacles[fqn] = "in a DMPCollection, which averages it although it was sharded without replicas"
             elif module not in wrapped:
@@ -97,14 +101,15 @@ def _refuse_replicas(model: nn.Module, found: Discovery, torchrec: Torchrec) -> 
 def _refuse_pruning(model: nn.Module, found: Discovery, torchrec: Torchrec) -> None:
     """Reject in-training pruning of fused tables, because it resets rows in the forward pass without calling a hook."""
     lookups = {
-        id(_unwrapped(lookup)): [fqn for fqn in _tables(found, module_fqn) if found.shards[fqn].is_fused]
+        id(unwrapped(lookup)): [fqn for fqn in found.tables_of(module_fqn) if found.shards[fqn].is_fused]
         for module_fqn, module in found.modules.items()
         for lookup in module._lookups  # type: ignore[union-attr]  # noqa: SLF001
     }
     pruned: dict[str, str] = {}
-    for fqn, module in walk(model, "", torchrec, set()):
+    for fqn, module in walk(model, torchrec):
         if isinstance(module, torchrec.pruning):
-            tables = _named(lookups, module.lookups)  # type: ignore[arg-type]
+            pruners = map(unwrapped, module.lookups)  # type: ignore[arg-type]
+            tables = sorted({fqn for lookup in pruners for fqn in lookups.get(id(lookup), [])})
             if tables:
                 pruned[fqn] = f"a GenericITEPModule, which resets rows of {', '.join(tables)}"
     if pruned:
@@ -113,43 +118,13 @@ def _refuse_pruning(model: nn.Module, found: Discovery, torchrec: Torchrec) -> N
         )
 
 
-def _tables(found: Discovery, module_fqn: str) -> list[str]:
-    """Return the FQNs of the tracked tables of a collection."""
-    prefix = f"{module_fqn}." if module_fqn else ""
-    return [fqn for fqn in found.tables if fqn.startswith(prefix)]
-
-
-def _named(tables: Mapping[int, list[str]], lookups: Iterable[nn.Module]) -> list[str]:
-    return sorted({fqn for lookup in lookups for fqn in tables.get(id(_unwrapped(lookup)), [])})
-
-
-def _unwrapped(lookup: nn.Module) -> nn.Module:
-    while isinstance(lookup, DistributedDataParallel):
-        lookup = lookup.module
-    return lookup
-
-
 def _refuse_optimizers(found: Discovery) -> None:
-    """Reject fused optimizers missing from ``_OPTIMIZERS``, and weight decays missing from ``_WEIGHT_DECAYS``.
-
-    The sharding plan is checked first. It contains the optimizers of all ranks, so that every rank raises the same
-    error. The optimizers that this rank's kernels use are checked next.
-    """
+    """Reject fused optimizers missing from ``_OPTIMIZERS``, and weight decays missing from ``_WEIGHT_DECAYS``."""
     strange: dict[str, list[str]] = {}
-    for module_fqn, module in found.modules.items():
-        arguments = kernel_arguments(module)
-        for fqn in _tables(found, module_fqn):
-            for planned in arguments.get(fqn.rpartition(".")[2], []) if found.shards[fqn].is_fused else []:
-                name = _strange(planned.get("optimizer", "EXACT_SGD"), planned.get("weight_decay_mode"))
-                strange.setdefault(name, []).append(fqn)
-    for kernel in found.kernels:
-        if kernel.is_fused:
-            tbe = tbe_of(kernel.module)
-            name = _strange(tbe.optimizer, getattr(tbe, "weight_decay_mode", None))
-            strange.setdefault(name, []).extend(fqn for fqn, _ in kernel.slots if fqn is not None)
-    strange.pop("", None)
-    if strange:
-        name, tables = next(iter(strange.items()))
+    for each in _fused_optimizers(found):
+        if each.name not in _OPTIMIZERS or each.decay not in _WEIGHT_DECAYS:
+            strange.setdefault(str(each), []).extend(each.tables)
+    for name, tables in strange.items():
         raise UnsupportedModelError(
             dict.fromkeys(tables, name),
             "Train them with another fused optimizer, or name them in fqns_to_skip to train them untracked",
@@ -157,9 +132,63 @@ def _refuse_optimizers(found: Discovery) -> None:
         )
 
 
-def _strange(optimizer: object, decay: object) -> str:
-    """Return the name of an unsupported optimizer or weight decay; an empty string if both are supported."""
-    name, mode = getattr(optimizer, "name", str(optimizer)), getattr(decay, "name", "NONE")
-    if name not in _OPTIMIZERS:
-        return name
-    return "" if mode in _WEIGHT_DECAYS else f"{name} with weight decay {mode}"
+def refuse_unrecoverable(found: Discovery, collisions: Mapping[str, nn.Module]) -> None:
+    """Raise an error if a table has an optimizer state that a version of a stream cannot describe.
+
+    Args:
+        found: tracked tables of a model.
+        collisions: FQN to this rank's managed-collision module, for each of these tables that has one.
+
+    Raises:
+        UnsupportedModelError: if a table is skipped, has managed collisions of another class than torchrec's
+            ``MCHManagedCollisionModule`` or with another eviction policy than torchrec's, or has replicas in a
+            ``DMPCollection``, or if a fused optimizer has counters per row or a global weight decay.
+    """
+    obstacles = {fqn: reason for fqn, module in collisions.items() if (reason := collision_obstacle(module))}
+    obstacles |= dict.fromkeys(found.skipped, "in fqns_to_skip, so that its rows are not in a stream")
+    obstacles |= {fqn: "a table of a DMPCollection" for fqn, shard in found.shards.items() if shard.num_replicas > 1}
+    if obstacles:
+        remedy = "Publish without recovery=, and save checkpoints with torch.distributed.checkpoint"
+        raise UnsupportedModelError(obstacles, remedy, problem="sharded parts whose training state cannot be published")
+    tables: dict[str, list[str]] = {}
+    for each in _fused_optimizers(found):
+        if getattr(each.tbe, "use_rowwise_bias_correction", False):
+            tables.setdefault("ADAM with row-wise bias correction", []).extend(each.tables)
+        elif getattr(each.tbe, "_used_rowwise_adagrad_with_global_weight_decay", False):
+            tables.setdefault("EXACT_ROWWISE_ADAGRAD with global weight decay", []).extend(each.tables)
+        elif each.decay not in _STATELESS_DECAYS:
+            tables.setdefault(str(each), []).extend(each.tables)
+    for name, fqns in tables.items():
+        problem = "tables whose optimizer has counters that cannot be published"
+        remedy = "Train them with another fused optimizer, or publish without recovery="
+        raise UnsupportedModelError(dict.fromkeys(fqns, name), remedy, problem=problem)
+
+
+class _Optimizer(NamedTuple):
+    """Fused optimizer of some tables, with FBGEMM's names; ``tbe`` is the module of a kernel that has it."""
+
+    name: str
+    decay: str
+    tables: list[str]
+    tbe: Any = None
+
+    def __str__(self) -> str:
+        return self.name if self.decay == "NONE" else f"{self.name} with weight decay {self.decay}"
+
+
+def _fused_optimizers(found: Discovery) -> Iterator[_Optimizer]:
+    """Yield the optimizers in the sharding plan, which has those of all ranks, then those of this rank's kernels.
+
+    The plan is first, so that every rank raises the same error.
+    """
+    for module_fqn, module in found.modules.items():
+        arguments = kernel_arguments(module)
+        for fqn in found.tables_of(module_fqn):
+            for planned in arguments.get(fqn.rpartition(".")[2], []) if found.shards[fqn].is_fused else []:
+                optimizer, decay = planned.get("optimizer", "EXACT_SGD"), planned.get("weight_decay_mode")
+                yield _Optimizer(getattr(optimizer, "name", str(optimizer)), getattr(decay, "name", "NONE"), [fqn])
+    for kernel in found.kernels:
+        if kernel.is_fused:
+            tbe = tbe_of(kernel.module)
+            mode = getattr(getattr(tbe, "weight_decay_mode", None), "name", "NONE")
+            yield _Optimizer(tbe.optimizer.name, mode, [fqn for fqn, _ in kernel.slots if fqn is not None], tbe)

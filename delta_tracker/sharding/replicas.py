@@ -284,16 +284,16 @@ def watch_syncs(
         if not isinstance(wrapper, known_torchrec().replicas):
             continue
         groups = []
-        for each in sync_groups(wrapper):
+        for ranks, modules in sync_groups(wrapper):
             tables = [
                 fqn
                 for kernel in found.kernels
-                if kernel.is_fused and any(tbe_of(kernel.module) is module for module in each.modules)
+                if kernel.is_fused and any(tbe_of(kernel.module) is module for module in modules)
                 for fqn, _ in kernel.slots
                 if fqn is not None
             ]
             if tables:
-                groups.append(ReplicaGroup(each.group, {fqn: found.shards[fqn] for fqn in tables}))
+                groups.append(ReplicaGroup(ranks, {fqn: found.shards[fqn] for fqn in tables}))
         if groups:
             yield SyncHook(wrapper, groups, listener, keys, recorder, keeps_states=keeps_states)
 

@@ -25,7 +25,7 @@ from delta_tracker.errors import MissingExtraError
 class Torchrec:
     """Container for the classes of the installed torchrec that discovery looks for.
 
-    Tuples omit classes that the installed torchrec does not have, or whose module has not been imported.
+    Classes that it does not have, or whose module has not been imported, are omitted.
 
     Args:
         collections: sharded module class to the name of the attribute that holds its tables; also used for subclasses.
@@ -62,20 +62,40 @@ class Torchrec:
 
     def holder(self, module: nn.Module) -> str | None:
         """Return the name of the attribute that holds a sharded collection's tables; None for other modules."""
-        return next((holder for kind, holder in self.collections.items() if isinstance(module, kind)), None)
+        return holder_of(module, self.collections)
 
-    def wrapped(self, module: nn.Module) -> nn.Module | None:
-        """Return the module inside a wrapper; None for other modules."""
-        found = next((attribute for kind, attribute in self.wrappers.items() if isinstance(module, kind)), None)
-        return None if found is None else getattr(module, found)
+    def walk(
+        self, module: nn.Module, is_leaf: Callable[[nn.Module], bool], seen: set[nn.Module] | None, fqn: str = ""
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield ``(FQN, module)`` for ``module`` and each module below it.
+
+        FQNs are those of ``state_dict``, in which wrappers have no component. That of ``torch.compile`` has one, which
+        is omitted here. The wrappers themselves are not yielded.
+
+        Args:
+            module: the root.
+            is_leaf: returns True for a module below which the walk does not go.
+            seen: modules to omit, to which visited modules are added; None to yield a module once for each of its FQNs.
+            fqn: FQN of ``module``.
+        """
+        if seen is not None:
+            if module in seen:
+                return
+            seen.add(module)
+        wrapper = holder_of(module, self.wrappers)
+        if wrapper is not None:
+            yield from self.walk(getattr(module, wrapper), is_leaf, seen, fqn)
+            return
+        yield fqn, module
+        if not is_leaf(module):
+            for name, child in module._modules.items():  # noqa: SLF001  named_children() omits repeated modules
+                if child is not None:
+                    yield from self.walk(child, is_leaf, seen, f"{fqn}.{name}" if fqn else name)
 
 
-def known_torchrec() -> Torchrec:
-    """Return the classes that discovery looks for, without importing torchrec.
-
-    While torchrec has not been imported, no model can have its modules. The result then has torch's classes only.
-    """
-    return load_torchrec() if "torchrec.distributed.types" in sys.modules else _without_torchrec()
+def holder_of(module: nn.Module, attributes: Mapping[type[nn.Module], str]) -> str | None:
+    """Return the attribute of the first class of which ``module`` is an instance; None if there is none."""
+    return next((attribute for kind, attribute in attributes.items() if isinstance(module, kind)), None)
 
 
 def load_torchrec() -> Torchrec:
@@ -84,51 +104,37 @@ def load_torchrec() -> Torchrec:
     Raises:
         MissingExtraError: if torchrec or fbgemm is not installed.
     """
-    try:
-        embedding = import_module("torchrec.distributed.embedding")
-        embeddingbag = import_module("torchrec.distributed.embeddingbag")
-        model_parallel = import_module("torchrec.distributed.model_parallel")
-        types = import_module("torchrec.distributed.types")
-    except ModuleNotFoundError as missing:
-        raise MissingExtraError(missing.name or "torchrec", "torchrec") from missing
+    _load(*(f"torchrec.distributed.{name}" for name in ("embedding", "embeddingbag", "model_parallel", "types")))
+    return known_torchrec()
+
+
+def known_torchrec() -> Torchrec:
+    """Return the classes that discovery looks for, without importing torchrec.
+
+    Classes whose module has not been imported are omitted, because no model can have instances of them.
+    """
+    collections = {
+        **dict.fromkeys(_imported("torchrec.distributed.embedding", "ShardedEmbeddingCollection"), "embeddings"),
+        **dict.fromkeys(
+            _imported("torchrec.distributed.embeddingbag", "ShardedEmbeddingBagCollection"), "embedding_bags"
+        ),
+    }
+    parallel = _imported("torchrec.distributed.model_parallel", "DistributedModelParallel")
     return Torchrec(
-        collections={
-            embedding.ShardedEmbeddingCollection: "embeddings",
-            embeddingbag.ShardedEmbeddingBagCollection: "embedding_bags",
-        },
-        wrappers={
-            model_parallel.DistributedModelParallel: "_dmp_wrapped_module",
-            **_torch_wrappers(),
-        },
+        collections=collections,
+        wrappers={**dict.fromkeys(parallel, "_dmp_wrapped_module"), **_torch_wrappers()},
         fsdp=_fsdp(),
-        sharded=(types.ShardedModule,),
+        sharded=_imported("torchrec.distributed.types", "ShardedModule"),
         towers=_imported(
             "torchrec.distributed.embedding_tower_sharding", "ShardedEmbeddingTower", "ShardedEmbeddingTowerCollection"
         ),
         without_rows=_imported("torchrec.distributed.mc_modules", "ShardedManagedCollisionCollection"),
-        sharded_tensors=(types.ShardedTensor, DTensor),
+        sharded_tensors=(*_imported("torchrec.distributed.types", "ShardedTensor"), DTensor),
         replicas=_imported("torchrec.distributed.model_parallel", "DMPCollection"),
         replica_env=_imported("torchrec.distributed.types", "ShardingEnv2D"),
         pruning=_imported("torchrec.modules.itep_modules", "GenericITEPModule"),
         sorted_collisions=_imported("torchrec.modules.mc_modules", "MCHManagedCollisionModule"),
         hashed_collisions=_imported("torchrec.modules.hash_mc_modules", "HashZchManagedCollisionModule"),
-    )
-
-
-def _without_torchrec() -> Torchrec:
-    return Torchrec(
-        collections={},
-        wrappers=_torch_wrappers(),
-        fsdp=_fsdp(),
-        sharded=(),
-        towers=(),
-        without_rows=(),
-        sharded_tensors=(DTensor,),
-        replicas=(),
-        replica_env=(),
-        pruning=(),
-        sorted_collisions=(),
-        hashed_collisions=(),
     )
 
 
@@ -164,11 +170,20 @@ def managed_by_fsdp(model: nn.Module, torchrec: Torchrec) -> set[int]:
     }
 
 
-def _imported(module: str, *names: str) -> tuple[type, ...]:
-    """Return the named classes of a module without importing the module. Omit classes that the module does not have.
+def _load(*modules: str) -> list[Any]:
+    """Import modules of torchrec and FBGEMM.
 
-    If the module has not been imported yet, return an empty tuple, because no model can have instances of its classes.
+    Raises:
+        MissingExtraError: if a package is not installed.
     """
+    try:
+        return [import_module(module) for module in modules]
+    except ModuleNotFoundError as missing:
+        raise MissingExtraError(missing.name or "torchrec", "torchrec") from missing
+
+
+def _imported(module: str, *names: str) -> tuple[type, ...]:
+    """Return those of the named classes that a module has. The module is not imported."""
     return tuple(found for name in names if (found := getattr(sys.modules.get(module), name, None)) is not None)
 
 
@@ -197,14 +212,13 @@ def load_quantized() -> Quantized:
     Raises:
         MissingExtraError: if torchrec or fbgemm is not installed.
     """
-    try:
-        modules = import_module("torchrec.quant.embedding_modules")
-        embedding = import_module("torchrec.distributed.quant_embedding")
-        embeddingbag = import_module("torchrec.distributed.quant_embeddingbag")
-        kernel = import_module("torchrec.distributed.quant_embedding_kernel")
-        inference = import_module("fbgemm_gpu.split_table_batched_embeddings_ops_inference")
-    except ModuleNotFoundError as missing:
-        raise MissingExtraError(missing.name or "torchrec", "torchrec") from missing
+    modules, embedding, embeddingbag, kernel, inference = _load(
+        "torchrec.quant.embedding_modules",
+        "torchrec.distributed.quant_embedding",
+        "torchrec.distributed.quant_embeddingbag",
+        "torchrec.distributed.quant_embedding_kernel",
+        "fbgemm_gpu.split_table_batched_embeddings_ops_inference",
+    )
     return Quantized(
         collections={modules.EmbeddingCollection: "embeddings", modules.EmbeddingBagCollection: "embedding_bags"},
         sharded={
@@ -238,22 +252,20 @@ def tbe_of(kernel: Any) -> Any:  # noqa: ANN401  classes of torchrec and FBGEMM
 
 def weight_slots(kernel: Any) -> list[tuple[Mapping[str, Tensor | None], str]]:  # noqa: ANN401  a torchrec class
     """Return the locations of a fused kernel's weight tensors, as pairs of a mapping and a key in the mapping."""
-    module = tbe_of(kernel)
-    return [
-        (owner, name)
-        for name in ("weights_dev", "weights_host", "weights_uvm")
-        for owner in (module._parameters, module._buffers)  # noqa: SLF001
-        if name in owner
-    ]
+    return [slot for slot in tensor_slots(kernel) if slot[1] in ("weights_dev", "weights_host", "weights_uvm")]
 
 
 def kernels_of(collection: Any) -> Iterator[Any]:  # noqa: ANN401  torchrec classes
     """Yield the kernels of a sharded collection on this rank."""
     for lookup in collection._lookups:  # noqa: SLF001
-        inner = lookup
-        while isinstance(inner, DistributedDataParallel):  # in fused collections the lookup is wrapped twice
-            inner = inner.module
-        yield from inner._emb_modules  # noqa: SLF001
+        yield from unwrapped(lookup)._emb_modules  # noqa: SLF001
+
+
+def unwrapped(lookup: Any) -> Any:  # noqa: ANN401  a torchrec class
+    """Return a lookup of a sharded collection without its wrappers. In fused collections it is wrapped twice."""
+    while isinstance(lookup, DistributedDataParallel):
+        lookup = lookup.module
+    return lookup
 
 
 def share_rows(kernel: Any, other: Any) -> bool:  # noqa: ANN401  torchrec classes
@@ -291,21 +303,10 @@ def kernel_arguments(module: Any) -> dict[str, list[dict[str, Any]]]:  # noqa: A
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class SyncGroup:
-    """Kernels of this rank that ``DMPCollection.sync`` averages over one process group.
-
-    Args:
-        group: the ranks that hold a replica of the kernels.
-        modules: FBGEMM's modules (TBEs) of the kernels.
-    """
-
-    group: dist.ProcessGroup
-    modules: tuple[nn.Module, ...]
-
-
-def sync_groups(wrapper: Any) -> list[SyncGroup]:  # noqa: ANN401  a DMPCollection
+def sync_groups(wrapper: Any) -> list[tuple[dist.ProcessGroup, list[nn.Module]]]:  # noqa: ANN401  a DMPCollection
     """Return the groups over which ``DMPCollection.sync`` averages, in its order.
+
+    Each has the ranks that hold a replica of some kernels, and FBGEMM's modules (TBEs) of these kernels.
 
     torchrec 1.3 has one group, whose properties are attributes of the wrapper. Later versions have a list of contexts,
     and since 1.5 a context has pairs of a module and its parent.
@@ -316,10 +317,7 @@ def sync_groups(wrapper: Any) -> list[SyncGroup]:  # noqa: ANN401  a DMPCollecti
         if contexts is None
         else [(context.replica_pg, context.modules_to_sync) for context in contexts]
     )
-    return [
-        SyncGroup(group, tuple(each[0] if isinstance(each, tuple) else each for each in modules))
-        for group, modules in found
-    ]
+    return [(group, [each[0] if isinstance(each, tuple) else each for each in modules]) for group, modules in found]
 
 
 def averages_itself(wrapper: Any) -> bool:  # noqa: ANN401  a DMPCollection

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from delta_tracker.sharding.optimizer_rows import (
     StateWatch,
     kernel_scalars,
-    refuse_unrecoverable,
     state_views,
     table_states,
     unfused_storages,
 )
+from delta_tracker.sharding.refusals import refuse_unrecoverable
 from delta_tracker.sharding.weights import column_views
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.tracked_model import TrackedModel
